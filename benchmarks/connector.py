@@ -30,8 +30,8 @@ from report import Row, arguments, publish
 
 from connectors.client import ManagerClient
 from connectors.keys import HashKeys
-from connectors.reuse.link import InstanceSpecs, ManagerLink
 from connectors.reuse.lookups import LookupPlan, Lookups, LookupSettings
+from connectors.reuse.registration import InstanceSpecs, ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
@@ -149,14 +149,14 @@ def _lookup(asked: Lookups, make_keys: Callable[[], list], request_id: str) -> t
     """Make one lookup. Leases are released a little later, together: that falls to one lookup of many."""
     computing, begun = time.process_time(), time.perf_counter()
     asked.answered.clear()
-    asked.begin(request_id, make_keys())
+    asked.start(request_id, make_keys())
     held = time.perf_counter() - begun
     asked.answered.wait(10)
     begun = time.perf_counter()
     found = asked.poll(request_id)
     assert found is not None
     assert found.blocks == _BLOCKS
-    asked.forget(request_id)
+    asked.release(request_id)
     held += time.perf_counter() - begun
     time.sleep(0.005)  # what goes on in the background counts, too
     return 1000 * held, 1000 * (time.process_time() - computing)

@@ -39,7 +39,7 @@ from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri,
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import parse_redis_uri
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 from redis_servers import cluster, standalone

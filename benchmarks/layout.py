@@ -27,9 +27,8 @@ import torch
 from report import Row, arguments, publish
 
 from connectors.layout import Shard, StoredFormat
-from connectors.layout.engine_kv import EngineKv
-from connectors.layout.gather import gather, scatter
-from connectors.layout.stored import KV_PACKED, LAYER_FIRST
+from connectors.layout.gather import EngineKv, gather, scatter
+from connectors.layout.stored_format import KV_PACKED, LAYER_FIRST
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 

@@ -34,14 +34,13 @@ from report import Row, arguments, publish
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from manager_site import Manager, running
 
-from kvcm.admin_client import AdminClient
-from kvcm.commands.optimize_live import apply_proposals, look, proposals_for
+from kvcm.commands.optimize import apply_proposals, proposals_for, read_situation
 from kvcm.optimizer.live.bytes_needed import ReuseSample
-from kvcm.optimizer.live.proposals import Proposal
+from kvcm.optimizer.live.proposals import GroupState, Proposal, measured_hit_rate
 from kvcm.optimizer.live.recording import read_recording
 from kvcm.optimizer.live.rehearsal import rehearse
-from kvcm.optimizer.live.situation import GroupState, measured_hit_rate
 from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.terminal.admin_client import AdminClient
 
 ROOT = Path(__file__).parents[1]
 TRACE = "mooncake_conversation.jsonl.gz"
@@ -170,7 +169,7 @@ async def predictions(count: int) -> list[Row]:
     name, turns = requests(count)
     async with tuned(turns) as manager:
         measured = await manager.replay()
-        looked = await asyncio.to_thread(look, manager.client)
+        looked = await asyncio.to_thread(read_situation, manager.client)
         proposals = await asyncio.to_thread(proposals_for, looked.situation, TARGET, 0)
         rows = [
             _compared(f"{name}, {count} requests, {_settings(each, proposed=False)}", rate(each), measured[_name(each)])

@@ -20,10 +20,9 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import Call, Caller
-from kvcm.service.limits import RequestLimits
+from kvcm.service.calls import Call, Caller, CallMetrics
 from kvcm.service.meta_api import MetaApi
+from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.telemetry.metrics import ApiMetrics
 

@@ -25,8 +25,8 @@ from report import Row, arguments, publish
 
 from connectors.transfer import TransferEngine, TransferItem
 from connectors.transfer.mempool import MemPoolMover
-from connectors.transfer.pool_access import PoolAccess
-from kvcm.model.memory_pool import chunk_bytes
+from connectors.transfer.pool_segment import PoolAccess
+from kvcm.model.storages import chunk_bytes
 from kvcm.model.uri import LocationUri
 
 STORAGE, NODE = "medium", "here"
@@ -78,7 +78,7 @@ def speed_row(case: str, total_bytes: int, ours: Move, theirs: Move, windows: in
 
 def copies(access: PoolAccess, items: Sequence[TransferItem]) -> Copies:
     """Return the same as pairs of arrays: in the pool, and in memory."""
-    segment = access.find_or_make()
+    segment = access.find_or_create()
     return [
         (segment.data[item.uri.offset : item.uri.offset + item.uri.size], np.frombuffer(item.buffers[0], np.uint8))
         for item in items

@@ -31,7 +31,7 @@ import numpy as np
 from report import Row, arguments, left_out, publish
 
 from kvcm.optimizer.curves import CURVES
-from kvcm.optimizer.policy_spec import parse_policy
+from kvcm.optimizer.options import parse_policy
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.trace import Trace

@@ -10,7 +10,7 @@ from matplotlib import pyplot
 from optimizer import ROOT, traces_directory
 
 from kvcm.optimizer.curves import CURVES
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import Job, replay_all
 from kvcm.optimizer.trace import Trace

@@ -125,9 +125,9 @@ class Offer:
         if self._job["rate"]:
             await self._at_rate(begin, end)
         else:
-            await self._in_turn(end)
+            await self._read_queued(end)
         wall = time.perf_counter() - begin
-        self._give_up(float("inf"))
+        self._abandon(float("inf"))
         patience = time.perf_counter() + _LAST_SECONDS
         while self._open and time.perf_counter() < patience:  # noqa: ASYNC110 - nobody else is there
             await asyncio.sleep(0.01)
@@ -142,10 +142,10 @@ class Offer:
                 self._come(due)
                 due += self._random.expovariate(self._job["rate"])
             self._send()
-            self._give_up(now - PATIENCE_SECONDS)
+            self._abandon(now - PATIENCE_SECONDS)
             await asyncio.sleep(0.001)
 
-    async def _in_turn(self, end: float) -> None:
+    async def _read_queued(self, end: float) -> None:
         """Keep so many requests on their way: each that ends is followed by another one."""
         for _ in range(self._job["concurrency"]):
             self._come(time.perf_counter())
@@ -167,7 +167,7 @@ class Offer:
             starts = kind.startswith("write")
             wire.send(data, partial(self._ended, due, time.perf_counter(), kind), starts)
 
-    def _give_up(self, before: float) -> None:
+    def _abandon(self, before: float) -> None:
         while self._waiting and self._waiting[0][0] < before:
             self._count(self._waiting.popleft()[1], _KEPT_BACK)
 

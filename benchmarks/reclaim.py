@@ -37,6 +37,7 @@ from report import Row, arguments, publish
 from server_process import META, Server, free_port, process
 
 from kvcm.app import Manager
+from kvcm.components import Components
 from kvcm.config import Settings
 from kvcm.model.groups import (
     CacheConfig,
@@ -49,11 +50,9 @@ from kvcm.model.groups import (
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.rooms import Rooms
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import Call, Caller
-from kvcm.service.limits import RequestLimits
+from kvcm.service.calls import Call, Caller, CallMetrics
 from kvcm.service.meta_api import MetaApi
+from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.telemetry.metrics import ApiMetrics
 
@@ -346,7 +345,7 @@ def load_rows(plan: Plan, calm: list[Window], evicting: list[Window]) -> list[Ro
 
 
 @contextlib.asynccontextmanager
-async def rooms() -> AsyncIterator[Rooms]:
+async def rooms() -> AsyncIterator[Components]:
     """Yield the rooms of a manager with its metadata in RocksDB, and none of its duties running."""
     with tempfile.TemporaryDirectory() as directory:
         async with Manager(Settings(data_dir=directory)).opened() as opened:
@@ -365,7 +364,7 @@ def group_of(policy: str, mark_bytes: int, version: int) -> InstanceGroup:
 class Blocks:
     """Writes and reads blocks of an instance through the manager's own calls."""
 
-    def __init__(self, opened: Rooms) -> None:
+    def __init__(self, opened: Components) -> None:
         self._rooms = opened
         api = MetaApi(opened.cache, opened.registry, opened.leadership, RequestLimits())
         self._calls: dict[str, Call] = {call.name: call for call in api.calls()}
@@ -395,11 +394,11 @@ async def in_process(policy: str, count: int) -> list[Row]:
         await blocks.write(count, random.Random(1))
         gc.collect()
         gc.freeze()
-        kept_bytes = _traced(opened.reclaimer.follow) / count
+        kept_bytes = _traced(opened.reclaimer.follow_orders) / count
         await opened.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
         marking = 0.0
         while opened.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most
-            marking += await _loop_seconds(opened.reclaimer.look)
+            marking += await _loop_seconds(opened.reclaimer.reclaim)
         deletion = await _loop_seconds(opened.deletions.run_due)
         evicted = opened.deletions.deleted.blocks
         assert evicted == opened.reclaimer.stats.submitted_blocks >= count // 5

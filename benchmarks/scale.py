@@ -25,15 +25,15 @@ from index import BLOCKS, records, resident_bytes
 from report import Row, arguments, publish
 
 from kvcm.app import Manager
+from kvcm.components import Components
 from kvcm.config import Settings
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.redis import RedisBackend
 from kvcm.model.errors import DuplicateEntityError
 from kvcm.model.groups import CacheConfig, CacheReclaimStrategy, InstanceGroup, InstanceGroupQuota
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.masks import NO_MASK
+from kvcm.model.keys import NO_MASK
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
-from kvcm.rooms import Rooms
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -49,7 +49,7 @@ MOST_BYTES = 600.0
 
 
 @contextlib.asynccontextmanager
-async def opened(uri: str) -> AsyncIterator[Rooms]:
+async def opened(uri: str) -> AsyncIterator[Components]:
     """A manager over the store inside the block, with a group whose blocks may be deleted at once."""
     settings = Settings(registry_storage_uri=uri, search_cache_bytes=0)
     async with Manager(settings).opened() as rooms:
@@ -85,7 +85,7 @@ async def timed(work: Callable[..., Awaitable[Any]], *words: Any) -> float:
     return time.perf_counter() - begin
 
 
-async def reclaim(rooms: Rooms, keys: list[int]) -> None:
+async def reclaim(rooms: Components, keys: list[int]) -> None:
     """Remove blocks and delete them."""
     await rooms.cache.remove(INSTANCE, keys, NO_MASK)
     await rooms.deletions.run_due()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from prometheus_client import parser
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from kvcm.telemetry import metrics_catalog as catalog
+from kvcm.telemetry import metrics as catalog
 
 __all__ = ["Look", "Series", "Watch", "growth_per_second", "lag_quantile"]
 

@@ -22,8 +22,7 @@ from statistics import median
 from report import Row, arguments, publish
 
 from connectors.transfer import FileMover, TransferEngine, TransferItem
-from connectors.transfer.folders import OpenFolders
-from connectors.transfer.paths import open_below, walk_below
+from connectors.transfer.paths import OpenFolders, open_below, walk_below
 from kvcm.model.uri import LocationUri
 
 STORAGE = "medium"

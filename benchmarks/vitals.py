@@ -18,12 +18,11 @@ from collections.abc import Mapping
 from report import Row, arguments, publish
 
 from kvcm.model.clock import SystemClock
-from kvcm.model.nodes import Endpoint
-from kvcm.model.vitals import METHODS, GroupTotals, Vitals
-from kvcm.registry.vitals import VitalsBoard
-from kvcm.service.vitals.history import History
+from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
+from kvcm.registry.leadership import VitalsTable
+from kvcm.service.vitals_history import History
 from kvcm.store.memory import MemoryTable
-from kvcm.telemetry.metrics_values import DURATIONS
+from kvcm.telemetry.metrics import DURATIONS
 
 MOST_MS = 5.0  # half a percent of a core
 MOST_MIB = 10.0
@@ -61,8 +60,8 @@ async def telling(managers: int, groups: int, rounds: int) -> float:
     """Return CPU seconds of telling and hearing once."""
     clock, table = SystemClock(), MemoryTable()
     for each in all_vitals(managers, groups, 1e6).values():
-        await VitalsBoard(clock, table).publish(each)
-    board, own = VitalsBoard(clock, table), vitals(0, 1e6, groups)
+        await VitalsTable(clock, table).publish(each)
+    board, own = VitalsTable(clock, table), vitals(0, 1e6, groups)
     await board.publish(own)
     begin = time.process_time()
     for _ in range(rounds):
@@ -75,15 +74,15 @@ def keeping(managers: int, groups: int, rounds: int) -> tuple[float, float]:
     """Return CPU seconds of keeping a sample, and MiB of the history."""
     history, quotas, seconds = History(0.0), {f"group-{number}": 1 << 40 for number in range(groups)}, 0.0
     tracemalloc.start()
-    history.note(0.0, all_vitals(managers, groups, 0.0), quotas)
-    history.note(60.0, all_vitals(managers, groups, 60.0), quotas)
+    history.add(0.0, all_vitals(managers, groups, 0.0), quotas)
+    history.add(60.0, all_vitals(managers, groups, 60.0), quotas)
     held = tracemalloc.get_traced_memory()[0] / (1 << 20)
     tracemalloc.stop()
     for number in range(rounds):
         at = 70.0 + _KEEP_SECONDS * number
         heard = all_vitals(managers, groups, at)
         begin = time.process_time()
-        history.note(at, heard, quotas)
+        history.add(at, heard, quotas)
         seconds += time.process_time() - begin
     return seconds / rounds, held
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
+from uuid import uuid4
 
+import grpc
+
+from connectors.results import Outcome
+from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
@@ -29,7 +40,17 @@ __all__ = [
     "START_WRITE",
     "UNPIN_PREFIX",
     "Answer",
+    "Breaker",
     "Call",
+    "CallSteps",
+    "Pause",
+    "Policy",
+    "Reply",
+    "RetrySettings",
+    "Send",
+    "Verdict",
+    "new_trace_id",
+    "use_trace_id",
 ]
 
 _META = "kv_cache_manager.proto.meta.MetaService"
@@ -87,3 +108,298 @@ UNPIN_PREFIX = Call("unpin", f"/{_PIN}/UnpinPrefix", meta.CommonResponse.FromStr
 LIST_PINS = Call("list_pins", f"/{_PIN}/ListPins", pins.ListPinsResponse.FromString)
 REPORT_MISSING = Call("report_missing", f"/{_PIN}/ReportMissing", pins.ReportMissingResponse.FromString)
 REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolResponse.FromString)
+
+# How a call is tried, repeated and given up: the same for both clients, without any I/O.
+#
+# `Policy.converse` is a generator: it yields what to do next (send to an address, or pause), is sent what came of it,
+# and returns the verdict. A client only carries the steps out. Rules:
+#
+# 1. The whole conversation ends within the caller's budget, pauses included.
+# 2. Only what may go away is tried again: gRPC UNAVAILABLE and RESOURCE_EXHAUSTED (the server sheds load), and the
+#   answer
+#    codes SERVICE_NOT_READY and SERVER_NOT_LEADER. A timeout of the whole budget is not.
+# 3. With several addresses each gets a share of what is left, and a failed attempt moves on to the next at once;
+#   after
+#    each full round there is a pause, drawn from 0 to an exponentially growing limit ("full jitter"), so that the
+#      engines
+#    of a cluster do not come back all at the same moment.
+# 4. A manager that turns a request away says when to come back. Who was told so by all managers of a round waits for
+#   that
+#    time (the shortest, plus the drawn pause), once: told so again, or if that is after the deadline, the call ends.
+#    Such managers are alive.
+# 5. After several conversations in a row that ended without an answer the breaker opens: calls are misses at once,
+#    without a byte sent, until a single probe is answered. A dead manager then costs its deadline a few times and not
+#    once per request. Conversations that sent nothing do not count.
+
+_KNOWN_CODES = frozenset(map(int, ErrorCode))
+_RETRIED_STATUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+_RETRIED_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER})
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How patient a client is.
+
+    Attributes:
+        max_rounds: most times the list of addresses is walked for one call.
+        first_pause_seconds: limit of the pause after the first round; it doubles with every round.
+        max_pause_seconds: where the doubling ends.
+        breaker_failures: calls in a row without an answer that open the breaker.
+        breaker_seconds: how long it stays open at first; doubles while probes fail.
+        breaker_max_seconds: where that doubling ends.
+    """
+
+    max_rounds: int = 4
+    first_pause_seconds: float = 0.05
+    max_pause_seconds: float = 1.0
+    breaker_failures: int = 3
+    breaker_seconds: float = 1.0
+    breaker_max_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the request to an address and wait so long for the answer."""
+
+    address: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Do nothing for so long."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[AnswerT]):
+    """What came of a `Send`: an answer, or the gRPC status and its details.
+
+    Attributes:
+        answer: None without one.
+        status: of gRPC.
+        details: its text.
+        pushback_seconds: when the manager wants to be asked again, None when it does not say.
+    """
+
+    answer: AnswerT | None
+    status: grpc.StatusCode = grpc.StatusCode.OK
+    details: str = ""
+    pushback_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[AnswerT]):
+    """How a conversation ended.
+
+    Attributes:
+        outcome: ok only with an answer whose code is OK.
+        answer: of the manager, also when it refused; None when there was none.
+        code: of the answer, None without one.
+        reason: why it is not ok.
+        retries: attempts after the first.
+    """
+
+    outcome: Outcome
+    answer: AnswerT | None = None
+    code: ErrorCode | int | None = None
+    reason: str = ""
+    retries: int = 0
+
+
+# What to do next → what came of it (None after a pause) → how it ended.
+CallSteps: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, Verdict[AnswerT]]
+
+# With the verdict: whether a manager is alive, None when nothing was sent.
+_Attempts: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, tuple[Verdict[AnswerT], bool | None]]
+
+
+class Breaker:
+    """Opens after failures in a row, lets one probe through after a while; safe to use from several threads.
+
+    Args:
+        settings: how many failures, how long.
+        clock: seconds of a clock that never runs backwards.
+    """
+
+    def __init__(self, settings: RetrySettings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until: float | None = None
+        self._open_seconds = settings.breaker_seconds
+
+    def allows_call(self) -> bool:
+        """Whether to make a call now. While open, one caller is let through at a time as the probe."""
+        with self._lock:
+            if self._open_until is None:
+                return True
+            if self._clock() < self._open_until:
+                return False
+            # If the probe never comes back, the next one follows after the same time.
+            self._open_until = self._clock() + self._open_seconds
+            return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are misses, but for probes."""
+        return self._open_until is not None
+
+    def record_success(self) -> None:
+        """A manager answered."""
+        with self._lock:
+            self._failures = 0
+            self._open_until = None
+            self._open_seconds = self._settings.breaker_seconds
+
+    def record_failure(self) -> None:
+        """No manager answered in time."""
+        with self._lock:
+            self._failures += 1
+            if self._open_until is not None:
+                self._open_seconds = min(self._open_seconds * 2, self._settings.breaker_max_seconds)
+            if self._failures >= self._settings.breaker_failures:
+                self._open_until = self._clock() + self._open_seconds
+
+
+class Policy:
+    """Decides the steps of every call of one client; safe to use from several threads.
+
+    Args:
+        addresses: how many addresses there are, > 0.
+        settings: how patient to be.
+        clock: seconds of a clock that never runs backwards.
+        uniform: draws from a range.
+    """
+
+    def __init__(
+        self,
+        addresses: int,
+        settings: RetrySettings,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._addresses = addresses
+        self._settings = settings
+        self._clock = clock
+        self._uniform = uniform
+        self._breaker = Breaker(settings, clock)
+        self._preferred = 0  # where the last answer came from; a plain number, torn updates are impossible
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the breaker is open: who cannot wait for a probe should not ask."""
+        return self._breaker.is_open
+
+    def steps(self, budget_seconds: float) -> CallSteps[AnswerT]:
+        """Yield the steps of one call and return its verdict.
+
+        Args:
+            budget_seconds: time for everything; each `Send` and `Pause` stays inside it.
+        """
+        deadline = self._clock() + budget_seconds
+        attempts: _Attempts[AnswerT] = self._attempts(deadline)
+        verdict, is_alive = yield from attempts
+        if is_alive:
+            self._breaker.record_success()
+        elif is_alive is not None:
+            self._breaker.record_failure()
+        return verdict
+
+    def _attempts(self, deadline: float) -> _Attempts[AnswerT]:
+        """Yield the attempts; return the last verdict, and whether a manager is alive, None when nothing was sent."""
+        first = self._preferred
+        is_alive: bool | None = None
+        last: Verdict[AnswerT] = Verdict(Outcome.TIMEOUT, reason="the budget is 0 or less")
+        pushed_back: list[float] = []  # of this round
+        waits_again = False
+        for attempt in range(self._settings.max_rounds * self._addresses):
+            round_number, position = divmod(attempt, self._addresses)
+            if position == 0 and round_number > 0:
+                pause_seconds = self._pause_seconds(round_number)
+                if len(pushed_back) == self._addresses:
+                    if waits_again:
+                        break
+                    waits_again = True
+                    pause_seconds += min(pushed_back)
+                pushed_back.clear()
+                if self._clock() + pause_seconds >= deadline:
+                    break
+                yield Pause(pause_seconds)
+            left_seconds = deadline - self._clock()
+            if left_seconds <= 0:
+                break
+            # Asked only now: whoever is let through as the probe also sends it.
+            if attempt == 0 and not self._breaker.allows_call():
+                return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked"), None
+            address = (first + position) % self._addresses
+            reply = yield Send(address, left_seconds / (self._addresses - position))
+            assert reply is not None
+            last, is_final = _verdict_of(reply, attempt)
+            # Every answer comes from a living manager, whatever it says, and so do statuses that stay.
+            is_alive = is_final or reply.answer is not None or reply.pushback_seconds is not None
+            if reply.pushback_seconds is not None:
+                pushed_back.append(reply.pushback_seconds)
+            if is_final:
+                self._preferred = address
+                break
+        return last, is_alive
+
+    def _pause_seconds(self, round_number: int) -> float:
+        doubled = self._settings.first_pause_seconds * 2.0 ** (round_number - 1)
+        return self._uniform(0.0, min(doubled, self._settings.max_pause_seconds))
+
+
+def _verdict_of(reply: Reply[AnswerT], retries: int) -> tuple[Verdict[AnswerT], bool]:
+    """Return the verdict if this were the last attempt, and whether it is."""
+    if reply.answer is not None:
+        return _verdict_of_answer(reply.answer, retries)
+    reason = f"gRPC {reply.status.name}: {reply.details}"
+    if reply.status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        # Final when the whole budget is gone; after its share only, the next address gets a try.
+        return Verdict(Outcome.TIMEOUT, reason=reason, retries=retries), False
+    return Verdict(Outcome.MISS_ON_ERROR, reason=reason, retries=retries), reply.status not in _RETRIED_STATUSES
+
+
+def _verdict_of_answer(answer: AnswerT, retries: int) -> tuple[Verdict[AnswerT], bool]:
+    code, message = _status(answer)
+    if code == ErrorCode.OK:
+        return Verdict(Outcome.OK, answer, code, retries=retries), True
+    verdict = Verdict(Outcome.MISS_ON_ERROR, answer, code, f"{_name(code)}: {message}", retries)
+    return verdict, code not in _RETRIED_CODES
+
+
+def _status(answer: Answer) -> tuple[ErrorCode | int, str]:
+    status = answer.header.status
+    known = int(status.code) in _KNOWN_CODES
+    return (ErrorCode(status.code) if known else int(status.code)), status.message
+
+
+def _name(code: ErrorCode | int) -> str:
+    return code.name if isinstance(code, ErrorCode) else f"code {code}"
+
+
+# The correlation id of calls to the manager: that of the request which an engine works on, else a random one.
+#
+# The manager returns it in its answers and writes it to its access log, so a request can be followed through both.
+
+_MAX_CHARACTERS = 128
+_FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:/-]")
+_current: ContextVar[str] = ContextVar("kvcm_trace_id", default="")
+
+
+def new_trace_id() -> str:
+    """Return the id for one call."""
+    return _current.get() or uuid4().hex
+
+
+@contextmanager
+def use_trace_id(request_id: str) -> Iterator[None]:
+    """Let calls of this thread or task carry the id of a request, cut to what logs can hold."""
+    token = _current.set(_FORBIDDEN_CHARACTERS.sub("_", request_id[:_MAX_CHARACTERS]))
+    try:
+        yield
+    finally:
+        _current.reset(token)

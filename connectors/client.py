@@ -7,19 +7,20 @@ the caller's mistake and raises `InvalidArgumentError`, which names it.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import grpc
+import grpc.aio
 
-from connectors.async_client import AsyncManagerClient
-from connectors.calls import AnswerT, Call
-from connectors.channels import failed, left_seconds, open_channel, read_addresses
-from connectors.credentials import Login, Shown
+from connectors.calls import AnswerT, Call, CallSteps, Pause, Reply
+from connectors.credentials import CredentialFiles, PresentedCredentials
 from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
-from connectors.policy import Conversation, Pause, Reply
 from connectors.results import (
     CallCounters,
     ClusterInfo,
@@ -32,10 +33,330 @@ from connectors.results import (
     Registration,
     WriteGrant,
 )
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 
-__all__ = ["AsyncManagerClient", "ManagerClient"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "AsyncManagerClient",
+    "ManagerClient",
+    "error_reply",
+    "open_async_channel",
+    "open_channel",
+    "parse_addresses",
+    "remaining_seconds",
+]
+
+# Addresses, channel options and gRPC errors: what both clients need to know about the transport.
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    # a match of a long prompt is bigger than gRPC's default limit of 4 MiB
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # retries are ours; and a manager that is back should be noticed within seconds, not within two minutes
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # two clients of one process do not wait for each other's backoff
+    ("grpc.use_local_subchannel_pool", 1),
+    # managers are inside the cluster; proxies of the environment are for downloads
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def parse_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses of a list or of a text separated by commas.
+
+    Raises:
+        InvalidArgumentError: there is none, or one is not `host:port`.
+    """
+    parts = addresses.split(",") if isinstance(addresses, str) else addresses
+    stripped = tuple(part.strip() for part in parts)
+    for address in stripped or ("",):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InvalidArgumentError(f"addresses holds {address!r}, must be host:port with a port of 1 to 65535")
+    return stripped
+
+
+def open_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.Channel:
+    """Return a channel for threads."""
+    options = [*CHANNEL_OPTIONS, *login.options]
+    if shown.channel is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, shown.channel, options)
+
+
+def open_async_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.aio.Channel:
+    """Return a channel for the running event loop."""
+    options = [*CHANNEL_OPTIONS, *login.options]
+    if shown.channel is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, shown.channel, options)
+
+
+def remaining_seconds(begin: float, timeout_seconds: float) -> float:
+    """Return what is left of a time that began at `begin`."""
+    return begin + timeout_seconds - time.monotonic()
+
+
+def error_reply(error: Exception) -> Reply[AnswerT]:
+    """Return the reply that a failed attempt stands for."""
+    # Both flavours of gRPC raise subclasses of RpcError that also have the methods of a call.
+    if isinstance(error, grpc.RpcError) and hasattr(error, "code") and hasattr(error, "details"):
+        return Reply(None, error.code(), str(error.details()), _pushback_seconds(error))
+    # a closed channel, an answer that is no protobuf
+    return Reply(None, grpc.StatusCode.UNKNOWN, repr(error))
+
+
+def _pushback_seconds(error: Any) -> float | None:
+    """Return when the manager wants to be asked again (gRFC A6), None when it does not say."""
+    told = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms", "")
+    return int(told) / 1000 if isinstance(told, str) and re.fullmatch("[0-9]{1,9}", told) else None
+
+
+# The client for asyncio; the same exchanges and policy as the client for threads, carried out with `await`.
+
+
+class AsyncManagerClient:
+    """Calls the manager from coroutines of one event loop.
+
+    Arguments, results and behaviour are those of `ManagerClient`, whose docstrings hold here too.
+    """
+
+    def __init__(
+        self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
+    ) -> None:
+        self._addresses = parse_addresses(addresses)
+        settings = settings or ClientSettings()
+        self._login = CredentialFiles(settings.credentials)
+        self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
+        self._channels: dict[int, tuple[grpc.aio.Channel, PresentedCredentials]] = {}
+        self._closed = False
+
+    def counters(self) -> dict[str, CallCounters]:
+        """Return a snapshot of how calls ended, by name of the call."""
+        return self._exchanges.counters
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no manager answered lately: calls are misses at once, but for one now and then that probes."""
+        return self._exchanges.is_suspended
+
+    async def register_instance(
+        self,
+        instance_group: str,
+        block_size: int,
+        spec_infos: Sequence[LocationSpecInfo],
+        model: ModelDeployment,
+        *,
+        spec_groups: Sequence[LocationSpecGroup] = (),
+        timeout_seconds: float | None = None,
+    ) -> Registration:
+        """See `ManagerClient.register_instance`."""
+        return await self._run(
+            self._exchanges.register_instance(
+                instance_group, block_size, spec_infos, model, spec_groups, timeout_seconds
+            )
+        )
+
+    async def match(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        mask: int | Sequence[bool] | None = None,
+        spec_names: Sequence[str] = (),
+        window: int = 0,
+        read_lease_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> MatchResult:
+        """See `ManagerClient.match`."""
+        return await self._run(
+            self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds)
+        )
+
+    async def match_encoded(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        spec_names: Sequence[str] = (),
+        window: int = 0,
+        read_lease_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> EncodedMatch:
+        """See `ManagerClient.match_encoded`."""
+        return await self._run(
+            self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds)
+        )
+
+    async def match_length(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        window: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """See `ManagerClient.match_length`."""
+        return await self._run(self._exchanges.match_length(keys, mode, window, timeout_seconds))
+
+    async def start_write(
+        self,
+        keys: Sequence[int],
+        *,
+        parent_block_key: int | None = None,
+        spec_groups: Sequence[str] = (),
+        session_seconds: int = 30,
+        min_replica_count: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> WriteGrant | None:
+        """See `ManagerClient.start_write`."""
+        started = await self._run(
+            self._exchanges.start_write(
+                keys, parent_block_key, spec_groups, session_seconds, min_replica_count, timeout_seconds
+            )
+        )
+        if started.orphan_session_id:
+            await self.abort_write(started.orphan_session_id, timeout_seconds=timeout_seconds)
+        return started.grant
+
+    async def finish_write(
+        self,
+        session_id: str,
+        succeeded: Sequence[bool],
+        *,
+        checksums: Sequence[Mapping[str, int]] = (),
+        priority: int = 0,
+        ttl_seconds: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> bool:
+        """See `ManagerClient.finish_write`."""
+        return await self._run(
+            self._exchanges.finish_write(session_id, succeeded, checksums, priority, ttl_seconds, timeout_seconds)
+        )
+
+    async def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.abort_write`."""
+        return await self._run(self._exchanges.abort_write(session_id, timeout_seconds))
+
+    async def renew_write(self, session_id: str, session_seconds: int, *, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.renew_write`."""
+        return await self._run(self._exchanges.renew_write(session_id, session_seconds, timeout_seconds))
+
+    async def release_lease(self, *lease_ids: str, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.release_lease`."""
+        return await self._run(self._exchanges.release_lease(lease_ids, timeout_seconds))
+
+    async def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.remove`."""
+        return await self._run(self._exchanges.remove(keys, timeout_seconds))
+
+    async def pin_prefix(
+        self, keys: Sequence[int], owner: str, ttl_seconds: int, *, timeout_seconds: float | None = None
+    ) -> Pin | None:
+        """See `ManagerClient.pin_prefix`."""
+        return await self._run(self._exchanges.pin_prefix(keys, owner, ttl_seconds, timeout_seconds))
+
+    async def unpin(self, pin_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.unpin`."""
+        return await self._run(self._exchanges.unpin(pin_id, timeout_seconds))
+
+    async def list_pins(self, *, timeout_seconds: float | None = None) -> tuple[Pin, ...] | None:
+        """See `ManagerClient.list_pins`."""
+        return await self._run(self._exchanges.list_pins(timeout_seconds))
+
+    async def report_missing(
+        self,
+        parts: Sequence[tuple[int, LocationUri | str]],
+        *,
+        corrupt: Sequence[tuple[int, LocationUri | str, int]] = (),
+        timeout_seconds: float | None = None,
+    ) -> MissingReport | None:
+        """See `ManagerClient.report_missing`."""
+        return await self._run(self._exchanges.report_missing(parts, corrupt, timeout_seconds))
+
+    async def report_pool(
+        self,
+        storage: str,
+        node_id: str,
+        generation: int,
+        capacity_bytes: int,
+        *,
+        valid_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> PoolReport | None:
+        """See `ManagerClient.report_pool`."""
+        return await self._run(
+            self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
+        )
+
+    async def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
+        """See `ManagerClient.cluster_info`."""
+        return await self._run(self._exchanges.cluster_info(timeout_seconds))
+
+    async def close(self) -> None:
+        """See `ManagerClient.close`."""
+        self._closed = True
+        for channel, _ in self._channels.values():
+            await channel.close()
+
+    async def __aenter__(self) -> AsyncManagerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, exchange: Exchange[AnswerT, ResultT]) -> ResultT:
+        steps: CallSteps[AnswerT] = self._exchanges.policy.steps(exchange.budget_seconds)
+        request = exchange.request.SerializeToString()
+        reply: Reply[AnswerT] | None = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as end:
+                return self._exchanges.finish(exchange, end.value)
+            if isinstance(step, Pause):
+                reply = None
+                await asyncio.sleep(step.seconds)
+            else:
+                reply = await self._send(exchange.call, request, step.address, step.timeout_seconds)
+
+    async def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+        begin, shown = time.monotonic(), self._login.presented
+        reply = await self._attempt(call, request, address, timeout_seconds, shown)
+        is_in_doubt = reply.answer is None and self._login.may_have_changed(reply.status)
+        if is_in_doubt and await asyncio.to_thread(self._login.reload, shown):
+            timeout_seconds = remaining_seconds(begin, timeout_seconds)
+            reply = await self._attempt(call, request, address, timeout_seconds, self._login.presented)
+        return reply
+
+    async def _attempt(
+        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: PresentedCredentials
+    ) -> Reply[AnswerT]:
+        try:
+            channel = self._channel(address, shown)
+            method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            return Reply(call.decode(await method(request, timeout=timeout_seconds, metadata=shown.metadata)))
+        except Exception as error:
+            return error_reply(error)
+
+    def _channel(self, address: int, shown: PresentedCredentials) -> grpc.aio.Channel:
+        if self._closed:
+            raise ValueError("the client is closed")
+        known = self._channels.get(address)
+        if known is None or known[1].channel is not shown.channel:
+            # Made on the first call, because a channel belongs to the event loop that runs then.
+            known = self._channels[address] = open_async_channel(self._addresses[address], self._login, shown), shown
+        return known[0]
 
 
 class ManagerClient:
@@ -56,11 +377,11 @@ class ManagerClient:
     def __init__(
         self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
     ) -> None:
-        self._addresses = read_addresses(addresses)
+        self._addresses = parse_addresses(addresses)
         settings = settings or ClientSettings()
-        self._login = Login(settings.credentials)
+        self._login = CredentialFiles(settings.credentials)
         self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
-        self._channels: dict[int, tuple[grpc.Channel, Shown]] = {}
+        self._channels: dict[int, tuple[grpc.Channel, PresentedCredentials]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -325,7 +646,7 @@ class ManagerClient:
         self.close()
 
     def _run(self, exchange: Exchange[AnswerT, ResultT]) -> ResultT:
-        steps: Conversation[AnswerT] = self._exchanges.policy.converse(exchange.budget_seconds)
+        steps: CallSteps[AnswerT] = self._exchanges.policy.steps(exchange.budget_seconds)
         request = exchange.request.SerializeToString()
         reply: Reply[AnswerT] | None = None
         while True:
@@ -340,24 +661,24 @@ class ManagerClient:
                 reply = self._send(exchange.call, request, step.address, step.timeout_seconds)
 
     def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
-        begin, shown = time.monotonic(), self._login.shown
+        begin, shown = time.monotonic(), self._login.presented
         reply = self._attempt(call, request, address, timeout_seconds, shown)
-        if reply.answer is None and self._login.is_in_doubt(reply.status) and self._login.has_changed(shown):
-            timeout_seconds = left_seconds(begin, timeout_seconds)
-            reply = self._attempt(call, request, address, timeout_seconds, self._login.shown)
+        if reply.answer is None and self._login.may_have_changed(reply.status) and self._login.reload(shown):
+            timeout_seconds = remaining_seconds(begin, timeout_seconds)
+            reply = self._attempt(call, request, address, timeout_seconds, self._login.presented)
         return reply
 
     def _attempt(
-        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: Shown
+        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: PresentedCredentials
     ) -> Reply[AnswerT]:
         try:
             channel = self._channel(address, shown)
             method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
             return Reply(call.decode(method(request, timeout=timeout_seconds, metadata=shown.metadata)))
         except Exception as error:
-            return failed(error)
+            return error_reply(error)
 
-    def _channel(self, address: int, shown: Shown) -> grpc.Channel:
+    def _channel(self, address: int, shown: PresentedCredentials) -> grpc.Channel:
         with self._lock:
             if self._closed:
                 raise ValueError("the client is closed")

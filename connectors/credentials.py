@@ -17,7 +17,7 @@ import grpc
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["ClientCredentials", "Login", "Shown"]
+__all__ = ["ClientCredentials", "CredentialFiles", "PresentedCredentials"]
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _FLAGS = {"1": True, "0": False, "": False}
@@ -29,10 +29,8 @@ _FILES = {
 }
 _TLS_VARIABLE = "KVCM_TLS"
 _NAME_VARIABLE = "KVCM_SERVER_NAME"
-_DOUBTFUL = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE})
-
+_CREDENTIAL_STATUSES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE})
 _log = logging.getLogger(__name__)
-
 _Contents = tuple[str, bytes | None, bytes | None, bytes | None]
 
 
@@ -100,7 +98,7 @@ class ClientCredentials:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PresentedCredentials:
     """What is shown of oneself.
 
     Attributes:
@@ -112,14 +110,14 @@ class Shown:
     channel: grpc.ChannelCredentials | None = None
 
 
-class Login:
+class CredentialFiles:
     """The credentials of one client, as their files are now. Safe to use from several threads.
 
     Args:
         credentials: what there is.
 
     Attributes:
-        shown: what calls use.
+        presented: what calls use.
 
     Raises:
         InvalidArgumentError: they do not fit together, or a file cannot be used.
@@ -129,7 +127,7 @@ class Login:
         credentials.check()
         self._credentials = credentials
         self._contents = self._read()
-        self.shown = self._of(self._contents, None)
+        self.presented = self._present(self._contents, None)
 
     @property
     def options(self) -> list[tuple[str, str]]:
@@ -137,13 +135,13 @@ class Login:
         name = self._credentials.server_name
         return [("grpc.ssl_target_name_override", name)] if name else []
 
-    def is_in_doubt(self, status: grpc.StatusCode) -> bool:
+    def may_have_changed(self, status: grpc.StatusCode) -> bool:
         """Return whether it is worth asking `has_changed` after a call ended so."""
-        return status in _DOUBTFUL and self._credentials.has_files
+        return status in _CREDENTIAL_STATUSES and self._credentials.has_files
 
-    def has_changed(self, shown: Shown) -> bool:
+    def reload(self, shown: PresentedCredentials) -> bool:
         """Return whether to try again at once, since there is something else to show than `shown`. Reads files."""
-        if self.shown is not shown:  # another call found out
+        if self.presented is not shown:  # another call found out
             return True
         try:
             contents = self._read()
@@ -152,14 +150,14 @@ class Login:
             return False
         if contents == self._contents:
             return False
-        self.shown, self._contents = self._of(contents, shown), contents
+        self.presented, self._contents = self._present(contents, shown), contents
         return True
 
     def _read(self) -> _Contents:
         given = self._credentials
         key = given.key
         if given.key_file is not None:
-            key = _bytes("key_file", given.key_file).decode("latin-1").strip()
+            key = _read_file("key_file", given.key_file).decode("latin-1").strip()
         if (key or given.key_file is not None) and not _KEY.fullmatch(key):
             where = "key" if given.key_file is None else f"key_file {str(given.key_file)!r}"
             raise InvalidArgumentError(f"{where} holds no key: it must be one line, kvcm_<id>_<secret>")
@@ -170,26 +168,26 @@ class Login:
             _optional_pem("cert_key_file", given.cert_key_file),
         )
 
-    def _of(self, contents: _Contents, before: Shown | None) -> Shown:
+    def _present(self, contents: _Contents, before: PresentedCredentials | None) -> PresentedCredentials:
         key, ca, cert, cert_key = contents
         metadata = (("authorization", f"Bearer {key}"),) if key else ()
         if not self._credentials.is_encrypted:
-            return Shown(metadata)
+            return PresentedCredentials(metadata)
         if before is not None and contents[1:] == self._contents[1:]:  # only the key is new: connections stay
-            return Shown(metadata, before.channel)
-        return Shown(metadata, grpc.ssl_channel_credentials(ca, cert_key, cert))
+            return PresentedCredentials(metadata, before.channel)
+        return PresentedCredentials(metadata, grpc.ssl_channel_credentials(ca, cert_key, cert))
 
 
 def _optional_pem(name: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
-    pem = _bytes(name, path)
+    pem = _read_file(name, path)
     if b"-----BEGIN " not in pem:
         raise InvalidArgumentError(f"{name} {str(path)!r} is not PEM: it has no line that begins with -----BEGIN")
     return pem
 
 
-def _bytes(name: str, path: Path) -> bytes:
+def _read_file(name: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

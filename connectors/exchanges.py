@@ -5,6 +5,8 @@ Both clients are thin: they carry an exchange's steps out, with or without `awai
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,19 +15,8 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from connectors import calls
-from connectors.answers import (
-    MalformedAnswerError,
-    encoded_locations,
-    read_cluster_info,
-    read_grant,
-    read_locations,
-)
-from connectors.calls import AnswerT, Call
+from connectors.calls import AnswerT, Call, Policy, RetrySettings, Verdict, new_trace_id
 from connectors.credentials import ClientCredentials
-from connectors.journal import Journal
-from connectors.policy import Policy, RetrySettings, Verdict
-from connectors.registrations import answer_of, not_registered, registered
-from connectors.requests import Requests
 from connectors.results import (
     CallCounters,
     ClusterInfo,
@@ -38,10 +29,19 @@ from connectors.results import (
     Pin,
     PoolReport,
     Registration,
+    RegistrationState,
     WriteGrant,
 )
-from connectors.traces import new_trace_id
-from kvcm.model.errors import InvalidArgumentError
+from connectors.wire import (
+    MalformedAnswerError,
+    Requests,
+    encode_locations,
+    parse_cluster_info,
+    parse_match_locations,
+    parse_storage_configs,
+    parse_write_grant,
+)
+from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
@@ -50,7 +50,91 @@ from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
-__all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
+__all__ = [
+    "ClientSettings",
+    "Exchange",
+    "Exchanges",
+    "Journal",
+    "StartedWrite",
+    "ok_answer",
+    "on_registered",
+    "on_registration_failed",
+]
+
+# What the verdict of a registration means.
+
+_log = logging.getLogger(__name__)
+
+# Codes that a later registration may not meet again; every other one is a conflict that somebody has to resolve.
+_TRANSIENT_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
+
+
+def ok_answer(verdict: Verdict[AnswerT]) -> AnswerT:
+    """Return the answer of a verdict that is ok."""
+    assert verdict.answer is not None  # there is one when the outcome is ok
+    return verdict.answer
+
+
+def on_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+    """Return what a manager's yes means."""
+    storages = parse_storage_configs(ok_answer(verdict).storage_configs)
+    return Registration(RegistrationState.OK, storages, verdict.code)
+
+
+def on_registration_failed(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+    """Return what a no means, or no answer: whether it is worth trying again."""
+    if verdict.code is None or verdict.code in _TRANSIENT_CODES:
+        return Registration(RegistrationState.UNREACHABLE, code=verdict.code, message=verdict.reason)
+    _log.error(
+        "the manager refuses to register the instance; KV is not reused until this is resolved: %s", verdict.reason
+    )
+    return Registration(RegistrationState.REFUSED, code=verdict.code, message=verdict.reason)
+
+
+# Counts how calls end and logs why they failed, at a bounded rate.
+
+
+class Journal:
+    """Counters and log of one client; safe to use from several threads.
+
+    Args:
+        clock: seconds of a clock that never runs backwards.
+        log_every_seconds: least time between two lines about the same call; a dead manager fails every request of a
+            busy engine, and its log must stay readable.
+    """
+
+    def __init__(self, clock: Callable[[], float], log_every_seconds: float = 10.0) -> None:
+        self._clock = clock
+        self._log_every_seconds = log_every_seconds
+        self._lock = threading.Lock()
+        self._counters: dict[str, CallCounters] = {}
+        self._silent_until: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
+
+    def counters(self) -> dict[str, CallCounters]:
+        """Return a snapshot, by name of the call."""
+        with self._lock:
+            return dict(self._counters)
+
+    def record(self, call: str, outcome: Outcome, retries: int, reason: str) -> None:
+        """Count one call, and log the reason when it failed."""
+        with self._lock:
+            counters = self._counters.get(call, CallCounters())
+            count = getattr(counters, outcome.value) + 1
+            self._counters[call] = replace(counters, **{outcome.value: count, "retries": counters.retries + retries})
+            suppressed = None if outcome is Outcome.OK else self._suppressed_lines(call)
+        if suppressed is not None:
+            _log.warning("%s failed, treated as a miss (%d more lines left out): %s", call, suppressed, reason)
+
+    def _suppressed_lines(self, call: str) -> int | None:
+        """Return how many lines were left out since the last one, None to leave this one out too."""
+        now = self._clock()
+        if now < self._silent_until.get(call, now):
+            self._suppressed[call] = self._suppressed.get(call, 0) + 1
+            return None
+        self._silent_until[call] = now + self._log_every_seconds
+        return self._suppressed.pop(call, 0)
+
 
 ResultT = TypeVar("ResultT")
 
@@ -81,15 +165,15 @@ class Exchange(Generic[AnswerT, ResultT]):
         call: which remote procedure.
         request: its message.
         budget_seconds: for everything.
-        conclude: makes the result from the verdict; raises `MalformedAnswerError` on an answer that makes no sense.
-        miss: the result when there is no sensible answer.
+        on_ok: makes the result from the verdict; raises `MalformedAnswerError` on an answer that makes no sense.
+        on_failure: the result when there is no sensible answer.
     """
 
     call: Call[AnswerT]
     request: Message
     budget_seconds: float
-    conclude: Callable[[Verdict[AnswerT]], ResultT]
-    miss: Callable[[Verdict[AnswerT]], ResultT]
+    on_ok: Callable[[Verdict[AnswerT]], ResultT]
+    on_failure: Callable[[Verdict[AnswerT]], ResultT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +223,12 @@ class Exchanges:
         """Return what the verdict means, count it and log the reason of a miss."""
         if verdict.outcome is Outcome.OK:
             try:
-                result = exchange.conclude(verdict)
+                result = exchange.on_ok(verdict)
             except (MalformedAnswerError, InvalidArgumentError) as error:
                 verdict = replace(verdict, outcome=Outcome.MISS_ON_ERROR, reason=f"malformed answer: {error}")
-                result = exchange.miss(verdict)
+                result = exchange.on_failure(verdict)
         else:
-            result = exchange.miss(verdict)
+            result = exchange.on_failure(verdict)
         self._journal.record(exchange.call.name, verdict.outcome, verdict.retries, verdict.reason)
         return result
 
@@ -161,7 +245,7 @@ class Exchanges:
         request = self._requests.register_instance(
             self._new_trace_id(), instance_group, block_size, spec_infos, model, spec_groups
         )
-        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, registered, not_registered)
+        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, on_registered, on_registration_failed)
 
     def match(
         self,
@@ -175,12 +259,12 @@ class Exchanges:
     ) -> Exchange[meta.GetCacheLocationResponse, MatchResult]:
         """See `ManagerClient.match`."""
         request = self._requests.match(self._new_trace_id(), keys, mode, mask, spec_names, window, read_lease_ms)
-        asked = len(keys) - _masked(mask) if mode.is_prefix else len(keys)
+        asked = len(keys) - _masked_blocks(mask) if mode.is_prefix else len(keys)
         nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
 
         def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
-            answer = answer_of(verdict)
-            locations = read_locations(answer, mode, asked, spec_names)
+            answer = ok_answer(verdict)
+            locations = parse_match_locations(answer, mode, asked, spec_names)
             return MatchResult(
                 Outcome.OK, locations, answer.read_lease_id, answer.read_lease_deadline_ms, code=verdict.code
             )
@@ -203,8 +287,8 @@ class Exchanges:
         request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
 
         def conclude(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
-            answer = answer_of(verdict)
-            found = encoded_locations(answer, mode, len(keys))
+            answer = ok_answer(verdict)
+            found = encode_locations(answer, mode, len(keys))
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
         def miss(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
@@ -218,7 +302,7 @@ class Exchanges:
         """See `ManagerClient.match_length`."""
 
         def conclude(verdict: Verdict[meta.GetCacheLocationLenResponse]) -> int:
-            length = answer_of(verdict).cache_location_len
+            length = ok_answer(verdict).cache_location_len
             if not 0 <= length <= len(keys):
                 raise MalformedAnswerError(f"{length} hits for {len(keys)} keys")
             return length
@@ -241,7 +325,7 @@ class Exchanges:
         )
 
         def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
-            return StartedWrite(read_grant(answer_of(verdict), len(keys)))
+            return StartedWrite(parse_write_grant(ok_answer(verdict), len(keys)))
 
         def miss(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
             return StartedWrite(None, verdict.answer.write_session_id if verdict.answer else "")
@@ -261,31 +345,31 @@ class Exchanges:
         request = self._requests.finish_write(
             self._new_trace_id(), session_id, succeeded, checksums, priority, ttl_seconds
         )
-        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _true, _false)
 
     def abort_write(self, session_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.abort_write`."""
         request = self._requests.abort_write(self._new_trace_id(), session_id)
-        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _true, _false)
 
     def renew_write(
         self, session_id: str, session_seconds: int, timeout_seconds: float | None
     ) -> Exchange[lease.RenewWriteSessionResponse, bool]:
         """See `ManagerClient.renew_write`."""
         request = self._requests.renew_write(self._new_trace_id(), session_id, session_seconds)
-        return self._exchange(calls.RENEW_WRITE_SESSION, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.RENEW_WRITE_SESSION, request, timeout_seconds, _true, _false)
 
     def release_lease(
         self, lease_ids: Sequence[str], timeout_seconds: float | None
     ) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.release_lease`."""
         request = self._requests.release_lease(self._new_trace_id(), lease_ids)
-        return self._exchange(calls.RELEASE_READ_LEASE, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.RELEASE_READ_LEASE, request, timeout_seconds, _true, _false)
 
     def remove(self, keys: Sequence[int], timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.remove`."""
         request = self._requests.remove(self._new_trace_id(), keys)
-        return self._exchange(calls.REMOVE, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.REMOVE, request, timeout_seconds, _true, _false)
 
     def pin_prefix(
         self, keys: Sequence[int], owner: str, ttl_seconds: int, timeout_seconds: float | None
@@ -293,7 +377,7 @@ class Exchanges:
         """See `ManagerClient.pin_prefix`."""
 
         def conclude(verdict: Verdict[pins.PinPrefixResponse]) -> Pin | None:
-            answer = answer_of(verdict)
+            answer = ok_answer(verdict)
             return Pin(answer.pin_id, answer.pinned_blocks, answer.pinned_bytes, answer.deadline_ms, owner)
 
         request = self._requests.pin_prefix(self._new_trace_id(), keys, owner, ttl_seconds)
@@ -302,7 +386,7 @@ class Exchanges:
     def unpin(self, pin_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.unpin`."""
         request = self._requests.unpin(self._new_trace_id(), pin_id)
-        return self._exchange(calls.UNPIN_PREFIX, request, timeout_seconds, _yes, _no)
+        return self._exchange(calls.UNPIN_PREFIX, request, timeout_seconds, _true, _false)
 
     def list_pins(self, timeout_seconds: float | None) -> Exchange[pins.ListPinsResponse, tuple[Pin, ...] | None]:
         """See `ManagerClient.list_pins`."""
@@ -310,7 +394,7 @@ class Exchanges:
         def conclude(verdict: Verdict[pins.ListPinsResponse]) -> tuple[Pin, ...] | None:
             return tuple(
                 Pin(pin.pin_id, pin.blocks, pin.bytes, pin.deadline_ms, pin.owner, pin.last_block_key)
-                for pin in answer_of(verdict).pins
+                for pin in ok_answer(verdict).pins
             )
 
         request = self._requests.list_pins(self._new_trace_id())
@@ -325,7 +409,7 @@ class Exchanges:
         """See `ManagerClient.report_missing`."""
 
         def conclude(verdict: Verdict[pins.ReportMissingResponse]) -> MissingReport | None:
-            answer = answer_of(verdict)
+            answer = ok_answer(verdict)
             return MissingReport(answer.removed_locations, answer.unconfirmed_parts)
 
         request = self._requests.report_missing(self._new_trace_id(), parts, corrupt)
@@ -343,7 +427,7 @@ class Exchanges:
         """See `ManagerClient.report_pool`."""
 
         def conclude(verdict: Verdict[pools.ReportPoolResponse]) -> PoolReport | None:
-            return PoolReport(answer_of(verdict).is_new_generation)
+            return PoolReport(ok_answer(verdict).is_new_generation)
 
         request = self._requests.report_pool(
             self._new_trace_id(), storage, node_id, generation, capacity_bytes, valid_ms
@@ -354,7 +438,7 @@ class Exchanges:
         """See `ManagerClient.cluster_info`."""
 
         def conclude(verdict: Verdict[meta.GetClusterInfoResponse]) -> ClusterInfo | None:
-            return read_cluster_info(answer_of(verdict))
+            return parse_cluster_info(ok_answer(verdict))
 
         request = self._requests.cluster_info(self._new_trace_id())
         return self._exchange(calls.GET_CLUSTER_INFO, request, timeout_seconds, conclude, lambda _: None)
@@ -371,15 +455,15 @@ class Exchanges:
         return Exchange(call, request, budget, conclude, miss)
 
 
-def _masked(mask: int | Sequence[bool] | None) -> int:
+def _masked_blocks(mask: int | Sequence[bool] | None) -> int:
     if mask is None:
         return 0
     return mask if isinstance(mask, int) else sum(mask)
 
 
-def _yes(_: Verdict[AnswerT]) -> bool:
+def _true(_: Verdict[AnswerT]) -> bool:
     return True
 
 
-def _no(_: Verdict[AnswerT]) -> bool:
+def _false(_: Verdict[AnswerT]) -> bool:
     return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.names import check_storage_name
+from kvcm.model.uri import check_storage_name
 
 __all__ = ["DEFAULT_POOL_DIRECTORY", "NODE_VARIABLE", "NodeSettings"]
 

@@ -21,24 +21,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from connectors.channels import read_addresses
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials, Login
+from connectors.client import ManagerClient, parse_addresses
+from connectors.credentials import ClientCredentials, CredentialFiles
 from connectors.exchanges import ClientSettings
 from connectors.node import NodeSettings
 from connectors.results import PoolReport
-from connectors.transfer.pool_access import PoolAccess
-from connectors.transfer.pool_making import segment_path
-from connectors.transfer.pool_segment import PoolSegment
+from connectors.transfer.pool_segment import PoolAccess, PoolSegment, segment_path
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.memory_pool import MIN_POOL_BYTES
-from kvcm.model.names import check_storage_name
+from kvcm.model.storages import MIN_POOL_BYTES
+from kvcm.model.uri import check_storage_name
 
-__all__ = ["AgentSettings", "PoolAgent", "main", "read_arguments"]
+__all__ = ["AgentSettings", "PoolAgent", "main", "parse_arguments"]
 
 _SIZE = re.compile(r"([0-9]{1,18})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_LEAST_INTERVAL_SECONDS, _MOST_INTERVAL_SECONDS = 0.1, 3600.0
+_MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.1, 3600.0
 _CREDENTIAL_FILES = {
     "key-file": "file with the API key of this agent",
     "ca-file": "authorities of the managers' certificates",
@@ -107,7 +104,7 @@ class PoolAgent:
         Raises:
             StorageIOError: it can neither be used nor made.
         """
-        segment = self._access.find_or_make()
+        segment = self._access.find_or_create()
         if self._settings.touches:
             try:
                 segment.touch()
@@ -123,13 +120,13 @@ class PoolAgent:
     def tick(self) -> bool:
         """Look after the memory once and tell of it; return whether a manager has confirmed it."""
         try:
-            segment = self._access.find_or_make()
+            segment = self._access.find_or_create()
             is_well = segment.passes_check(secrets.token_bytes(_TOKEN_BYTES))
         except (StorageIOError, OSError) as error:
-            return self._failed(str(error))
+            return self._log_failure(str(error))
         if not is_well:
-            return self._failed(f"memory pool {self._access.path}: what is written is not read back")
-        return self._tell(segment)
+            return self._log_failure(f"memory pool {self._access.path}: what is written is not read back")
+        return self._send_report(segment)
 
     def run(self, stop: threading.Event) -> None:
         """Tick until told to stop."""
@@ -142,26 +139,26 @@ class PoolAgent:
                 self._access.path.unlink()
             _log.info("memory pool %s is removed", self._access.path)
 
-    def _tell(self, segment: PoolSegment) -> bool:
+    def _send_report(self, segment: PoolSegment) -> bool:
         header = segment.header
         settings = self._settings
         answer = self._report(settings.storage, settings.node.node_id, header.generation, header.capacity_bytes)
         if answer is None:
-            return self._failed("no manager took the report")
+            return self._log_failure("no manager took the report")
         if self._told != header.generation or self._trouble:
             news = ", blocks of before are forgotten" if answer.is_new_generation else ""
             _log.info("the managers know of generation %016x%s", header.generation, news)
         self._told, self._trouble = header.generation, ""
         return True
 
-    def _failed(self, trouble: str) -> bool:
+    def _log_failure(self, trouble: str) -> bool:
         if trouble != self._trouble:
             _log.error("the pool takes no writes until this is resolved: %s", trouble)
         self._trouble = trouble
         return False
 
 
-def read_arguments(arguments: Sequence[str]) -> AgentSettings:
+def parse_arguments(arguments: Sequence[str]) -> AgentSettings:
     """Return what the command line and the environment say.
 
     Raises:
@@ -184,7 +181,7 @@ def read_arguments(arguments: Sequence[str]) -> AgentSettings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until a signal ends it; return its exit code."""
-    settings = read_arguments(sys.argv[1:] if arguments is None else arguments)
+    settings = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -233,7 +230,7 @@ def _credentials(found: argparse.Namespace) -> ClientCredentials:
     names = [name.replace("-", "_") for name in _CREDENTIAL_FILES]
     given = {name: path for name in names if (path := getattr(found, name)) is not None}
     credentials = replace(ClientCredentials.from_environment(), **given)
-    Login(credentials)  # it is the start that fails, not every report
+    CredentialFiles(credentials)  # it is the start that fails, not every report
     return credentials
 
 
@@ -262,15 +259,15 @@ def _interval(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not _LEAST_INTERVAL_SECONDS <= seconds <= _MOST_INTERVAL_SECONDS:
+    if not _MIN_INTERVAL_SECONDS <= seconds <= _MAX_INTERVAL_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be {_LEAST_INTERVAL_SECONDS:g} to {_MOST_INTERVAL_SECONDS:g} seconds"
+            f"{text!r} must be {_MIN_INTERVAL_SECONDS:g} to {_MAX_INTERVAL_SECONDS:g} seconds"
         )
     return seconds
 
 
 def _addresses(text: str) -> str:
     try:
-        return ",".join(read_addresses(text))
+        return ",".join(parse_addresses(text))
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -14,16 +14,16 @@ from concurrent.futures import Future
 from connectors.client import ManagerClient
 from connectors.transfer.engine import TransferEngine
 from connectors.transfer.mempool import AttachedPool
-from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
+from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
 
-__all__ = ["PoolReports", "PoolTeller"]
+__all__ = ["PoolReporter", "PoolReports"]
 
-_AGAIN_SECONDS = 60.0
+_REPORT_INTERVAL_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 
 
 class PoolReports:
-    """What the manager was told. `due` and `tell` may be called in different threads.
+    """What the manager was told. `due_pools` and `report` may be called in different threads.
 
     Args:
         client: of the manager.
@@ -33,20 +33,24 @@ class PoolReports:
     def __init__(self, client: ManagerClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._told_at: dict[AttachedPool, float] = {}
+        self._reported_at: dict[AttachedPool, float] = {}
 
-    def due(self, pools: Sequence[AttachedPool]) -> list[AttachedPool]:
+    def due_pools(self, pools: Sequence[AttachedPool]) -> list[AttachedPool]:
         """Return the pools to tell of now; they are not due again within a minute unless telling fails."""
         now = self._clock()
-        due = [pool for pool in pools if pool not in self._told_at or now - self._told_at[pool] >= _AGAIN_SECONDS]
-        self._told_at.update(dict.fromkeys(due, now))
+        due = [
+            pool
+            for pool in pools
+            if pool not in self._reported_at or now - self._reported_at[pool] >= _REPORT_INTERVAL_SECONDS
+        ]
+        self._reported_at.update(dict.fromkeys(due, now))
         return due
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Hear that the manager may know nothing any more: all pools are due."""
-        self._told_at = {}
+        self._reported_at = {}
 
-    def tell(self, pools: Sequence[AttachedPool], timeout_seconds: float) -> None:
+    def report(self, pools: Sequence[AttachedPool], timeout_seconds: float) -> None:
         """Tell of pools; blocks for the timeout per pool at most. Those that no manager takes are due again."""
         untold = set(pools)
         try:
@@ -58,10 +62,10 @@ class PoolReports:
                     untold.discard(pool)
         finally:
             for pool in untold:
-                self._told_at.pop(pool, None)
+                self._reported_at.pop(pool, None)
 
 
-class PoolTeller:
+class PoolReporter:
     """Looks after the pools of an engine in a thread of its own: finds or makes them, and tells the manager.
 
     Args:
@@ -76,7 +80,7 @@ class PoolTeller:
         self._engine: TransferEngine | None = None
         self._last: Future[None] | None = None
 
-    def look_after(self, engine: TransferEngine) -> None:
+    def report_pools(self, engine: TransferEngine) -> None:
         """Look after the pools of an engine once, unless that is under way; never blocks. Called before every use.
 
         Another engine than before, or none since `forget`: then everything is told again.
@@ -87,12 +91,12 @@ class PoolTeller:
 
         def look() -> None:
             if is_another:
-                self._reports.forget()
-            self._reports.tell(self._reports.due(engine.pools()), self._timeout_seconds)
+                self._reports.reset()
+            self._reports.report(self._reports.due_pools(engine.pools()), self._timeout_seconds)
 
         self._last = self._thread.submit(PRIORITY_SAVE, look)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Hear that the manager may know nothing any more: everything is told again."""
         self._engine = None
 

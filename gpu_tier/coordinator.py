@@ -21,27 +21,64 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.attention import attend, partial_of
-from gpu_tier.backend.adaptor import BackendAdaptor
-from gpu_tier.backend.flash_adaptor import FlashAdaptor
+from gpu_tier.backend import BackendAdaptor, FlashAdaptor
 from gpu_tier.config import SparseConfig
 from gpu_tier.errors import StateError
-from gpu_tier.lifetime import Lifetimes
-from gpu_tier.manager.key_reader import KVReader
-from gpu_tier.manager.offload import OffloadTicket
-from gpu_tier.manager.prefix_attach import AttachedPrefix
-from gpu_tier.manager.resident_layers import ResidentLayers
-from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
+from gpu_tier.forward_pass import Step
+from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.kernels.lse_merge import lse_merge
+from gpu_tier.manager.prefixes import AttachedPrefix
+from gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
 from gpu_tier.manager.stream import HostStream
+from gpu_tier.request_lifecycle import RequestLifecycle, RequestState, RequestTrackers
 from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.step import Step
-from gpu_tier.trackers import RequestState, RequestTrackers
-from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, Partial, ResidencyPlan
+from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
 
-__all__ = ["SparseCoordinator"]
+__all__ = ["SparseCoordinator", "attend", "partial_of"]
+
+# Runs the attention kernel that a step's metadata asks for, and merges what was computed apart.
+
+
+def attend(
+    q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float, kernels: str = "auto"
+) -> Tensor:
+    """Return the attention of one token per row.
+
+    Args:
+        q: ``[B, Hq, D]`` queries.
+        meta: what to read; None when everything is in `partials`.
+        partials: attention over other tokens.
+        sm_scale: what scores are multiplied by.
+        kernels: implementation.
+
+    Returns:
+        ``f32 [B, Hq, dv]``; 0 for rows without tokens.
+    """
+    parts = [*partials] if meta is None else [partial_of(q, meta, sm_scale, kernels), *partials]
+    if len(parts) == 1:
+        return parts[0].o
+    o, lse = torch.empty_like(parts[0].o), torch.empty_like(parts[0].lse)
+    lse_merge(torch.stack([p.o for p in parts]), torch.stack([p.lse for p in parts]), o, lse, impl=kernels)
+    return o
+
+
+def partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
+    """Return the attention over what the metadata names, to be merged; arguments as of `attend`."""
+    o = torch.empty(*q.shape[:2], meta.kv.v_dims, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if isinstance(meta, PagedMeta):
+        decode_attn_paged(
+            q, meta.kv, meta.page_table, meta.cache_seqlens, meta.page_tokens, sm_scale, o, lse, impl=kernels
+        )
+    else:
+        decode_attn_token(q, meta.kv, meta.token_table, meta.lens, sm_scale, o, lse, impl=kernels)
+    return Partial(o, lse)
+
 
 _LAGGING_STEPS = 3  # a token's host copy is relied on in the third step after its own at the latest
 
@@ -77,7 +114,7 @@ class SparseCoordinator:
     def __init__(
         self,
         config: SparseConfig,
-        lifetimes: Lifetimes,
+        lifetimes: RequestLifecycle,
         adaptor: BackendAdaptor,
         stream: HostStream | None,
         runtime: DeviceRuntime,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.rows import Rows
+from gpu_tier.geometry import Rows
 
 __all__ = [
     "AttnMetadata", "CopyRuns", "ExecutionPlan", "ForwardBatch", "LayerKV", "MissPlan", "Mode", "PagedMeta", "Partial",

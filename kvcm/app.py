@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
+import os
 import secrets
 import signal
 import socket
@@ -17,43 +20,221 @@ from random import Random
 import structlog
 
 from kvcm import __version__
-from kvcm.admin_key import keep_admin_key
-from kvcm.config import ConfigError, Settings
-from kvcm.draining import SlowEnd, drain, tell_left_tasks
-from kvcm.freed_memory import collect_seldom, give_back_freed_memory, keep_freed_memory, limit_arenas
-from kvcm.interface import Interface, Place
-from kvcm.metadata import open_metadata
+from kvcm.components import BackgroundTask, Components, open_metadata
+from kvcm.config import ConfigError, Settings, is_exposed
 from kvcm.model.clock import Clock, SystemClock
-from kvcm.model.errors import DuplicateEntityError, KvcmError, NotReadyError, StorageIOError
-from kvcm.model.hosts import AllowedHosts, HostRule
-from kvcm.model.mooncake import mooncake_hosts
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
+from kvcm.model.mooncake import AllowedHosts, HostRule, mooncake_hosts
 from kvcm.model.nodes import Endpoint
+from kvcm.model.principals import ALL_GROUPS, ApiKey, PresentedKey, Role, new_key
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageType
 from kvcm.model.tasks import end_tasks
 from kvcm.registry.audit_trail import AuditTrail
-from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
-from kvcm.registry.registry import Registry, kept_cluster_id
-from kvcm.registry.schema import keep_schema
-from kvcm.reload import BackgroundReload, Reloader
-from kvcm.rooms import Duty, Rooms
-from kvcm.service.gate import Gate, Phase
-from kvcm.serving import Listeners
+from kvcm.registry.registry import Registry, ensure_cluster_id, ensure_schema
+from kvcm.registry.startup_document import StartupDocument, builtin_document, parse_startup_document
+from kvcm.service.admission import Phase, ServingGate
+from kvcm.serving import (
+    BackgroundReload,
+    Listeners,
+    ManagerAddress,
+    ManagerApi,
+    SettingsReloader,
+    ShutdownWatch,
+    drain,
+    log_unfinished_tasks,
+    open_tls,
+)
 from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.mempool import PoolOpener
+from kvcm.store.load_progress import LoadProgress
 from kvcm.store.redis.uri import parse_redis_uri
-from kvcm.store.rocks.progress import LoadProgress
-from kvcm.telemetry.audit_log import AuditLog
+from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
-from kvcm.tls_files import open_tls
 
-__all__ = ["Manager"]
+__all__ = [
+    "Manager",
+    "configure_allocator",
+    "configure_garbage_collector",
+    "ensure_admin_key",
+    "limit_arenas",
+    "trim_memory",
+    "trim_memory_periodically",
+]
+
+# The first key: without one nobody could make others.
+#
+# Where keys are required, an administrator's key lies in a file of the manager's host, which only its owner can read.
+# A key that is there already is taken over, so that secrets of an orchestrator can be mounted; else one is made,
+# unless the deployment has an administrator. A key that was taken over and has ended since, because it was revoked or
+# rotated, does not come back: somebody has to take it out of the file. Nothing ever writes over a file. The secret is
+# never logged.
+
+_NAME = "admin"
+_log = structlog.get_logger("kvcm")
+
+
+async def ensure_admin_key(registry: Registry, settings: Settings) -> None:
+    """See to it that somebody can administer a deployment that asks for keys.
+
+    Raises:
+        ConfigError: the file cannot be used, or nobody could, and there is no place for a key.
+        StorageIOError: the store cannot be asked.
+    """
+    if not settings.is_auth_required:
+        return
+    path, administrators = _path(settings), _administrators(registry, settings)
+    if path is not None and path.exists():
+        await _adopt(registry, settings, path)
+    elif path is not None and all(key.expires_at for key in administrators):
+        await registry.taken_keys.import_key(_NAME, _write(path))
+        _log.warning("admin_key_made", file=str(path))
+    elif not administrators:
+        raise ConfigError(
+            "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
+            "give --data-dir, or make a key while kvcm.auth.mode is off"
+        )
+
+
+def _path(settings: Settings) -> Path | None:
+    if settings.admin_key_file:
+        return Path(settings.admin_key_file)
+    return Path(settings.data_dir) / "admin.key" if settings.data_dir else None
+
+
+def _administrators(registry: Registry, settings: Settings) -> list[ApiKey]:
+    """Return the keys that are enough to administer: everywhere, without an account that others may remove, and of a
+    certificate only where certificates are asked for."""
+    return [
+        key
+        for key in registry.keys.all()
+        if key.role is Role.ROLE_ADMIN
+        and ALL_GROUPS in key.groups
+        and not key.account
+        and (key.digest or settings.tls_client_ca_file)
+    ]
+
+
+async def _adopt(registry: Registry, settings: Settings, path: Path) -> None:
+    try:
+        key = await registry.taken_keys.import_key(_NAME, _read(path))
+    except InvalidArgumentError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be used: {error}") from error
+    administrators = _administrators(registry, settings)
+    if key in administrators:
+        return
+    reason = "the key in it has ended, or is no administrator's: remove the file, or put a new key into it"
+    if not administrators:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} is of no use, and nobody can administer: {reason}. "
+            "Where there is no file, a new key is made and written there"
+        )
+    _log.warning("admin_key_ended", file=str(path), reason=reason)
+
+
+def _read(path: Path) -> PresentedKey:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        exposed = is_exposed(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be read: {type(error).__name__}") from None
+    key = PresentedKey.parse(text)
+    if key is None:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} holds no key: it must be one line, kvcm_<id>_<secret>"
+        )
+    if exposed:
+        _log.warning("admin_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
+    return key
+
+
+def _write(path: Path) -> PresentedKey:
+    key = new_key()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{key.text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be written: {error.strerror}") from error
+    return key
+
+
+# How the process treats memory that is freed: the C library's allocator, and Python's collector of cycles.
+#
+# Answers take 100 kB and more, and live for a millisecond. By default glibc gives such pieces back to the system when
+# they are freed and asks for new ones, whose pages the system fills with zeros first: a tenth of the CPU time of a
+# lookup of 1,024 blocks, more where answers are texts. So freed memory stays with the process, for the next answer.
+# But what is free between pieces that stay grows with every peak, and would never go back: twice a minute all of it is
+# given back, at the price of ten thousand page faults.
+#
+# By default glibc also makes eight arenas per core, and gives each new thread one of its own, which keeps what its
+# busiest moment took. Threads here mostly wait for the disk or for Python's global lock, and never allocate at the
+# same time in such numbers: a few arenas do. Other C libraries are left as they are.
+#
+# Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write. But
+# gRPC leaves a cycle of five objects behind with every request, with its path and metadata. What waits for its
+# collection has to stay small, and so has the pause for it: 20,000 objects are some 4,000 requests, 2 MB, and a
+# millisecond or two. Each object that lives is looked at twice, however small the first step is: what costs is to look
+# at all of them again.
+
+# <malloc.h>
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_LARGEST_PIECE = 32 << 20  # glibc allows no more; larger ones are mapped and given back each time
+_TRIM_THRESHOLD_BYTES = 64 << 20
+_TOP_PAD_BYTES = 4 << 20
+_MAX_ARENAS = 4
+_GIVE_BACK_SECONDS = 30.0
+_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS = 20_000, 50, 100
+
+
+def configure_allocator() -> bool:
+    """Let the allocator keep up to 64 MiB at the end of its heap; return whether it is one that can be told so."""
+    return _mallopt(
+        (_M_MMAP_THRESHOLD, _LARGEST_PIECE), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES), (_M_TOP_PAD, _TOP_PAD_BYTES)
+    )
+
+
+def limit_arenas() -> bool:
+    """Let threads share a few arenas, those that begin from now on; return whether the allocator can be told so."""
+    return _mallopt((_M_ARENA_MAX, _MAX_ARENAS))
+
+
+def trim_memory() -> bool:
+    """Give the pages that nothing lies on back to the system; return whether the allocator can be told so. Blocks for
+    milliseconds, without Python's global lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(ctypes.c_size_t(_TOP_PAD_BYTES))
+    return True
+
+
+async def trim_memory_periodically() -> None:
+    """Do that again and again, beside the event loop."""
+    while True:
+        await asyncio.sleep(_GIVE_BACK_SECONDS)
+        await asyncio.to_thread(trim_memory)
+
+
+def configure_garbage_collector() -> None:
+    """Take what there is for permanent, and look for cycles only among what comes."""
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS)
+
+
+def _mallopt(*wanted: tuple[int, int]) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    done = [mallopt(option, size) for option, size in wanted]
+    return all(done)
+
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _PAUSE_SECONDS = 0.5
 _POOL_SHARDS = 16
-
-_log = structlog.get_logger("kvcm")
 
 
 class Manager:
@@ -70,15 +251,15 @@ class Manager:
         self,
         settings: Settings,
         clock: Clock | None = None,
-        progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_unseen),
+        progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_missing_storages),
         reread: Callable[[], Settings] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock if clock is not None else SystemClock()
         self._progress = progress
-        self._reloader = Reloader(settings, reread if reread is not None else lambda: settings)
-        self._gate = Gate()
-        self._tell_rows: LoadProgress = _unseen
+        self._reloader = SettingsReloader(settings, reread if reread is not None else lambda: settings)
+        self._gate = ServingGate()
+        self._tell_rows: LoadProgress = _missing_storages
         self._stopping = asyncio.Event()
         self._is_starting = True
         self._failure = ""
@@ -100,17 +281,17 @@ class Manager:
             except asyncio.CancelledError:
                 if not self._stopping.is_set():  # else it was told to stop before it served
                     raise
-        await tell_left_tasks()
+        await log_unfinished_tasks()
         if self._failure:
             raise StorageIOError(self._failure)
         _log.info("stopped")
 
     async def _live(self) -> None:
         async with self.running() as endpoint:
-            collect_seldom()
-            keep_freed_memory()
+            configure_garbage_collector()
+            configure_allocator()
             _log.info("serving", **_addresses(endpoint))
-            _tell_risks(self._settings)
+            _warn_of_risks(self._settings)
             await self._stopping.wait()
 
     def _handle_signals(self, until: contextlib.ExitStack) -> None:
@@ -128,7 +309,7 @@ class Manager:
         for number in _ENDING:
             loop.add_signal_handler(number, stop)
         reloads = BackgroundReload(self._reloader, lambda: self._gate.phase is Phase.SERVING)
-        loop.add_signal_handler(signal.SIGHUP, reloads.begin)
+        loop.add_signal_handler(signal.SIGHUP, reloads.start)
         until.callback(loop.remove_signal_handler, signal.SIGHUP)
 
     @contextlib.asynccontextmanager
@@ -143,23 +324,23 @@ class Manager:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Endpoint:
         """Begin to serve; the stack ends it."""
-        files, spans = open_tls(self._settings), _opened_spans(self._settings)
-        slow_end = stack.enter_context(SlowEnd())
+        files, spans = open_tls(self._settings), _open_tracing(self._settings)
+        slow_end = stack.enter_context(ShutdownWatch())
         if spans is not None:
             stack.push_async_callback(spans.close)
         listeners = Listeners(self._settings, self._gate, files.tls if files is not None else None)
         stack.push_async_callback(listeners.stop)
         await listeners.start()
-        self._reloader.follow(lambda new, _changed: listeners.apply(new))
-        self._tell_rows = listeners.probes.note_rows
+        self._reloader.subscribe(lambda new, _changed: listeners.apply(new))
+        self._tell_rows = listeners.probes.set_loaded_rows
         _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
         rooms = await stack.enter_async_context(self.opened())
-        stack.push_async_callback(rooms.settle)
+        stack.push_async_callback(rooms.flush)
         stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
         endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
-        place = Place(endpoint, self._clock, lambda: self._gate.phase.value)
+        place = ManagerAddress(endpoint, self._clock, lambda: self._gate.phase.value)
         tls = files.tls if files is not None else None
-        interface = Interface.of(rooms, self._settings, self._reloader, place, spans, tls)
+        interface = ManagerApi.of(rooms, self._settings, self._reloader, place, spans, tls)
         stack.push_async_callback(interface.vitals.withdraw)
         duties: list[asyncio.Task[None]] = []
         stack.push_async_callback(end_tasks, duties)
@@ -169,20 +350,20 @@ class Manager:
         await rooms.leadership.tick()
         await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
         ask = rooms.metadata.store.table("registry").version
-        watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
-        trim: Duty = ("freed_memory", give_back_freed_memory)
-        certificates: list[Duty] = [("certificates", files.run)] if files is not None else []
-        vitals: Duty = ("vitals", interface.vitals.run)
-        every = (*rooms.duties(), watch, trim, vitals, *certificates)
+        watch: BackgroundTask = ("store_watch", partial(listeners.probes.watch_store, ask))
+        trim: BackgroundTask = ("freed_memory", trim_memory_periodically)
+        certificates: list[BackgroundTask] = [("certificates", files.run)] if files is not None else []
+        vitals: BackgroundTask = ("vitals", interface.vitals.run)
+        every = (*rooms.background_tasks(), watch, trim, vitals, *certificates)
         duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
         if files is not None:
-            self._reloader.refresh(files.reread)
-        self._gate.follow(interface.vitals.wake)
+            self._reloader.refresh(files.reload)
+        self._gate.on_phase_change(interface.vitals.publish_now)
         await listeners.serve(interface)
         await self._gate.enter_phase(Phase.SERVING)
         return endpoint
 
-    async def _drain(self, rooms: Rooms, listeners: Listeners) -> None:
+    async def _drain(self, rooms: Components, listeners: Listeners) -> None:
         settings = self._reloader.settings
         if self._gate.phase is Phase.SERVING:
             sessions = rooms.cache.endings.open_count
@@ -193,18 +374,18 @@ class Manager:
         await drain(self._gate, rooms.leadership, listeners, delay_seconds, settings.drain_timeout_ms / 1000)
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[Rooms]:
+    async def opened(self) -> AsyncIterator[Components]:
         """Open the store and build the rooms, which are closed at the end of the block; nothing is served."""
         settings, self._loop = self._settings, asyncio.get_running_loop()
         document = _startup_document(settings)
         node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
         async with contextlib.AsyncExitStack() as stack:
             with self._progress() as progress:
-                metadata = await open_metadata(settings, self._clock, node_id, self._told(progress), self._fail)
+                metadata = await open_metadata(settings, self._clock, node_id, self._status_line(progress), self._fail)
             stack.push_async_callback(metadata.close)
             store, table = metadata.store, metadata.store.table("registry")
-            await keep_schema(table, store.flush)
-            cluster_id = settings.cluster_id or await kept_cluster_id(table, _new_cluster_id(settings), store.flush)
+            await ensure_schema(table, store.flush)
+            cluster_id = settings.cluster_id or await ensure_cluster_id(table, _new_cluster_id(settings), store.flush)
             pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
             openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}
             storages = StorageDirectory(
@@ -221,7 +402,7 @@ class Manager:
                 *(storages, table, flush, metadata.kind, self._clock, uses, audit.changed),
             )
             await registry.load()
-            await keep_admin_key(registry, settings)
+            await ensure_admin_key(registry, settings)
             await _add_missing(registry, document)
             leadership = Leadership(
                 node_id,
@@ -231,12 +412,12 @@ class Manager:
                 store.table("nodes"),
                 margin_seconds=settings.loop_interval_ms / 1000,
             )
-            rooms = Rooms.build(metadata, registry, storages, leadership, self._clock, settings, audit, audit_log)
+            rooms = Components.build(metadata, registry, storages, leadership, self._clock, settings, audit, audit_log)
             await rooms.cache.load()
             stack.push_async_callback(rooms.events.close)
             yield rooms
 
-    def _told(self, progress: LoadProgress) -> LoadProgress:
+    def _status_line(self, progress: LoadProgress) -> LoadProgress:
         """Also tell the probes, and end the loading when the manager is told to stop. Called on a thread."""
 
         def tell(done: int, estimated: int) -> None:
@@ -255,7 +436,7 @@ class Manager:
         self._loop.call_soon_threadsafe(self._stopping.set)
 
 
-def _tell_risks(settings: Settings) -> None:
+def _warn_of_risks(settings: Settings) -> None:
     """Say at start who can reach what."""
     if not settings.is_auth_required:
         log, who = (_log.info, "is on this host") if settings.is_loopback else (_log.warning, "reaches these ports")
@@ -269,7 +450,7 @@ async def _flushed(*flushes: Callable[[], Awaitable[None]]) -> None:
         await flush()
 
 
-def _opened_spans(settings: Settings) -> SpanExport | None:
+def _open_tracing(settings: Settings) -> SpanExport | None:
     """Return where spans go, None for that calls are not traced."""
     if not settings.otlp_endpoint:
         return None
@@ -313,7 +494,7 @@ async def _add_missing(registry: Registry, document: StartupDocument) -> None:
     _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
 
 
-def _unseen(_done: int, _estimated: int) -> None:
+def _missing_storages(_done: int, _estimated: int) -> None:
     """Nobody looks."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,31 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from kvcm.model.hosts import HostRule
+from kvcm.model.mooncake import HostRule
 
-__all__ = ["DEBUG_PORT_OFFSET", "ConfigError", "Settings", "load_settings"]
+__all__ = ["DEBUG_PORT_OFFSET", "ConfigError", "Settings", "is_exposed", "load_settings"]
+
+# Whether a file that holds a secret can be read by others than those who must.
+
+_OTHERS = 0o077
+_OTHER_USERS = 0o007
+
+
+def is_exposed(path: Path) -> bool:
+    """Tell whether others on this host can read a file.
+
+    What somebody else owns, as orchestrators mount secrets for processes that are not root, this process reads through
+    the file's group. There the group's permission is no exposure.
+
+    Raises:
+        OSError: the file cannot be looked at.
+    """
+    found = path.stat()
+    return bool(found.st_mode & (_OTHERS if found.st_uid == os.geteuid() else _OTHER_USERS))
+
 
 DEBUG_PORT_OFFSET = 3000
 """How far the port of the debug service lies above that of the HTTP service (wire.md 2.1)."""
-
 _OWN_SECTIONS = (
     "kvcm.auth.",
     "kvcm.audit.",
@@ -127,8 +146,8 @@ def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text, *, hot
 _REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel")
 _STORES = ("memory", "local", *_REDIS)
 _LOCKS = ("memory", "file", *_REDIS)
-_MOST_PORT = 65535
-_PORT = _number(0, _MOST_PORT)
+_MAX_PORT = 65535
+_PORT = _number(0, _MAX_PORT)
 _COUNT = _number(0, 1 << 31)
 
 
@@ -231,7 +250,7 @@ class Settings:
     def described(self) -> dict[str, str]:
         """Return every setting by its key, with passwords in uris left out."""
         values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {key: _redacted(_shown(value)) for key, value in values}
+        return {key: _redacted(_format(value)) for key, value in values}
 
     def changed_fields(self, new: Settings) -> list[dataclasses.Field[Any]]:
         """Return the fields that `new` has other values for; their metadata has `key` and `hot`."""
@@ -345,9 +364,9 @@ def _checked(settings: Settings) -> Settings:
             "or give --insecure to serve other hosts all the same, or leave the host at 127.0.0.1"
         )
     _check_tls(settings)
-    if settings.enable_debug_service and settings.http_port > _MOST_PORT - DEBUG_PORT_OFFSET:
+    if settings.enable_debug_service and settings.http_port > _MAX_PORT - DEBUG_PORT_OFFSET:
         raise ConfigError(
-            f"kvcm.service.http_port is {settings.http_port}, must be at most {_MOST_PORT - DEBUG_PORT_OFFSET} with "
+            f"kvcm.service.http_port is {settings.http_port}, must be at most {_MAX_PORT - DEBUG_PORT_OFFSET} with "
             f"kvcm.service.enable_debug_service, which takes the port {DEBUG_PORT_OFFSET} above"
         )
     _check_uri("kvcm.registry_storage.uri", settings.registry_storage_uri, _STORES)
@@ -374,7 +393,7 @@ def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:
         raise ConfigError(f"{key} is {_redacted(uri)!r}, must begin with one of {', '.join(schemes)}, or be empty")
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -12,7 +12,7 @@ from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings
 from connectors.results import Location, MatchMode, Outcome
 from connectors.transfer import TransferEngine, TransferItem
-from connectors.transfer.checksums import checksum_of
+from connectors.transfer.mover import checksum_of
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 
 __all__ = ["read_blocks"]

@@ -91,7 +91,7 @@ class Faults:
         for step in steps:
             time.sleep(max(0.0, began + step.at - time.time()))
             self._enter(step)
-            threads.append(threading.Thread(target=self._carry_out, args=(step,), daemon=True))
+            threads.append(threading.Thread(target=self._apply, args=(step,), daemon=True))
             threads[-1].start()
         for thread in threads:
             thread.join()
@@ -102,7 +102,7 @@ class Faults:
             self._changed.wait_for(lambda: not any(parts_of(step.target) & parts for parts in self._busy.values()))
             self._busy[step.number] = parts_of(step.target)
 
-    def _carry_out(self, step: Step) -> None:
+    def _apply(self, step: Step) -> None:
         done = Done(step, time.time(), target=step.target)
         print(f"{step.number:3d}  {step.at:7.1f} s  {step.kind}: {step.target}, {step.seconds:g} s", flush=True)
         try:
@@ -170,7 +170,7 @@ class Faults:
         return step.target, lambda: self._site.network.heal(step.target)
 
     def _lose(self, step: Step) -> tuple[str, _End]:
-        self._site.network.lose(step.target)
+        self._site.network.abandon(step.target)
         return step.target, lambda: self._site.network.heal(step.target)
 
     def _fill(self, step: Step) -> tuple[str, _End]:

@@ -100,7 +100,7 @@ class Network:
         for device in self._ends(name):
             _run(f"{device} root tbf {_SLOW}")
 
-    def lose(self, name: str) -> None:
+    def abandon(self, name: str) -> None:
         """Let some of the packets that a host sends and receives get lost."""
         if self._loss == "netem":
             for device in self._ends(name):

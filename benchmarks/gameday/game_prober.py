@@ -22,9 +22,9 @@ from typing import TypeVar
 
 from game_lines import Lines
 
+from connectors.calls import RetrySettings
 from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings
-from connectors.policy import RetrySettings
 from connectors.results import Outcome, WriteGrant
 from connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "faults"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "store"))
 from fault_mount import FaultMount, why_no_mounts
 
-from kvcm.storage.file_probe import PROBE_PREFIX
+from kvcm.storage.file_objects import PROBE_PREFIX
 
 __all__ = ["KEYS_PER_FILE", "Spoiled", "Storages", "why_no_fuse"]
 

@@ -22,10 +22,9 @@ from equal_budgets import DIM, GROUP, Samples, samples_of
 from report import Row, arguments, publish
 
 from gpu_tier.config import AlgorithmConfig, PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.eval.block_caches import BlockHits, pq_hits, wave_hits
-from gpu_tier.eval.driven import Driven
+from gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
 from gpu_tier.eval.methods import OBSERVED, pq_top, wave_share
-from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes
+from gpu_tier.eval.quality import Driven, QualityResult, evaluate, kv_bytes
 from gpu_tier.eval.report import Cell, ResultTable, write
 from gpu_tier.eval.synth import Regime, kv
 from gpu_tier.types import Selection

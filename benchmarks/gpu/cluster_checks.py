@@ -6,7 +6,7 @@ import torch
 from check_case import Check, Outputs, Sizes, ragged
 from torch import Tensor
 
-from gpu_tier.index.meta_pages import PAGE_CLUSTERS, MetaViews, empty_meta_page
+from gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
 from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs

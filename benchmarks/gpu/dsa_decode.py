@@ -25,7 +25,7 @@ from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, SwapIn, lru_diff
 from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.manager.residency import LruDiffPolicy
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.transfer import KVTransfer

@@ -22,9 +22,9 @@ from report import Row, arguments, publish
 from torch import Tensor
 from wave_build import Built, build_prompt
 
-from gpu_tier.eval.metrics import attention_weights, recall_at, steady_tokens
+from gpu_tier.config import RetroInferConfig
+from gpu_tier.eval.quality import attention_weights, recall_at, steady_tokens
 from gpu_tier.eval.synth import KVSample, Regime, kv
-from gpu_tier.retrieval_config import RetroInferConfig
 
 DIMS, GROUP = 128, 4
 MOST_APART = 0.02

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
-from gpu_tier.engine.layer_driver import LayerDriver
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
+from gpu_tier.engine.decode_engine import LayerDriver
+from gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
 from gpu_tier.geometry import KVGeometry
-from gpu_tier.trackers import RequestState
+from gpu_tier.request_lifecycle import RequestState
 
 __all__ = ["InjectedEngine", "random_llama"]
 

@@ -20,9 +20,8 @@ from report import Row
 from sliding_trace import SlidingTrace
 
 from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.manager.lru_state import LruDiffPolicy
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from gpu_tier.manager.residency import LruDiffPolicy
 from gpu_tier.runtime import runtime_for
 from gpu_tier.types import Selection, Unit
 

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_tier.eval.model_shapes import ModelShape, model_shape
+from gpu_tier.geometry import KVDtype, Rows
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.rows import KVDtype, Rows
 from gpu_tier.types import LayerKV
 
 MEASURES = "decode attention, ours and torch's, over 8K to 128K tokens against the measured speed of device memory"

@@ -28,10 +28,9 @@ from sparse_system import SparseSystem, Work, store_bytes
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_WAVE
 
 from gpu_tier.config import RetroInferConfig, SparseConfig
-from gpu_tier.eval.footprint import footprint
+from gpu_tier.eval.capacity_plan import footprint
 from gpu_tier.eval.model_shapes import ModelShape, model_shape
-from gpu_tier.eval.retrieval_bytes import wave_block_tokens, wave_retrieved
-from gpu_tier.eval.roofline import traffic
+from gpu_tier.eval.roofline import traffic, wave_block_tokens, wave_retrieved
 from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
 from gpu_tier.runtime import runtime_for
 

@@ -27,8 +27,7 @@ from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_PQ, TINY_WAVE
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.eval.retrieval_bytes import wave_cache_tokens, wave_retrieved
-from gpu_tier.eval.roofline import traffic
+from gpu_tier.eval.roofline import traffic, wave_cache_tokens, wave_retrieved
 from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
 from gpu_tier.runtime import runtime_for
 

@@ -20,7 +20,7 @@ from dsa_decode import Dense, Hierarchical, Indexer, Resident, Workload, counted
 from report import Row
 
 from gpu_tier.config import DsaConfig, SparseConfig
-from gpu_tier.eval.footprint import footprint
+from gpu_tier.eval.capacity_plan import footprint
 from gpu_tier.eval.model_shapes import Device, ModelShape, model_shape
 from gpu_tier.eval.roofline import Traffic, step_time, traffic
 from gpu_tier.geometry import Layout

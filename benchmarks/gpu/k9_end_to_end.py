@@ -31,7 +31,7 @@ from sparse_system import Work, store_bytes
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_PQ, TINY_WAVE
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
+from gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
 from gpu_tier.eval.model_shapes import ModelShape
 from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
 from gpu_tier.runtime import runtime_for

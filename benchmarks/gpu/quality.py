@@ -23,11 +23,10 @@ from quality_report import publish_report
 from recall_table import RECALL_SIZES, recall_rows
 from report import Row, arguments, publish
 
-from gpu_tier.eval.concentration import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
-from gpu_tier.eval.hitrate import HitRate, exact_selections, hit_rates
+from gpu_tier.eval.hit_rates import HitRate, exact_selections, hit_rates, simulate, trace
 from gpu_tier.eval.methods import BASELINES
+from gpu_tier.eval.quality import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
 from gpu_tier.eval.synth import Regime, kv
-from gpu_tier.eval.traces import simulate, trace
 
 RATIOS = (1.0, 2.0, 4.0)
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from report import Row
 
-from gpu_tier.eval.claims import claims_table
-from gpu_tier.eval.hitrate import HitRate
-from gpu_tier.eval.plots import plot_lines
-from gpu_tier.eval.report import Cell, ResultTable, write
+from gpu_tier.eval.hit_rates import HitRate
+from gpu_tier.eval.report import Cell, ResultTable, claims_table, plot_lines, write
 from gpu_tier.eval.synth import Regime
 
 if TYPE_CHECKING:

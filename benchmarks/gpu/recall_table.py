@@ -12,8 +12,7 @@ import torch
 from report import Row
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.recall_data import QuestionPosition, recall_batch
-from gpu_tier.engine.recall_model import RecallModel, load_recall_model
+from gpu_tier.engine.recall_model import QuestionPosition, RecallModel, load_recall_model, recall_batch
 from gpu_tier.eval.methods import BASELINES, method, retrieving
 from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 

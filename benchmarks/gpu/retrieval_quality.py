@@ -27,12 +27,17 @@ from retrieval_bars import WAVE, long_rows, pq_rows, wave_rows, wave_small_rows
 from retrieval_report import publish_retrieval_report
 
 from gpu_tier.config import SparseConfig
-from gpu_tier.eval.block_caches import BlockHits, pq_hits, wave_hits
-from gpu_tier.eval.concentration import concentration
-from gpu_tier.eval.driven import Driven
+from gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
 from gpu_tier.eval.methods import METHODS, OBSERVED, method, pq_top, wave_share
-from gpu_tier.eval.metrics import attention_weights, recall_at, steady_tokens
-from gpu_tier.eval.quality import QualityResult, judged
+from gpu_tier.eval.quality import (
+    Driven,
+    QualityResult,
+    attention_weights,
+    concentration,
+    judged,
+    recall_at,
+    steady_tokens,
+)
 from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv
 
 _COMPARED = ("oracle", "wave", "pq m4b8", "pq m2b6")

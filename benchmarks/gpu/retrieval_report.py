@@ -11,13 +11,10 @@ from quality_report import quality_plot, quality_table, recall_table
 from report import Row
 
 from gpu_tier.config import PQCacheConfig, SparseConfig
-from gpu_tier.eval.claims import claims_table
+from gpu_tier.eval.capacity_plan import Limits, Workload, plan
 from gpu_tier.eval.model_shapes import Device, model_shape
-from gpu_tier.eval.plan import Limits, Workload, plan
-from gpu_tier.eval.report import ResultTable, write
-from gpu_tier.eval.retrieval_bytes import pq_code_bytes
-from gpu_tier.eval.retrieval_claims import RETRIEVAL_CLAIMS, left_out_table
-from gpu_tier.eval.roofline import step_time, traffic, wave_traffic
+from gpu_tier.eval.report import RETRIEVAL_CLAIMS, ResultTable, claims_table, left_out_table, write
+from gpu_tier.eval.roofline import pq_code_bytes, step_time, traffic, wave_traffic
 from gpu_tier.eval.synth import Regime
 
 if TYPE_CHECKING:

@@ -19,18 +19,17 @@ from torch import Tensor
 
 from gpu_tier.algorithms import registry
 from gpu_tier.algorithms.base import AlgorithmContext
+from gpu_tier.assembly import Parts, policy_of
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.eval.retrieval_bytes import wave_block_tokens
+from gpu_tier.eval.roofline import wave_block_tokens
 from gpu_tier.geometry import KVGeometry, Layout
-from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
+from gpu_tier.index.wave_index import SegmentSink, WaveSegment
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
 from gpu_tier.manager.wave_store import EXTENT_BLOCKS
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.req_to_token import ReqToTokenPool
+from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
 from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.residencies import Parts, policy_of
 from gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["SparseSystem", "Work", "random_rows", "store_bytes"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig
 from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 
 __all__ = ["TINY_LLAMA", "TINY_PAGE", "TINY_PQ", "TINY_WAVE"]
 

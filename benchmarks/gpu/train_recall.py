@@ -13,8 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpu_tier.engine.recall_data import QuestionPosition, RecallBatch, recall_batch
-from gpu_tier.engine.recall_model import CHECKPOINT, RecallModel, save_recall_model
+from gpu_tier.engine.recall_model import (
+    CHECKPOINT,
+    QuestionPosition,
+    RecallBatch,
+    RecallModel,
+    recall_batch,
+    save_recall_model,
+)
 
 _FIRST_NEEDLES, _LAST_NEEDLES = 4, 96
 _ENOUGH = 0.9

@@ -4,18 +4,23 @@ What is exported here is plain Python. `tensors`, `staging`, `sequence`, `engine
 `rows_triton` needs Triton as well; they are imported by name.
 """
 
-from connectors.layout.block import BlockLayout
 from connectors.layout.paged import PagedKv
-from connectors.layout.runs import contiguous_runs
-from connectors.layout.shard import Shard, Span, rank_heads
-from connectors.layout.stored import StoredFormat
-from connectors.layout.stored_text import format_text, parse_format
+from connectors.layout.stored_format import (
+    BlockLayout,
+    IndexRange,
+    Shard,
+    StoredFormat,
+    contiguous_runs,
+    format_text,
+    parse_format,
+    rank_heads,
+)
 
 __all__ = [
     "BlockLayout",
+    "IndexRange",
     "PagedKv",
     "Shard",
-    "Span",
     "StoredFormat",
     "contiguous_runs",
     "format_text",

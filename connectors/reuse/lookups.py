@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from connectors.calls import use_trace_id
 from connectors.client import ManagerClient
 from connectors.results import EncodedMatch, MatchMode, Outcome
-from connectors.reuse.link import ManagerLink
+from connectors.reuse.registration import ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.traces import traced
-from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from kvcm.model.errors import ErrorCode
 from kvcm.model.keys import BlockKey
 
-__all__ = ["Found", "LookupPlan", "LookupSettings", "Lookups", "look_up"]
+__all__ = ["FoundPrefix", "LookupPlan", "LookupSettings", "Lookups", "match_usable_prefix"]
 
 _MAX_LEASE_SECONDS = 600.0
-_MOST_QUEUEING = 4  # times what an answer may take
+_MAX_QUEUEING = 4  # times what an answer may take
 _RELEASE_SECONDS = 0.1  # in which leases gather that are released with one call
 
 
@@ -52,14 +52,14 @@ class LookupPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPrefix:
     """The longest prefix that can be used.
 
     Attributes:
         blocks: how many.
         locations: of each of them, encoded, with `parts`, and in the last one `state_parts`.
         window_locations: of the last ones, with `window_parts`.
-        is_known: whether a manager answered; if not, nothing is known, and there is nothing to save to either.
+        is_answered: whether a manager answered; if not, nothing is known, and there is nothing to save to either.
         usable_until: of the clock; nothing may be read later.
         lease_ids: what keeps it readable until then.
     """
@@ -67,13 +67,13 @@ class Found:
     blocks: int = 0
     locations: tuple[bytes, ...] = ()
     window_locations: tuple[bytes, ...] = ()
-    is_known: bool = True
+    is_answered: bool = True
     usable_until: float = float("inf")
     lease_ids: tuple[str, ...] = ()
 
 
-_NOTHING = Found(is_known=False)
-_FORGOTTEN = Found(is_known=False, usable_until=0.0)
+_NO_ANSWER = FoundPrefix(is_answered=False)
+_UNKNOWN_INSTANCE = FoundPrefix(is_answered=False, usable_until=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,16 @@ class LookupSettings:
     threads: int = 4
 
 
-_Question: TypeAlias = tuple[int, BlockKey]
+_LookupKey: TypeAlias = tuple[int, BlockKey]
 
 
 @dataclass(slots=True)
 class _Lookup:
-    question: _Question
+    key: _LookupKey
     begun_at: float
     asked_at: float | None = None  # when a thread began with it
     users: set[str] = field(default_factory=set)
-    found: Found | None = None
+    found: FoundPrefix | None = None
     is_shared: bool = True
 
 
@@ -132,7 +132,7 @@ class Lookups:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_request: dict[str, _Lookup] = {}
-        self._by_question: dict[_Question, _Lookup] = {}
+        self._by_question: dict[_LookupKey, _Lookup] = {}
         self._calls = WorkerPool(settings.threads, "kvcm-lookup")
         self._releases = WorkerPool(1, "kvcm-release")
         self._to_release: list[str] = []
@@ -140,7 +140,7 @@ class Lookups:
         self._is_probing = threading.Lock()
         self.answered = threading.Event()
 
-    def begin(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+    def start(self, request_id: str, keys: Sequence[BlockKey]) -> None:
         """Begin a lookup for a request, unless one is under way or answered. Without keys there is nothing to find."""
         question = (len(keys), keys[-1]) if keys else (0, BlockKey(0))
         with self._lock:
@@ -150,43 +150,43 @@ class Lookups:
             if lookup is None:
                 lookup = _Lookup(question, self._clock())
                 if not keys:
-                    lookup.found = Found()
-                elif self._can_ask():
+                    lookup.found = FoundPrefix()
+                elif self._can_start():
                     self._by_question[question] = lookup
-                    self._calls.submit(PRIORITY_LOAD, partial(self._ask, lookup, tuple(keys), request_id))
+                    self._calls.submit(PRIORITY_LOAD, partial(self._run_lookup, lookup, tuple(keys), request_id))
                 else:
-                    lookup.found = _NOTHING
+                    lookup.found = _NO_ANSWER
             lookup.users.add(request_id)
             self._by_request[request_id] = lookup
 
-    def poll(self, request_id: str) -> Found | None:
+    def poll(self, request_id: str) -> FoundPrefix | None:
         """Return what was found, None while it is not known. A lookup that was never begun found nothing."""
         with self._lock:
             lookup = self._by_request.get(request_id)
             if lookup is None:
-                return _NOTHING
+                return _NO_ANSWER
             if lookup.found is not None:
                 return lookup.found
             if not self._is_late(lookup):
                 return None
             self._statistics.add(lookups_late=1)
             # Whoever asks for the same anew gets a call of his own; the answer, when it comes, is released.
-            self._leave(request_id, lookup)
-            self._by_request[request_id] = _Lookup(lookup.question, lookup.begun_at, None, {request_id}, _NOTHING)
-            return _NOTHING
+            self._remove_user(request_id, lookup)
+            self._by_request[request_id] = _Lookup(lookup.key, lookup.begun_at, None, {request_id}, _NO_ANSWER)
+            return _NO_ANSWER
 
-    def forget(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """Hear that a request needs its answer no more: it has loaded, or it has ended."""
         with self._lock:
             lookup = self._by_request.pop(request_id, None)
             if lookup is not None:
-                self._leave(request_id, lookup)
+                self._remove_user(request_id, lookup)
 
     def clear(self) -> None:
         """Forget all answers that are shared."""
         with self._lock:
             for lookup in list(self._by_question.values()):
-                self._unshare(lookup)
+                self._stop_sharing(lookup)
 
     def close(self, timeout_seconds: float) -> None:
         """Begin nothing more; release what can be released in time, the rest ends by itself."""
@@ -194,15 +194,15 @@ class Lookups:
         self.clear()
         self._is_closing.set()
         self._releases.close(timeout_seconds / 4)
-        self._release_gathered(timeout_seconds / 4)
+        self._release_batch(timeout_seconds / 4)
 
     def _is_late(self, lookup: _Lookup) -> bool:
         """Return whether to wait no longer: for the answer, or for a thread that asks when many requests arrive."""
         if lookup.asked_at is None:
-            return self._clock() - lookup.begun_at >= _MOST_QUEUEING * self._settings.lookup_seconds
+            return self._clock() - lookup.begun_at >= _MAX_QUEUEING * self._settings.lookup_seconds
         return self._clock() - lookup.asked_at >= self._settings.lookup_seconds
 
-    def _can_ask(self) -> bool:
+    def _can_start(self) -> bool:
         if not self._link.is_ready():
             return False
         if not self._link.client.is_suspended:
@@ -217,19 +217,19 @@ class Lookups:
         finally:
             self._is_probing.release()
 
-    def _ask(self, lookup: _Lookup, keys: Sequence[BlockKey], request_id: str) -> None:
-        found = _NOTHING
+    def _run_lookup(self, lookup: _Lookup, keys: Sequence[BlockKey], request_id: str) -> None:
+        found = _NO_ANSWER
         try:
             with self._lock:
                 lookup.asked_at = self._clock()
                 if not lookup.users:  # nobody waits for it any more
                     return
             settings = self._settings
-            with traced(request_id):
-                found = look_up(self._link.client, keys, self._plan, settings, self._clock)
-            if found is _FORGOTTEN:
-                self._link.forget()  # the manager lost its state; the next request registers anew
-            self._count(lookup, keys, found)
+            with use_trace_id(request_id):
+                found = match_usable_prefix(self._link.client, keys, self._plan, settings, self._clock)
+            if found is _UNKNOWN_INSTANCE:
+                self._link.invalidate()  # the manager lost its state; the next request registers anew
+            self._record(lookup, keys, found)
         finally:
             with self._lock:
                 lookup.found = found
@@ -237,56 +237,56 @@ class Lookups:
                     self._release(found)
             self.answered.set()
 
-    def _count(self, lookup: _Lookup, keys: Sequence[BlockKey], found: Found) -> None:
+    def _record(self, lookup: _Lookup, keys: Sequence[BlockKey], found: FoundPrefix) -> None:
         self._statistics.observe("lookup_seconds", self._clock() - lookup.begun_at)
-        if found.is_known:
+        if found.is_answered:
             self._statistics.add(lookups=1, lookup_blocks=len(keys), hit_blocks=found.blocks)
         else:
             self._statistics.add(lookups_failed=1)
 
-    def _shared(self, question: _Question) -> _Lookup | None:
+    def _shared(self, question: _LookupKey) -> _Lookup | None:
         """Return a lookup of the same that is fresh enough."""
         now = self._clock()
         for lookup in list(self._by_question.values()):
             if now - lookup.begun_at > self._settings.share_seconds:
-                self._unshare(lookup)
+                self._stop_sharing(lookup)
         return self._by_question.get(question)
 
-    def _leave(self, request_id: str, lookup: _Lookup) -> None:
+    def _remove_user(self, request_id: str, lookup: _Lookup) -> None:
         lookup.users.discard(request_id)
         if not lookup.users and not lookup.is_shared and lookup.found is not None:
             self._release(lookup.found)
 
-    def _unshare(self, lookup: _Lookup) -> None:
-        del self._by_question[lookup.question]
+    def _stop_sharing(self, lookup: _Lookup) -> None:
+        del self._by_question[lookup.key]
         lookup.is_shared = False
         if not lookup.users and lookup.found is not None:
             self._release(lookup.found)
 
-    def _release(self, found: Found) -> None:
+    def _release(self, found: FoundPrefix) -> None:
         """Give leases back soon, together with those of others. Under the lock."""
         if found.lease_ids and not self._to_release:
-            self._releases.submit(PRIORITY_SAVE, self._release_soon)
+            self._releases.submit(PRIORITY_SAVE, self._release_after_delay)
         self._to_release += found.lease_ids
 
-    def _release_soon(self) -> None:
+    def _release_after_delay(self) -> None:
         self._is_closing.wait(_RELEASE_SECONDS)
-        self._release_gathered(self._settings.lookup_seconds)
+        self._release_batch(self._settings.lookup_seconds)
 
-    def _release_gathered(self, timeout_seconds: float) -> None:
+    def _release_batch(self, timeout_seconds: float) -> None:
         with self._lock:
             lease_ids, self._to_release = self._to_release, []
         if lease_ids:
             self._link.client.release_lease(*lease_ids, timeout_seconds=timeout_seconds)
 
 
-def look_up(
+def match_usable_prefix(
     client: ManagerClient,
     keys: Sequence[BlockKey],
     plan: LookupPlan,
     settings: LookupSettings,
     clock: Callable[[], float] = time.monotonic,
-) -> Found:
+) -> FoundPrefix:
     """Ask the manager for the longest prefix that can be used; blocks for `lookup_seconds` at most."""
     deadline = clock() + settings.lookup_seconds
     lease_seconds = min(settings.load_seconds + settings.lookup_seconds, _MAX_LEASE_SECONDS)
@@ -305,8 +305,8 @@ def look_up(
     mode = MatchMode.PREFIX_WITH_STATE if plan.state_parts else MatchMode.PREFIX
     prefix = ask(keys, mode, plan.parts + plan.state_parts)
     if prefix.outcome is not Outcome.OK:
-        return _FORGOTTEN if prefix.code == ErrorCode.INSTANCE_NOT_EXIST else _NOTHING
-    found = Found(len(prefix.locations), prefix.locations, (), True, usable_until, _leases(prefix))
+        return _UNKNOWN_INSTANCE if prefix.code == ErrorCode.INSTANCE_NOT_EXIST else _NO_ANSWER
+    found = FoundPrefix(len(prefix.locations), prefix.locations, (), True, usable_until, _leases(prefix))
     if not plan.window_parts or not found.blocks:
         return found
     window = min(plan.window, found.blocks)
@@ -314,9 +314,9 @@ def look_up(
     leases = found.lease_ids + _leases(run)
     present = [index for index, location in enumerate(run.locations) if location]
     if run.outcome is not Outcome.OK or not present:
-        return Found(0, (), (), run.outcome is Outcome.OK, usable_until, leases)
+        return FoundPrefix(0, (), (), run.outcome is Outcome.OK, usable_until, leases)
     end = present[-1] + 1
-    return Found(end, found.locations[:end], run.locations[end - window : end], True, usable_until, leases)
+    return FoundPrefix(end, found.locations[:end], run.locations[end - window : end], True, usable_until, leases)
 
 
 def _leases(match: EncodedMatch) -> tuple[str, ...]:

@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["read_options"]
+__all__ = ["parse_options"]
 
 _T = TypeVar("_T")
-
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
-def read_options(kind: type[_T], given: Mapping[str, object], others: Collection[str] = ()) -> _T:
+def parse_options(kind: type[_T], given: Mapping[str, object], others: Collection[str] = ()) -> _T:
     """Return an options dataclass, whose fields are of type int, float, bool or str.
 
     Args:

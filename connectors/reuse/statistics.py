@@ -14,10 +14,8 @@ from typing import TypeAlias
 __all__ = ["BUCKETS_SECONDS", "COUNTERS", "TIMES", "ReuseStatistics", "Snapshot", "merged"]
 
 Snapshot: TypeAlias = dict[str, int | list[float]]
-
 BUCKETS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper ends of the buckets; one more bucket holds what took longer."""
-
 COUNTERS: Mapping[str, str] = {
     "lookups": "Lookups that the manager answered",
     "lookups_failed": "Lookups without an answer: a miss",
@@ -57,7 +55,7 @@ class ReuseStatistics:
         with self._lock:
             for name, count in counts.items():
                 if count:
-                    self._fresh = _added(self._fresh, name, count)
+                    self._fresh = _add(self._fresh, name, count)
 
     def observe(self, name: str, seconds: float) -> None:
         """Note how long something took; see `TIMES`."""
@@ -65,14 +63,14 @@ class ReuseStatistics:
         sample[bisect_left(BUCKETS_SECONDS, seconds)] = 1.0
         sample[-1] = seconds
         with self._lock:
-            self._fresh = _added(self._fresh, name, sample)
+            self._fresh = _add(self._fresh, name, sample)
 
     def total(self) -> Snapshot:
         """Return everything counted so far."""
         with self._lock:
             return merged(self._taken, self._fresh)
 
-    def take(self) -> Snapshot:
+    def drain(self) -> Snapshot:
         """Return what was counted since the last call."""
         with self._lock:
             fresh, self._fresh = self._fresh, {}
@@ -83,11 +81,11 @@ class ReuseStatistics:
 def merged(first: Snapshot, second: Snapshot) -> Snapshot:
     """Return the sum of two snapshots."""
     for name, value in second.items():
-        first = _added(first, name, value)
+        first = _add(first, name, value)
     return first
 
 
-def _added(snapshot: Snapshot, name: str, value: int | list[float]) -> Snapshot:
+def _add(snapshot: Snapshot, name: str, value: int | list[float]) -> Snapshot:
     return {**snapshot, name: _sum(snapshot[name], value) if name in snapshot else value}
 
 

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 from connectors.engine_names import engine_names
 
 if TYPE_CHECKING:
-    from connectors.sglang.storage import KVCMStorage
+    from connectors.sglang.hicache_storage import KVCMStorage
 
 __all__ = ["KVCMStorage"]
 
 __getattr__ = engine_names(
-    __name__, {"KVCMStorage": "connectors.sglang.storage"}, "SGLang 0.5.23 (docs/sglang.md)", {"sglang", "torch"}
+    __name__,
+    {"KVCMStorage": "connectors.sglang.hicache_storage"},
+    "SGLang 0.5.23 (docs/sglang.md)",
+    {"sglang", "torch"},
 )

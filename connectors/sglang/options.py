@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from connectors.reuse.options import read_options
+from connectors.reuse.options import parse_options
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["SglangOptions"]
@@ -26,8 +26,8 @@ _OF_SGLANG = frozenset(
     }
 )
 # The manager gives no longer lease.
-_MOST_LEASE_SECONDS = 600.0
-_MOST_SESSION_SECONDS = 3600
+_MAX_LEASE_SECONDS = 600.0
+_MAX_SESSION_SECONDS = 3600
 # When the cache is flushed SGLang waits so long for its storage threads; if that is too short, the server ends.
 _THREAD_SECONDS = 10.0
 
@@ -83,9 +83,9 @@ class SglangOptions:
             value = getattr(self, field.name)
             if field.type in ("float", "int") and (value < 0 or (value == 0 and field.name != "transfer_threads")):
                 raise InvalidArgumentError(f"option {field.name!r} is {value}, must be > 0")
-        if self.lease_seconds > _MOST_LEASE_SECONDS:
+        if self.lease_seconds > _MAX_LEASE_SECONDS:
             raise InvalidArgumentError(
-                f"option 'lease_seconds' is {self.lease_seconds}, must be <= {_MOST_LEASE_SECONDS}"
+                f"option 'lease_seconds' is {self.lease_seconds}, must be <= {_MAX_LEASE_SECONDS}"
             )
         for name in ("load_seconds", "save_seconds"):
             most = _THREAD_SECONDS - 2 * self.call_seconds  # a save begins and ends with a call
@@ -95,13 +95,13 @@ class SglangOptions:
                     f"{given}, must be <= {most:g} with call_seconds {self.call_seconds}: SGLang fails when a storage "
                     f"is busy for {_THREAD_SECONDS:g} s while the cache is flushed"
                 )
-        if self.session_seconds > _MOST_SESSION_SECONDS:
+        if self.session_seconds > _MAX_SESSION_SECONDS:
             raise InvalidArgumentError(
-                f"option 'session_seconds' is {self.session_seconds}, must be <= {_MOST_SESSION_SECONDS}"
+                f"option 'session_seconds' is {self.session_seconds}, must be <= {_MAX_SESSION_SECONDS}"
             )
 
     @classmethod
-    def read(cls, extra_config: Mapping[str, object] | None) -> SglangOptions:
+    def parse(cls, extra_config: Mapping[str, object] | None) -> SglangOptions:
         """Return the options in SGLang's extra config.
 
         Args:
@@ -113,4 +113,4 @@ class SglangOptions:
         given = dict(extra_config or {})
         if given.get("interface_v1") not in (1, True):
             raise InvalidArgumentError("option 'interface_v1' must be 1: without it SGLang hands over no pages")
-        return read_options(cls, given, _OF_SGLANG)
+        return parse_options(cls, given, _OF_SGLANG)

@@ -7,41 +7,306 @@ another rank. Nothing here raises because of the manager, the network or a stora
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 from connectors.client import ManagerClient
 from connectors.results import Location, MatchResult, Outcome
-from connectors.reuse.link import ManagerLink
-from connectors.reuse.loading import PartToLoad, load_parts, report_of
-from connectors.reuse.saving import save_blocks
-from connectors.reuse.sessions import SessionSettings, WriteSessions
-from connectors.reuse.staging import Bytes, StagingTrays
+from connectors.reuse.loads import Bytes, PartToLoad, StagingTrays, load_parts, missing_report
+from connectors.reuse.registration import ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.sglang.chain_links import ChainLinks
-from connectors.sglang.match_book import Found, Lease, MatchBook
+from connectors.reuse.write_sessions import SessionSettings, WriteSessions, save_blocks
+from connectors.sglang.host_pool import PageMemory
 from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_keys import PageKeys
-from connectors.sglang.page_memory import PageMemory
-from connectors.sglang.rank import RankParts
 from connectors.transfer import Failure, TransferEngine, TransferResult
-from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
-from kvcm.model.errors import ErrorCode
+from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.model.errors import ErrorCode, InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo
 from kvcm.model.keys import BlockKey
 
-__all__ = ["Moved", "PageStore"]
+__all__ = [
+    "FoundPages",
+    "MatchCache",
+    "PageKeys",
+    "PageParents",
+    "PageStore",
+    "RankParts",
+    "ReadLease",
+    "TransferSummary",
+    "stage_instance",
+]
+
+# Where the pages lie that were found, until they are loaded.
+#
+# SGLang asks first how many pages of a prompt are there and loads them a little later, 128 at a time and perhaps not
+# all: ranks agree on the shortest prefix, and the host pool may be full. In between a read lease keeps them readable.
+# Rules:
+#
+# 1. A lease is given back when no page under it is left in the book and no load of its pages is under way.
+# 2. What is not loaded is dropped when the lease is about to end, or when there are too many pages in the book.
+# 3. A page that is found again is under the newer lease.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """A read lease.
+
+    Attributes:
+        id: of the manager; "" for none.
+        ends_at: of the book's clock.
+    """
+
+    id: str
+    ends_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPages:
+    """Pages that were taken out of the book; give them to `done` when they are loaded.
+
+    Attributes:
+        locations: of the leading pages that were asked for.
+        leases: that they are under, with the number of pages.
+        ends_at: when the first of the leases ends.
+    """
+
+    locations: tuple[Location, ...]
+    leases: Counter[ReadLease]
+    ends_at: float
+
+
+class MatchCache:
+    """Keeps what was found; safe to use from several threads.
+
+    Args:
+        release: gives a lease back; is called without the lock and must not block.
+        clock: seconds of a clock that never runs backwards.
+        most: pages to keep.
+    """
+
+    def __init__(self, release: Callable[[str], None], clock: Callable[[], float], most: int = 65_536) -> None:
+        self._release = release
+        self._clock = clock
+        self._most = most
+        self._pages: OrderedDict[BlockKey, tuple[Location, ReadLease]] = OrderedDict()
+        self._uses: Counter[ReadLease] = Counter()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def add(self, keys: Sequence[BlockKey], locations: Sequence[Location], lease: ReadLease) -> None:
+        """Note where pages lie.
+
+        Args:
+            keys: of the pages.
+            locations: of them; there are as many or fewer.
+            lease: that they are under.
+        """
+        dropped: Counter[ReadLease] = Counter()
+        with self._lock:
+            for key, location in zip(keys, locations, strict=False):
+                before = self._pages.pop(key, None)
+                if before is not None:
+                    dropped[before[1]] += 1
+                self._pages[key] = (location, lease)
+                self._uses[lease] += 1
+            dropped += self._drop_expired()
+            unused = self._decrement(dropped)
+        self._release_leases(unused)
+
+    def pop(self, keys: Sequence[BlockKey]) -> FoundPages:
+        """Take the leading pages that are known out of the book."""
+        now = self._clock()
+        locations: list[Location] = []
+        leases: Counter[ReadLease] = Counter()
+        with self._lock:
+            for key in keys:
+                known = self._pages.get(key)
+                if known is None or known[1].ends_at <= now:
+                    break
+                del self._pages[key]
+                locations.append(known[0])
+                leases[known[1]] += 1
+        return FoundPages(tuple(locations), leases, min((lease.ends_at for lease in leases), default=now))
+
+    def release(self, found: FoundPages) -> None:
+        """Hear that pages that were taken are loaded, or will not be."""
+        with self._lock:
+            unused = self._decrement(found.leases)
+        self._release_leases(unused)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            dropped = Counter(lease for _, lease in self._pages.values())
+            self._pages.clear()
+            unused = self._decrement(dropped)
+        self._release_leases(unused)
+
+    def _drop_expired(self) -> Counter[ReadLease]:
+        """Drop pages whose lease has ended, and the oldest ones that are too many; those come first."""
+        now = self._clock()
+        dropped: Counter[ReadLease] = Counter()
+        while self._pages:
+            key, (_, lease) = next(iter(self._pages.items()))
+            if len(self._pages) <= self._most and lease.ends_at > now:
+                break
+            del self._pages[key]
+            dropped[lease] += 1
+        return dropped
+
+    def _decrement(self, dropped: Counter[ReadLease]) -> list[ReadLease]:
+        """Count fewer uses, and return the leases that have none left."""
+        self._uses -= dropped  # keeps what is positive
+        return [lease for lease in dropped if lease not in self._uses]
+
+    def _release_leases(self, leases: Sequence[ReadLease]) -> None:
+        now = self._clock()
+        for lease in leases:
+            if lease.id and lease.ends_at > now:
+                self._release(lease.id)
+
+
+# Which page comes before which, as far as it was seen.
+#
+# SGLang saves the pages of one node of its tree at a time and says what comes before them only when
+# `hicache_storage_pass_prefix_keys` is set. A prompt that was looked up shows whole chains, though, and what is
+# computed of it is saved soon after. A page whose parent is not known is stored as the head of a chain: it is found
+# all the same, and only evicted in a less clever order.
+
+
+class PageParents:
+    """Remembers the parents of the pages that were seen last; safe to use from several threads.
+
+    Args:
+        most: pages to remember.
+    """
+
+    def __init__(self, most: int = 65_536) -> None:
+        self._most = most
+        self._parents: OrderedDict[BlockKey, BlockKey] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def record_chain(self, chain: Sequence[BlockKey]) -> None:
+        """Remember consecutive pages."""
+        chain = chain[-self._most :]
+        with self._lock:
+            for parent, child in pairwise(chain):
+                self._parents[child] = parent
+                self._parents.move_to_end(child)
+            while len(self._parents) > self._most:
+                self._parents.popitem(last=False)
+
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        """Return the page before one, None when it was not seen."""
+        with self._lock:
+            return self._parents.get(key)
+
+
+# Block keys from SGLang's page hashes.
+#
+# A page hash is a SHA-256 over the hash of the page before it and the page's tokens, as 64 hexadecimal digits; it also
+# covers the request's cache salt, adapter and images. Its first 64 bits, exclusive-or a number of the namespace, are
+# the key.
+
+_DIGITS = 16
+_SIGN = 1 << 63
+
+
+class PageKeys:
+    """Makes block keys.
+
+    Args:
+        namespace: everything besides the tokens that KV depends on, in any fixed form.
+    """
+
+    def __init__(self, namespace: bytes) -> None:
+        self._mask = int.from_bytes(blake2b(namespace, digest_size=8).digest(), "big")
+
+    def keys(self, page_hashes: Sequence[str]) -> list[BlockKey]:
+        """Return the key of every page.
+
+        Args:
+            page_hashes: of SGLang, hexadecimal.
+
+        Raises:
+            ValueError: a hash is none.
+        """
+        mask = self._mask
+        # Flipping the sign bit and subtracting it reads 64 bits as a signed number.
+        return [BlockKey(((int(text[:_DIGITS], 16) ^ mask) ^ _SIGN) - _SIGN) for text in page_hashes]
+
+
+# Which parts a page has, and which of them a rank moves.
+#
+# Every tensor-parallel rank saves its own heads: a page has a part `tp0`, `tp1`… per rank. MLA's latent rows are the
+# same on all ranks: there is one part, which the first one saves and all load. The stages of a pipeline have different
+# layers of different sizes, and register as instances of their own.
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """Parts of a page as one rank sees them.
+
+    Attributes:
+        names: of all parts.
+        name: of this rank's.
+    """
+
+    names: tuple[str, ...]
+    name: str
+
+    @classmethod
+    def of(cls, config: Any) -> RankParts:
+        """Return the parts for a rank.
+
+        Args:
+            config: SGLang's storage config of the rank.
+
+        Raises:
+            InvalidArgumentError: ranks are laid out in a way that is not supported; says which.
+        """
+        for name in ("attn_cp_size", "dcp_size"):
+            if getattr(config, name) != 1:
+                raise InvalidArgumentError(f"{name} is {getattr(config, name)}, must be 1")
+        names = ("tp0",) if config.is_mla_model else tuple(f"tp{rank}" for rank in range(config.tp_size))
+        return cls(names, "tp0" if config.is_mla_model else f"tp{config.tp_rank}")
+
+    def infos(self, part_bytes: int) -> list[LocationSpecInfo]:
+        """Return what is registered of the parts, which are all of one size."""
+        return [LocationSpecInfo(name, part_bytes) for name in self.names]
+
+    @property
+    def groups(self) -> list[LocationSpecGroup]:
+        """One group per part, so that a rank asks for leave to write its own only."""
+        return [LocationSpecGroup(name, (name,)) for name in self.names] if len(self.names) > 1 else []
+
+    def groups_of(self, pages: int) -> list[str]:
+        """Return the group that is asked for, for every page."""
+        return [self.name] * pages if len(self.names) > 1 else []
+
+
+def stage_instance(instance_id: str, config: Any) -> str:
+    """Return the instance of a pipeline stage."""
+    return instance_id if config.pp_size == 1 else f"{instance_id}-pp{config.pp_rank}"
+
 
 _log = logging.getLogger(__name__)
 
 # A request to the manager may have 65,536 keys; a prompt of a million tokens has as many pages of 16.
-_MOST_KEYS = 16_384
+_MAX_KEYS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferSummary:
     """What became of pages that were to be loaded or saved.
 
     Attributes:
@@ -88,16 +353,16 @@ class PageStore:
         self._options = options
         self._clock = clock
         self._background = WorkerPool(1, "kvcm-sglang")
-        self._book = MatchBook(self._release, clock)
-        self._links = ChainLinks()
+        self._matches = MatchCache(self._release_lease_soon, clock)
+        self._parents = PageParents()
         self._trays = StagingTrays(max(options.staging_bytes, memory.page_bytes), trays=1)
         settings = SessionSettings(session_seconds=options.session_seconds, call_seconds=options.call_seconds)
         self._sessions = WriteSessions(link.client, settings, clock)
 
     @property
-    def lost_trays(self) -> int:
+    def abandoned_trays(self) -> int:
         """Staging memory that was left to storages that hang."""
-        return self._trays.lost
+        return self._trays.abandoned
 
     def exists(self, page_hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
         """Return how many of the leading pages can be loaded; they stay readable for a while.
@@ -107,21 +372,21 @@ class PageStore:
             prefix_hashes: of the pages before them, as far as SGLang tells.
         """
         keys = self._keys.keys(page_hashes)
-        self._links.note([*self._keys.keys(prefix_hashes[-1:]), *keys])
+        self._parents.record_chain([*self._keys.keys(prefix_hashes[-1:]), *keys])
         if not keys or not self._link.is_ready():
             return 0
         hits = 0
-        for first in range(0, len(keys), _MOST_KEYS):
-            chunk = keys[first : first + _MOST_KEYS]
+        for first in range(0, len(keys), _MAX_KEYS):
+            chunk = keys[first : first + _MAX_KEYS]
             locations, lease = self._match(chunk)
-            self._book.enter(chunk, locations, lease)
+            self._matches.add(chunk, locations, lease)
             hits += len(locations)
             if len(locations) < len(chunk):
                 break
         self.statistics.add(lookup_blocks=len(keys), hit_blocks=hits)
         return hits
 
-    def load(self, page_hashes: Sequence[str], host_indices: Any) -> Moved:
+    def load(self, page_hashes: Sequence[str], host_indices: Any) -> TransferSummary:
         """Load pages into the host pool.
 
         Args:
@@ -130,22 +395,22 @@ class PageStore:
         """
         begun = self._clock()
         keys = self._keys.keys(page_hashes)
-        engine = self._link.engine_now()
+        engine = self._link.engine_if_ready()
         if engine is None:
-            return Moved([False] * len(keys))
+            return TransferSummary([False] * len(keys))
         pages = self._memory.pages(host_indices)
-        found = self._found(keys)
+        found = self._locate(keys)
         try:
             results = self._load(engine, keys, pages, found)
         finally:
-            self._book.done(found)
+            self._matches.release(found)
         flags = [result.ok for result in results] + [False] * (len(keys) - len(results))
         seconds = self._clock() - begun
         self.statistics.add(loaded_blocks=sum(flags))
         self.statistics.observe("load_seconds", seconds)
-        return Moved(flags, sum(flags), sum(flags) * self._memory.page_bytes, seconds)
+        return TransferSummary(flags, sum(flags), sum(flags) * self._memory.page_bytes, seconds)
 
-    def save(self, page_hashes: Sequence[str], host_indices: Any, prefix_hashes: Sequence[str] = ()) -> Moved:
+    def save(self, page_hashes: Sequence[str], host_indices: Any, prefix_hashes: Sequence[str] = ()) -> TransferSummary:
         """Save pages of the host pool that are not stored yet.
 
         Args:
@@ -155,9 +420,9 @@ class PageStore:
         """
         begun = self._clock()
         keys = self._keys.keys(page_hashes)
-        engine = self._link.engine_now() if self._options.publish else None
+        engine = self._link.engine_if_ready() if self._options.publish else None
         if engine is None or not keys:
-            return Moved([False] * len(keys))
+            return TransferSummary([False] * len(keys))
         pages = self._memory.pages(host_indices)
         saved = save_blocks(
             self._sessions,
@@ -170,22 +435,22 @@ class PageStore:
             statistics=self.statistics,
             clock=self._clock,
         )
-        self._links.note(keys)
-        return Moved(list(saved.stored), saved.saved, saved.saved_bytes, self._clock() - begun)
+        self._parents.record_chain(keys)
+        return TransferSummary(list(saved.stored), saved.saved, saved.saved_bytes, self._clock() - begun)
 
     def clear(self) -> None:
         """Forget what was found."""
-        self._book.clear()
+        self._matches.clear()
 
     def close(self) -> None:
         """Abort what is being saved, give leases back and close everything, within the deadline."""
         deadline = self._clock() + self._options.shutdown_seconds
-        self._book.clear()
+        self._matches.clear()
         self._sessions.close(self._options.shutdown_seconds / 2)
         self._background.close(max(0.0, deadline - self._clock()))
         self._link.close()
 
-    def _match(self, keys: Sequence[BlockKey]) -> tuple[list[Location], Lease]:
+    def _match(self, keys: Sequence[BlockKey]) -> tuple[list[Location], ReadLease]:
         """Ask the manager; an error is a miss."""
         begun, options = self._clock(), self._options
         answer = self._link.client.match(
@@ -194,32 +459,32 @@ class PageStore:
             read_lease_ms=int(options.lease_seconds * 1000),
             timeout_seconds=options.call_seconds,
         )
-        self._note(answer)
+        self._record_match(answer)
         self.statistics.observe("lookup_seconds", self._clock() - begun)
         locations = [location for location in answer.locations if location is not None]
         # The lease begins in the manager later than here, so it is there for a little longer than we believe.
-        return locations, Lease(answer.lease_id, begun + options.lease_seconds)
+        return locations, ReadLease(answer.lease_id, begun + options.lease_seconds)
 
-    def _note(self, answer: MatchResult) -> None:
+    def _record_match(self, answer: MatchResult) -> None:
         is_ok = answer.outcome is Outcome.OK
         self.statistics.add(lookups=int(is_ok), lookups_failed=int(not is_ok))
         if answer.code == ErrorCode.INSTANCE_NOT_EXIST:
-            self._link.forget()  # the manager lost its state
+            self._link.invalidate()  # the manager lost its state
 
-    def _found(self, keys: Sequence[BlockKey]) -> Found:
+    def _locate(self, keys: Sequence[BlockKey]) -> FoundPages:
         """Return where the leading pages lie: those that were just looked up, or else what the manager says now."""
-        found = self._book.take(keys)
+        found = self._matches.pop(keys)
         missing = keys[len(found.locations) :]
         if not missing:
             return found
         locations, lease = self._match(missing)
-        self._book.enter(missing, locations, lease)
-        more = self._book.take(missing)
+        self._matches.add(missing, locations, lease)
+        more = self._matches.pop(missing)
         ends = [part.ends_at for part in (found, more) if part.locations]
-        return Found(found.locations + more.locations, found.leases + more.leases, min(ends, default=more.ends_at))
+        return FoundPages(found.locations + more.locations, found.leases + more.leases, min(ends, default=more.ends_at))
 
     def _load(
-        self, engine: TransferEngine, keys: Sequence[BlockKey], pages: Sequence[Sequence[Bytes]], found: Found
+        self, engine: TransferEngine, keys: Sequence[BlockKey], pages: Sequence[Sequence[Bytes]], found: FoundPages
     ) -> list[TransferResult]:
         name = self._parts.name
         parts = [
@@ -234,27 +499,27 @@ class PageStore:
         # Nothing is begun after the lease: what was deleted since then may be somebody else's.
         seconds = min(self._options.load_seconds, found.ends_at - self._clock())
         results = load_parts(engine, self._trays, parts, self._memory.page_bytes, deliver, seconds, clock=self._clock)
-        report = report_of(parts, results, self.statistics)
+        report = missing_report(parts, results, self.statistics)
         if report:
             _log.warning("%d pages are gone and %d have other bytes", len(report.lost), len(report.corrupt))
-            self._later(partial(self._tell, self._link.client, report.lost, report.corrupt))
+            self._submit(partial(self._report_missing, self._link.client, report.lost, report.corrupt))
         if any(result.failure is Failure.REFUSED for result in results):
-            self._link.forget()  # perhaps a storage was added since
+            self._link.invalidate()  # perhaps a storage was added since
         return results
 
-    def _tell(self, client: ManagerClient, lost: Any, corrupt: Any) -> None:
+    def _report_missing(self, client: ManagerClient, lost: Any, corrupt: Any) -> None:
         client.report_missing(lost, corrupt=corrupt, timeout_seconds=self._options.call_seconds)
 
     def _parent(self, key: BlockKey, prefix_hashes: Sequence[str]) -> BlockKey | None:
         if prefix_hashes:
             return self._keys.keys(prefix_hashes[-1:])[0]
-        return self._links.parent(key)
+        return self._parents.parent(key)
 
-    def _release(self, lease_id: str) -> None:
-        self._later(partial(self._end_lease, lease_id))
+    def _release_lease_soon(self, lease_id: str) -> None:
+        self._submit(partial(self._release_lease, lease_id))
 
-    def _end_lease(self, lease_id: str) -> None:
+    def _release_lease(self, lease_id: str) -> None:
         self._link.client.release_lease(lease_id, timeout_seconds=self._options.call_seconds)
 
-    def _later(self, task: Callable[[], None]) -> None:
+    def _submit(self, task: Callable[[], None]) -> None:
         self._background.submit(PRIORITY_SAVE, task)

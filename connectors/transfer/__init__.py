@@ -1,10 +1,8 @@
 """Moves the bytes of blocks between engine memory and storages: one mover per storage type behind one engine."""
 
-from connectors.transfer.cancel import CancelToken
-from connectors.transfer.checksums import checksum_of
-from connectors.transfer.engine import MOVERS, TransferEngine
+from connectors.transfer.engine import MOVERS, CancelToken, TransferEngine
 from connectors.transfer.file import FileMover
-from connectors.transfer.mover import Failure, Mover, TransferItem, TransferResult
+from connectors.transfer.mover import Failure, Mover, TransferItem, TransferResult, checksum_of
 from connectors.transfer.statistics import EngineStatistics, StorageStatistics
 
 __all__ = [

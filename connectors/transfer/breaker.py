@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Breaker", "BreakerState", "Passage"]
+__all__ = ["BreakerState", "CallAdmission", "StorageBreaker"]
 
 
 class BreakerState(StrEnum):
@@ -20,17 +20,17 @@ class BreakerState(StrEnum):
 
     CLOSED = "closed"  # lets them through
     OPEN = "open"  # refuses them until the pause is over
-    TRIAL = "trial"  # refuses them until the one under way has ended
+    HALF_OPEN = "trial"  # refuses them until the one under way has ended
 
 
-class Passage(StrEnum):
+class CallAdmission(StrEnum):
     """How a call came through."""
 
     ORDINARY = "ordinary"
     TRIAL = "trial"
 
 
-class Breaker:
+class StorageBreaker:
     """Breaker of one storage in one direction. Not locked: its owner does that.
 
     Args:
@@ -53,16 +53,16 @@ class Breaker:
         self._pause_seconds = first_pause_seconds
         self._opens_at = 0.0
 
-    def enter(self, now: float) -> Passage | None:
+    def admit(self, now: float) -> CallAdmission | None:
         """Let a call through, or not (None). Every call that came through must end with `leave`."""
         if self.state is BreakerState.CLOSED:
-            return Passage.ORDINARY
-        if self.state is BreakerState.TRIAL or now < self._opens_at:
+            return CallAdmission.ORDINARY
+        if self.state is BreakerState.HALF_OPEN or now < self._opens_at:
             return None
-        self.state = BreakerState.TRIAL
-        return Passage.TRIAL
+        self.state = BreakerState.HALF_OPEN
+        return CallAdmission.TRIAL
 
-    def leave(self, passage: Passage, succeeded: bool | None, now: float) -> None:
+    def record_result(self, passage: CallAdmission, succeeded: bool | None, now: float) -> None:
         """Say how a call ended.
 
         Args:
@@ -70,8 +70,8 @@ class Breaker:
             succeeded: whether the storage answered; None when the call showed neither.
             now: seconds of the owner's clock.
         """
-        if passage is Passage.TRIAL:
-            self._end_trial(succeeded, now)
+        if passage is CallAdmission.TRIAL:
+            self._finish_trial(succeeded, now)
         elif self.state is not BreakerState.CLOSED or succeeded is None:
             return
         elif succeeded:
@@ -81,11 +81,11 @@ class Breaker:
             if self._failures >= self._failures_to_open:
                 self._open(self._first_pause_seconds, now)
 
-    def hurry(self, now: float) -> None:
+    def end_pause(self, now: float) -> None:
         """End the pause: the storage has shown that it is alive."""
         self._opens_at = min(self._opens_at, now)
 
-    def _end_trial(self, succeeded: bool | None, now: float) -> None:
+    def _finish_trial(self, succeeded: bool | None, now: float) -> None:
         if succeeded:
             self.state = BreakerState.CLOSED
             self._failures = 0

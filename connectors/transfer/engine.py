@@ -9,18 +9,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import cast
 
-from connectors.transfer.budget import ByteBudget
-from connectors.transfer.cancel import CancelToken
 from connectors.transfer.file import FileMover
-from connectors.transfer.gate import Gate
-from connectors.transfer.lane import Lane
+from connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
 from connectors.transfer.mempool import AttachedPool, MemPoolMover
 from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
 from connectors.transfer.mover import (
@@ -34,10 +32,48 @@ from connectors.transfer.mover import (
     not_moved,
 )
 from connectors.transfer.statistics import OK, EngineStatistics
-from connectors.transfer.work import Transfer, Visit
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "TransferEngine"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "CancelToken", "TransferEngine"]
+
+# A token with which one thread ends the transfers of another.
+
+
+class CancelToken:
+    """Handed to calls of the transfer engine; once cancelled it stays so. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """End all calls that were given this token, now and later ones."""
+        with self._lock:
+            self._is_cancelled = True
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    @contextmanager
+    def on_cancel(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` when the token is cancelled while the context lasts, at once when it already is."""
+        with self._lock:
+            self._listeners.append(listener)
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            listener()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+
 
 # Scheme → what makes the mover of a storage, None when it cannot be reached from this node. A new type of storage is a
 # new line.
@@ -47,11 +83,9 @@ MOVERS: dict[str, Callable[[Sequence[StorageConfig]], Mover | None]] = {
     "mooncake": MooncakeMover.for_storages,
     "pace": MemPoolMover.for_storages,
 }
-
 DEFAULT_BUDGET_BYTES = 256 << 20
 _CLOSE_SECONDS = 5.0
-
-_Visits = Sequence[tuple[Lane, Visit]]
+_StorageTransfers = Sequence[tuple[StorageLane, StorageTransfer]]
 
 
 class TransferEngine:
@@ -76,10 +110,10 @@ class TransferEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._gate = Gate(ByteBudget(budget_bytes, [storage for _, storage in movers]))
+        self._gate = TransferAdmission(ByteBudget(budget_bytes, [storage for _, storage in movers]))
         threads = threads or min(4, os.cpu_count() or 1)
         self._lanes = {
-            address: Lane(address[1], mover, _threads_of(mover, threads), self._gate, clock, checksums=checksums)
+            address: StorageLane(address[1], mover, _threads_of(mover, threads), self._gate, clock, checksums=checksums)
             for address, mover in movers.items()
         }
         self._misaddressed_items = 0
@@ -188,7 +222,7 @@ class TransferEngine:
         """Begin nothing more, and end the threads; what moves now ends first, unless it takes longer."""
         with self._gate.lock:
             for lane in self._lanes.values():
-                lane.shut()
+                lane.close()
         deadline = time.monotonic() + timeout_seconds
         for lane in self._lanes.values():
             lane.join(deadline)
@@ -200,40 +234,44 @@ class TransferEngine:
         deadline_seconds: float,
         cancel: CancelToken | None,
     ) -> list[TransferResult]:
-        transfer = Transfer(direction, len(items), self._clock() + deadline_seconds)
-        visits = [(lane, lane.visit(transfer, items, places)) for lane, places in self._by_lane(transfer, items)]
+        transfer = TransferCall(direction, len(items), self._clock() + deadline_seconds)
+        visits = [(lane, lane.create_visit(transfer, items, places)) for lane, places in self._by_lane(transfer, items)]
         try:
-            self._begin(transfer, visits, cancel)
+            self._start(transfer, visits, cancel)
         finally:  # also when a signal interrupts the wait: nothing may be begun for a caller that has gone
-            results = self._end(transfer, visits, cancel)
+            results = self._finish(transfer, visits, cancel)
             for lane, visit in visits:
                 outcomes = _outcomes(items, results, visit)
                 with self._gate.lock:
-                    lane.settle(visit, outcomes, _is_set(cancel))
+                    lane.record_outcomes(visit, outcomes, _is_set(cancel))
         return results
 
-    def _begin(self, transfer: Transfer, visits: _Visits, cancel: CancelToken | None) -> None:
+    def _start(self, transfer: TransferCall, visits: _StorageTransfers, cancel: CancelToken | None) -> None:
         """Queue everything and wait."""
-        with cancel.listening(transfer.wake) if cancel else nullcontext():
+        with cancel.on_cancel(transfer.wake) if cancel else nullcontext():
             if _is_set(cancel):
                 return
             with self._gate.lock:
                 for lane, visit in visits:
-                    lane.begin(visit)
+                    lane.submit(visit)
             transfer.wait(transfer.deadline - self._clock())
 
-    def _end(self, transfer: Transfer, visits: _Visits, cancel: CancelToken | None) -> list[TransferResult]:
+    def _finish(
+        self, transfer: TransferCall, visits: _StorageTransfers, cancel: CancelToken | None
+    ) -> list[TransferResult]:
         """Answer for what has not ended, and return all results: no thread writes to this list."""
         why = "the call was cancelled" if _is_set(cancel) else "the deadline passed"
         with self._gate.lock:
-            unfinished = [lane.withdraw(visit, why) for lane, visit in visits]
+            unfinished = [lane.cancel(visit, why) for lane, visit in visits]
             results = cast("list[TransferResult]", list(transfer.results))
         for positions, result in chain.from_iterable(unfinished):
             for position in positions:
                 results[position] = result
         return results
 
-    def _by_lane(self, transfer: Transfer, items: Sequence[TransferItem]) -> list[tuple[Lane, Sequence[int]]]:
+    def _by_lane(
+        self, transfer: TransferCall, items: Sequence[TransferItem]
+    ) -> list[tuple[StorageLane, Sequence[int]]]:
         """Sort the positions of items by lane; those that have none are refused."""
         by_address = _by_address(items)
         known = [(self._lanes[address], by_address.pop(address)) for address in self._lanes if address in by_address]
@@ -266,7 +304,7 @@ def _by_address(items: Sequence[TransferItem]) -> dict[tuple[str, str], Sequence
 
 
 def _outcomes(
-    items: Sequence[TransferItem], results: Sequence[TransferResult], visit: Visit
+    items: Sequence[TransferItem], results: Sequence[TransferResult], visit: StorageTransfer
 ) -> dict[str, tuple[int, int]]:
     """Return the number of items of a visit and their bytes by outcome."""
     outcomes: dict[str, tuple[int, int]] = {}

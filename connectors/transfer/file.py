@@ -19,10 +19,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from connectors.transfer.folders import OpenFolders
+from connectors.transfer.memory import MAX_PIECES, EndOfFileError, byte_views, item_views, read_exactly, write_exactly
 from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import check_root
-from connectors.transfer.vectored import MAX_PIECES, EndOfFileError, byte_views, item_views, read_exactly, write_exactly
+from connectors.transfer.paths import OpenFolders, check_root
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import PathStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
@@ -39,7 +38,7 @@ class DeadlinePassedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _DirectionOps:
     """How bytes go in one direction.
 
     Attributes:
@@ -55,11 +54,11 @@ class _Way:
     finish: Callable[[int, list[memoryview], int, Callable[[int], None], int], None]
 
 
-_LOAD = _Way(Direction.LOAD, os.O_RDONLY, os.preadv, read_exactly)
-_SAVE = _Way(Direction.SAVE, os.O_WRONLY | os.O_CREAT, os.pwritev, write_exactly)
+_LOAD = _DirectionOps(Direction.LOAD, os.O_RDONLY, os.preadv, read_exactly)
+_SAVE = _DirectionOps(Direction.SAVE, os.O_WRONLY | os.O_CREAT, os.pwritev, write_exactly)
 
 
-class _Run(NamedTuple):
+class _FileRun(NamedTuple):
     """Items that lie in a file one behind the other, and their memory."""
 
     items: Sequence[TransferItem]
@@ -108,7 +107,7 @@ class FileMover:
 
     def batch(self) -> AbstractContextManager[Mover]:
         """Return what moves items of many files in one thread; it keeps their folders open until it is left."""
-        return _Batch(self._roots, self._schemes, OpenFolders(*self._modes), self._most_pieces, self._clock)
+        return _FileBatch(self._roots, self._schemes, OpenFolders(*self._modes), self._most_pieces, self._clock)
 
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Read each item's range of its file into its buffers."""
@@ -124,7 +123,7 @@ class FileMover:
         """Nothing is kept open between batches: an open descriptor would keep a dead mount from being replaced."""
 
 
-class _Batch:
+class _FileBatch:
     """Moves items in one thread; arguments as for `FileMover`."""
 
     __slots__ = ("_clock", "_folders", "_most_pieces", "_roots", "_schemes")
@@ -143,7 +142,7 @@ class _Batch:
         self._most_pieces = most_pieces
         self._clock = clock
 
-    def __enter__(self) -> _Batch:
+    def __enter__(self) -> _FileBatch:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -158,7 +157,7 @@ class _Batch:
     def close(self) -> None:
         self._folders.close()
 
-    def _move(self, way: _Way, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
+    def _move(self, way: _DirectionOps, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
         if len(items) == 1:
             return self._move_file(way, items, deadline)
         results: list[TransferResult] = []
@@ -166,7 +165,7 @@ class _Batch:
             results += self._move_file(way, group, deadline)
         return results
 
-    def _move_file(self, way: _Way, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
+    def _move_file(self, way: _DirectionOps, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
         """Move items of one file; the results hold once it is closed."""
         if self._clock() >= deadline:
             return [_LATE] * len(items)
@@ -181,7 +180,7 @@ class _Batch:
             closed = _close(descriptor)
         return results if closed is None else [closed] * len(items)
 
-    def _open(self, way: _Way, uri: LocationUri) -> int:
+    def _open(self, way: _DirectionOps, uri: LocationUri) -> int:
         root = self._roots.get(uri.storage)
         if root is None:
             raise InvalidArgumentError(f"storage {uri.storage!r} is none of {sorted(self._roots)}")
@@ -191,7 +190,7 @@ class _Batch:
         return self._folders.open(root, uri.path, way.flags)
 
     def _move_item(
-        self, way: _Way, descriptor: int, items: Sequence[TransferItem], deadline: float
+        self, way: _DirectionOps, descriptor: int, items: Sequence[TransferItem], deadline: float
     ) -> list[TransferResult]:
         """Move the one item that a file has in most storages, with as few steps as there can be."""
         [item] = items
@@ -203,17 +202,17 @@ class _Batch:
                     return [moved(size)]
         except Exception as error:
             return [failure_of(error)]
-        return self._move_run(way, descriptor, _Run(items, views, item.size_bytes), deadline)
+        return self._move_run(way, descriptor, _FileRun(items, views, item.size_bytes), deadline)
 
     def _move_items(
-        self, way: _Way, descriptor: int, items: Sequence[TransferItem], deadline: float
+        self, way: _DirectionOps, descriptor: int, items: Sequence[TransferItem], deadline: float
     ) -> list[TransferResult]:
         results: list[TransferResult] = []
-        for run in _runs(items, way.direction, self._most_pieces):
+        for run in _adjacent_runs(items, way.direction, self._most_pieces):
             results += [run] if isinstance(run, TransferResult) else self._move_run(way, descriptor, run, deadline)
         return results
 
-    def _move_run(self, way: _Way, descriptor: int, run: _Run, deadline: float) -> list[TransferResult]:
+    def _move_run(self, way: _DirectionOps, descriptor: int, run: _FileRun, deadline: float) -> list[TransferResult]:
         if self._clock() >= deadline:
             return [_LATE] * len(run.items)
         total = 0
@@ -226,7 +225,9 @@ class _Batch:
             return self._finish_run(way, descriptor, run, total, deadline)
         return [moved(item.size_bytes) for item in run.items]
 
-    def _finish_run(self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float) -> list[TransferResult]:
+    def _finish_run(
+        self, way: _DirectionOps, descriptor: int, run: _FileRun, total: int, deadline: float
+    ) -> list[TransferResult]:
         """Move what the first system call has left."""
 
         def progress(count: int) -> None:
@@ -243,7 +244,7 @@ class _Batch:
         return [moved(item.size_bytes) for item in run.items]
 
     def _failed_run(
-        self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float, error: Exception
+        self, way: _DirectionOps, descriptor: int, run: _FileRun, total: int, deadline: float, error: Exception
     ) -> list[TransferResult]:
         """Find out which items of a run fail: those within its first `total` bytes have moved."""
         if len(run.items) == 1:
@@ -254,7 +255,7 @@ class _Batch:
             if total >= 0:
                 results.append(moved(item.size_bytes))
             else:
-                single = _Run([item], byte_views(item.buffers), item.size_bytes)
+                single = _FileRun([item], byte_views(item.buffers), item.size_bytes)
                 results += self._move_run(way, descriptor, single, deadline)
         return results
 
@@ -278,7 +279,9 @@ def _by_file(items: Sequence[TransferItem]) -> Iterator[Sequence[TransferItem]]:
             start = end
 
 
-def _runs(items: Sequence[TransferItem], direction: Direction, most_pieces: int) -> Iterator[_Run | TransferResult]:
+def _adjacent_runs(
+    items: Sequence[TransferItem], direction: Direction, most_pieces: int
+) -> Iterator[_FileRun | TransferResult]:
     """Yield runs of neighbours with at most so many pieces of memory; for an item that cannot be moved its result."""
     run: list[TransferItem] = []
     views: list[memoryview] = []
@@ -288,20 +291,20 @@ def _runs(items: Sequence[TransferItem], direction: Direction, most_pieces: int)
             pieces = item_views(item, direction)
         except Exception as error:
             if run:
-                yield _Run(run, views, end - run[0].offset)
+                yield _FileRun(run, views, end - run[0].offset)
             run, end = [], -1
             yield failure_of(error)
             continue
         offset = item.offset
         if offset != end or len(views) + len(pieces) > most_pieces:
             if run:
-                yield _Run(run, views, end - run[0].offset)
+                yield _FileRun(run, views, end - run[0].offset)
             run, views = [], []
         run.append(item)
         views += pieces
         end = offset + item.size_bytes
     if run:
-        yield _Run(run, views, end - run[0].offset)
+        yield _FileRun(run, views, end - run[0].offset)
 
 
 def _close(descriptor: int) -> TransferResult | None:

@@ -8,23 +8,244 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from connectors.node import NodeSettings
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, not_moved
-from connectors.transfer.pool_access import PoolAccess
-from connectors.transfer.pool_checks import PartChecks
-from connectors.transfer.pool_making import segment_path
-from connectors.transfer.pool_runs import Run, runs
-from connectors.transfer.pool_segment import Claim, PoolSegment, fence
-from kvcm.model.errors import StorageIOError
-from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
+from connectors.transfer.pool_segment import PoolAccess, PoolSegment, WriteLock, fence, segment_path, stamps_of
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.storages import PAGE_BYTES, StorageConfig, TairMemPoolStorageSpec, chunk_bytes, extent_bytes, pool_bytes
+from kvcm.model.uri import LocationUri
 
-__all__ = ["AttachedPool", "MemPoolMover"]
+__all__ = ["AttachedPool", "ItemChecks", "MemPoolMover", "Part", "PoolPiece", "PoolRun", "adjacent_runs"]
+
+# What an item of a memory pool must be, so that nobody reads or writes what no manager has handed out.
+
+_STAMPS_END = 1 << 64
+
+
+class ItemChecks:
+    """Looks at one item after the other, in one thread; what neighbours have in common is looked at once.
+
+    Args:
+        node_id: the node that the pool is on.
+        capacity_bytes: that the manager hands out.
+        direction: of the items.
+    """
+
+    __slots__ = ("_capacity_bytes", "_chunk_bytes", "_direction", "_node_id", "_size", "_stamp", "_stamps")
+
+    def __init__(self, node_id: str, capacity_bytes: int, direction: Direction) -> None:
+        self._node_id = node_id
+        self._capacity_bytes = pool_bytes(capacity_bytes)
+        self._chunk_bytes = chunk_bytes(capacity_bytes)
+        self._direction = direction
+        self._stamp: int | None = None
+        self._size = 0
+        self._stamps = b""
+
+    def extent_of(self, item: TransferItem) -> tuple[int, bytes]:
+        """Return where an item's part begins in the pool, in bytes, and the stamps of its pages.
+
+        Raises:
+            InvalidArgumentError: no manager hands that out, the memory is of another length, or a save has a start.
+        """
+        uri = item.uri
+        size = uri.size
+        if uri.range_id != self._stamp or size != self._size or uri.node_id != self._node_id:
+            self._check_uri(uri)
+        buffers = item.buffers
+        length = buffers[0].nbytes if len(buffers) == 1 else sum([buffer.nbytes for buffer in buffers])
+        if length != size or not length or item.start is not None:
+            self._check_range(item, length)
+        offset = int(uri.path[1:])  # which `uri.offset` is for memory pools, in half the time
+        if offset % PAGE_BYTES or not 0 <= offset <= self._capacity_bytes - size:
+            raise InvalidArgumentError(
+                f"offset {offset} with {size} bytes must begin at a page of {PAGE_BYTES} and end within"
+                f" {self._capacity_bytes} bytes"
+            )
+        if offset % self._chunk_bytes + size > self._chunk_bytes:
+            raise InvalidArgumentError(
+                f"offset {offset} with {size} bytes goes over the border of two chunks of {self._chunk_bytes}"
+            )
+        return offset, self._stamps
+
+    def _check_uri(self, uri: LocationUri) -> None:
+        if uri.node_id != self._node_id:
+            raise InvalidArgumentError(f"node_id is {uri.node_id!r}, this node is {self._node_id!r}")
+        stamp = uri.range_id
+        if stamp is None or not 0 < stamp < _STAMPS_END:
+            raise InvalidArgumentError(f"range_id is {stamp}, must be 1 to 2^64 - 1")
+        if uri.size > self._chunk_bytes:
+            raise InvalidArgumentError(
+                f"{uri.size} bytes go over the border of two chunks of {self._chunk_bytes}, wherever they begin"
+            )
+        self._stamps = stamps_of(stamp, extent_bytes(uri.size))
+        self._stamp, self._size = stamp, uri.size
+
+    def _check_range(self, item: TransferItem, length: int) -> None:
+        start, size = item.start, item.uri.size
+        if start is not None and self._direction is Direction.SAVE:
+            raise InvalidArgumentError(f"start is {start}, must be None for a save: a part is saved whole")
+        if not length or (length != size if start is None else start < 0 or start + length > size):
+            raise InvalidArgumentError(
+                f"buffers hold {length} bytes from {start or 0} on, the uri's size is {size}; must be all of it, > 0"
+            )
+
+
+# Parts that follow each other in a memory pool: locked, compared and copied as if they were one.
+#
+# Engines bring blocks as rows of one memory, and the manager hands extents out in order. What is next to each other on
+# both sides is copied as one piece: a copy of some MiB costs Python once, and lets other threads run meanwhile. Each
+# part keeps an answer of its own: a run that is not as it should be is looked at again part by part.
+#
+# Invariants: (1) extents of a run are neighbours, ascending, without gap or overlap; (2) a run has at most
+# `_RUN_BYTES`, or one part, so that deadlines are looked at in between; (3) a piece of several parts is of memory that
+# is writable and contiguous, and that cannot be freed as long as the piece is there.
+#
+# Why addresses: nothing else in Python says that the memory of two views is adjacent. That of read-only memory is told
+# too slowly to be worth it, so each such part is copied by itself.
+
+_RUN_BYTES = 8 << 20
+_BYTES_PER_STAMP_BYTE = PAGE_BYTES // 8
+_NOWHERE = -1
+Part = tuple[int, int, bytes, TransferItem, TransferResult]
+"""Position among the items of the call, first byte of the extent in the pool, stamps of its pages, the item, and its
+result when all goes well: after the copy the item is in no cache any more."""
+
+
+class PoolPiece:
+    """Memory of one part, or of several that follow each other in memory, too.
+
+    Args:
+        part: the first one.
+        holder: what tells where its memory is and keeps it there, None where that is not known.
+
+    Attributes:
+        offset: first byte to move, in the pool.
+        parts: of the pool, in order.
+    """
+
+    __slots__ = ("_holders", "offset", "parts")
+
+    def __init__(self, part: Part, holder: c_char | None) -> None:
+        self.parts = [part]
+        self.offset = part[1] + (part[3].start or 0)
+        self._holders = [holder]
+
+    def add(self, part: Part, holder: c_char | None) -> None:
+        """Take in the part that follows, whole, in the pool and in memory."""
+        self.parts.append(part)
+        self._holders.append(holder)
+
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """The memory, in one view where there are several parts."""
+        _, offset, _, item, _ = self.parts[-1]
+        first = self._holders[0]
+        if len(self.parts) == 1 or first is None:
+            return item.buffers
+        return [np.asarray(_Memory(addressof(first), offset + item.uri.size - self.offset, self._holders)).data]
+
+
+class PoolRun:
+    """Parts whose extents follow each other in the pool.
+
+    Attributes:
+        offset: first byte of the first extent.
+        end: first byte behind the last one.
+        pieces: at least one.
+        parts: all of them, in order.
+        stamps: of all its pages, one behind the other.
+    """
+
+    __slots__ = ("end", "offset", "parts", "pieces", "stamps")
+
+    def __init__(self, pieces: list[PoolPiece]) -> None:
+        self.pieces = pieces
+        self.parts = [part for piece in pieces for part in piece.parts]
+        self.stamps = b"".join([part[2] for part in self.parts])
+        self.offset = self.parts[0][1]
+        self.end = self.offset + len(self.stamps) * _BYTES_PER_STAMP_BYTE
+
+    @property
+    def oldest_stamp(self) -> int:
+        """The smallest of them."""
+        return int(np.frombuffer(self.stamps, "<u8").min())
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it has one part only."""
+        return len(self.parts) == 1
+
+    def split(self) -> list[PoolRun]:
+        """Return a run of each part; none when there is only one."""
+        return [] if self.is_single else [PoolRun([PoolPiece(part, None)]) for part in self.parts]
+
+
+def adjacent_runs(
+    items: Sequence[TransferItem], checks: ItemChecks, refuse: Callable[[int, Exception], None]
+) -> Iterator[PoolRun]:
+    """Yield the items in order, those that are neighbours together.
+
+    Args:
+        items: of one call.
+        checks: of them.
+        refuse: is told the position of an item that cannot be moved, and why; it is in no run.
+    """
+    pieces: list[PoolPiece] = []
+    end = limit = memory_end = _NOWHERE
+    for position, item in enumerate(items):
+        try:
+            offset, stamps = checks.extent_of(item)
+        except Exception as error:  # whatever an item is made of
+            refuse(position, error)
+            continue
+        address = _NOWHERE
+        try:
+            (view,) = item.buffers
+            holder = c_char.from_buffer(view)
+            address = addressof(holder)
+        except Exception:  # in pieces, read-only or not contiguous: its copy says so
+            holder = None
+        part = position, offset, stamps, item, moved(item.size_bytes)
+        extent_end = offset + len(stamps) * _BYTES_PER_STAMP_BYTE
+        if offset != end or extent_end > limit:
+            if pieces:
+                yield PoolRun(pieces)
+            pieces, limit = [PoolPiece(part, holder)], offset + _RUN_BYTES
+        elif address == memory_end != _NOWHERE and item.start is None:
+            pieces[-1].add(part, holder)
+        else:
+            pieces.append(PoolPiece(part, holder))
+        is_filled = offset + item.uri.size == extent_end and item.start is None and holder is not None
+        end, memory_end = extent_end, address + item.uri.size if is_filled else _NOWHERE
+    if pieces:
+        yield PoolRun(pieces)
+
+
+class _Memory:
+    """Writable memory from an address on, in the form that numpy takes, and what keeps it there."""
+
+    __slots__ = ("__array_interface__", "holders")
+
+    def __init__(self, address: int, size_bytes: int, holders: Sequence[object]) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "data": (address, False),
+        }
+        self.holders = holders
+
 
 _LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
-_GONE = not_moved(Failure.LOST, "the pool's memory is not there")
+_LOST = not_moved(Failure.LOST, "the pool's memory is not there")
 _OTHER_BYTES = not_moved(Failure.LOST, "the pool holds other bytes by now")
 _LOCKED = not_moved(Failure.BUSY, "another writer has the memory locked")
 _NEWER = not_moved(Failure.REFUSED, "the memory belongs to a newer allocation")
@@ -117,7 +338,7 @@ class MemPoolMover:
         much memory does; when it fails it is said once in the log, and making is tried again a second later."""
         if self._access.attached is None:
             try:
-                self._access.find_or_make()
+                self._access.find_or_create()
                 self._trouble = ""
             except StorageIOError as error:
                 self._failed(error)
@@ -136,9 +357,9 @@ class MemPoolMover:
         except StorageIOError as error:
             return [not_moved(Failure.ERROR, str(error))] * len(items)
         if segment is None:
-            return [_GONE] * len(items)
+            return [_LOST] * len(items)
         results: list[TransferResult] = [_LATE] * len(items)
-        filled: list[Run] = []
+        filled: list[PoolRun] = []
         for run in self._runs(items, Direction.LOAD, results):
             if self._clock() >= deadline:
                 break
@@ -153,8 +374,8 @@ class MemPoolMover:
         deadline = self._clock() + deadline_seconds
         results: list[TransferResult] = [_LATE] * len(items)
         try:
-            segment = self._access.find_or_make()
-            with segment.claim() as claim:
+            segment = self._access.find_or_create()
+            with segment.write_lock() as claim:
                 for run in self._runs(items, Direction.SAVE, results):
                     if self._clock() >= deadline:
                         break
@@ -170,31 +391,33 @@ class MemPoolMover:
         """Let go of the memory."""
         self._access.close()
 
-    def _runs(self, items: Sequence[TransferItem], direction: Direction, results: list[TransferResult]) -> list[Run]:
+    def _runs(
+        self, items: Sequence[TransferItem], direction: Direction, results: list[TransferResult]
+    ) -> list[PoolRun]:
         """Return the items that can be moved; enter the results of the others.
 
         All before anything is copied: a copy of some MiB leaves nothing of the interpreter in the processor's caches.
         """
 
         def refuse(position: int, error: Exception) -> None:
-            results[position] = _refused(error)
+            results[position] = _refused_result(error)
 
-        return list(runs(items, PartChecks(self._node_id, self._capacity_bytes, direction), refuse))
+        return list(adjacent_runs(items, ItemChecks(self._node_id, self._capacity_bytes, direction), refuse))
 
 
-def _refused(error: Exception) -> TransferResult:
+def _refused_result(error: Exception) -> TransferResult:
     return not_moved(Failure.REFUSED, str(error) or type(error).__name__)
 
 
-def _fill(segment: PoolSegment, run: Run, filled: list[Run], results: list[TransferResult]) -> None:
+def _fill(segment: PoolSegment, run: PoolRun, filled: list[PoolRun], results: list[TransferResult]) -> None:
     """Copy parts that are there to their memory; where one of a run is not, or cannot be filled, each by itself."""
     failure = _OTHER_BYTES
-    if segment.holds(run.offset, run.stamps):
+    if segment.has_stamps(run.offset, run.stamps):
         try:
             for piece in run.pieces:
                 segment.copy_out(piece.offset, piece.views)
         except Exception as error:  # whatever its memory is
-            failure = _refused(error)
+            failure = _refused_result(error)
         else:
             filled.append(run)
             return
@@ -204,9 +427,9 @@ def _fill(segment: PoolSegment, run: Run, filled: list[Run], results: list[Trans
         results[run.parts[0][0]] = failure
 
 
-def _confirm(segment: PoolSegment, run: Run, results: list[TransferResult]) -> None:
+def _confirm(segment: PoolSegment, run: PoolRun, results: list[TransferResult]) -> None:
     """Enter the results of parts that were copied, after a fence."""
-    if segment.holds(run.offset, run.stamps):
+    if segment.has_stamps(run.offset, run.stamps):
         for position, _, _, _, done in run.parts:
             results[position] = done
         return
@@ -216,7 +439,7 @@ def _confirm(segment: PoolSegment, run: Run, results: list[TransferResult]) -> N
         results[run.parts[0][0]] = _OTHER_BYTES
 
 
-def _save_run(segment: PoolSegment, claim: Claim, run: Run, results: list[TransferResult]) -> None:
+def _save_run(segment: PoolSegment, claim: WriteLock, run: PoolRun, results: list[TransferResult]) -> None:
     """Write parts that are neighbours under one lock, or, where one of them cannot be written, each under its own."""
     failure = _LOCKED
     if claim.lock(run.offset, run.end - run.offset):
@@ -230,9 +453,9 @@ def _save_run(segment: PoolSegment, claim: Claim, run: Run, results: list[Transf
         results[run.parts[0][0]] = failure
 
 
-def _write(segment: PoolSegment, run: Run, results: list[TransferResult]) -> None:
+def _write(segment: PoolSegment, run: PoolRun, results: list[TransferResult]) -> None:
     stamps = run.stamps
-    segment.put_stamps(run.offset, stamps)
+    segment.write_stamps(run.offset, stamps)
     fence()
     for piece in run.pieces:
         try:
@@ -241,8 +464,8 @@ def _write(segment: PoolSegment, run: Run, results: list[TransferResult]) -> Non
                 results[position] = done
         except Exception as error:  # whatever its memory is
             for position, *_ in piece.parts:
-                results[position] = _refused(error)
+                results[position] = _refused_result(error)
     fence()
-    if not segment.holds(run.offset, stamps):
+    if not segment.has_stamps(run.offset, stamps):
         for position, *_ in run.parts:
             results[position] = _REPLACED

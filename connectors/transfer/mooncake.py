@@ -18,28 +18,172 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
+from typing import NamedTuple
 
-from connectors.transfer.mooncake_calls import (
-    Call,
-    Plan,
-    bounded,
-    call_pieces,
-    call_ranges,
-    call_whole,
-    loaded,
-    plan_of,
-    saved,
+from connectors.transfer.memory import (
+    MemorySpan,
+    RegisteredMemory,
+    StagingMemory,
+    gather_bytes,
+    scatter_bytes,
+    span_of,
+    writable_views,
 )
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, not_moved
-from connectors.transfer.registered import RegisteredMemory, StagingMemory, gather, scatter, span_of
+from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.mooncake import MooncakeClient, MooncakeCode, explain, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 
-__all__ = ["MooncakeMover", "MooncakeSettings"]
+__all__ = [
+    "Call",
+    "ItemPlan",
+    "MooncakeMover",
+    "MooncakeSettings",
+    "call_pieces",
+    "call_ranges",
+    "call_whole",
+    "load_result",
+    "plan_of",
+    "save_result",
+    "split_by_pieces",
+]
 
-_MOST_UNSURE = 1 << 16
+# What a Mooncake client is asked for a batch of items, and what its answers mean for each of them.
+
+# The client queues some 2000 transfers to one peer. More of them fail, and were seen to break the connection for later
+# ones too.
+_PIECES_PER_CALL = 512
+_LOST = {MooncakeCode.MISSING, MooncakeCode.NOT_READY, MooncakeCode.INVALID}
+
+
+class ItemPlan(NamedTuple):
+    """An item with its memory, in as few pieces as there can be.
+
+    Attributes:
+        position: of the item among the results.
+        key: name of the object.
+        size_bytes: to move.
+        views: the item's memory.
+        spans: the same as the client wants it.
+        start: as in the item.
+    """
+
+    position: int
+    key: str
+    size_bytes: int
+    views: list[memoryview]
+    spans: list[MemorySpan]
+    start: int | None
+
+
+Call = Callable[[MooncakeClient, Direction, Sequence[ItemPlan]], list[int]]
+"""Moves objects; returns the client's answers in the order of the plans: a load's bytes, or what is below 0."""
+
+
+def call_whole(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+    """Move whole objects that lie in one piece each, which is the fastest way."""
+    keys = [plan.key for plan in plans]
+    addresses = [plan.spans[0].address for plan in plans]
+    sizes = [plan.size_bytes for plan in plans]
+    if direction is Direction.LOAD:
+        return client.batch_get_into(keys, addresses, sizes)
+    return client.batch_put_from(keys, addresses, sizes)
+
+
+def call_pieces(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+    """Move whole objects from or to several pieces of memory each."""
+    keys = [plan.key for plan in plans]
+    addresses = [[span.address for span in plan.spans] for plan in plans]
+    sizes = [[span.size_bytes for span in plan.spans] for plan in plans]
+    if direction is Direction.LOAD:
+        return client.batch_get_into_multi_buffers(keys, addresses, sizes)
+    return client.batch_put_from_multi_buffers(keys, addresses, sizes)
+
+
+def call_ranges(client: MooncakeClient, _: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+    """Load parts of objects; where an object ends before, the store says that the size does not fit."""
+    keys = list(dict.fromkeys(plan.key for plan in plans))
+    codes = dict(zip(keys, client.batch_get_session_start(keys), strict=True))
+    there = [plan for plan in plans if codes[plan.key] == MooncakeCode.OK]
+    try:
+        counts = iter(_ranges_of(client, there) if there else ())
+        return [next(counts) if codes[plan.key] == MooncakeCode.OK else codes[plan.key] for plan in plans]
+    finally:
+        client.batch_get_session_end(keys)
+
+
+def _ranges_of(client: MooncakeClient, plans: Sequence[ItemPlan]) -> list[int]:
+    addresses = [[span.address for span in plan.spans] for plan in plans]
+    sizes = [[span.size_bytes for span in plan.spans] for plan in plans]
+    starts = [
+        list(accumulate(lengths[:-1], initial=plan.start or 0)) for plan, lengths in zip(plans, sizes, strict=True)
+    ]
+    return client.batch_get_into_multi_buffer_ranges([plan.key for plan in plans], addresses, sizes, starts)
+
+
+def plan_of(position: int, item: TransferItem, direction: Direction) -> ItemPlan:
+    """Return what to ask for an item; `position` is its place among the results.
+
+    Raises:
+        InvalidArgumentError: uri, memory and range do not fit each other, or memory to load into is read-only.
+        TypeError: memory is not contiguous.
+    """
+    uri = item.uri
+    if uri.scheme != "mooncake" or not uri.key:
+        raise InvalidArgumentError(f"uri {str(uri)!r} is not mooncake://<storage>/?key=<name>&size=<bytes>")
+    views = writable_views(item, direction)
+    spans = [span_of(views[0])] if len(views) == 1 else _joined([span_of(view) for view in views])
+    return ItemPlan(position, uri.key, item.size_bytes, views, spans, item.start)
+
+
+def _joined(spans: Sequence[MemorySpan]) -> list[MemorySpan]:
+    """Make one of spans that follow each other in memory."""
+    joined = [spans[0]]
+    for span in spans[1:]:
+        last = joined[-1]
+        if last.end == span.address:
+            joined[-1] = MemorySpan(last.address, last.size_bytes + span.size_bytes)
+        else:
+            joined.append(span)
+    return joined
+
+
+def split_by_pieces(plans: Sequence[ItemPlan]) -> Iterator[list[ItemPlan]]:
+    """Yield the plans in order, in groups of few enough pieces for one call."""
+    group: list[ItemPlan] = []
+    count = 0
+    for plan in plans:
+        if group and count + len(plan.spans) > _PIECES_PER_CALL:
+            yield group
+            group, count = [], 0
+        group.append(plan)
+        count += len(plan.spans)
+    if group:
+        yield group
+
+
+def load_result(plan: ItemPlan, code: int) -> TransferResult:
+    """Return the result of a load."""
+    if code == plan.size_bytes:
+        return moved(code)
+    if code >= 0:
+        return not_moved(Failure.LOST, f"{plan.key} has {code} bytes, must have {plan.size_bytes}", code)
+    return not_moved(Failure.LOST if code in _LOST else Failure.ERROR, f"{plan.key}: {explain(code)}")
+
+
+def save_result(plan: ItemPlan, code: int, absent: set[str]) -> TransferResult:
+    """Return the result of a save; `absent` has the names that are not there afterwards."""
+    if code < 0:
+        return not_moved(
+            Failure.REFUSED if code == MooncakeCode.INVALID else Failure.ERROR, f"{plan.key}: {explain(code)}"
+        )
+    if plan.key in absent:
+        return not_moved(Failure.ERROR, f"{plan.key}: an earlier try to store it has not ended")
+    return moved(plan.size_bytes)
+
+
+_MAX_UNCONFIRMED = 1 << 16
 _LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
 
 
@@ -138,7 +282,7 @@ class MooncakeMover:
     ) -> list[TransferResult]:
         deadline = self._clock() + deadline_seconds
         results: dict[int, TransferResult] = {}
-        plans: list[Plan] = []
+        plans: list[ItemPlan] = []
         for position, item in enumerate(items):
             try:
                 plans.append(plan_of(position, item, direction))
@@ -148,7 +292,9 @@ class MooncakeMover:
             results |= self._with_client(direction, plans, deadline)
         return [results[position] for position in range(len(items))]
 
-    def _with_client(self, direction: Direction, plans: Sequence[Plan], deadline: float) -> dict[int, TransferResult]:
+    def _with_client(
+        self, direction: Direction, plans: Sequence[ItemPlan], deadline: float
+    ) -> dict[int, TransferResult]:
         try:
             with self._used_client() as client:
                 return self._move(client, direction, plans, deadline)
@@ -171,7 +317,7 @@ class MooncakeMover:
             if client is None:
                 if self._is_closed:
                     raise InvalidArgumentError("the mover is closed")
-                client = self._opened()
+                client = self._opened_client()
             with self._lock:
                 if self._is_closed:
                     raise InvalidArgumentError("the mover is closed")
@@ -179,7 +325,7 @@ class MooncakeMover:
                 self._users += 1
             return client
 
-    def _opened(self) -> MooncakeClient:
+    def _opened_client(self) -> MooncakeClient:
         settings = self._settings
         client = open_client(
             self._spec,
@@ -194,7 +340,7 @@ class MooncakeMover:
         return client
 
     def _move(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan], deadline: float
     ) -> dict[int, TransferResult]:
         """Move what is registered from where it lies, the rest through the staging memory."""
         direct = [plan for plan in plans if self._goes_directly(plan)]
@@ -210,7 +356,7 @@ class MooncakeMover:
         self,
         client: MooncakeClient,
         direction: Direction,
-        plans: Sequence[Plan],
+        plans: Sequence[ItemPlan],
         slot: memoryview | None,
         deadline: float,
     ) -> dict[int, TransferResult]:
@@ -218,21 +364,21 @@ class MooncakeMover:
             return {plan.position: _LATE for plan in plans}
         places = _cut(slot, plans)
         staged = [
-            Plan(plan.position, plan.key, plan.size_bytes, [place], [span_of(place)], plan.start)
+            ItemPlan(plan.position, plan.key, plan.size_bytes, [place], [span_of(place)], plan.start)
             for plan, place in zip(plans, places, strict=True)
         ]
         if direction is Direction.SAVE:
             for plan, place in zip(plans, places, strict=True):
-                gather(plan.views, place)
+                gather_bytes(plan.views, place)
         results = self._call(client, direction, staged, deadline)
         if direction is Direction.LOAD:
             for plan, place in zip(plans, places, strict=True):
                 if results[plan.position].ok:
-                    scatter(place, plan.views)
+                    scatter_bytes(place, plan.views)
         return results
 
     def _call(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan], deadline: float
     ) -> dict[int, TransferResult]:
         """Move plans by one call for those in one piece, which is the fastest one, and others for the others."""
         whole = [plan for plan in plans if plan.start is None and len(plan.spans) == 1]
@@ -240,12 +386,12 @@ class MooncakeMover:
         ranges = [plan for plan in plans if plan.start is not None]
         results: dict[int, TransferResult] = {}
         for kind, call in ((whole, call_whole), (pieces, call_pieces), (ranges, call_ranges)):
-            for group in bounded(kind):
+            for group in split_by_pieces(kind):
                 results |= self._call_in_turn(client, direction, group, call, deadline)
         return results
 
     def _call_in_turn(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], call: Call, deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan], call: Call, deadline: float
     ) -> dict[int, TransferResult]:
         if not self._turn.acquire(timeout=max(0.0, deadline - self._clock())):
             return {plan.position: _LATE for plan in plans}
@@ -255,44 +401,44 @@ class MooncakeMover:
             if direction is Direction.SAVE:
                 return self._save(client, plans, call)
             codes = call(client, direction, plans)
-            return {plan.position: loaded(plan, code) for plan, code in zip(plans, codes, strict=True)}
+            return {plan.position: load_result(plan, code) for plan, code in zip(plans, codes, strict=True)}
         finally:
             self._turn.release()
 
-    def _goes_directly(self, plan: Plan) -> bool:
+    def _goes_directly(self, plan: ItemPlan) -> bool:
         """Whether to move from and to where the bytes lie.
 
         Over tcp every piece is a message of its own, and many small ones take longer than one copy of all.
         """
         if len(plan.spans) == 1:
-            return self._memory.holds(plan.spans[0])
+            return self._memory.contains(plan.spans[0])
         is_gathered_by_hardware = self._spec.protocol == "rdma"
         is_worth_it = is_gathered_by_hardware or plan.size_bytes > self._staging.slot_bytes
-        return is_worth_it and all(map(self._memory.holds, plan.spans))
+        return is_worth_it and all(map(self._memory.contains, plan.spans))
 
-    def _save(self, client: MooncakeClient, plans: Sequence[Plan], call: Call) -> dict[int, TransferResult]:
-        again = self._begin_puts([plan.key for plan in plans])
+    def _save(self, client: MooncakeClient, plans: Sequence[ItemPlan], call: Call) -> dict[int, TransferResult]:
+        again = self._start_puts([plan.key for plan in plans])
         codes = call(client, Direction.SAVE, plans)
         there = client.batch_is_exist(again) if again else []
         absent = {key for key, found in zip(again, there, strict=True) if found != 1}
-        results = {plan.position: saved(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
+        results = {plan.position: save_result(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
         with self._lock:
             for plan in plans:
                 if results[plan.position].ok:
                     self._unsure.pop(plan.key, None)
         return results
 
-    def _begin_puts(self, keys: Sequence[str]) -> list[str]:
+    def _start_puts(self, keys: Sequence[str]) -> list[str]:
         """Note what is put now, and return what was begun before and not seen to succeed."""
         with self._lock:
             again = [key for key in keys if key in self._unsure]
             self._unsure |= dict.fromkeys(keys)
-            for key in list(islice(self._unsure, max(0, len(self._unsure) - _MOST_UNSURE))):
+            for key in list(islice(self._unsure, max(0, len(self._unsure) - _MAX_UNCONFIRMED))):
                 del self._unsure[key]
         return again
 
 
-def _cut(slot: memoryview, plans: Sequence[Plan]) -> list[memoryview]:
+def _cut(slot: memoryview, plans: Sequence[ItemPlan]) -> list[memoryview]:
     places, start = [], 0
     for plan in plans:
         places.append(slot[start : start + plan.size_bytes])

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 
 __all__ = [
     "BatchingMover",
     "Direction",
     "Failure",
+    "Move",
     "Mover",
     "RegisteringMover",
     "TransferItem",
     "TransferResult",
+    "checksum_of",
     "moved",
     "not_moved",
+    "range_items",
+    "record_checksums",
+    "verify_loads",
 ]
 
 
@@ -159,3 +167,112 @@ class RegisteringMover(Mover, Protocol):
         Raises:
             InvalidArgumentError: it is not contiguous or overlaps what was registered before; the storage refuses it.
         """
+
+
+# Items that load some bytes of a part only: a few layers of a block, or the heads of one rank.
+#
+# Which bytes those are, `connectors/layout` says (`StoredFormat.reads`); one behind the other in memory they are again
+# what a stored format describes. An engine that begins with layer 0 while the others still come asks for the layers in
+# groups, one call each.
+#
+# A part that is loaded in ranges is not verified, since its checksum is that of the whole.
+
+
+def range_items(
+    uri: LocationUri, ranges: Sequence[tuple[int, int]], memory: memoryview, checksum: int = 0
+) -> list[TransferItem]:
+    """Return items that load ranges of a part, one behind the other, into memory.
+
+    Args:
+        uri: of the part.
+        ranges: first byte in the part and number of bytes of each, `SpecRead.ranges` for example. A single one that is
+            the whole part is loaded, and verified, as such.
+        memory: flat bytes, as many as all ranges have.
+        checksum: of the whole part, 0 when there is none.
+
+    Raises:
+        InvalidArgumentError: a range does not lie in the part, or memory has another size.
+    """
+    for first, count in ranges:
+        if first < 0 or not 0 < count <= uri.size - first:
+            raise InvalidArgumentError(f"range is {count} bytes from {first} on, must lie in the part's {uri.size}")
+    wanted = sum([count for _, count in ranges])
+    if memory.nbytes != wanted:
+        raise InvalidArgumentError(f"memory has {memory.nbytes} bytes, the ranges have {wanted}; both must be equal")
+    if list(ranges) == [(0, uri.size)]:
+        return [TransferItem(uri, [memory], checksum=checksum)]
+    items, end = [], 0
+    for first, count in ranges:
+        items.append(TransferItem(uri, [memory[end : end + count]], first))
+        end += count
+    return items
+
+
+# Checksums of parts: taken of what a caller saves, compared with what a caller loads.
+#
+# XXH3 with 64 bits and seed 0 over the bytes in order, however many pieces of memory they lie in. A digest of 0 is
+# told as 1, since 0 means that there is none. It finds bytes that changed by accident (a bit that flipped, a slot that
+# another writer overwrote, zeros of a hole); it is no proof against somebody who makes up bytes.
+#
+# Both are done by the thread that moves the bytes, without the interpreter's lock for large pieces: parts of several
+# threads are hashed at the same time. A part is hashed before it is written, so memory that changes in between is
+# found out when it is loaded, and not believed.
+
+Move = Callable[[Sequence[TransferItem], float], list[TransferResult]]
+"""Either half of a mover: items and deadline in seconds from now; a result per item."""
+
+
+def checksum_of(buffers: Sequence[memoryview]) -> int:
+    """Return the checksum of the bytes of some pieces of memory, one behind the other: 1 to 2**64 - 1.
+
+    Raises:
+        BufferError: a piece is not contiguous.
+    """
+    if len(buffers) == 1:
+        return xxh3_64_intdigest(buffers[0]) or 1
+    digest = xxh3_64()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest() or 1
+
+
+def verify_loads(load: Move) -> Move:
+    """Return a load after which items whose bytes are not those of their checksum are corrupt."""
+
+    def load_verified(items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        results = load(items, deadline_seconds)
+        for position, (item, result) in enumerate(zip(items, results, strict=False)):
+            if result.ok and item.checksum and item.start is None:
+                found = checksum_of(item.buffers)
+                if found != item.checksum:
+                    results[position] = _corrupt(item, found)
+        return results
+
+    return load_verified
+
+
+def record_checksums(save: Move, clock: Callable[[], float]) -> Move:
+    """Return a save that tells the checksums of what it saved; the time that they take counts, too."""
+
+    def save_recorded(items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        begun = clock()
+        checksums = [_checksum_or_none(item) for item in items]
+        results = save(items, deadline_seconds - (clock() - begun))
+        for position, (result, checksum) in enumerate(zip(results, checksums, strict=False)):
+            if result.ok:
+                results[position] = TransferResult(True, result.moved_bytes, checksum=checksum)
+        return results
+
+    return save_recorded
+
+
+def _checksum_or_none(item: TransferItem) -> int:
+    try:
+        return checksum_of(item.buffers)
+    except (BufferError, TypeError, ValueError):  # memory that cannot be saved either, which the mover says
+        return 0
+
+
+def _corrupt(item: TransferItem, found: int) -> TransferResult:
+    reason = f"the bytes have checksum {found:016x}, what was saved has {item.checksum:016x}"
+    return not_moved(Failure.CORRUPT, reason, item.uri.size)

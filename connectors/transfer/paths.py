@@ -16,22 +16,67 @@ shorter path for the kernel, and Python has that call itself. The folder stays o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
+from contextlib import suppress
+from functools import cache
 
-from connectors.transfer.direct_open import open_without_links
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = [
     "NotMountedError",
+    "OpenFolders",
     "check_root",
     "components_below",
     "open_below",
     "open_folder_below",
     "open_in_folder",
+    "open_without_links",
     "walk_below",
 ]
+
+# Opens a file by a path in which no component is a link, in one system call.
+#
+# `openat2` with RESOLVE_NO_SYMLINKS makes the kernel itself refuse links while it walks the path, so there is no gap
+# between a check and the open. Python has no such call, so libc's `syscall` is used; its number is the same on all
+# architectures. A kernel without it (before 5.6), or a sandbox that forbids it, answers with an error like any other.
+
+_SYS_OPENAT2 = 437
+_AT_FDCWD = -100
+_RESOLVE_NO_SYMLINKS = 0x04
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+_syscall.restype = ctypes.c_long
+
+
+def open_without_links(path: str, flags: int, mode: int) -> int | None:
+    """Open `path` and return the descriptor; None when that fails, for whatever reason, or a component is a link.
+
+    Args:
+        path: absolute, without `.` and `..` components and null characters.
+        flags: of `os.open`.
+        mode: of a file made here.
+    """
+    if "\0" in path:
+        return None
+    how, size = _how(flags, mode if flags & os.O_CREAT else 0)
+    descriptor: int = _syscall(_SYS_OPENAT2, _AT_FDCWD, path.encode("utf-8", "surrogateescape"), how, size)
+    return descriptor if descriptor >= 0 else None
+
+
+@cache
+def _how(flags: int, mode: int) -> tuple[object, int]:
+    how = _OpenHow(flags, mode, _RESOLVE_NO_SYMLINKS)
+    return ctypes.byref(how), ctypes.sizeof(how)  # the reference keeps the structure alive
+
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that somebody left in the storage must not hang; for regular files it means nothing.
@@ -178,3 +223,68 @@ def _regular(descriptor: int, name: str) -> int:
     if not is_regular:
         raise InvalidArgumentError(f"{name!r} is not a regular file")
     return descriptor
+
+
+# Folders that stay open while one thread moves one batch.
+#
+# Blocks of one prompt lie beside each other, so the way to their folder is walked once per batch, and each file is
+# opened by its name in it (`paths.py`). Nothing outlives the batch: an open folder keeps its mount from being taken
+# away, and a folder that was replaced meanwhile would be another one. What is not found in an open folder is looked
+# for from the root, which alone can tell a lost file from a storage that is not mounted, and makes what a save needs.
+
+_MAX_FOLDERS = 16
+_NO_NAMES = frozenset({"", ".", ".."})
+_RECHECK_AFTER = frozenset({errno.ENOENT, errno.ESTALE})
+
+
+class OpenFolders:
+    """Opens files below one or several roots; for one thread.
+
+    Args:
+        file_mode: mode of files made here.
+        directory_mode: mode of directories made here.
+    """
+
+    __slots__ = ("_directory_mode", "_file_mode", "_folders")
+
+    def __init__(self, file_mode: int, directory_mode: int) -> None:
+        self._file_mode = file_mode
+        self._directory_mode = directory_mode
+        self._folders: dict[tuple[str, str], int] = {}
+
+    def open(self, root: str, path: str, flags: int) -> int:
+        """Open the regular file `path` and return its descriptor.
+
+        Args:
+            root: directory of the storage, without a slash at its end.
+            path: absolute, below the root.
+            flags: as for `open_below`, whose errors are raised.
+        """
+        directory, _, name = path.rpartition("/")
+        folder = self._folders.get((root, directory))
+        if folder is None or name in _NO_NAMES:
+            return self._open_first(root, path, flags)
+        try:
+            return open_in_folder(folder, name, flags, self._file_mode)
+        except OSError as error:
+            if error.errno not in _RECHECK_AFTER:
+                raise
+            return open_below(root, components_below(root, path), flags, self._file_mode, self._directory_mode)
+
+    def _open_first(self, root: str, path: str, flags: int) -> int:
+        """Open a file from the root, and its folder for the next one."""
+        components = components_below(root, path)
+        try:
+            folder = open_folder_below(root, components[:-1])
+        except OSError:  # what is wrong, or is to be made, is found out on the way to the file
+            return open_below(root, components, flags, self._file_mode, self._directory_mode)
+        if len(self._folders) >= _MAX_FOLDERS:
+            self.close()
+        self._folders[root, path.rpartition("/")[0]] = folder
+        return self.open(root, path, flags)
+
+    def close(self) -> None:
+        """Keep nothing open."""
+        while self._folders:
+            with suppress(OSError):  # nothing is written through them, so nothing is lost
+                os.close(self._folders.popitem()[1])

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from connectors.transfer.file import DeadlinePassedError, failure_of
-from connectors.transfer.folders import OpenFolders
+from connectors.transfer.memory import EndOfFileError, gather_bytes, groups_that_fit, scatter_bytes, writable_views
 from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import check_root
-from connectors.transfer.registered import fitting, gather, scatter
-from connectors.transfer.vectored import EndOfFileError, writable_views
+from connectors.transfer.paths import OpenFolders, check_root
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["Request", "Rings", "UsrbioMover"]
@@ -104,7 +102,7 @@ class UsrbioMover:
         too_large = not_moved(Failure.REFUSED, f"more than {room} bytes, the memory of the rings")
         results = [too_large] * len(items)
         with self._turn:
-            for batch in fitting(range(len(items)), lambda position: items[position].size_bytes, room):
+            for batch in groups_that_fit(range(len(items)), lambda position: items[position].size_bytes, room):
                 for position, result in self._batch(direction, {at: items[at] for at in batch}, deadline):
                     results[position] = result
         return results
@@ -127,7 +125,7 @@ class UsrbioMover:
         for (position, request), code in zip(requests.items(), codes, strict=True):
             if is_read and code == request.size_bytes:
                 memory = self._rings.memory[request.memory_offset : request.memory_offset + code]
-                scatter(memory, writable_views(items[position], direction))
+                scatter_bytes(memory, writable_views(items[position], direction))
             yield position, self._close(request.descriptor) or _result(code, request.size_bytes, is_read=is_read)
 
     def _request(
@@ -147,7 +145,7 @@ class UsrbioMover:
             os.close(descriptor)
             raise
         if direction is Direction.SAVE:
-            gather(views, self._rings.memory[place : place + item.size_bytes])
+            gather_bytes(views, self._rings.memory[place : place + item.size_bytes])
         return Request(descriptor, item.offset, place, item.size_bytes)
 
     def _exchange(self, requests: Sequence[Request], *, is_read: bool) -> Sequence[int]:

@@ -13,58 +13,229 @@ computed. Blocks behind one that failed to load are computed too, from a cache w
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
 
 from connectors.client import ManagerClient
 from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
 from connectors.keys import KeyChain
-from connectors.layout.staging import Staging
+from connectors.layout.tensors import StagingBuffers
 from connectors.node import NodeSettings
 from connectors.results import CallCounters, Registration
-from connectors.reuse.link import InstanceSpecs, ManagerLink
-from connectors.reuse.sessions import SessionSettings, WriteSessions
+from connectors.reuse.registration import InstanceSpecs, ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
+from connectors.reuse.write_sessions import SessionSettings, WriteSessions
 from connectors.transfer import TransferEngine
-from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.batch import BatchCache, CallCache, Row
-from connectors.transformers.block_pool import BlockPool
+from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from connectors.transformers.cache import BatchCache, CallCache, Row
 from connectors.transformers.identity import model_identity
-from connectors.transformers.lookup import FoundPrefix, PrefixLookup
-from connectors.transformers.paged import PagedBatch
-from connectors.transformers.prefill import Prefill, RowStart
-from connectors.transformers.probing import inspect_model
-from connectors.transformers.progress import Progress, RowProgress
-from connectors.transformers.publisher import Publication, Published, Saver
-from connectors.transformers.report import GenerationReport, RowReport
-from connectors.transformers.request import effective_config, end_tokens, read_rows
-from connectors.transformers.settings import ReuseSettings
+from connectors.transformers.model_kv import compute, empty_state, join_states, pack_state, probe_model, unpack_state
+from connectors.transformers.paged_cache import BlockPool, PagedBatch
+from connectors.transformers.prefix_load import PrefixLookup, RowPrefix
+from connectors.transformers.publication import (
+    BlockPublisher,
+    GenerationProgress,
+    Published,
+    RowProgress,
+    RowPublication,
+)
+from connectors.transformers.settings import GenerationReport, ReuseSettings, RowReport
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["KVReuse"]
+__all__ = ["KVReuse", "Prefill", "RowStart", "effective_config", "end_tokens", "parse_rows"]
+
+# Checks what is asked of `KVReuse.generate`: sequences, token by token, each from its first token on.
+
+# Each of these brings KV of its own, or makes KV depend on more than the tokens before it.
+_REFUSED_ARGUMENTS = (
+    "assistant_model",
+    "cache_implementation",
+    "decoder_input_ids",
+    "inputs_embeds",
+    "negative_prompt_ids",
+    "past_key_values",
+    "position_ids",
+    "prefill_chunk_size",
+    "token_type_ids",
+)
+_MODES = frozenset({GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE})
+
+
+def parse_rows(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None
+) -> tuple[list[Row], torch.Tensor]:
+    """Return the sequences of a batch, and its attention mask.
+
+    Args:
+        input_ids: of shape (rows, tokens).
+        attention_mask: of the same shape, zeros for padding; None for a batch without padding.
+        pad_token_id: with several rows it says that they have padding.
+
+    Raises:
+        InvalidArgumentError: naming the argument and what is allowed.
+    """
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise InvalidArgumentError(f"input_ids has shape {tuple(input_ids.shape)}, must be (rows, tokens)")
+    if attention_mask is None:
+        if len(input_ids) > 1 and pad_token_id is not None and bool((input_ids == pad_token_id).any()):
+            raise InvalidArgumentError("attention_mask is missing, must say which of the pad tokens are padding")
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise InvalidArgumentError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, must be {tuple(input_ids.shape)} as input_ids"
+        )
+    is_token = attention_mask.to(torch.bool)
+    if not bool(is_token[:, -1].all()) or bool((is_token[:, 1:] < is_token[:, :-1]).any()):
+        raise InvalidArgumentError("attention_mask must be zeros and then ones in every row: padding at the left only")
+    paddings = (~is_token).sum(dim=1).tolist()
+    rows = [Row(index, padding, input_ids[index, padding:].tolist()) for index, padding in enumerate(paddings)]
+    return rows, attention_mask
+
+
+def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
+    """Return the generation settings that hold for these arguments of generate.
+
+    Raises:
+        InvalidArgumentError: they ask for something that KV cannot be reused for.
+    """
+    for name in _REFUSED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise InvalidArgumentError(
+                f"{name} is given, must be left out: KVReuse brings the cache, of plain sequences"
+            )
+    config = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
+    assert config is not None
+    config.update(**{name: value for name, value in arguments.items() if hasattr(config, name)})
+    mode = config.get_generation_mode()
+    if mode not in _MODES:
+        raise InvalidArgumentError(f"generation mode is {mode.value}, must be greedy search or sampling")
+    for name, only in (("num_return_sequences", 1), ("use_cache", True), ("prefill_chunk_size", None)):
+        value = getattr(config, name, None)
+        if value is not None and value != only:
+            raise InvalidArgumentError(f"{name} is {value}, must be {only}")
+    return config
+
+
+def end_tokens(config: GenerationConfig) -> frozenset[int]:
+    """Return the ids that end a row."""
+    ids = config.eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+# Computes what is missing of prompts whose prefixes were loaded, so that generation can begin in one column.
+#
+# The rows of a batch are known to different lengths. Each that is behind is computed by itself, in the batch's memory,
+# until all are in the column where the one that is known longest begins; from there on transformers computes all of
+# them together. Never more is computed than without reuse: a row computed by itself has no padding.
+#
+# A model with state leaves it where it stops. So its rows stop at the last block boundary that another prompt can use,
+# and where a longer prefix is known than could be gone on from: there prompts part, and the next one will come by.
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """Where a row begins to compute.
+
+    Attributes:
+        row: of the batch.
+        blocks: that were loaded.
+        known_blocks: whose KV is known, with or without a state.
+        state: at the end of the loaded blocks, None when the model has none.
+    """
+
+    row: Row
+    blocks: int = 0
+    known_blocks: int = 0
+    state: torch.Tensor | None = None
+
+
+class Prefill:
+    """Brings all rows to one column.
+
+    Args:
+        model: that computes.
+        batch: its cache, with what was loaded.
+        starts: of the rows, in order.
+        keeps_states: whether rows stop where their state is worth saving.
+
+    Attributes:
+        column: where generation goes on.
+        states: per row, at the end of which block which state, as stored bytes.
+    """
+
+    def __init__(self, model: Any, batch: CallCache, starts: Sequence[RowStart], *, keeps_states: bool) -> None:
+        self.states: list[dict[int, torch.Tensor]] = [{} for _ in starts]
+        self._model = model
+        self._batch = batch
+        self._starts = starts
+        self._block_tokens = batch.parts.block_tokens
+        self._state = batch.parts.state
+        self._stops = [self._stops_of(start) if self._state and keeps_states else () for start in starts]
+        self.column = self._column()
+
+    def run(self) -> Cache:
+        """Compute, and return the cache to go on with."""
+        states = [self._advance(start, stops) for start, stops in zip(self._starts, self._stops, strict=True)]
+        cache = self._batch.joint_cache(self.column)
+        if self._state is not None and self.column:
+            join_states(self._state, [state for state in states if state is not None], cache.layers)
+        return cache
+
+    def _column(self) -> int:
+        size = self._block_tokens
+        if self._state is not None and len(self._starts) > 1:
+            return self._batch.columns - 1  # a state has no columns: all rows must be at their ends
+        ends = [max((start.blocks, *stops)) for start, stops in zip(self._starts, self._stops, strict=True)]
+        return max(start.row.padding + end * size if end else 0 for start, end in zip(self._starts, ends, strict=True))
+
+    def _stops_of(self, start: RowStart) -> tuple[int, ...]:
+        """Return the blocks behind which a row stops."""
+        last = (len(start.row.tokens) - 1) // self._block_tokens
+        return tuple(sorted({block for block in (start.known_blocks, last) if start.blocks < block <= last}))
+
+    def _advance(self, start: RowStart, stops: Sequence[int]) -> torch.Tensor | None:
+        """Compute a row up to the common column; returns its state there, None when the model has none."""
+        row, position = start.row, start.blocks * self._block_tokens
+        target = self.column - row.padding
+        if target <= position:
+            return start.state if self._state is None or start.state is not None else empty_state(self._state)
+        cache = self._batch.row_cache(row, position)
+        if self._state is not None and start.state is not None:
+            unpack_state(self._state, start.state, cache.layers)
+        for end in sorted({*(stop * self._block_tokens for stop in stops), target}):
+            compute(self._model, row.tokens[position:end], position, cache)
+            position = end
+            if self._state is not None and end // self._block_tokens in stops and end % self._block_tokens == 0:
+                self.states[row.index][end // self._block_tokens - 1] = pack_state(self._state, cache.layers, 0)
+        return None if self._state is None else pack_state(self._state, cache.layers, 0)
+
 
 # Room for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
-_NO_ROOM = "the pool had no room for this call"
+_POOL_FULL = "the pool had no room for this call"
 
 
 class _Call(NamedTuple):
     """What became of one call of generate."""
 
     batch: CallCache
-    found: Sequence[FoundPrefix]
-    publications: Sequence[Publication]
-    progress: Progress
+    found: Sequence[RowPrefix]
+    publications: Sequence[RowPublication]
+    progress: GenerationProgress
     loaded_at: float
     output: Any
 
@@ -95,7 +266,7 @@ class KVReuse:
         self.last_report: GenerationReport | None = None
         self.statistics = ReuseStatistics()
         self._model: Any = model  # generate is a mixin that type checkers do not see
-        self._kv = inspect_model(model, block_tokens)
+        self._kv = probe_model(model, block_tokens)
         self.parts = self._kv.parts
         identity = model_identity(model, self.parts, model_name)
         self._chain = KeyChain(identity.namespace, block_tokens)
@@ -111,7 +282,7 @@ class KVReuse:
         )
         self._pool = BlockPool(self.parts, settings.pool_blocks) if settings.pool_blocks else None
         # The thread that saves has staging buffers of its own.
-        self._save_staging = {part.name: Staging(part.layout, settings.staging_blocks) for part in self.parts.kv}
+        self._save_staging = {part.name: StagingBuffers(part.layout, settings.staging_blocks) for part in self.parts.kv}
         self._publish = publish
         self._settings = settings
         self._clock = clock
@@ -202,9 +373,9 @@ class KVReuse:
         """
         started = self._clock()
         config = effective_config(self._model, arguments)
-        rows, mask = read_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
+        rows, mask = parse_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
         keys = [self._chain.keys(row.tokens) for row in rows]
-        batch, local = self._open(rows, keys, config)
+        batch, local = self._open_batch(rows, keys, config)
         paged = batch if isinstance(batch, PagedBatch) else None
         try:
             call = self._run(batch, keys, local, input_ids, {**arguments, "attention_mask": mask}, end_tokens(config))
@@ -212,9 +383,9 @@ class KVReuse:
                 self._keep(paged, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
-        published = self._published(call.publications, closed)
+        published = self._finish_publications(call.publications, closed)
         has_no_room = self._pool is not None and paged is None and not config.return_dict_in_generate
-        self.last_report = self._report(call, published, started, _NO_ROOM if has_no_room else "")
+        self.last_report = self._report(call, published, started, _POOL_FULL if has_no_room else "")
         return call.output
 
     def close(self) -> None:
@@ -231,7 +402,7 @@ class KVReuse:
     ) -> None:
         self.close()
 
-    def _open(
+    def _open_batch(
         self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any
     ) -> tuple[CallCache, Sequence[int]]:
         """Return the cache of a call, and how many leading blocks of each row it has already."""
@@ -244,7 +415,7 @@ class KVReuse:
                 return paged, [len(blocks) for blocks in local]
         return BatchCache(self._kv, rows, min(new_tokens, _MAX_SPARE_TOKENS)), [0] * len(rows)
 
-    def _keep(self, batch: PagedBatch, progress: Progress) -> None:
+    def _keep(self, batch: PagedBatch, progress: GenerationProgress) -> None:
         """Keep the blocks that were computed for the next calls."""
         for row, tokens in zip(batch.rows, progress.tokens(), strict=True):
             batch.keep(row, self._chain.keys(tokens))
@@ -265,33 +436,35 @@ class KVReuse:
             batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
         publications = self._publications(found, publisher)
         prefill = self._prefill(batch, found, keeps_states=bool(publications))
-        watched = _watched(batch.rows, found, publications, prefill, self._chain)
-        progress = Progress(batch, watched, ends, self._clock)
+        watched = _with_progress(batch.rows, found, publications, prefill, self._chain)
+        progress = GenerationProgress(batch, watched, ends, self._clock)
         output = self._generate(input_ids, prefill.run(), progress, arguments)
         progress.finish()
         return _Call(batch, found, publications, progress, loaded_at, output)
 
-    def _generate(self, input_ids: torch.Tensor, cache: Cache, progress: Progress, arguments: dict[str, Any]) -> Any:
+    def _generate(
+        self, input_ids: torch.Tensor, cache: Cache, progress: GenerationProgress, arguments: dict[str, Any]
+    ) -> Any:
         criteria = StoppingCriteriaList([progress, *(arguments.pop("stopping_criteria", None) or [])])
         return self._model.generate(input_ids, past_key_values=cache, stopping_criteria=criteria, **arguments)
 
-    def _prefill(self, batch: CallCache, found: Sequence[FoundPrefix], *, keeps_states: bool) -> Prefill:
+    def _prefill(self, batch: CallCache, found: Sequence[RowPrefix], *, keeps_states: bool) -> Prefill:
         starts = [
             RowStart(row, prefix.blocks, prefix.known_blocks, prefix.loaded.state)
             for row, prefix in zip(batch.rows, found, strict=True)
         ]
         return Prefill(self._model, batch, starts, keeps_states=keeps_states)
 
-    def _publications(self, found: Sequence[FoundPrefix], engine: TransferEngine | None) -> list[Publication]:
+    def _publications(self, found: Sequence[RowPrefix], engine: TransferEngine | None) -> list[RowPublication]:
         """Return what publishes each row; empty when nothing is published."""
         if not self._publish or engine is None:
             return []
-        saver = Saver(
+        saver = BlockPublisher(
             self._sessions, engine, self._save_staging, self.parts, self._settings, self.statistics, self._clock
         )
-        return [Publication(saver, self._background, prefix.stored_blocks) for prefix in found]
+        return [RowPublication(saver, self._background, prefix.stored_blocks) for prefix in found]
 
-    def _published(self, publications: Sequence[Publication], closed: Future[None] | None) -> Published:
+    def _finish_publications(self, publications: Sequence[RowPublication], closed: Future[None] | None) -> Published:
         deadline = self._clock() + self._settings.flush_seconds
         published = [publication.finish(max(0.0, deadline - self._clock())) for publication in publications]
         if closed is not None:
@@ -318,7 +491,7 @@ class KVReuse:
             rows=rows,
         )
 
-    def _row_report(self, row: Row, prefix: FoundPrefix) -> RowReport:
+    def _row_report(self, row: Row, prefix: RowPrefix) -> RowReport:
         size = self._chain.block_tokens
         loaded = max(0, prefix.loaded.blocks - prefix.local_blocks)
         return RowReport(len(row.tokens), prefix.matched_blocks * size, loaded * size, prefix.local_blocks * size)
@@ -328,10 +501,10 @@ def _engine(settings: ReuseSettings, storages: Sequence[StorageConfig]) -> Trans
     return TransferEngine.for_storages(storages, settings.transfer_threads, checksums=settings.checksums)
 
 
-def _watched(
+def _with_progress(
     rows: Sequence[Row],
-    found: Sequence[FoundPrefix],
-    publications: Sequence[Publication],
+    found: Sequence[RowPrefix],
+    publications: Sequence[RowPublication],
     prefill: Prefill,
     chain: KeyChain,
 ) -> list[RowProgress | None]:

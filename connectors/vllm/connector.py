@@ -6,10 +6,15 @@ when the engine starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,7 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -27,21 +34,204 @@ from connectors.client import ManagerClient
 from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
 from connectors.keys import HashKeys
+from connectors.layout import format_text
 from connectors.node import NodeSettings
-from connectors.reuse.link import ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.vllm.events import StoredEvents
-from connectors.vllm.identity import identity_of
-from connectors.vllm.messages import StepOrders, StepResults
-from connectors.vllm.metrics import KvcmPromMetrics, KvcmStats
-from connectors.vllm.mode import EngineMode
+from connectors.reuse.registration import KvIdentity, ManagerLink, weights_fingerprint
+from connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Snapshot, merged
+from connectors.vllm.connector_metadata import KvcmConnectorMetadata, KvcmWorkerMetadata
+from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from connectors.vllm.options import VllmOptions
-from connectors.vllm.plan import KvPlan
-from connectors.vllm.rank_storages import RankStorages
-from connectors.vllm.scheduler import KvcmScheduler
-from connectors.vllm.worker import KvcmWorker
+from connectors.vllm.scheduler import EngineMode, KvcmScheduler, StoredEvents
+from connectors.vllm.worker import KvcmWorker, RankStorages
+from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["KVCMConnector"]
+__all__ = ["KVCMConnector", "KvcmPromMetrics", "KvcmStats", "identity_of"]
+
+# Who may share KV with a vLLM engine.
+#
+# Only what vLLM leaves as it is goes in here: model code changes the configuration of a model, and the type of its
+# cache, while weights are loaded. The model's own files stay what they are, and say the same in every process.
+
+_LAYOUT_VERSION = "vllm/1"
+
+
+def identity_of(config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -> KvIdentity:
+    """Return the identity of an engine.
+
+    Args:
+        config: of the engine.
+        plan: how its KV is stored.
+        options: of the connector.
+
+    Raises:
+        InvalidArgumentError: its hashes are its own, or its weights cannot be told from others.
+    """
+    model = config.model_config
+    return KvIdentity(
+        model=options.model_name or _model_name(model.model),
+        weights=options.weights or _weights(config),
+        engine=f"{_LAYOUT_VERSION} {_kernels()}",
+        dtype=next(group.stored.dtype for group in plan.groups if group.is_whole),
+        hashing=_hashing(config),
+        formats={group.prefix or "all": _format(group) for group in plan.groups},
+        tp_size=plan.ranks,
+        use_mla=bool(getattr(model, "use_mla", False)),
+        extra=_extra(config),
+    )
+
+
+def _format(group: KvCacheGroup) -> str:
+    reach = f"state/{group.block_tokens}" if group.is_state else f"window={group.window_tokens}"
+    return f"{format_text(group.stored)} {reach} quantization={group.quantization}"
+
+
+def _kernels() -> str:
+    """Return whose kernels write KV: those for CPUs arrange the elements of a block as their instructions want them."""
+    device = current_platform.device_type
+    if device != "cpu":
+        return str(device)
+    amx = " amx" if torch.cpu._is_amx_tile_supported() else ""
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}{amx}"
+
+
+def _extra(config: VllmConfig) -> Mapping[str, str]:
+    """Return what else the KV of given tokens depends on."""
+    model, attention = config.model_config, getattr(config, "attention_config", None)
+    extra = {
+        "model_dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "max_model_len": str(model.max_model_len),  # long-context RoPE depends on it
+        "overrides": _text_of(model.hf_overrides),
+        "attention": str(getattr(attention, "backend", None)),
+    }
+    speculative = config.speculative_config
+    if speculative is not None:  # layers of a draft model are stored with the others
+        extra["speculative"] = f"{speculative.method} {_weights_in(str(speculative.model), None)}"
+    return extra
+
+
+def _text_of(overrides: Any) -> str:
+    return getattr(overrides, "__qualname__", None) or json.dumps(overrides, sort_keys=True, default=str)
+
+
+def _hashing(config: VllmConfig) -> str:
+    """Return what engines must agree on, to give the same blocks the same hashes."""
+    name = config.cache_config.prefix_caching_hash_algo
+    seed = os.environ.get("PYTHONHASHSEED")
+    if "sha256" not in name and seed is None:
+        raise InvalidArgumentError(
+            f"prefix_caching_hash_algo is {name!r}, whose hashes differ in every process: choose sha256, or set"
+            " PYTHONHASHSEED to the same number for all engines"
+        )
+    return f"{name} seed={seed or 'default'}"
+
+
+def _model_name(model: str) -> str:
+    return Path(model).name if Path(model).exists() else model
+
+
+def _weights(config: VllmConfig) -> str:
+    model = config.model_config
+    if str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) == "dummy":
+        return f"dummy seed={model.seed}"
+    return _weights_in(model.model, getattr(model.hf_config, "_commit_hash", None))
+
+
+def _weights_in(model: str, commit: str | None) -> str:
+    """Return what tells weights apart: a look into their files, or the commit that they were downloaded of."""
+    reason = "they are neither in a directory nor of a known commit"
+    if Path(model).is_dir():
+        try:
+            return weights_fingerprint(Path(model))
+        except (OSError, ValueError) as error:
+            reason = str(error)
+    elif commit:
+        return f"commit={commit}"
+    raise InvalidArgumentError(
+        f"the weights of {model!r} cannot be told from others ({reason}): name them with option 'weights'"
+    )
+
+
+# The connector's counters, as vLLM logs them and shows them to Prometheus (`vllm:kvcm_...`).
+
+_PREFIX = "vllm:kvcm_"
+
+
+@dataclass
+class KvcmStats(KVConnectorStats):
+    """What was counted in one interval, over all ranks and the scheduler; `data` is a snapshot of `ReuseStatistics`."""
+
+    data: Snapshot = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvcmStats:
+        """Add what others have counted."""
+        self.data = merged(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM writes to its log: counters, and mean times in ms."""
+        reduced: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if isinstance(value, list):
+                reduced[name.replace("_seconds", "_ms_mean")] = round(1000 * value[-1] / sum(value[:-1]), 3)
+            else:
+                reduced[name] = value
+        return reduced
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to tell."""
+        return not self.data
+
+
+class KvcmPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of the connector, with vLLM's labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counters, histograms = metric_types[Counter], metric_types[Histogram]
+        self._metrics: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            self._enter(name, counters(name=_PREFIX + name, documentation=text + ".", labelnames=labelnames))
+        for name, text in TIMES.items():
+            metric = histograms(
+                name=_PREFIX + name, documentation=text + ".", buckets=BUCKETS_SECONDS, labelnames=labelnames
+            )
+            self._enter(name, metric)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted in an interval."""
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name][engine_idx]
+            if isinstance(value, list):
+                _add_samples(metric, value)
+            else:
+                metric.inc(value)
+
+    def _enter(self, name: str, metric: Any) -> None:
+        self._metrics[name] = {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+
+
+def _add_samples(histogram: Any, value: list[float]) -> None:
+    """Add samples that are known by bucket and sum: each as the mean of all, or what of its bucket is next to it."""
+    count = sum(value[:-1])
+    if not count:
+        return
+    mean = value[-1] / count
+    for bucket, samples in enumerate(value[:-1]):
+        low = BUCKETS_SECONDS[bucket - 1] if bucket else 0.0
+        high = BUCKETS_SECONDS[bucket] if bucket < len(BUCKETS_SECONDS) else max(mean, low * 1.01)
+        for _ in range(int(samples)):
+            histogram.observe(min(max(mean, low * 1.000001), high))
 
 
 class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
@@ -61,7 +251,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = VllmOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        plan = KvPlan.of(vllm_config, kv_cache_config)
+        plan = KvCacheLayout.from_config(vllm_config, kv_cache_config)
         self._statistics = ReuseStatistics()
         self._scheduler: KvcmScheduler | None = None
         self._worker: KvcmWorker | None = None
@@ -70,7 +260,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
             identity = identity_of(vllm_config, plan, options)
             link = ManagerLink(_client(options), plan.specs(options.instance_group, identity), options.call_seconds)
             events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
-            mode = EngineMode.of(vllm_config, plan, options)
+            mode = EngineMode.from_config(vllm_config, plan, options)
             keys = HashKeys(identity.namespace)
             self._scheduler = KvcmScheduler(plan, options, mode, link, keys, self._statistics, events)
         else:
@@ -86,33 +276,33 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See the base class."""
-        self._at_scheduler.bind(gpu_block_pool)
+        self._scheduler_side.bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """See the base class."""
-        self._at_scheduler.arrived(request)
+        self._scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
-        return self._at_scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
-        self._at_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """See the base class."""
-        return self._at_scheduler.hit_sources(request, num_external_tokens)
+        return self._scheduler_side.get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See the base class."""
-        return self._at_scheduler.orders(scheduler_output)
+        return self._scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See the base class."""
         results = connector_output.kv_connector_worker_meta
-        assert results is None or isinstance(results, StepResults)
-        self._at_scheduler.heard(sorted(connector_output.finished_recving or ()), results)
+        assert results is None or isinstance(results, KvcmWorkerMetadata)
+        self._scheduler_side.update_connector_output(sorted(connector_output.finished_recving or ()), results)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
@@ -122,64 +312,64 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class. Blocks that are still to be saved are pinned one by one, not with their request."""
-        self._at_scheduler.finished(request)
+        self._scheduler_side.request_finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """See the base class."""
-        return self._at_scheduler.is_busy
+        return self._scheduler_side.has_pending_push_work
 
     def take_events(self) -> Iterable[Any]:
         """See the base class."""
-        return self._at_scheduler.take_events()
+        return self._scheduler_side.take_events()
 
     def reset_cache(self) -> bool:
         """See the base class."""
-        self._at_scheduler.reset()
+        self._scheduler_side.reset_cache()
         return True
 
     # ---- ranks ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See the base class."""
-        self._at_worker.register(kv_caches)
+        self._worker_side.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See the base class."""
-        self._at_worker.begin_loads(self._orders)
+        self._worker_side.start_load_kv(self._connector_meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for a layer's KV with `layerwise`; otherwise a step that has to wait has done so in `start_load_kv`."""
-        self._at_worker.wait_for_layer(layer_name)
+        self._worker_side.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are saved whole, once they are known to be right."""
 
     def wait_for_save(self) -> None:
         """Begin the saves of this step; their blocks are pinned, so nothing waits for them."""
-        self._at_worker.begin_saves(self._orders)
+        self._worker_side.start_saves(self._connector_meta)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class."""
-        ended, failed = self._at_worker.take_ended_loads()
+        ended, failed = self._worker_side.get_transfer_results()
         return KVConnectorTransferResults(
             finished_recving=ended, failed_recving=failed & ended if self._groups > 1 else set()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
-        failed = self._at_worker.take_failed_block_ids()
+        failed = self._worker_side.get_block_ids_with_load_errors()
         return failed if self._groups == 1 else set()
 
-    def build_connector_worker_meta(self) -> StepResults | None:
+    def build_connector_worker_meta(self) -> KvcmWorkerMetadata | None:
         """See the base class."""
-        return self._at_worker.take_results()
+        return self._worker_side.build_connector_worker_meta()
 
     # ---- both ----
 
     def get_kv_connector_stats(self) -> KvcmStats | None:
         """See the base class."""
-        counted = self._statistics.take()
+        counted = self._statistics.drain()
         return KvcmStats(counted) if counted else None
 
     @classmethod
@@ -202,24 +392,24 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End what is under way, within the time that is configured."""
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.shutdown()
         if self._worker is not None:
-            self._worker.close()
+            self._worker.shutdown()
 
     @property
-    def _at_scheduler(self) -> KvcmScheduler:
+    def _scheduler_side(self) -> KvcmScheduler:
         assert self._scheduler is not None
         return self._scheduler
 
     @property
-    def _at_worker(self) -> KvcmWorker:
+    def _worker_side(self) -> KvcmWorker:
         assert self._worker is not None
         return self._worker
 
     @property
-    def _orders(self) -> StepOrders:
+    def _connector_meta(self) -> KvcmConnectorMetadata:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, KvcmConnectorMetadata)
         return orders
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from connectors.reuse.lookups import LookupSettings
-from connectors.reuse.options import read_options
-from connectors.reuse.sessions import SessionSettings
+from connectors.reuse.options import parse_options
+from connectors.reuse.write_sessions import SessionSettings
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["VllmOptions"]
@@ -93,7 +93,7 @@ class VllmOptions:
         Raises:
             InvalidArgumentError: an option is unknown, missing, of the wrong type or out of range.
         """
-        return read_options(cls, extra_config)
+        return parse_options(cls, extra_config)
 
     @property
     def lookups(self) -> LookupSettings:

@@ -9,23 +9,191 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from connectors.calls import use_trace_id
+from connectors.keys import HashKeys
 from connectors.results import WriteGrant
-from connectors.reuse.sessions import WriteSessions
+from connectors.reuse.lookups import FoundPrefix
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.traces import traced
-from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
-from connectors.vllm.messages import BlockToSave, SaveJob, SaveResult
-from connectors.vllm.pins import Pins
-from connectors.vllm.tracked import TrackedRequest
+from connectors.reuse.write_sessions import WriteSessions
+from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from connectors.vllm.connector_metadata import BlockToSave, SaveJob, SaveResult
+from connectors.vllm.kv_cache_groups import ALL_PARTS, FULL_PARTS, KvCacheLayout
 from kvcm.model.keys import BlockKey
 
-__all__ = ["BlockRun", "SaveQueue"]
+__all__ = ["BlockPins", "BlockRun", "Reservations", "ReservedBlock", "SaveQueue", "TrackedRequest"]
+
+# Blocks of the engine that are kept from being freed, because their KV is still to be saved.
+#
+# A pin is a reference in vLLM's block pool, as a request's is: the block cannot be given to anybody else, be its
+# request finished, preempted or moved on with its window. Used by the scheduler's thread alone.
+#
+# When vLLM forgets its cache, because its weights change for example, it wants all blocks back at once and tells
+# nobody before. So the pool's method for that is wrapped: pins that are all that is in the way are given up first.
+
+
+class BlockPins:
+    """Pins blocks, up to a share of the pool.
+
+    Args:
+        most_fraction: of all blocks.
+    """
+
+    def __init__(self, most_fraction: float) -> None:
+        self._most_fraction = most_fraction
+        self._pool: Any = None
+        self._most = 0
+        self._pinned: Counter[int] = Counter()
+        self.count = 0
+
+    def bind_gpu_block_pool(self, pool: Any, give_up: Callable[[], None]) -> None:
+        """Take vLLM's block pool.
+
+        Args:
+            pool: it.
+            give_up: releases all pins; called when the pool is reset and they alone are in the way.
+        """
+        self._pool = pool
+        self._most = int(pool.num_gpu_blocks * self._most_fraction)
+        reset = pool.reset_prefix_cache
+
+        def reset_without_pins() -> bool:
+            if self._pinned and self._are_only_references:
+                give_up()
+            return bool(reset())
+
+        pool.reset_prefix_cache = reset_without_pins
+
+    def try_pin(self, block_ids: Collection[int]) -> bool:
+        """Pin blocks that somebody holds now; False, and nothing pinned, when that would be too many."""
+        if self._pool is None or self.count + len(block_ids) > self._most:
+            return False
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        self._pinned.update(block_ids)
+        self.count += len(block_ids)
+        return True
+
+    def unpin(self, block_ids: Collection[int]) -> None:
+        """Unpin blocks, once for each time that they were pinned."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+        self.count -= len(block_ids)
+        for block_id in block_ids:
+            self._pinned[block_id] -= 1
+            if not self._pinned[block_id]:
+                del self._pinned[block_id]
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether more than half of what may be pinned is."""
+        return 2 * self.count > self._most
+
+    @property
+    def _are_only_references(self) -> bool:
+        held = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()  # one block stands for dropped ones
+        blocks = self._pool.blocks
+        return held == len(self._pinned) and all(blocks[each].ref_cnt == pins for each, pins in self._pinned.items())
+
+
+# What the scheduler's side knows of one request of vLLM.
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBlock:
+    """A block that is pinned until it is known to be computed, and then saved.
+
+    Attributes:
+        index: position in the request.
+        block_ids: of the engine, by id of the group.
+        step: that computes it.
+    """
+
+    index: int
+    block_ids: Mapping[int, int]
+    step: int
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """One request, from its arrival to its end.
+
+    Attributes:
+        request: vLLM's own object, which goes on changing.
+        hash_keys: makes block keys of vLLM's hashes.
+        found: what the manager knows of it, None before it has answered.
+        has_lookup: whether a lookup is under way or its lease is held.
+        may_load: false after a load failed: a second one would most likely fail too, and then again.
+        may_save: whether the manager answered, and there is no gap.
+        has_gap: whether a block was dropped: what follows it cannot be found.
+        is_loading: whether its blocks are being loaded.
+        local_tokens: that vLLM's own cache had when it last asked for more.
+        promised_tokens: that were found beyond those.
+        next_block: first block that is neither stored nor reserved.
+        reserved: blocks that wait until they are known to be computed, in order.
+    """
+
+    request: Any
+    hash_keys: HashKeys
+    found: FoundPrefix | None = None
+    has_lookup: bool = False
+    may_load: bool = True
+    may_save: bool = False
+    has_gap: bool = False
+    is_loading: bool = False
+    local_tokens: int = 0
+    promised_tokens: int = 0
+    next_block: int = 0
+    reserved: list[ReservedBlock] = field(default_factory=list)
+    _keys: list[BlockKey] = field(default_factory=list)
+    _last_hash: bytes = b""
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return str(self.request.request_id)
+
+    def keys(self, end: int) -> Sequence[BlockKey]:
+        """Return the keys of the first `end` blocks, or of as many as have a hash."""
+        hashes = self.request.block_hashes
+        end, known = min(end, len(hashes)), len(self._keys)
+        if known and (known > len(hashes) or hashes[known - 1] != self._last_hash):
+            self._keys, known = [], 0  # vLLM takes hashes back when a streamed prompt goes on otherwise
+        if end > known:
+            self._keys += self.hash_keys.keys(hashes[known:end])
+            self._last_hash = hashes[end - 1]
+        return self._keys[:end]
+
+    def is_decoding(self, block_tokens: int) -> bool:
+        """Return whether all reserved blocks hold new tokens."""
+        return self.reserved[0].index >= self.request.num_prompt_tokens // block_tokens
+
+    def pop_computed(self, block_tokens: int, processed_steps: int, least: int) -> list[ReservedBlock]:
+        """Return the reserved blocks that are computed for certain, which are not reserved any more.
+
+        Args:
+            block_tokens: tokens per block.
+            processed_steps: number of the last step whose outcome is known.
+            least: blocks; when there are fewer, they stay reserved.
+        """
+        request = self.request
+        tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        computed = min(tokens // block_tokens, len(request.block_hashes))
+        # Without a step under way all of its steps are processed, the one included that vLLM is processing now.
+        last = processed_steps if request.num_in_flight_tokens else None
+        count = 0
+        for block in self.reserved:
+            if block.index >= computed or (last is not None and block.step > last):
+                break
+            count += 1
+        count = count if count >= least else 0
+        taken, self.reserved = self.reserved[:count], self.reserved[count:]
+        return taken
+
 
 _log = logging.getLogger(__name__)
 
@@ -66,12 +234,12 @@ class BlockRun:
 
 
 @dataclass(slots=True)
-class _Job:
+class _SaveJobState:
     run: BlockRun
     session_id: str
     numbers: Sequence[int]  # of the run's blocks, one per location
     result: SaveResult | None = None
-    is_given_up: bool = False  # its blocks may hold anything by now
+    is_abandoned: bool = False  # its blocks may hold anything by now
 
 
 class SaveQueue:
@@ -91,7 +259,7 @@ class SaveQueue:
     def __init__(
         self,
         sessions: WriteSessions,
-        pins: Pins,
+        pins: BlockPins,
         ranks: int,
         batch_blocks: int,
         save_seconds: float,
@@ -107,91 +275,93 @@ class SaveQueue:
         self._statistics = statistics
         self._on_published = on_published
         self._clock = clock
-        self._asked: deque[BlockRun] = deque()
-        self._given_up = 0  # of those that are asked for, the first ones
+        self._pending: deque[BlockRun] = deque()
+        self._abandoned = 0  # of those that are asked for, the first ones
         self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _SaveJobState] = {}
         self._publications: deque[Future[None]] = deque()
         self._next_id = 0
         # One thread each, so that blocks are begun in their order; ends wait for no begin.
-        self._begins = WorkerPool(1, "kvcm-begin")
-        self._ends = WorkerPool(1, "kvcm-end")
+        self._start_thread = WorkerPool(1, "kvcm-begin")
+        self._finish_thread = WorkerPool(1, "kvcm-end")
 
     @property
     def is_busy(self) -> bool:
         """Whether blocks are on their way: the engine has to go on stepping, so that they arrive."""
         while self._publications and self._publications[0].done():  # one thread ends them in their order
             self._publications.popleft()
-        return bool(self._asked or self._answers or self._jobs or self._publications)
+        return bool(self._pending or self._answers or self._jobs or self._publications)
 
     def add(self, run: BlockRun) -> None:
         """Save a run; its blocks are unpinned when that has ended, in whatever way."""
         for batch in run.batches(self._batch_blocks):
-            self._asked.append(batch)
-            self._begins.submit(PRIORITY_SAVE, partial(self._begin, batch))
+            self._pending.append(batch)
+            self._start_thread.submit(PRIORITY_SAVE, partial(self._start_session, batch))
 
-    def call_before_begins(self, task: Callable[[], None]) -> None:
+    def run_before_starts(self, task: Callable[[], None]) -> None:
         """Run a task in the thread that asks for leave to write, before all that it has not asked for yet."""
-        self._begins.submit(PRIORITY_LOAD, task)
+        self._start_thread.submit(PRIORITY_LOAD, task)
 
-    def take_jobs(self) -> list[SaveJob]:
+    def drain_jobs(self) -> list[SaveJob]:
         """Return the jobs that there is leave for since the last call."""
         jobs: list[SaveJob] = []
         while self._answers:
             run, grant, answered_at = self._answers.popleft()
-            asked = self._asked.popleft()
+            asked = self._pending.popleft()
             assert asked is run  # one thread asks, in the order of the runs
-            if grant is not None and (self._given_up or self._clock() - answered_at > self._save_seconds):
+            if grant is not None and (self._abandoned or self._clock() - answered_at > self._save_seconds):
                 self._abort(grant.session_id)  # nobody wants it any more, or the engine stood still for long
                 grant = None
-            if self._given_up:
-                self._given_up -= 1  # nothing of it is pinned any more
+            if self._abandoned:
+                self._abandoned -= 1  # nothing of it is pinned any more
             else:
                 jobs += self._job(run, grant)
         return jobs
 
-    def answered(self, results: Mapping[int, SaveResult]) -> None:
+    def on_save_results(self, results: Mapping[int, SaveResult]) -> None:
         """Hear what ranks did."""
         for number, result in results.items():
             job = self._jobs.get(number)
             if job is None:
                 _log.error("ranks answered save job %d, which is not under way", number)
                 continue
-            job.result = job.result.plus(result) if job.result else result
+            job.result = job.result.combine(result) if job.result else result
             if job.result.ranks >= self._ranks:
                 del self._jobs[number]
-                if job.is_given_up:
+                if job.is_abandoned:
                     self._abort(job.session_id)
                     continue
                 self._unpin(job.run, job.numbers)
-                self._publications.append(self._ends.submit(PRIORITY_SAVE, partial(self._end, job, job.result)))
+                self._publications.append(
+                    self._finish_thread.submit(PRIORITY_SAVE, partial(self._finish_session, job, job.result))
+                )
 
-    def drop(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what has not begun yet; what the ranks are busy with ends by itself."""
-        for job in self.take_jobs():
-            self.answered({job.id: SaveResult(self._ranks, (False,) * len(job.blocks), ({},) * len(job.blocks))})
+        for job in self.drain_jobs():
+            self.on_save_results({job.id: SaveResult(self._ranks, (False,) * len(job.blocks), ({},) * len(job.blocks))})
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Unpin everything at once. Ranks may be reading blocks that are others' then: none of that is published."""
-        for run in list(self._asked)[self._given_up :]:
+        for run in list(self._pending)[self._abandoned :]:
             self._unpin(run, range(len(run.keys)))
-        self._given_up = len(self._asked)
+        self._abandoned = len(self._pending)
         for job in self._jobs.values():
-            if not job.is_given_up:
+            if not job.is_abandoned:
                 self._unpin(job.run, job.numbers)
-            job.is_given_up = True
+            job.is_abandoned = True
 
     def close(self, timeout_seconds: float) -> None:
         """Publish what has ended, give up the rest."""
-        self._begins.close(timeout_seconds / 4)
-        self._ends.close(timeout_seconds / 4)
+        self._start_thread.close(timeout_seconds / 4)
+        self._finish_thread.close(timeout_seconds / 4)
         self._sessions.close(timeout_seconds / 4)
 
-    def _begin(self, run: BlockRun) -> None:
+    def _start_session(self, run: BlockRun) -> None:
         grant = None
         try:
-            with traced(run.tracked.id):
-                grant = self._sessions.begin(run.keys, run.parent, run.part_groups)
+            with use_trace_id(run.tracked.id):
+                grant = self._sessions.start(run.keys, run.parent, run.part_groups)
         finally:
             self._answers.append((run, grant, self._clock()))
 
@@ -207,7 +377,7 @@ class SaveQueue:
         if not numbers:
             return []
         self._next_id += 1
-        self._jobs[self._next_id] = _Job(run, grant.session_id, numbers)
+        self._jobs[self._next_id] = _SaveJobState(run, grant.session_id, numbers)
         blocks = [
             BlockToSave(location.uris, run.block_ids[number])
             for number, location in zip(numbers, grant.locations, strict=True)
@@ -216,16 +386,16 @@ class SaveQueue:
 
     def _abort(self, session_id: str) -> None:
         self._statistics.add(sessions_aborted=1)
-        self._ends.submit(PRIORITY_SAVE, partial(self._sessions.abort, session_id))
+        self._finish_thread.submit(PRIORITY_SAVE, partial(self._sessions.abort, session_id))
 
     def _unpin(self, run: BlockRun, numbers: Sequence[int]) -> None:
         ids = [block_id for number in numbers for block_id in run.block_ids[number].values()]
         if ids:
-            self._pins.release(ids)
+            self._pins.unpin(ids)
 
-    def _end(self, job: _Job, result: SaveResult) -> None:
+    def _finish_session(self, job: _SaveJobState, result: SaveResult) -> None:
         written = sum(result.written)
-        with traced(job.run.tracked.id):
+        with use_trace_id(job.run.tracked.id):
             is_published = self._sessions.finish(job.session_id, result.written, result.checksums)
         saved = written if is_published else 0
         self._statistics.add(
@@ -240,3 +410,144 @@ class SaveQueue:
         if result.reason:
             count = len(result.written)
             _log.warning("%d of %d blocks were not saved: %s", count - saved, count, result.reason)
+
+
+# Blocks that are pinned in the step that computes them, and saved once they are computed for certain.
+#
+# A step has been processed when vLLM has heard its outcome. Steps may overlap, and a block may be computed for one
+# request while another one counts it as its own already (vLLM shares blocks as soon as they are given out). Hence:
+#
+# 1. Of a request that a step is still busy with only that is saved which was reserved in steps that have been
+#   processed.
+# 2. What turns out not to be computed (a load failed, a speculation was rejected, the request was preempted) goes
+#   back;
+#    it is reserved again when it is computed again.
+# 3. A prompt's blocks are saved step by step, so that others find them at once; new tokens' are gathered first, since
+#   a
+#    write session costs the same for one block and for many.
+# 4. Nothing stays reserved of a request that is not part of a step: an engine may stop stepping.
+
+_NULL_BLOCK = 0  # stands in block tables where a group has dropped its block
+
+
+class Reservations:
+    """Reserves the blocks of one engine. Used by its scheduler's thread alone.
+
+    Args:
+        plan: how KV is stored.
+        pins: of the engine's blocks.
+        saves: where computed blocks go.
+        gathered: blocks of new tokens to save at once.
+        statistics: where to count.
+    """
+
+    def __init__(
+        self, plan: KvCacheLayout, pins: BlockPins, saves: SaveQueue, gathered: int, statistics: ReuseStatistics
+    ) -> None:
+        self._plan = plan
+        self._pins = pins
+        self._saves = saves
+        self._gathered = gathered
+        self._statistics = statistics
+        self._holding: dict[str, TrackedRequest] = {}
+        self._step = 0
+        self._processed = 0
+
+    @property
+    def has_reserved(self) -> bool:
+        """Whether something is reserved, which the next step saves or gives back."""
+        return bool(self._holding)
+
+    def on_step(self, tracked: Sequence[tuple[TrackedRequest, int]], state: Any) -> None:
+        """Save what is computed by now, and reserve what a step computes.
+
+        Args:
+            tracked: requests of the step, and how many of their tokens it computes.
+            state: vLLM's `KVConnectorBlockState`.
+        """
+        self._step += 1
+        idle = self._holding.keys() - {request.id for request, _ in tracked}
+        for request_id in idle:
+            self.finish(self._holding[request_id])
+        for request, tokens in tracked:
+            self._save_computed(request, self._min_blocks(request))
+            self._reserve(request, tokens, state)
+
+    def on_step_processed(self) -> None:
+        """Hear that vLLM has heard the outcome of the oldest step that was under way."""
+        self._processed += 1
+
+    def finish(self, tracked: TrackedRequest) -> None:
+        """Save what is computed of a request, and give the rest back."""
+        self._save_computed(tracked, least=1)
+        self.release(tracked)
+
+    def release(self, tracked: TrackedRequest) -> None:
+        """Unpin what is not known to be computed."""
+        self._holding.pop(tracked.id, None)
+        if tracked.reserved:
+            tracked.next_block = tracked.reserved[0].index
+            self._pins.unpin([block_id for block in tracked.reserved for block_id in block.block_ids.values()])
+            tracked.reserved = []
+
+    def release_all(self) -> None:
+        """Unpin everything that is reserved."""
+        for tracked in list(self._holding.values()):
+            self.release(tracked)
+
+    def _reserve(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
+        """Pin the blocks that this step fills."""
+        computed = tracked.request.num_computed_tokens + tokens
+        end = computed // self._plan.block_tokens
+        if not tracked.may_save or end <= tracked.next_block:
+            return
+        table = state.get_block_ids(tracked.id)
+        if table is None:
+            return
+        is_at_end = end * self._plan.block_tokens == computed
+        wanted = [
+            self._reserved(index, table, has_state=is_at_end and index == end - 1)
+            for index in range(tracked.next_block, end)
+        ]
+        ids = [block_id for block in wanted for block_id in block.block_ids.values()]
+        if not self._pins.try_pin(ids):
+            tracked.has_gap, tracked.may_save = True, False
+            self._statistics.add(dropped_save_blocks=len(wanted))
+            return
+        tracked.reserved += wanted
+        tracked.next_block = end
+        self._holding[tracked.id] = tracked
+
+    def _reserved(self, index: int, table: Sequence[Sequence[int]], *, has_state: bool) -> ReservedBlock:
+        """Return what there is of a block; a state belongs to it only when the step ends with it."""
+        ids = {
+            group.id: table[group.id][index]
+            for group in self._plan.groups
+            if index < len(table[group.id]) and (has_state or not group.is_state)
+        }
+        return ReservedBlock(index, {group: block for group, block in ids.items() if block != _NULL_BLOCK}, self._step)
+
+    def _min_blocks(self, tracked: TrackedRequest) -> int:
+        """Return how many blocks are worth a write session."""
+        may_gather = tracked.reserved and tracked.is_decoding(self._plan.block_tokens) and not self._pins.are_scarce
+        return self._gathered if may_gather else 1
+
+    def _save_computed(self, tracked: TrackedRequest, least: int) -> None:
+        blocks = tracked.pop_computed(self._plan.block_tokens, self._processed, least)
+        if not tracked.reserved:
+            self._holding.pop(tracked.id, None)
+        if not blocks:
+            return
+        first = blocks[0].index
+        keys = tracked.keys(blocks[-1].index + 1)
+        has_all = [len(block.block_ids) == len(self._plan.groups) for block in blocks]
+        self._saves.add(
+            BlockRun(
+                tracked,
+                first,
+                keys[first - 1] if first else None,
+                keys[first:],
+                [block.block_ids for block in blocks],
+                [ALL_PARTS if is_whole else FULL_PARTS for is_whole in has_all],
+            )
+        )

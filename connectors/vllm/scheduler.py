@@ -7,35 +7,143 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm.distributed.kv_events import BlockStored
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.keys import HashKeys
-from connectors.reuse.link import ManagerLink
-from connectors.reuse.loading import LoadReport
-from connectors.reuse.lookups import Found, Lookups
-from connectors.reuse.sessions import WriteSessions
+from connectors.reuse.loads import LoadReport
+from connectors.reuse.lookups import FoundPrefix, Lookups
+from connectors.reuse.registration import ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.vllm.events import StoredEvents
-from connectors.vllm.messages import GroupLoad, LoadJob, StepOrders, StepResults
-from connectors.vllm.mode import EngineMode
+from connectors.reuse.write_sessions import WriteSessions
+from connectors.vllm.connector_metadata import GroupLoad, KvcmConnectorMetadata, KvcmWorkerMetadata, LoadJob
+from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from connectors.vllm.options import VllmOptions
-from connectors.vllm.pins import Pins
-from connectors.vllm.plan import KvGroup, KvPlan
-from connectors.vllm.reservations import Reservations
-from connectors.vllm.saves import BlockRun, SaveQueue
-from connectors.vllm.sources import tokens_by_source
-from connectors.vllm.tracked import TrackedRequest
+from connectors.vllm.saves import BlockPins, BlockRun, Reservations, SaveQueue, TrackedRequest
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
+from kvcm.protocol.meta_service_pb2 import ST_3FS, ST_MOONCAKE, ST_NFS, ST_TAIRMEMPOOL, ST_VCNS_3FS
 
-__all__ = ["KvcmScheduler"]
+__all__ = ["EngineMode", "KvcmScheduler", "StoredEvents", "external_cache_hit_sources"]
+
+# Which of vLLM's tiers a stored block counts as.
+
+_SOURCES: Mapping[int, CacheHitSource] = {
+    ST_NFS: CacheHitSource.DISK,
+    ST_3FS: CacheHitSource.DISK,
+    ST_VCNS_3FS: CacheHitSource.DISK,
+    ST_MOONCAKE: CacheHitSource.P2P,
+    ST_TAIRMEMPOOL: CacheHitSource.HOST,
+}
+_TYPE_FIELD = b"\x08"  # a location begins with field 1, its type, as a varint
+
+
+def external_cache_hit_sources(locations: Sequence[bytes], block_tokens: int) -> dict[CacheHitSource, int]:
+    """Return how many tokens come from where.
+
+    Args:
+        locations: of the blocks, encoded. They are not decoded here: the type is their second byte.
+        block_tokens: tokens per block.
+    """
+    types = Counter([each[1] if each[:1] == _TYPE_FIELD else 0 for each in locations])
+    tokens: Counter[CacheHitSource] = Counter()
+    for storage_type, blocks in types.items():
+        tokens[_SOURCES.get(storage_type, CacheHitSource.EXTERNAL_UNSPECIFIED)] += blocks * block_tokens
+    return dict(tokens)
+
+
+# KV events: what this engine stored, for routers that send a request to where its prefix is.
+#
+# They are made only when vLLM is configured to publish KV events. The medium is vLLM's name for storage; which blocks
+# the manager evicts is not known here, so consumers have to treat them as hints.
+
+_MAX_EVENTS = 10_000
+
+
+class StoredEvents:
+    """Collects events until vLLM takes them; safe to use from several threads.
+
+    Args:
+        is_wanted: whether anybody takes them.
+        block_tokens: tokens per block.
+    """
+
+    def __init__(self, is_wanted: bool, block_tokens: int) -> None:
+        self._is_wanted = is_wanted
+        self._block_tokens = block_tokens
+        self._events: deque[BlockStored] = deque(maxlen=_MAX_EVENTS)
+
+    def on_stored(self, request: Any, blocks: Sequence[int]) -> None:
+        """Note that blocks of a request, by their positions, are stored now."""
+        if not self._is_wanted:
+            return
+        hashes, size = request.block_hashes, self._block_tokens
+        lora = request.lora_request
+        for block in blocks:
+            event = BlockStored(
+                block_hashes=[maybe_convert_block_hash(hashes[block])],
+                parent_block_hash=maybe_convert_block_hash(hashes[block - 1]) if block else None,
+                token_ids=list(request.all_token_ids[block * size : (block + 1) * size]),
+                block_size=size,
+                lora_id=lora.adapter_id if lora else None,
+                medium=MEDIUM_STORAGE,
+                lora_name=lora.name if lora else None,
+            )
+            self._events.append(event)
+
+    def take_events(self) -> Iterable[BlockStored]:
+        """Return the events since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+
+# What an engine lets the connector do: how it was configured, and what vLLM cannot cope with.
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMode:
+    """What the connector does in an engine.
+
+    Attributes:
+        loads: whether KV is loaded.
+        saves: whether KV is saved.
+        load_async: whether it is loaded between steps, while other requests are computed.
+    """
+
+    loads: bool
+    saves: bool
+    load_async: bool
+
+    @classmethod
+    def from_config(cls, config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -> EngineMode:
+        """Return the mode of an engine, and say in the log what is not as somebody may expect."""
+        transfer = config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            _log.warning(
+                "kv_load_failure_policy is %r: a request of which a block cannot be loaded ends with an error."
+                " 'recompute' computes it",
+                transfer.kv_load_failure_policy,
+            )
+        # With several groups vLLM can be told of a failed request only, and only of one that is loaded between steps.
+        # With overlapping steps it would keep a token that the next step computed of KV that was not loaded.
+        must_be_async = len(plan.groups) > 1 or config.max_concurrent_batches > 1
+        if must_be_async and not options.load_async:
+            _log.warning("load_async is false, which this engine cannot do safely: KV is loaded between steps")
+        return cls(
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer and options.publish,
+            load_async=options.load_async or must_be_async,
+        )
+
 
 _NULL_BLOCK = 0  # stands in block tables where a group has dropped its block
 _NO_KEY = BlockKey(0)
@@ -58,7 +166,7 @@ class KvcmScheduler:
 
     def __init__(
         self,
-        plan: KvPlan,
+        plan: KvCacheLayout,
         options: VllmOptions,
         mode: EngineMode,
         link: ManagerLink,
@@ -76,7 +184,7 @@ class KvcmScheduler:
         self._mode = mode
         self._hash_keys = hash_keys
         self._requests: dict[str, TrackedRequest] = {}
-        self._pins = Pins(options.pinned_fraction)
+        self._pins = BlockPins(options.pinned_fraction)
         self._lookups = Lookups(link, plan.lookup, options.lookups, statistics, clock)
         self._saves = SaveQueue(
             WriteSessions(link.client, options.sessions, clock),
@@ -85,7 +193,7 @@ class KvcmScheduler:
             max(1, options.save_batch_bytes // plan.block_bytes),
             options.save_seconds,
             statistics,
-            self._published,
+            self._on_published,
             clock,
         )
         self._reservations = Reservations(plan, self._pins, self._saves, options.decode_batch_blocks, statistics)
@@ -97,63 +205,63 @@ class KvcmScheduler:
         self._ended_sync: set[str] = set()
         link.is_ready()  # registers in the background
 
-    def bind(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool."""
-        self._pins.bind(block_pool, self._give_up_saves)
+        self._pins.bind_gpu_block_pool(block_pool, self._abandon_saves)
 
-    def arrived(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         """Hear of a new request: its lookup begins now, so that it is answered when the request is scheduled."""
         if self._is_off:
             return
         tracked = self._requests[request.request_id] = TrackedRequest(request, self._hash_keys)
-        self._ask(tracked)
+        self._start_lookup(tracked)
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond the local ones, None when that is not known yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self._mode.loads or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
-        found = self._answer(tracked)
+        found = self._poll_lookup(tracked)
         if found is None:
             return None, False
         tracked.local_tokens = local_tokens
         tracked.promised_tokens = max(0, found.blocks * self._plan.block_tokens - local_tokens)
         return tracked.promised_tokens, self._mode.load_async and tracked.promised_tokens > 0
 
-    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """Hear that a request has its blocks, of which `tokens` tokens are to be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.is_loading:
             return
         if not tokens or tracked.found is None:
-            self._forget(tracked)
+            self._release_lookup(tracked)
             return
         tracked.is_loading = True
         self._loading.add(tracked.id)
         self._loads.append(self._load_job(tracked, tracked.found, block_ids, tokens))
 
-    def orders(self, scheduled: Any) -> StepOrders:
+    def build_connector_meta(self, scheduled: Any) -> KvcmConnectorMetadata:
         """Return what the ranks do in a step.
 
         Args:
             scheduled: vLLM's `SchedulerOutput`.
         """
-        self._end_sync_loads()
+        self._finish_sync_loads()
         for request_id in scheduled.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
-                self._reservations.give_back(tracked)
+                self._reservations.release(tracked)
         taking_part = [
             (tracked, tokens)
             for request_id, tokens in scheduled.num_scheduled_tokens.items()
             if (tracked := self._requests.get(request_id)) is not None
         ]
-        self._reservations.begin_step(taking_part, scheduled.kv_connector_block_state)
+        self._reservations.on_step(taking_part, scheduled.kv_connector_block_state)
         if not scheduled.total_num_scheduled_tokens:
-            self._wait_a_moment()
-        orders = StepOrders(
+            self._wait_while_idle()
+        orders = KvcmConnectorMetadata(
             self._loads,
             self._cancelled,
-            self._saves.take_jobs(),
+            self._saves.drain_jobs(),
             waits=not self._mode.load_async,
             storages=self._new_storages(),
         )
@@ -162,28 +270,28 @@ class KvcmScheduler:
         self._loads, self._cancelled = [], set()
         return orders
 
-    def heard(self, ended_loads: Sequence[str], results: StepResults | None) -> None:
+    def update_connector_output(self, ended_loads: Sequence[str], results: KvcmWorkerMetadata | None) -> None:
         """Hear what ended on the ranks.
 
         Args:
             ended_loads: ids of requests whose loads have ended on all ranks.
             results: of the ranks.
         """
-        self._reservations.step_processed()
+        self._reservations.on_step_processed()
         if results is not None:
             if results.has_unknown_storage:
-                self._link.forget()
+                self._link.invalidate()
             for request_id in results.failed_loads:
                 if tracked := self._requests.get(request_id):
-                    self._load_failed(tracked)
-            self._saves.answered(results.saves)
+                    self._on_load_failed(tracked)
+            self._saves.on_save_results(results.saves)
             for report in results.reports:
                 # First, so that the manager does not take them for stored when they are to be saved again.
-                self._saves.call_before_begins(partial(self._report, report))
+                self._saves.run_before_starts(partial(self._report_missing, report))
         for request_id in ended_loads:
-            self._load_ended(request_id)
+            self._on_load_finished(request_id)
 
-    def finished(self, request: Any) -> None:
+    def request_finished(self, request: Any) -> None:
         """Hear that a request has ended, before its blocks are freed."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
@@ -191,29 +299,29 @@ class KvcmScheduler:
         if tracked.is_loading:
             self._cancelled.add(tracked.id)
             self._loading.discard(tracked.id)
-            self._reservations.give_back(tracked)
-        self._reservations.end(tracked)
-        self._forget(tracked)
+            self._reservations.release(tracked)
+        self._reservations.finish(tracked)
+        self._release_lookup(tracked)
 
-    def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Return where the tokens to load come from."""
         tracked = self._requests.get(request.request_id)
         if not tokens or tracked is None or tracked.found is None:
             return {}
         first = tracked.local_tokens // self._plan.block_tokens
         blocks = tracked.found.locations[first : first + -(-tokens // self._plan.block_tokens)]
-        return tokens_by_source(blocks, self._plan.block_tokens)
+        return external_cache_hit_sources(blocks, self._plan.block_tokens)
 
     def take_events(self) -> Iterable[BlockStored]:
         """Return what was stored since the last call."""
-        return self._events.take()
+        return self._events.take_events()
 
     @property
-    def is_busy(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping without requests, so that saves arrive."""
-        return self._saves.is_busy or self._reservations.is_holding
+        return self._saves.is_busy or self._reservations.has_reserved
 
-    def reset(self) -> None:
+    def reset_cache(self) -> None:
         """Share nothing with others from now on, since the weights may have changed; unless they are said to stay."""
         self._lookups.clear()
         if self._options.keep_on_reset:
@@ -221,46 +329,46 @@ class KvcmScheduler:
         if not self._is_off:
             _log.warning("vLLM was reset: KV is not reused until it restarts, since its weights may be others now")
         self._is_off = True
-        self._saves.drop()
+        self._saves.cancel_pending()
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
-            self._reservations.give_back(tracked)
+            self._reservations.release(tracked)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Publish what has ended, give up the rest, within the time that is configured."""
         deadline = self._clock() + self._options.shutdown_seconds / 2  # the ranks had the other half
         self._saves.close(deadline - self._clock())
         self._lookups.close(deadline - self._clock())
         self._link.close(deadline - self._clock())
 
-    def _ask(self, tracked: TrackedRequest) -> None:
+    def _start_lookup(self, tracked: TrackedRequest) -> None:
         blocks = (tracked.request.num_tokens - 1) // self._plan.block_tokens  # one token at least is computed
-        self._lookups.begin(tracked.id, tracked.keys(blocks))
-        tracked.is_asked = True
+        self._lookups.start(tracked.id, tracked.keys(blocks))
+        tracked.has_lookup = True
 
-    def _answer(self, tracked: TrackedRequest) -> Found | None:
+    def _poll_lookup(self, tracked: TrackedRequest) -> FoundPrefix | None:
         """Return what was found, if there is time enough to load it, and ask anew otherwise."""
-        if not tracked.is_asked:
-            self._ask(tracked)
+        if not tracked.has_lookup:
+            self._start_lookup(tracked)
         found = self._lookups.poll(tracked.id)
         if found is not None and found.usable_until - self._clock() < self._options.load_seconds / 2:
-            self._forget(tracked)
-            self._ask(tracked)
+            self._release_lookup(tracked)
+            self._start_lookup(tracked)
             found = self._lookups.poll(tracked.id)
         if found is not None and found is not tracked.found:
-            self._take(tracked, found)
+            self._apply_lookup(tracked, found)
         return found
 
-    def _take(self, tracked: TrackedRequest, found: Found) -> None:
+    def _apply_lookup(self, tracked: TrackedRequest, found: FoundPrefix) -> None:
         """Go by a new answer: blocks that are not stored any more have to be saved again."""
         tracked.found = found
-        if found.is_known and not tracked.has_gap:
+        if found.is_answered and not tracked.has_gap:
             tracked.may_save = self._mode.saves
         if not tracked.reserved:
             tracked.next_block = found.blocks
 
     def _load_job(
-        self, tracked: TrackedRequest, found: Found, block_ids: Sequence[Sequence[int]], tokens: int
+        self, tracked: TrackedRequest, found: FoundPrefix, block_ids: Sequence[Sequence[int]], tokens: int
     ) -> LoadJob:
         first = tracked.local_tokens // self._plan.block_tokens
         end = first + -(-tokens // self._plan.block_tokens)
@@ -270,7 +378,13 @@ class KvcmScheduler:
         return LoadJob(tracked.id, groups, seconds)
 
     def _group_load(
-        self, group: KvGroup, found: Found, keys: Sequence[BlockKey], block_ids: Sequence[int], first: int, end: int
+        self,
+        group: KvCacheGroup,
+        found: FoundPrefix,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        first: int,
+        end: int,
     ) -> GroupLoad:
         locations, offset = found.locations, 0
         if group.window_tokens:
@@ -285,35 +399,35 @@ class KvcmScheduler:
             [block_ids[index] for index in places],
         )
 
-    def _give_up_saves(self) -> None:
-        self._reservations.give_back_all()
-        self._saves.give_up()
+    def _abandon_saves(self) -> None:
+        self._reservations.release_all()
+        self._saves.abandon()
 
-    def _load_failed(self, tracked: TrackedRequest) -> None:
+    def _on_load_failed(self, tracked: TrackedRequest) -> None:
         tracked.may_load = False
-        self._reservations.give_back(tracked)
+        self._reservations.release(tracked)
         tracked.next_block = min(tracked.next_block, tracked.local_tokens // self._plan.block_tokens)
 
-    def _load_ended(self, request_id: str) -> None:
+    def _on_load_finished(self, request_id: str) -> None:
         self._loading.discard(request_id)
         if tracked := self._requests.get(request_id):
             tracked.is_loading = False
-            self._forget(tracked)
+            self._release_lookup(tracked)
 
-    def _end_sync_loads(self) -> None:
+    def _finish_sync_loads(self) -> None:
         """The step that waited for these loads has been given to the ranks; its successor begins."""
         for request_id in self._ended_sync:
-            self._load_ended(request_id)
+            self._on_load_finished(request_id)
         self._ended_sync = set()
 
-    def _forget(self, tracked: TrackedRequest) -> None:
-        if tracked.is_asked:
-            tracked.is_asked = False
-            self._lookups.forget(tracked.id)
+    def _release_lookup(self, tracked: TrackedRequest) -> None:
+        if tracked.has_lookup:
+            tracked.has_lookup = False
+            self._lookups.release(tracked.id)
 
-    def _published(self, run: BlockRun, numbers: Sequence[int]) -> None:
+    def _on_published(self, run: BlockRun, numbers: Sequence[int]) -> None:
         self._lookups.clear()  # what was answered a moment ago is out of date
-        self._events.stored(run.tracked.request, [run.first + number for number in numbers])
+        self._events.on_stored(run.tracked.request, [run.first + number for number in numbers])
 
     def _new_storages(self) -> Sequence[StorageConfig] | None:
         """Return the group's storages, when the ranks do not know them yet."""
@@ -323,12 +437,12 @@ class KvcmScheduler:
         self._sent_storages = registration.storages
         return registration.storages
 
-    def _report(self, report: LoadReport) -> None:
+    def _report_missing(self, report: LoadReport) -> None:
         self._link.client.report_missing(report.lost, corrupt=report.corrupt)
         self._lookups.clear()
 
-    def _wait_a_moment(self) -> None:
+    def _wait_while_idle(self) -> None:
         """Nothing is computed in this step: spare the processor while answers are under way."""
-        if self._loading or self._saves.is_busy or any(tracked.is_asked for tracked in self._requests.values()):
+        if self._loading or self._saves.is_busy or any(tracked.has_lookup for tracked in self._requests.values()):
             self._lookups.answered.clear()
             self._lookups.answered.wait(_IDLE_SECONDS)

@@ -11,26 +11,212 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from connectors.answers import decode_locations
-from connectors.reuse.loading import Deliver, LoadReport, PartToLoad, load_parts, report_of
-from connectors.reuse.staging import Bytes, StagingTrays
+from connectors.client import ManagerClient
+from connectors.layout.gather import EngineKv, block_memory, gather, scatter
+from connectors.layout.stored_format import ByteRange, IndexRange, Shard
+from connectors.layout.tensors import iovec
+from connectors.pool_reports import PoolReporter, PoolReports
+from connectors.reuse.loads import Bytes, Deliver, LoadReport, PartToLoad, StagingTrays, load_parts, missing_report
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.pool import PRIORITY_LOAD, WorkerPool
-from connectors.vllm.layers import LayerProgress, load_layers
-from connectors.vllm.memory import GroupMemory
-from connectors.vllm.messages import GroupLoad, LoadJob, SaveJob, SaveResult, StepOrders, StepResults
+from connectors.transfer.memory import span_of
+from connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
+from connectors.vllm.connector_metadata import (
+    GroupLoad,
+    KvcmConnectorMetadata,
+    KvcmWorkerMetadata,
+    LoadJob,
+    SaveJob,
+    SaveResult,
+)
+from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout, RankPart
+from connectors.vllm.layerwise_load import LayerProgress, load_layers
 from connectors.vllm.options import VllmOptions
-from connectors.vllm.plan import KvPlan
-from connectors.vllm.rank_storages import RankStorages
+from connectors.wire import decode_locations
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.storages import StorageConfig
 
-__all__ = ["KvcmWorker"]
+__all__ = ["GroupMemory", "KvcmWorker", "RankStorages"]
+
+# The storages of one rank: it does not register itself, the scheduler tells what the manager said.
+#
+# One registration per engine: whatever vLLM changes in its configuration inside a worker, all ranks of an engine store
+# and load under one identity.
 
 _log = logging.getLogger(__name__)
+
+
+class RankStorages:
+    """Makes what moves bytes, in the background, and again when the group's storages change.
+
+    Args:
+        client: of the manager, which is told of memory pools that are mapped here; closed with the storages.
+        options: what is configured.
+    """
+
+    def __init__(self, client: ManagerClient, options: VllmOptions) -> None:
+        self._client = client
+        self._options = options
+        self._changed = threading.Condition()
+        self._engine: TransferEngine | None = None
+        self._maker = WorkerPool(1, "kvcm-storages")
+        self._pool_teller = PoolReporter(PoolReports(client), options.call_seconds)
+
+    def set_storages(self, storages: Sequence[StorageConfig]) -> None:
+        """Move bytes to and from these storages from now on."""
+        self._maker.submit(PRIORITY_LOAD, partial(self._use, storages))
+
+    def engine(self, timeout_seconds: float) -> TransferEngine | None:
+        """Return what moves bytes, None when there is nothing in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._engine is not None, max(0.0, timeout_seconds))
+            engine = self._engine
+        if engine is not None:
+            self._pool_teller.report_pools(engine)
+        return engine
+
+    def close(self, timeout_seconds: float) -> None:
+        """Close everything; what hangs longer is left behind."""
+        deadline = time.monotonic() + timeout_seconds
+        self._maker.close(deadline - time.monotonic())
+        self._pool_teller.close(deadline - time.monotonic())
+        self._client.close()
+        if self._engine is not None:
+            self._engine.close(deadline - time.monotonic())
+
+    def _use(self, storages: Sequence[StorageConfig]) -> None:
+        threads, checksums = self._options.transfer_threads or None, self._options.checksums
+        try:
+            engine = TransferEngine.for_storages(storages, threads, checksums=checksums)
+        except Exception:  # a storage's client may raise anything; the engine that we serve goes on
+            _log.exception("the storages of the group cannot be used here, KV is not reused")
+            return
+        self._pool_teller.report_pools(engine)
+        with self._changed:
+            before, self._engine = self._engine, engine
+            self._changed.notify_all()
+        if before is not None:
+            before.close()
+
+
+# The KV of one rank, group by group, as memory that blocks are saved from and loaded into.
+
+_PACKED = ("block", "head", "token", "kv_dim")
+_LATENT = ("block", "head", "token", "dim")
+
+
+class _Piece(NamedTuple):
+    """Where one contiguous piece of block 0 lies, and how far it is to that of the next block."""
+
+    memory: memoryview
+    start: int
+    size_bytes: int
+    step: int
+
+
+class GroupMemory:
+    """Reads and writes the blocks of one group; safe to use from several threads, for different blocks.
+
+    Args:
+        group: of layers.
+        part: of the rank.
+        caches: vLLM's tensors by name of the layer, each [block, head, token, K and V].
+
+    Raises:
+        InvalidArgumentError: a tensor is missing, or not of the form that the group is stored in.
+    """
+
+    def __init__(self, group: KvCacheGroup, part: RankPart, caches: Mapping[str, torch.Tensor]) -> None:
+        missing = [name for name in group.layer_names if name not in caches]
+        if missing:
+            raise InvalidArgumentError(f"no KV cache of layer {missing[0]}, vLLM registered {len(caches)}")
+        axes = _LATENT if group.stored.kv_parts == 1 else _PACKED
+        self.part = part
+        self.part_bytes = group.stored.shard_bytes(part.shard)
+        self._kv = EngineKv(group.stored, part.shard, [[caches[name]] for name in group.layer_names], axes)
+        self._pieces = self._found_pieces()
+
+    def memory_of(self, block_id: int) -> Sequence[memoryview]:
+        """Return the bytes of a block in stored order: the engine's own memory where that is possible, else a copy."""
+        if self._pieces is not None:
+            return [
+                memory[start + block_id * step : start + block_id * step + size]
+                for memory, start, size, step in self._pieces
+            ]
+        direct = block_memory(self._kv, [block_id], self.part.shard)
+        if direct is not None:
+            return direct
+        with self._on_device():
+            copy = torch.empty((1, self.part_bytes), dtype=torch.uint8, device=self._kv.device)
+            gather(self._kv, [block_id], self.part.shard, copy)
+            return iovec([copy.cpu()])
+
+    @property
+    def layers(self) -> int:
+        """Number of layers in a part."""
+        return self.part.shard.layers.end - self.part.shard.layers.first
+
+    def layer_range(self, layer: int) -> ByteRange:
+        """Return where the bytes of a layer lie in a part."""
+        [found] = self._kv.stored.byte_ranges(self.part.shard, self._shard(layer))
+        return found
+
+    def put(self, block_ids: Sequence[int], rows: Bytes, layer: int | None = None) -> None:
+        """Bring stored bytes into blocks.
+
+        Args:
+            block_ids: one per row, none twice.
+            rows: [block, byte], as they were stored.
+            layer: which the rows are of; None for rows of all layers.
+        """
+        with self._on_device():
+            stored = torch.from_numpy(np.ascontiguousarray(rows)).to(self._kv.device)
+            scatter(self._kv, list(block_ids), self._shard(layer), stored)
+            if self._kv.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def _shard(self, layer: int | None) -> Shard:
+        whole = self.part.shard
+        if layer is None:
+            return whole
+        first = whole.layers.first + layer
+        return Shard(IndexRange(first, first + 1), whole.heads)
+
+    def _found_pieces(self) -> list[_Piece] | None:
+        """Return where the pieces of block 0 lie, when those of every other block lie a fixed distance further on.
+
+        A twentieth of the time of `block_memory`, which has to ask torch for every piece of every block.
+        """
+        last = self._kv.blocks - 1
+        first, end = (block_memory(self._kv, [block], self.part.shard) for block in (0, last))
+        if (
+            first is None
+            or end is None
+            or last == 0
+            or [each.nbytes for each in first] != [each.nbytes for each in end]
+        ):
+            return None
+        pieces = []
+        for view, further in zip(first, end, strict=True):
+            step, rest = divmod(span_of(further).address - span_of(view).address, last)
+            whole = memoryview(view.obj).cast("B")
+            start = span_of(view).address - span_of(whole).address
+            if rest or step < view.nbytes or not 0 <= start <= start + last * step + view.nbytes <= whole.nbytes:
+                return None
+            pieces.append(_Piece(whole, start, view.nbytes, step))
+        return pieces
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on a thread's current device, which is the first one for threads that we start."""
+        return torch.cuda.device(self._kv.device) if self._kv.device.type == "cuda" else nullcontext()
+
 
 _JOBS_AT_ONCE = 2
 _LEAST_TRAYS = 2
@@ -50,7 +236,7 @@ class KvcmWorker:
 
     def __init__(
         self,
-        plan: KvPlan,
+        plan: KvCacheLayout,
         rank: int,
         options: VllmOptions,
         storages: RankStorages,
@@ -72,7 +258,7 @@ class KvcmWorker:
         self._ended_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
-        self._results = StepResults()
+        self._results = KvcmWorkerMetadata()
         # Loads wait for nobody's saves.
         self._load_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-load")
         self._save_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-save")
@@ -80,7 +266,7 @@ class KvcmWorker:
         tray_bytes = max(options.staging_bytes // (2 * _LEAST_TRAYS), part_bytes)
         self._trays = StagingTrays(tray_bytes, max(_LEAST_TRAYS, options.staging_bytes // tray_bytes))
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's KV memory.
 
         Raises:
@@ -89,13 +275,13 @@ class KvcmWorker:
         for group in self._plan.groups:
             self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
 
-    def begin_loads(self, orders: StepOrders) -> None:
+    def start_load_kv(self, orders: KvcmConnectorMetadata) -> None:
         """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to.
 
         Layer by layer that is done by `wait_for_layer`.
         """
         if orders.storages is not None:
-            self._storages.use(orders.storages)
+            self._storages.set_storages(orders.storages)
         with self._lock:
             cancelled = [self._loads[request] for request in orders.cancelled if request in self._loads]
         for token in cancelled:
@@ -111,23 +297,23 @@ class KvcmWorker:
             task = partial(self._load, job, token, deadline, on_layers, is_waited_for=orders.waits)
             begun.append(self._load_threads.submit(PRIORITY_LOAD, task))
             if self._progress is not None:
-                begun[-1].add_done_callback(partial(self._progress.end, number))
+                begun[-1].add_done_callback(partial(self._progress.finish, number))
         if orders.waits:
             self._waited_for = begun
         if self._progress is None:
             self._wait_for_loads()
 
-    def wait_for_layer(self, layer_name: str) -> None:
+    def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until this step's loads have brought a layer, where layers wait for them."""
         if self._progress is not None:
             self._progress.wait(layer_name)
 
-    def begin_saves(self, orders: StepOrders) -> None:
+    def start_saves(self, orders: KvcmConnectorMetadata) -> None:
         """Begin the saves of a step, after its forward."""
         for job in orders.saves:
             self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job, self._clock() + job.seconds))
 
-    def take_ended_loads(self) -> tuple[set[str], set[str]]:
+    def get_transfer_results(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that have failed.
 
         Asked at the end of a step: whatever it waited for has ended then.
@@ -138,19 +324,19 @@ class KvcmWorker:
             failed, self._failed_loads = self._failed_loads, set()
             return ended, failed
 
-    def take_failed_block_ids(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded since the last call; asked after `take_ended_loads`."""
         with self._lock:
             failed, self._failed_block_ids = self._failed_block_ids, set()
             return failed
 
-    def take_results(self) -> StepResults | None:
+    def build_connector_worker_meta(self) -> KvcmWorkerMetadata | None:
         """Return what the scheduler has to hear, None for nothing."""
         with self._lock:
-            results, self._results = self._results, StepResults()
+            results, self._results = self._results, KvcmWorkerMetadata()
         return results if results else None
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Begin nothing more, and give up what is under way: no step will hear of it.
 
         The scheduler's side is closed after the ranks, and needs its half of the time to end the write sessions.
@@ -164,7 +350,7 @@ class KvcmWorker:
             threads.close(deadline - self._clock())
         self._storages.close(deadline - self._clock())
 
-    def _new_progress(self, orders: StepOrders) -> LayerProgress | None:
+    def _new_progress(self, orders: KvcmConnectorMetadata) -> LayerProgress | None:
         """Return how far the loads of a step will be, where layers wait for them: it has one group of layers then."""
         if not (self._options.layerwise and orders.waits and orders.loads):
             return None
@@ -240,16 +426,16 @@ class KvcmWorker:
             results = load(parts, memory.part_bytes, deliver)
         else:
             results = load_layers(memory, block_ids, parts, load, on_layers)
-        self._look_at_refusals(results)
+        self._check_refusals(results)
         good = {block_id for block_id, result in zip(block_ids, results, strict=True) if result.ok}
-        return set(group.block_ids) - good, report_of(parts, results, self._statistics)
+        return set(group.block_ids) - good, missing_report(parts, results, self._statistics)
 
     def _save(self, job: SaveJob, deadline: float) -> None:
         result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not begun")
         begun = self._clock()
         try:
             engine = self._storages.engine(self._options.call_seconds)
-            result = self._saved(job, engine, deadline) if engine else result
+            result = self._save_blocks(job, engine, deadline) if engine else result
         except Exception as error:
             _log.exception("a save failed; %d blocks are not stored", len(job.blocks))
             result = SaveResult(1, result.written, result.checksums, repr(error))
@@ -257,7 +443,7 @@ class KvcmWorker:
         with self._lock:
             self._results.saves[job.id] = result
 
-    def _saved(self, job: SaveJob, engine: TransferEngine, deadline: float) -> SaveResult:
+    def _save_blocks(self, job: SaveJob, engine: TransferEngine, deadline: float) -> SaveResult:
         items: list[TransferItem] = []
         owners: list[tuple[int, str]] = []
         written = [True] * len(job.blocks)
@@ -272,7 +458,7 @@ class KvcmWorker:
                 items.append(TransferItem(uri, memory.memory_of(block.block_ids[group_id])))
                 owners.append((number, memory.part.name))
         results = engine.save(items, deadline - self._clock(), self._is_closing)
-        self._look_at_refusals(results)
+        self._check_refusals(results)
         checksums: list[dict[str, int]] = [{} for _ in job.blocks]
         for (number, name), result in zip(owners, results, strict=True):
             written[number] = written[number] and result.ok
@@ -283,7 +469,7 @@ class KvcmWorker:
         reason = next((result.reason for result in results if not result.ok), "")
         return SaveResult(1, tuple(written), tuple(checksums), reason)
 
-    def _look_at_refusals(self, results: Sequence[TransferResult]) -> None:
+    def _check_refusals(self, results: Sequence[TransferResult]) -> None:
         if any(result.failure is Failure.REFUSED for result in results):
             with self._lock:
                 self._results.has_unknown_storage = True  # perhaps it was added since the registration

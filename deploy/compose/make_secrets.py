@@ -11,7 +11,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from kvcm.model.api_keys import new_key
+from kvcm.model.principals import new_key
 
 __all__ = ["GROUPS", "make_secrets"]
 

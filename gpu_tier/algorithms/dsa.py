@@ -17,12 +17,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.algorithms.batch_rows import PerPass, real_rows, sparse_lengths, token_requests
-from gpu_tier.algorithms.page_sidecars import export_pages, import_pages
+from gpu_tier.algorithms.base import (
+    BaseSparseAlgorithm,
+    PerPass,
+    Sidecar,
+    export_pages,
+    import_pages,
+    real_rows,
+    sparse_lengths,
+    token_requests,
+)
 from gpu_tier.config import DsaConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.index.quantise import SCALE_BYTES, hadamard, index_rows, quantise
+from gpu_tier.index.lightning_indexer import SCALE_BYTES, hadamard, index_rows, quantise
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.pools.representation import RepresentationPool
@@ -32,7 +39,7 @@ __all__ = ["DSA"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _StepLengths:
     """What all layers of a step ask for.
 
     Attributes:
@@ -76,7 +83,7 @@ class DSA(BaseSparseAlgorithm):
         )
         self._requests = PerPass(lambda batch, _: token_requests(batch))
         self._rows = PerPass(self._newest_rows)
-        self._asked = PerPass(self._ask)
+        self._asked = PerPass(self._step_lengths)
 
     @property
     def represents_keys(self) -> bool:
@@ -146,12 +153,12 @@ class DSA(BaseSparseAlgorithm):
         topk_select(scores, asked.scored, k, best, torch.empty_like(asked.lengths), impl=self.context.config.kernels)
         return Selection(self.unit, 1, torch.where(asked.is_scored, best, asked.everything), asked.lengths)
 
-    def _ask(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _Asked:
+    def _step_lengths(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _StepLengths:
         assert sparse_mask is not None
         tokens, k = sparse_lengths(batch, sparse_mask), self.max_items
         place = torch.arange(k, dtype=torch.int32, device=tokens.device)
         width = max((0, *batch.lengths))
-        return _Asked(
+        return _StepLengths(
             everything=torch.where(place < tokens[:, None], place, -1)[:, None],
             lengths=tokens.clamp_max(k)[:, None],
             scored=torch.where(tokens > k, tokens, 0),
@@ -160,7 +167,7 @@ class DSA(BaseSparseAlgorithm):
         )
 
     def _scores(
-        self, queries: Tensor, layer_id: int, batch: ForwardBatch, asked: _Asked, extra: dict[str, Tensor]
+        self, queries: Tensor, layer_id: int, batch: ForwardBatch, asked: _StepLengths, extra: dict[str, Tensor]
     ) -> Tensor:
         query, weight = self._index_query(queries, extra)
         q8, scale = quantise(hadamard(query), self.settings.scale_format)

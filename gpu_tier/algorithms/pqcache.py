@@ -16,30 +16,402 @@ of it (`turns="extend"`) or, if they are enough, a codebook of their own (`per_t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.algorithms.batch_rows import PerPass, keep_best
-from gpu_tier.algorithms.pq_clustering import Clusterer, LayerIndex
-from gpu_tier.algorithms.pq_passes import Asked, ask, merged, newest
-from gpu_tier.algorithms.pq_requests import Book, Budgets, Build, PQRequest
-from gpu_tier.algorithms.pq_sidecars import CodebookImport, PQSidecars
-from gpu_tier.config import PQCacheConfig
+from gpu_tier.algorithms.base import BaseSparseAlgorithm, PerPass, Sidecar, keep_best
+from gpu_tier.algorithms.pq_clustering import Clusterer, LayerIndex, dense_layer_seconds
+from gpu_tier.config import PQCacheConfig, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.index import pq
-from gpu_tier.index.layer_time import dense_layer_seconds
+from gpu_tier.index.pq import CodebookImport, PQSidecars
 from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.pools.code_pages import CodePages
+from gpu_tier.pools.code_pages import Appending, CodePages, CodeWindow
 from gpu_tier.pools.representation import RepresentationPool
 from gpu_tier.runtime import upload
 from gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, TokenRanges, Unit
 
-__all__ = ["PQCache"]
+__all__ = [
+    "Budgets",
+    "Build",
+    "Codebook",
+    "CodebookRange",
+    "Newest",
+    "PQCache",
+    "PQRequest",
+    "PQStep",
+    "make_step",
+    "merged",
+    "newest",
+]
+
+# What PQCache knows of its requests on the host: windows and budgets, and which codes exist.
+#
+# A request's tokens are `init` first ones, a middle, and a window of the last `local` ones; the middle's tokens are
+# scored by their codes and the best `k` attended to. Window and k are fixed once, from the prompt's length; a request
+# whose prompt was too short to be sparse takes them from the length at which requests may become sparse.
+#
+# While the middle is too short for an index, all of it is attended to: the request is dense by another way. The middle
+# is clustered by the step that makes it long enough.
+
+_LEAST_LOCAL = 2
+"""The current token and the one before, whose copy to the host may still be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Windows and budgets by length.
+
+    Attributes:
+        settings: of the algorithm.
+        fewest: tokens of the middle from which there is an index.
+        least_prompt: prompt tokens from which requests are sparse.
+        late: tokens beyond which a request becomes sparse whose prompt was shorter.
+        longest: tokens beyond which budgets do not grow.
+        max_tokens: most tokens of a request; a larger budget attends to no more.
+    """
+
+    settings: PQCacheConfig
+    fewest: int
+    least_prompt: int
+    late: int
+    longest: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, config: SparseConfig, settings: PQCacheConfig, fewest: int, max_tokens: int) -> Budgets:
+        """Return those of an engine; in a buffer on the device `top_k` tokens are the most."""
+        longest = min(max_tokens, int(config.top_k / settings.token_ratio)) if config.residency == "lru" else max_tokens
+        late = config.min_sparse_prompt_len
+        if config.residency in ("lru", "device"):
+            late = max(config.device_buffer_size, late)
+        return cls(settings, fewest, config.min_sparse_prompt_len, late, longest, max_tokens)
+
+    def is_sparse(self, n_prompt: int) -> bool:
+        """Return whether a request is sparse from its prompt's end on."""
+        return n_prompt >= self.least_prompt
+
+    def tokens(self, n_prompt: int) -> tuple[int, int]:
+        """Return (local, k) of a request."""
+        basis = n_prompt if self.is_sparse(n_prompt) else self.late + 1
+        return self._budget(basis)
+
+    def _budget(self, basis: int) -> tuple[int, int]:
+        local, k = self.settings.budget(min(basis, self.longest))
+        return max(min(local, self.max_tokens), _LEAST_LOCAL), min(k, self.max_tokens)
+
+    def ring(self, n_tokens: int) -> SteadyRing:
+        """Return the steady places of a request that had so many tokens when that was decided."""
+        return SteadyRing(self.settings.init, self.tokens(n_tokens)[0])
+
+    @property
+    def most_items(self) -> int:
+        """The most tokens of the middle that a head attends to in a step."""
+        _, k = self._budget(self.longest)
+        local, _ = self.tokens(max(self.least_prompt, 1))
+        can_lack_an_index = self.least_prompt < self.settings.init + local + self.fewest
+        return max(k, self.fewest) if can_lack_an_index else k
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a head attends to in a step."""
+        local, _ = self._budget(self.longest)
+        return min(self.max_tokens, self.settings.init + local + self.most_items)
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """A codebook of a request, the same place in all layers.
+
+    Attributes:
+        slot: its place among all codebooks.
+        first: first token whose code is of it, a page's first.
+    """
+
+    slot: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A codebook that is to be made: keys `first` to `stop` - 1 get codes, centroids are those of the middle's."""
+
+    first: int
+    train_first: int
+    train_stop: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class PQRequest:
+    """One request.
+
+    Attributes:
+        request: its row in the per-request tables.
+        layers: layers that have codes.
+        reserved: tokens that memory was set aside for; at first those of the prompt.
+        n_prompt: tokens of its prompt, as far as that is known.
+        local: tokens of the window.
+        k: tokens of the middle that are attended to.
+        books: its codebooks, by their first token.
+        encoded: leading tokens that got codes when the request was clustered, or before it became sparse.
+        decoded: tokens that it had when the last one got its codes in a step.
+        clustered: tokens that the request had when each layer was last clustered, 0 for never.
+        jobs: clustering under way, by layer.
+        build: what the jobs are for.
+        taken: what was taken over of sidecars.
+        is_finished: whether its prompt is complete.
+        is_sparse: whether it attends sparsely.
+    """
+
+    request: int
+    layers: int
+    reserved: int = 0
+    n_prompt: int = 0
+    local: int = 0
+    k: int = 0
+    books: list[Codebook] = field(default_factory=list)
+    encoded: int = 0
+    decoded: int = 0
+    clustered: list[int] = field(default_factory=list)
+    jobs: dict[int, Future[LayerIndex]] = field(default_factory=dict)
+    build: Build | None = None
+    taken: CodebookImport | None = None
+    is_finished: bool = False
+    is_sparse: bool = False
+
+    def __post_init__(self) -> None:
+        self.clustered = [0] * self.layers
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether there are codes in all layers."""
+        return bool(self.books) and min(self.clustered) > 0
+
+    @property
+    def coded(self) -> int:
+        """Leading tokens that have codes, once the step is over that gives the last one its codes."""
+        return max(self.encoded, self.decoded)
+
+    def first_local(self, n_tokens: int, init: int) -> int:
+        """Return the first token of the window; of a short request the first behind the `init` first ones."""
+        return max(n_tokens - self.local, min(init, n_tokens))
+
+    def due(self, budgets: Budgets) -> float:
+        """Return the tokens with which the middle is to be clustered the next time."""
+        settings = budgets.settings
+        if not self.is_indexed:
+            return settings.init + self.local + budgets.fewest
+        return min(self.clustered) + settings.rebuild_every if settings.rebuild_every else math.inf
+
+    def cancel_jobs(self) -> None:
+        """Drop what is being clustered."""
+        for job in self.jobs.values():
+            job.cancel()
+        self.jobs.clear()
+        self.build = None
+
+
+# What all layers of a decode step of PQCache have in common: made on the host once, and uploaded.
+#
+# Nothing here waits for the device: what the host knows of requests says which rows have codes, how many tokens they
+# look at and what is due; the sparse mask is applied on the device.
+
+
+@dataclass(frozen=True, slots=True)
+class CodebookRange:
+    """Tokens that are scored with one codebook each.
+
+    Attributes:
+        slots: ``int64 [B]`` codebook of each row.
+        first: ``int32 [B]`` first token.
+        stop: ``int32 [B]`` end of them; not behind `first` for rows that have none.
+    """
+
+    slots: Tensor
+    first: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PQStep:
+    """What all layers of a step ask for.
+
+    Attributes:
+        tokens: ``int32 [B]`` tokens of the rows that select, 0 for the others.
+        first: ``int32 [B]`` first token of the window, 0 for rows that do not select.
+        firsts: the same of the real rows on the host.
+        middle: ``int32 [B]`` tokens between the first ones and the window.
+        k: ``int32 [B]`` how many of them each row selects; None when `most` is right for all.
+        most: the most that a row selects.
+        most_local: tokens of the largest window.
+        width: tokens that scores have room for.
+        table: ``int32 [B, P]`` pages of the codes.
+        window: of the codes.
+        spans: what is scored with which codebook, one or two.
+    """
+
+    tokens: Tensor
+    first: Tensor
+    firsts: tuple[int, ...]
+    middle: Tensor
+    k: Tensor | None
+    most: int
+    most_local: int
+    width: int
+    table: Tensor
+    window: CodeWindow
+    spans: tuple[CodebookRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What a step's tokens bring.
+
+    Attributes:
+        where: places of their codes; None when no row has codes.
+        slots: ``int64 [B]`` codebook of each row.
+        due: requests to be clustered anew, with their tokens and the tokens at which that was due.
+    """
+
+    where: Appending | None
+    slots: Tensor
+    due: tuple[tuple[PQRequest, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a row asks for: all 0 when it does not select."""
+
+    tokens: int = 0
+    first: int = 0
+    k: int = 0
+    slot: int = 0
+    border: int = 0
+    second_slot: int = 0
+
+    @classmethod
+    def of(cls, held: PQRequest | None, n_tokens: int, budgets: Budgets) -> _Row:
+        if held is None or not held.is_sparse:
+            return cls()
+        first = held.first_local(n_tokens, budgets.settings.init)
+        if not held.is_indexed:
+            return cls(n_tokens, first, max(held.k, budgets.fewest))
+        slots = [book.slot for book in held.books]
+        border = held.books[1].first if len(slots) > 1 else n_tokens
+        return cls(n_tokens, first, held.k, slots[0], border, slots[-1])
+
+
+def make_step(
+    batch: ForwardBatch, sparse_mask: Tensor, requests: Mapping[int, PQRequest], codes: CodePages, budgets: Budgets
+) -> PQStep:
+    """Return what a decode step asks for."""
+    device, init = sparse_mask.device, budgets.settings.init
+    rows = [
+        _Row.of(requests.get(request), length, budgets)
+        for request, length in zip(batch.requests, batch.lengths, strict=True)
+    ]
+    middles = [max(0, row.first - init) for row in rows]
+    most = max((min(row.k, middle) for row, middle in zip(rows, middles, strict=True)), default=0)
+    alike = all(min(row.k, middle) == min(most, middle) for row, middle in zip(rows, middles, strict=True))
+    numbers = _upload([[row.tokens, row.first, row.k, row.slot, row.border, row.second_slot] for row in rows], batch)
+    tokens, first, k, _, border, _ = torch.where(sparse_mask, numbers, 0).unbind(0)
+    width = max((row.first for row in rows), default=0)
+    pages = max(1, codes.pool.pages_of(width))
+    return PQStep(
+        tokens=tokens,
+        first=first,
+        firsts=tuple(row.first for row in rows),
+        middle=(first - init).clamp_min(0),
+        k=None if alike else k,
+        most=most,
+        most_local=max((row.tokens - row.first for row in rows), default=0),
+        width=width,
+        table=codes.pool.table[batch.req_pool_indices, :pages],
+        window=codes.window(_scored_tokens(batch, rows, requests, init)),
+        spans=_codebook_ranges(
+            (numbers[3], numbers[5]), (torch.full_like(first, init, device=device), first), border, rows
+        ),
+    )
+
+
+def _upload(columns: Sequence[Sequence[int]], batch: ForwardBatch) -> Tensor:
+    """Return ``int32 [numbers, B]``, 0 in padding rows."""
+    numbers = torch.tensor(columns, dtype=torch.int32).view(len(columns), -1).T.contiguous()
+    padded = torch.nn.functional.pad(numbers, (0, batch.rows - len(columns)))
+    return upload(padded, batch.seq_lens.device)
+
+
+def _scored_tokens(
+    batch: ForwardBatch, rows: Sequence[_Row], requests: Mapping[int, PQRequest], init: int
+) -> list[tuple[int, int, int]]:
+    """Return (request, tokens looked at, tokens that have codes) of rows that score."""
+    return [
+        (request, row.first, row.tokens - 1)
+        for request, row in zip(batch.requests, rows, strict=True)
+        if row.first > init and requests[request].is_indexed
+    ]
+
+
+def _codebook_ranges(
+    slots: tuple[Tensor, Tensor], middle: tuple[Tensor, Tensor], border: Tensor, rows: Sequence[_Row]
+) -> tuple[CodebookRange, ...]:
+    first, stop = middle
+    if all(row.slot == row.second_slot for row in rows):
+        return (CodebookRange(slots[0].long(), first, stop),)
+    one = CodebookRange(slots[0].long(), first, torch.minimum(stop, border))
+    return one, CodebookRange(slots[1].long(), torch.maximum(first, border), stop)
+
+
+def newest(batch: ForwardBatch, requests: Mapping[int, PQRequest], codes: CodePages, budgets: Budgets) -> Newest:
+    """Return what a decode step's tokens bring."""
+    spare, size = codes.tail.shape[1] - 1, codes.page_tokens
+    rows, completed, due = [], [], []
+    for request, length in zip(batch.requests, batch.lengths, strict=True):
+        held, place = requests[request], (length - 1) % size
+        if not held.is_sparse or not held.is_indexed:
+            rows.append([spare, 0, 0])
+        else:
+            rows.append([request, place, held.books[-1].slot])
+            held.decoded = length
+            if place == size - 1:
+                completed.append((request, codes.page(request, length - 1)))
+        if held.is_sparse and length >= held.due(budgets):
+            due.append((held, length, held.due(budgets)))
+    padding = [[spare, 0, 0]] * (batch.rows - len(rows))
+    places = upload(torch.tensor([*rows, *padding], dtype=torch.int64).view(-1, 3).T, batch.seq_lens.device)
+    where = Appending(places[0], places[1], tuple(completed)) if any(row[0] != spare for row in rows) else None
+    return Newest(where, places[2], tuple(due))
+
+
+def merged(indices: Tensor, lengths: Tensor, asked: PQStep, init: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the first tokens, the selected ones and the window as one selection of single tokens.
+
+    Args:
+        indices: ``int32 [B, H, K]`` selected tokens of the middle, ascending.
+        lengths: ``int32 [B, H]``.
+        asked: of the step.
+        init: first tokens that are always attended to.
+        width: of the result.
+
+    Returns:
+        ``int32 [B, H, width]`` ascending, -1 behind the lengths, and ``int32 [B, H]``.
+    """
+    before = asked.tokens.clamp_max(init)[:, None, None]
+    selected = lengths[..., None]
+    place = torch.arange(width, dtype=torch.int32, device=indices.device)
+    whole = before + selected + (asked.tokens - asked.first)[:, None, None]
+    chosen = indices.gather(-1, (place - before).clamp(0, indices.shape[-1] - 1).long().expand(*lengths.shape, -1))
+    local = asked.first[:, None, None] + place - before - selected
+    token = torch.where(place < before, place, torch.where(place < before + selected, chosen, local))
+    return torch.where(place < whole, token, -1).int(), whole[..., 0].int()
 
 
 class PQCache(BaseSparseAlgorithm):
@@ -83,7 +455,7 @@ class PQCache(BaseSparseAlgorithm):
         self._imported = 0
         self.clusters_beside = context.runtime.is_cuda and self.clusterer.on_cpu
         self._last: tuple[ForwardBatch, int, Tensor] | None = None
-        self._asked = PerPass(self._ask)
+        self._asked = PerPass(self._make_step)
         self._newest = PerPass(lambda batch, _: newest(batch, self._requests, self.codes, self.budgets))
 
     @property
@@ -154,7 +526,7 @@ class PQCache(BaseSparseAlgorithm):
         """See `BaseSparseAlgorithm`."""
         held = self._requests.pop(request, None)
         if held is not None:
-            held.forget_jobs()
+            held.cancel_jobs()
             for book in held.books:
                 self.codebooks[:, book.slot] = 0
         self.codes.free(request)
@@ -181,7 +553,7 @@ class PQCache(BaseSparseAlgorithm):
         held = self._requests[request]
         held.taken, held.is_finished = None, True
         if held.n_prompt != n_prompt:
-            held.forget_jobs()
+            held.cancel_jobs()
             held.n_prompt = n_prompt
         held.local, held.k = self.budgets.tokens(n_prompt)
         if self.budgets.is_sparse(n_prompt):
@@ -242,16 +614,18 @@ class PQCache(BaseSparseAlgorithm):
         build = held.build
         if build is None:
             return
-        book = Book(held.request * self.books_each + len(held.books), build.first)
+        book = Codebook(held.request * self.books_each + len(held.books), build.first)
         for layer in range(held.layers):
             for other in range(layer, held.layers):
                 self._begin(held, other, at_once=other == layer)
-            self._take(held, layer, held.jobs.pop(layer).result(), build.first, (book,))
+            self._store_index(held, layer, held.jobs.pop(layer).result(), build.first, (book,))
         held.books.append(book)
         held.encoded, held.clustered = build.stop, [build.stop] * held.layers
         held.build = None
 
-    def _take(self, held: PQRequest, layer: int, index: LayerIndex, first: int, books: tuple[Book, ...]) -> None:
+    def _store_index(
+        self, held: PQRequest, layer: int, index: LayerIndex, first: int, books: tuple[Codebook, ...]
+    ) -> None:
         for book in books:
             self.codebooks[layer, book.slot] = upload(index.codebook, self.codebooks.device)
         self.codes.write(layer, held.request, first, index.codes)
@@ -279,23 +653,23 @@ class PQCache(BaseSparseAlgorithm):
         if step.where is not None:
             row = self.context.geometry.parts[0]
             stored = row.decode(row.encode(k))
-            self.codes.append(layer, step.where, pq.encode_rows(stored, self._books(batch, layer, step.slots)))
+            self.codes.append(layer, step.where, pq.encode_rows(stored, self._codebooks_of(batch, layer, step.slots)))
         for held, n_tokens, due in step.due:
             if held.clustered[layer] < due:
-                self._cluster_anew(held, layer, n_tokens)
+                self._recluster(held, layer, n_tokens)
 
-    def _cluster_anew(self, held: PQRequest, layer: int, n_tokens: int) -> None:
+    def _recluster(self, held: PQRequest, layer: int, n_tokens: int) -> None:
         index = self.clusterer.now(
             self._keys(layer, held.request, 0, n_tokens), self.settings.init, n_tokens - held.local
         )
         # Layers that were not reached yet keep their two codebooks until all have one.
-        books = tuple(held.books) or (Book(held.request * self.books_each, 0),)
-        self._take(held, layer, index, 0, books)
+        books = tuple(held.books) or (Codebook(held.request * self.books_each, 0),)
+        self._store_index(held, layer, index, 0, books)
         held.clustered[layer], held.books = n_tokens, list(books)
         if min(held.clustered) == n_tokens:
             held.books, held.encoded = [books[0]], n_tokens
 
-    def _books(self, batch: ForwardBatch, layer: int, slots: Tensor, *, fresh: bool = False) -> Tensor:
+    def _codebooks_of(self, batch: ForwardBatch, layer: int, slots: Tensor, *, fresh: bool = False) -> Tensor:
         """Return the codebooks of each row, ``f32 [B, H, m, 2^b, d/m]``; those that the layer was scored with last.
 
         They are large: the codebooks that a layer's tokens get their codes of are those that it was just scored with.
@@ -317,11 +691,11 @@ class PQCache(BaseSparseAlgorithm):
             self.unit, 1, indices, lengths, always, SteadyZone(self.settings.init, asked.first, asked.firsts)
         )
 
-    def _ask(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> Asked:
+    def _make_step(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> PQStep:
         assert sparse_mask is not None
-        return ask(batch, sparse_mask, self._requests, self.codes, self.budgets)
+        return make_step(batch, sparse_mask, self._requests, self.codes, self.budgets)
 
-    def _best(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _best(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: PQStep) -> tuple[Tensor, Tensor]:
         """Return the best tokens of the middle, ``int32 [B, H, K]`` ascending, and how many, ``int32 [B, H]``."""
         heads, init, width = self.shape.heads, self.settings.init, max(1, asked.most)
         indices = torch.full((len(queries), heads, width), -1, dtype=torch.int32, device=queries.device)
@@ -334,12 +708,12 @@ class PQCache(BaseSparseAlgorithm):
             indices, lengths = keep_best(indices, lengths, scores, asked.k)
         return torch.where(indices < 0, -1, indices + init), lengths
 
-    def _scores(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: Asked) -> Tensor:
+    def _scores(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: PQStep) -> Tensor:
         """Return ``f32 [B, H, N]``: the sum of the softmax over the middle of each query head of a group."""
         codes = self.codes.codes(layer, asked.window)
         out = torch.empty(len(queries), self.context.num_q_heads, asked.width, device=queries.device)
         for number, span in enumerate(asked.spans):
-            table = pq.tables(queries, self._books(batch, layer, span.slots, fresh=True), self.context.sm_scale)
+            table = pq.tables(queries, self._codebooks_of(batch, layer, span.slots, fresh=True), self.context.sm_scale)
             scores = torch.empty_like(out) if number else out
             pq_score(table, codes, asked.table, span.first, span.stop, scores, impl=self.context.config.kernels)
             if number:
@@ -392,7 +766,7 @@ class PQCache(BaseSparseAlgorithm):
             return 0
         self.codes.adopt(request, before, codes)
         if not held.books:
-            held.books.append(Book(request * self.books_each, 0))
+            held.books.append(Codebook(request * self.books_each, 0))
             self._imported += held.layers
             books = taken.codebook.view(torch.float16).view(self.codebooks[:, 0].shape)
             self.codebooks[:, request * self.books_each] = upload(books, self.codebooks.device)

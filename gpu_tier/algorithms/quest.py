@@ -23,25 +23,68 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.algorithms.batch_rows import PerPass, keep_best, real_rows, sparse_lengths
-from gpu_tier.algorithms.chunk_pages import ChunkPages
-from gpu_tier.algorithms.page_sidecars import export_pages, import_pages
+from gpu_tier.algorithms.base import (
+    BaseSparseAlgorithm,
+    PerPass,
+    Sidecar,
+    export_pages,
+    import_pages,
+    keep_best,
+    real_rows,
+    sparse_lengths,
+)
 from gpu_tier.config import QuestConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.quest_score.bounds import round_down, round_up
+from gpu_tier.kernels.quest_score import quest_score, round_down, round_up
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.pools.representation import RepresentationPool
 from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
 
-__all__ = ["Quest"]
+__all__ = ["ChunkPages", "Quest"]
+
+# A prefill pass laid out in whole scoring pages, so that a reduction over pages needs no atomics.
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPages:
+    """The pages that the tokens of a pass touch, row by row.
+
+    Attributes:
+        token: ``int64 [T]`` place of each token in ``[touched pages · page]``.
+        requests: ``int64 [touched pages]`` request of each page.
+        positions: ``int64 [touched pages]`` position of the page's first token in its request.
+    """
+
+    token: Tensor
+    requests: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, page: int, device: torch.device) -> ChunkPages:
+        """Return the layout of a pass; computed on the host from the lengths that it brings along."""
+        tokens, requests, positions, touched = [], [], [], 0
+        for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
+            if not extend:
+                continue
+            start = length - extend
+            borders = torch.arange(start - start % page, length, page)
+            tokens.append(torch.arange(extend) + touched * page + start % page)
+            requests.append(torch.full_like(borders, request))
+            positions.append(borders)
+            touched += len(borders)
+        return cls(*(_joined(pieces, device) for pieces in (tokens, requests, positions)))
+
+
+def _joined(pieces: list[Tensor], device: torch.device) -> Tensor:
+    whole = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    return whole.to(device, non_blocking=True)
+
 
 _BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _StepPages:
     """What all layers of a step ask for.
 
     Attributes:
@@ -78,7 +121,7 @@ class Quest(BaseSparseAlgorithm):
         self._newest_pages = PerPass(
             lambda batch, _: self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
         )
-        self._asked = PerPass(self._ask)
+        self._asked = PerPass(self._step_pages)
         self.pool = RepresentationPool(
             num_layers=geometry.num_layers - self.skip_layers,
             page_tokens=self.settings.page,
@@ -191,7 +234,7 @@ class Quest(BaseSparseAlgorithm):
         least = self.settings.recent_pages + self.settings.sink_pages
         return torch.minimum(wanted.clamp(least, self.max_items), pages)
 
-    def _ask(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _Asked:
+    def _step_pages(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _StepPages:
         assert sparse_mask is not None
         settings = self.settings
         tokens = sparse_lengths(batch, sparse_mask)
@@ -200,9 +243,9 @@ class Quest(BaseSparseAlgorithm):
         page = torch.arange(width, device=tokens.device)
         always = (page >= (pages - settings.recent_pages)[:, None]) | (page < settings.sink_pages)
         table = self.pool.table[batch.req_pool_indices, :width]
-        return _Asked(tokens, pages, (pages - 1).clamp_min(0), always[:, None], table)
+        return _StepPages(tokens, pages, (pages - 1).clamp_min(0), always[:, None], table)
 
-    def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, step: _Asked) -> Tensor:
+    def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, step: _StepPages) -> Tensor:
         """Return ``f32 [B, Hs, P]``; -inf for the page that is being written and behind it."""
         context, heads, rule = self.context, self.context.geometry.num_kv_heads, self.settings.group
         grouped = queries.float().unflatten(1, (heads, context.group))

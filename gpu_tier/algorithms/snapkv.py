@@ -12,22 +12,140 @@ the set then is the best of all tokens so far and the window.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.algorithms.batch_rows import sparse_lengths
-from gpu_tier.algorithms.observation import ObservationWindows
-from gpu_tier.algorithms.votes import votes
+from gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
 from gpu_tier.config import SnapKVConfig
 from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.geometry import KVDtype
 from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.rows import KVDtype
 from gpu_tier.types import ForwardBatch, Selection, Unit
 
-__all__ = ["SnapKV"]
+__all__ = ["ObservationWindows", "SnapKV", "votes"]
+
+# The last queries of each request, for algorithms in which they vote.
+#
+# A window is a ring: the query of position p is at place ``p % width``. Positions are taken once, in order: a chunk
+# that comes again changes nothing, and behind a gap (tokens whose queries nobody saw, as those of an attached prefix)
+# the window begins anew.
+
+
+@dataclass(slots=True)
+class _Window:
+    data: Tensor
+    seen: dict[int, range] = field(default_factory=dict)  # by layer: positions whose queries were recorded
+
+
+class ObservationWindows:
+    """The last `width` queries of requests in each layer.
+
+    Args:
+        num_layers: layers.
+        width: queries of a window.
+        heads: query heads Hq.
+        dims: numbers of a query.
+        dtype: how they are kept.
+        device: where.
+    """
+
+    def __init__(
+        self, num_layers: int, width: int, heads: int, dims: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.width = width
+        self._shape = (num_layers, width, heads, dims)
+        self._dtype, self._device = dtype, device
+        self._windows: dict[int, _Window] = {}
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a request's windows."""
+        return torch.Size(self._shape).numel() * self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all windows."""
+        return sum(window.data.nbytes for window in self._windows.values())
+
+    def open(self, request: int) -> None:
+        """Begin to record a request; of one that is recorded nothing happens."""
+        if request not in self._windows:
+            self._windows[request] = _Window(torch.empty(self._shape, dtype=self._dtype, device=self._device))
+
+    def close(self, request: int) -> None:
+        """Forget a request; one that is not known too."""
+        self._windows.pop(request, None)
+
+    def record(self, layer: int, batch: ForwardBatch, queries: Tensor) -> None:
+        """Take the queries ``[T, Hq, d]`` of a pass over, of the requests that are recorded."""
+        token = 0
+        for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
+            window = self._windows.get(request)
+            if window is not None:
+                self._record(window, layer, range(length - extend, length), queries[token : token + extend])
+            token += extend
+
+    def _record(self, window: _Window, layer: int, positions: range, queries: Tensor) -> None:
+        seen = window.seen.get(layer, range(0))
+        first = positions.start
+        if seen and first <= seen.stop:
+            positions = range(max(first, seen.stop), positions.stop)
+        if not positions:
+            return
+        begins = seen.start if seen and positions.start == seen.stop else positions.start
+        window.seen[layer] = range(begins, positions.stop)
+        taken = positions[-self.width :]
+        places = torch.arange(taken.start, taken.stop, device=self._device) % self.width
+        window.data[layer, places] = queries[taken.start - first : taken.stop - first].to(self._dtype)
+
+    def last(self, layer: int, request: int) -> tuple[range, Tensor]:
+        """Return the positions of the last queries, at most `width`, and the queries ``[m, Hq, d]``."""
+        window = self._windows.get(request)
+        if window is None or layer not in window.seen:
+            return range(0), torch.empty(0, *self._shape[2:], dtype=self._dtype, device=self._device)
+        positions = window.seen[layer][-self.width :]
+        places = torch.arange(positions.start, positions.stop, device=self._device) % self.width
+        return positions, window.data[layer, places]
+
+
+# How much the last queries of a prompt attend to each of its tokens (SnapKV, Li et al., NeurIPS 2024).
+
+
+def votes(
+    queries: Tensor, positions: range, keys: Tensor, *, sm_scale: float, candidates: int, pool: str, kernel: int
+) -> Tensor:
+    """Return the votes for the leading tokens, ``f32 [H, candidates]``.
+
+    A query head's vote for a token is the sum of its attention weights over the queries, each over all keys up to its
+    own position. It is pooled over the neighbours among the candidates (avg counts what lies outside as zeros) and
+    summed over the query heads of a KV head.
+
+    Args:
+        queries: ``[m, Hq, d]``.
+        positions: of the queries.
+        keys: ``f32 [n, H, d]`` of all tokens.
+        sm_scale: what products are multiplied by before the softmax.
+        candidates: tokens that can be voted for; at least 1.
+        pool: avg or max.
+        kernel: tokens that are pooled, odd.
+    """
+    heads = keys.shape[1]
+    grouped = queries.float().unflatten(1, (heads, -1))
+    own = torch.arange(positions.start, positions.stop, device=keys.device)
+    future = torch.arange(len(keys), device=keys.device) > own[:, None]
+    pooled = avg_pool1d if pool == "avg" else max_pool1d
+    result = torch.empty(heads, candidates, device=keys.device)
+    # Head by head: the weights of all of them would be the largest tensor of the prefill.
+    for head in range(heads):
+        products = torch.einsum("mgd,nd->gmn", grouped[:, head], keys[:, head]) * sm_scale
+        weights = products.masked_fill_(future, -torch.inf).softmax(-1)[..., :candidates].sum(1)
+        result[head] = pooled(weights[:, None], kernel, stride=1, padding=kernel // 2).sum((0, 1))
+    return result
+
 
 _ID_BYTES = 4
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.algorithms.batch_rows import sparse_lengths
+from gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
 from gpu_tier.config import StreamingLLMConfig
 from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
 

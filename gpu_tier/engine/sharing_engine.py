@@ -14,9 +14,8 @@ from gpu_tier.connector import KVFormat
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.manager.prefix_attach import PrefixAttach
-from gpu_tier.manager.prefixes import PrefixStore, SidecarSpec
-from gpu_tier.trackers import RequestState
+from gpu_tier.manager.prefixes import PrefixAttach, PrefixStore, SidecarSpec
+from gpu_tier.request_lifecycle import RequestState
 
 __all__ = ["SharingEngine", "sidecar_of"]
 
@@ -97,27 +96,27 @@ class SharingEngine:
 
     def tokens(self, number: int) -> list[int]:
         """Return a prompt and what was generated."""
-        prompt = self._known(number)
+        prompt = self._resolve(number)
         return list(prompt.tokens) if prompt.request is None else self._engine.tokens(prompt.request)
 
     def attached_tokens(self, number: int) -> int:
         """Return the leading tokens that need not be computed, 0 while it is not known."""
-        prompt = self._known(number)
+        prompt = self._resolve(number)
         return 0 if prompt.request is None else self._coordinator.trackers[prompt.request].cached_tokens
 
     def finish(self, number: int) -> None:
         """End a prompt whose answer is complete; what of it is exact is published."""
-        prompt = self._known(number)
+        prompt = self._resolve(number)
         if prompt.request is not None:
             self._publish_rest(prompt)
             self._engine.finish(prompt.request)
         else:
-            self._let_go(prompt)
+            self._release(prompt)
         del self._prompts[number]
 
     def retract(self, number: int) -> None:
         """Take a prompt off to make room; it goes on as soon as there is some, from what of it is exact."""
-        prompt = self._known(number)
+        prompt = self._resolve(number)
         if prompt.request is None:
             return
         self._publish_rest(prompt)
@@ -132,18 +131,18 @@ class SharingEngine:
         if prompt.request is not None:
             self._engine.abort(prompt.request)
         else:
-            self._let_go(prompt)
+            self._release(prompt)
 
-    def _let_go(self, prompt: _Prompt) -> None:
+    def _release(self, prompt: _Prompt) -> None:
         if prompt.attach is not None:
             self._store.abort(prompt.attach)
 
-    def _known(self, number: int) -> _Prompt:
+    def _resolve(self, number: int) -> _Prompt:
         if number not in self._prompts:
             raise StateError(f"no such prompt: {number}")
         return self._prompts[number]
 
-    def _room(self) -> tuple[int, ...]:
+    def _free_pages(self) -> tuple[int, ...]:
         """Return what is left of everything that a request takes."""
         manager = self._coordinator.manager
         return manager.tables.available, manager.device.allocator.available, manager.host.allocator.available
@@ -151,16 +150,16 @@ class SharingEngine:
     def _admit(self) -> None:
         """Let prompts run whose prefix is known, as far as there is room."""
         if self._full_at is not None and all(
-            now <= then for now, then in zip(self._room(), self._full_at, strict=True)
+            now <= then for now, then in zip(self._free_pages(), self._full_at, strict=True)
         ):
             return
         self._full_at = None
         for number, prompt in list(self._prompts.items()):
-            if prompt.request is None and not self._try(number, prompt):
-                self._full_at = self._room()
+            if prompt.request is None and not self._try_admit(number, prompt):
+                self._full_at = self._free_pages()
                 return
 
-    def _try(self, number: int, prompt: _Prompt) -> bool:
+    def _try_admit(self, number: int, prompt: _Prompt) -> bool:
         """Let a prompt run if its prefix is there; returns false when there is no room for it."""
         prompt.attach = prompt.attach or self._store.begin(prompt.tokens)
         prefix = self._store.poll(prompt.attach)
@@ -182,7 +181,7 @@ class SharingEngine:
 
     def _publish_rest(self, prompt: _Prompt) -> None:
         assert prompt.request is not None
-        self._coordinator.manager.settle(prompt.request)
+        self._coordinator.manager.wait_for_copies(prompt.request)
         self._publish(prompt, at_end=True)
 
     def _publish(self, prompt: _Prompt, *, at_end: bool) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 
 __all__ = ["MODEL_SHAPES", "Device", "ModelShape", "model_shape"]
 

@@ -15,16 +15,14 @@ from torch import Tensor
 from gpu_tier.assembly import build
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.layer_driver import LayerDriver
-from gpu_tier.engine.model import ModelState
-from gpu_tier.engine.recall_data import RecallBatch
-from gpu_tier.engine.recall_model import RecallModel
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.engine.decode_engine import LayerDriver
+from gpu_tier.engine.interfaces import ModelState
+from gpu_tier.engine.recall_model import RecallBatch, RecallModel
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from gpu_tier.manager.residency import LruDiffPolicy
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
 from gpu_tier.manager.wave_buffer import WaveBuffer
 from gpu_tier.manager.wave_gpu import WaveGpuBuffer
-from gpu_tier.rows import KVDtype
 
 __all__ = ["RecallRun", "recall", "tokens_for_bytes"]
 

@@ -159,7 +159,7 @@ class _Problems:
         for problem, sizes in enumerate(self.sizes_of):
             chosen[problem, : sizes[1]] = picks[sizes]
         chosen = upload(chosen, self.x.device)
-        return _take(self.x, chosen.clamp_min(0)).masked_fill_((chosen < 0)[..., None], 0)
+        return _gather_rows(self.x, chosen.clamp_min(0)).masked_fill_((chosen < 0)[..., None], 0)
 
     def reseed(self, labels: Tensor, centroids: Tensor, sizes: Tensor, kernels: str) -> None:
         """Move centroids without rows to the rows farthest from their centroids."""
@@ -193,16 +193,16 @@ def _reseed(x: Tensor, labels: Tensor, centroids: Tensor, unused: Tensor, kernel
     far = far[:, 0].long()
     farthest = far.gather(1, apart.gather(1, far).sort(dim=1, descending=True, stable=True).indices)
     rows = farthest.gather(1, (unused.cumsum(1) - 1).clamp_(0, k - 1))
-    centroids.copy_(torch.where(unused[..., None], _take(x, rows), centroids))
+    centroids.copy_(torch.where(unused[..., None], _gather_rows(x, rows), centroids))
 
 
 def _distances(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
     """Return the squared distance ``[S, T]`` of each row to its centroid; -1 for rows without one."""
-    apart = _take(centroids, labels.clamp_min(0).long()).sub_(x).square_().sum(-1)
+    apart = _gather_rows(centroids, labels.clamp_min(0).long()).sub_(x).square_().sum(-1)
     return apart.masked_fill_(labels < 0, -1)
 
 
-def _take(x: Tensor, rows: Tensor) -> Tensor:
+def _gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return ``[S, C, d]`` rows of each problem."""
     return x.gather(1, rows[..., None].expand(*rows.shape, x.shape[2]))
 

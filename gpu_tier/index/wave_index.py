@@ -15,19 +15,35 @@ of a segment.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gpu_tier.config import RetroInferConfig
+from gpu_tier.geometry import KVGeometry
 from gpu_tier.index.kmeans import spherical_kmeans
 from gpu_tier.kernels.segment_sum import segment_sum
-from gpu_tier.retrieval_config import RetroInferConfig
 
 __all__ = [
-    "Clusters", "build_global", "build_segment", "build_segments", "clusters_of", "due_updates", "most_clusters",
-    "prompt_mean", "prompt_segments", "whole_segments",
-]  # fmt: skip
+    "Clusters",
+    "SegmentRows",
+    "SegmentSink",
+    "StoredSegment",
+    "WaveSegment",
+    "build_global",
+    "build_segment",
+    "build_segments",
+    "clusters_of",
+    "due_updates",
+    "most_clusters",
+    "prompt_mean",
+    "prompt_segments",
+    "whole_segments",
+]
 
 _SCORES = 1 << 26  # numbers of a piece of the scores of a global assignment
 
@@ -206,3 +222,165 @@ def _gather(
     centroids = sums / sizes.clamp_min(1)[..., None]
     members = labels.argsort(dim=1, stable=True).int()
     return centroids, value_sums, sizes, members
+
+
+# A clustered segment of a request, and who wants to hear of it.
+#
+# The clusters of a request in a layer are numbered through: those of its first segment first, then those of the next.
+# All KV heads have the same number of clusters in a segment, which follows from its tokens alone.
+
+
+@dataclass(frozen=True, slots=True)
+class WaveSegment:
+    """Which cluster each token of a segment belongs to, in one layer.
+
+    Attributes:
+        start: first token.
+        first_cluster: number of the segment's first cluster.
+        sizes: ``int32 [H, m]`` tokens of each cluster; some may be empty.
+        members: ``int32 [H, t]`` tokens, counted from `start`: cluster after cluster, ascending in each.
+    """
+
+    start: int
+    first_cluster: int
+    sizes: Tensor
+    members: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens t of the segment."""
+        return self.members.shape[1]
+
+    @property
+    def clusters(self) -> int:
+        """Clusters m of the segment."""
+        return self.sizes.shape[1]
+
+
+class SegmentSink(Protocol):
+    """Whoever keeps the KV of clusters."""
+
+    def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
+        """Take over a segment that was clustered; its KV can be read. Segments come in order, each once.
+
+        From the next step on its clusters may be selected, and its tokens are steady no more.
+        """
+
+
+# A clustered segment as bytes beside the KV pages of its tokens.
+#
+# A segment is longer than a page and does not begin at one: segment i is tokens ``sink + t·i`` to before ``sink + t·(i
+# + 1)``, with t tokens a segment. Its bytes, of all layers, are cut into as many equal slices as it has pages. Slice j
+# lies beside page ``⌈sink / page⌉ + i·t/page + j``, so the last slice is beside the page of the segment's last token,
+# and the key of that page names all tokens that the segment was clustered from.
+#
+# A row of a page is a header and a slice:
+#
+# | bytes | what |
+# |---|---|
+# | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
+# | 8 | number i of the segment |
+# | 16 | BLAKE2b of all slices of the segment |
+# | rest | the slice, zeros behind its end |
+#
+# A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums
+# ``bf16 [L, H, m, dv]``, the sizes ``int32 [L, H, m]`` and the members ``int16 [L, H, t]`` (int32 where t > 32768).
+
+_HEADER_BYTES, _DIGEST_BYTES = 32, 16
+_NARROW = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSegment:
+    """A segment in all layers, in host memory.
+
+    Attributes:
+        centroids: ``bf16 [L, H, m, d]``.
+        value_sums: ``bf16 [L, H, m, dv]``.
+        sizes: ``int32 [L, H, m]``.
+        members: ``int16 or int32 [L, H, t]``.
+    """
+
+    centroids: Tensor
+    value_sums: Tensor
+    sizes: Tensor
+    members: Tensor
+
+
+class SegmentRows:
+    """Cuts segments into the rows of pages and puts them together again.
+
+    Args:
+        geometry: of the model's KV.
+        settings: of the algorithm.
+
+    Attributes:
+        pages: pages, and slices, of a segment; 0 where pages do not divide segments: then there are no rows.
+        row_bytes: bytes of a row, 0 likewise.
+    """
+
+    def __init__(self, geometry: KVGeometry, settings: RetroInferConfig) -> None:
+        tokens, page = settings.segment, geometry.page_size
+        clusters = clusters_of(tokens, settings)
+        of_all = geometry.num_layers, geometry.num_kv_heads
+        index = torch.int16 if tokens <= _NARROW else torch.int32
+        self._parts = (
+            ((*of_all, clusters, geometry.head_dim), torch.bfloat16),
+            ((*of_all, clusters, geometry.v_head_dim), torch.bfloat16),
+            ((*of_all, clusters), torch.int32),
+            ((*of_all, tokens), index),
+        )
+        self.index_dtype = index
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self._parts]
+        self._ends = list(accumulate(sizes))
+        self.pages = 0 if tokens % page else tokens // page
+        self._slice = -(-self._ends[-1] // max(1, self.pages) // 16) * 16
+        self._first_page = -(-settings.sink // page)
+        self.row_bytes = self.pages and _HEADER_BYTES + self._slice
+
+    def pages_of(self, number: int) -> range:
+        """Return the pages that the slices of a segment lie beside."""
+        first = self._first_page + number * self.pages
+        return range(first, first + self.pages)
+
+    def segments_in(self, pages: range) -> range:
+        """Return the segments that have a slice beside one of some pages."""
+        first = max(0, pages.start - self._first_page) // self.pages
+        return range(first, max(first, -(-(pages.stop - self._first_page) // self.pages)))
+
+    def pack(self, number: int, segment: StoredSegment) -> Tensor:
+        """Return the rows of a segment, ``uint8 [pages, row_bytes]``."""
+        parts = (segment.centroids, segment.value_sums, segment.sizes, segment.members)
+        data = torch.zeros(self.pages * self._slice, dtype=torch.uint8)
+        for part, end, (_, dtype) in zip(parts, self._ends, self._parts, strict=True):
+            flat = part.to(dtype).contiguous().view(torch.uint8).flatten()
+            data[end - len(flat) : end] = flat
+        rows = torch.empty(self.pages, self.row_bytes, dtype=torch.uint8)
+        rows[:, :_HEADER_BYTES] = self._header(number, data)
+        rows[:, _HEADER_BYTES:] = data.view(self.pages, self._slice)
+        return rows
+
+    def unpack(self, number: int, rows: list[Tensor]) -> StoredSegment | None:
+        """Return the segment of its rows, None unless all are there, agree and are whole.
+
+        Args:
+            number: of the segment that it has to be.
+            rows: ``uint8 [row_bytes]`` of each of its pages.
+        """
+        stacked = torch.stack(rows)
+        data = stacked[:, _HEADER_BYTES:].contiguous().flatten()
+        if not bool((stacked[:, :_HEADER_BYTES] == self._header(number, data)).all()):
+            return None
+        starts = [0, *self._ends]
+        centroids, value_sums, sizes, members = (
+            data[start:end].clone().view(dtype).view(shape)
+            for start, end, (shape, dtype) in zip(starts, self._ends, self._parts, strict=False)
+        )
+        return StoredSegment(centroids, value_sums, sizes, members)
+
+    def _header(self, number: int, data: Tensor) -> Tensor:
+        digest = hashlib.blake2b(
+            data.numpy().data, digest_size=_DIGEST_BYTES, key=number.to_bytes(8, "little")
+        ).digest()
+        header = (1).to_bytes(8, "little") + number.to_bytes(8, "little") + digest
+        return torch.frombuffer(bytearray(header), dtype=torch.uint8)

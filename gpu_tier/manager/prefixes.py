@@ -16,26 +16,373 @@ and `step` now and then, all from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from torch import Tensor
 
-from gpu_tier.connector import KVConnector, LoadTicket, PageDst, PrefixHandle, PrefixMatch
+from gpu_tier.connector import (
+    KV_SPEC,
+    KVConnector,
+    LoadTicket,
+    PageDst,
+    PageSrc,
+    PrefixHandle,
+    PrefixMatch,
+    WriteTicket,
+)
 from gpu_tier.errors import ConfigError
-from gpu_tier.manager.block_pages import BlockPages, SidecarSpec
-from gpu_tier.manager.block_writes import BlockWrites
-from gpu_tier.manager.prefix_attach import AttachedPrefix, AttachState, PrefixAttach, SidecarRun
-from gpu_tier.manager.prefix_counters import PrefixCounters
-from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.pools.host_pool import HostKVPool, PageState
 
-__all__ = ["AttachedPrefix", "PrefixCounters", "PrefixStore", "SidecarSpec"]
+__all__ = [
+    "AttachState",
+    "AttachedPrefix",
+    "BlockPages",
+    "BlockWrites",
+    "PrefixAttach",
+    "PrefixCounters",
+    "PrefixStore",
+    "SidecarRun",
+    "SidecarSpec",
+]
+
+# What is counted of prefixes.
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """What was counted so far.
+
+    Attributes:
+        host_tokens: attached tokens that were in the pool.
+        storage_tokens: attached tokens that were loaded.
+        loads_short: loads of which fewer blocks arrived than were promised.
+        sidecar_misses: attached tokens whose optional sidecar was not there.
+        written_pages: pages that the storage has taken, or had.
+        failed_pages: pages that it has not.
+        dropped_pages: pages not given to it, or only later, because too many were being written.
+    """
+
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    loads_short: int = 0
+    sidecar_misses: int = 0
+    written_pages: int = 0
+    failed_pages: int = 0
+    dropped_pages: int = 0
+
+
+# The life of one prefix that is being attached to a request, from the question to pages full of bytes.
+#
+#     WAITING ──► MATCHING ──► LOADING ──► DONE          (each state may go to DONE at once)
+#
+# WAITING is for a block that another request is loading right now: it is loaded once, and found in the pool then.
+
+
+class AttachState(StrEnum):
+    """How far it is."""
+
+    WAITING = "waiting"
+    MATCHING = "matching"
+    LOADING = "loading"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarRun:
+    """Sidecars of pages that lie one behind the other.
+
+    Attributes:
+        first_page: position of the first of them in the prefix.
+        rows: ``uint8 [pages, bytes of a page]``, a view of the host pool.
+    """
+
+    first_page: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedPrefix:
+    """KV of a prompt's first tokens in the host pool.
+
+    Whoever takes it takes over one reference to each page; who does not calls `PrefixStore.give_back`.
+
+    Attributes:
+        pages: host pages, full and in order.
+        n_tokens: tokens in them; fewer than the prompt has.
+        sidecars: of the leading pages that have one, in order; of all when the algorithm cannot do without. They stay
+            as they are while the pages are held.
+    """
+
+    pages: tuple[int, ...] = ()
+    n_tokens: int = 0
+    sidecars: tuple[SidecarRun, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class PrefixAttach:
+    """One attach; `PrefixStore` moves it on.
+
+    Attributes:
+        keys: of the blocks that may be attached.
+        state: how far it is.
+        cached: pages that were in the pool.
+        loaded: pages that bytes arrive in.
+        waits_for: the attach that loads the next block.
+        handle: of the lookup, until it is released.
+        ticket: of the load, until it is settled.
+        result: what came of it, once it is done.
+    """
+
+    keys: tuple[int, ...]
+    state: AttachState = AttachState.WAITING
+    cached: list[int] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+    waits_for: PrefixAttach | None = None
+    handle: PrefixHandle | None = None
+    ticket: LoadTicket | None = None
+    result: AttachedPrefix | None = None
+
+    @property
+    def loading_keys(self) -> tuple[int, ...]:
+        """Keys of the blocks that are being loaded."""
+        start = len(self.cached)
+        return self.keys[start : start + len(self.loaded)]
+
+
+# Pages of the host pool as blocks of a storage: their keys, their memory, and what is known of each.
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSpec:
+    """The sidecar of the engine's algorithm.
+
+    Attributes:
+        name: of its spec, see `KVFormat.sidecar_spec`.
+        page_bytes: of one page.
+        is_required: whether a block without it is none.
+    """
+
+    name: str
+    page_bytes: int
+    is_required: bool
+
+
+class BlockPages:
+    """The host pool's cached pages, by key of the block.
+
+    What is known of a page is that of the block that it was last kept as; a page that is given to another block is kept
+    anew before anybody looks.
+
+    Args:
+        host: the pool.
+        sidecar: of the engine's algorithm, None when it has none.
+    """
+
+    def __init__(self, host: HostKVPool, sidecar: SidecarSpec | None) -> None:
+        self.host = host
+        self.allocator = host.allocator
+        self.sidecar = sidecar
+        self._key_of: dict[int, int] = {}
+        self._has_sidecar: set[int] = set()
+        self._is_stored: set[int] = set()
+        if sidecar is not None:
+            host.add_sidecar(sidecar.name, sidecar.page_bytes)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Specs without which a block is none."""
+        return (KV_SPEC, self.sidecar.name) if self.sidecar is not None and self.sidecar.is_required else (KV_SPEC,)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Specs that are good to have."""
+        return (self.sidecar.name,) if self.sidecar is not None and not self.sidecar.is_required else ()
+
+    @property
+    def all_memory(self) -> tuple[memoryview, ...]:
+        """The memory of all pages and sidecars."""
+        rows = () if self.sidecar is None else (self._rows().flatten(),)
+        return tuple(data.numpy().data for data in (self.host.data, *rows))
+
+    def find(self, keys: Sequence[int]) -> list[int]:
+        """Return the pages of the leading blocks that are in the pool, with a reference to each for the caller."""
+        pages: list[int] = []
+        for key in keys:
+            page = self.host.lookup(key)
+            if page is None:
+                break
+            pages.append(page)
+            if len(self.required) > 1 and page not in self._has_sidecar:
+                self.allocator.free([pages.pop()])
+                break
+        return pages
+
+    def keep(self, page: int, key: int, *, has_sidecar: bool, is_stored: bool) -> None:
+        """Cache a page whose bytes are all there. If another page has the key already, that one will be found.
+
+        Args:
+            page: it.
+            key: of its block.
+            has_sidecar: whether its sidecar is there.
+            is_stored: whether the storage is known to have the block.
+        """
+        self.host.cache(page, key)
+        self._key_of[page] = key
+        _put(self._has_sidecar, page, has_sidecar)
+        _put(self._is_stored, page, is_stored)
+
+    def mark_stored(self, keys: Sequence[int], pages: Sequence[int], is_stored: bool) -> None:
+        """Note whether the storage has blocks; pages that were given to others meanwhile are left alone."""
+        for key, page in zip(keys, pages, strict=True):
+            if self._key_of.get(page) == key:
+                _put(self._is_stored, page, is_stored)
+
+    def is_stored(self, page: int) -> bool:
+        """Return whether the storage had the block when it was last heard of."""
+        return page in self._is_stored
+
+    def with_sidecar(self, pages: Sequence[int]) -> int:
+        """Return how many leading pages have their sidecar."""
+        return next((n for n, page in enumerate(pages) if page not in self._has_sidecar), len(pages))
+
+    def is_busy(self, page: int) -> bool:
+        """Return whether a page is being written to the storage."""
+        return self.allocator.state(page) is PageState.WRITING_L3
+
+    def filled(self, pages: Sequence[int]) -> None:
+        """Say that all bytes of pages are there; of some it may have been said before."""
+        self.allocator.filled(page for page in pages if self.allocator.state(page) is PageState.FILLING)
+
+    def memory(self, page: int, names: Sequence[str]) -> Mapping[str, tuple[memoryview, ...]]:
+        """Return the memory of a page's parts."""
+        return {name: self._pieces(page, name) for name in names}
+
+    def sidecars(self, pages: Sequence[int]) -> tuple[SidecarRun, ...]:
+        """Return the sidecars of the leading pages that have one; no bytes move."""
+        if self.sidecar is None:
+            return ()
+        rows = self._rows()
+        runs = _runs(pages[: self.with_sidecar(pages)])
+        return tuple(SidecarRun(first, rows[page : page + count]) for first, page, count in runs)
+
+    def set_sidecars(self, pages: Sequence[int], data: Tensor) -> None:
+        """Store sidecars beside their pages.
+
+        Args:
+            pages: whose they are.
+            data: ``uint8 [pages, page_bytes]``.
+
+        Raises:
+            ConfigError: `data` has another shape.
+        """
+        rows = self._rows()
+        if data.shape != (len(pages), rows.shape[1]):
+            raise ConfigError("sidecar", tuple(data.shape), f"must be {(len(pages), rows.shape[1])}")
+        for first, page, count in _runs(pages):  # an index for each page would make it many times slower
+            rows[page : page + count] = data[first : first + count]
+
+    def _rows(self) -> Tensor:
+        if self.sidecar is None:
+            raise ConfigError("sidecar", None, "the algorithm has none")
+        return self.host.sidecar(self.sidecar.name)
+
+    def _pieces(self, page: int, name: str) -> tuple[memoryview, ...]:
+        pieces = self.host.page_pieces(page) if name == KV_SPEC else (self._rows()[page],)
+        return tuple(piece.numpy().data for piece in pieces)
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield position, first page and number of pages that follow each other."""
+    start = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            yield start, pages[start], i - start
+            start = i
+
+
+def _put(pages: set[int], page: int, is_in: bool) -> None:
+    if is_in:
+        pages.add(page)
+    else:
+        pages.discard(page)
+
+
+# Blocks on their way to the storage. Their pages are held meanwhile, whatever becomes of their requests.
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Consecutive blocks of one write."""
+
+    keys: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+class BlockWrites:
+    """Offers blocks to a storage.
+
+    Args:
+        blocks: the pool.
+        connector: to the storage.
+        counters: where to count.
+        most_pages: that may be held for writing at once.
+    """
+
+    def __init__(self, blocks: BlockPages, connector: KVConnector, counters: PrefixCounters, most_pages: int) -> None:
+        self._blocks = blocks
+        self._connector = connector
+        self._counters = counters
+        self._most_pages = most_pages
+        self._writing: dict[WriteTicket, _Written] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written."""
+        return not self._writing
+
+    def offer(self, keys: Sequence[int], pages: Sequence[int]) -> None:
+        """Begin to write what the storage does not have, from the first such block on.
+
+        Args:
+            keys: of a chain's blocks, from the first one on.
+            pages: their pages.
+        """
+        start = next((i for i, page in enumerate(pages) if not self._blocks.is_stored(page)), len(pages))
+        start = max([start, *(i + 1 for i, page in enumerate(pages) if self._blocks.is_busy(page))])
+        room = max(0, self._most_pages - sum(len(written.pages) for written in self._writing.values()))
+        held = tuple(pages[start : start + room])
+        self._counters.dropped_pages += len(pages) - start - len(held)
+        if not held:
+            return
+        written = _Written(tuple(keys[start : start + len(held)]), held)
+        names = [KV_SPEC]
+        if self._blocks.sidecar is not None and self._blocks.with_sidecar(held) == len(held):
+            names.append(self._blocks.sidecar.name)
+        sources = [PageSrc(key, self._blocks.memory(page, names)) for key, page in zip(written.keys, held, strict=True)]
+        self._blocks.allocator.begin_write(held)
+        self._writing[self._connector.write(keys[start - 1] if start else None, sources)] = written
+
+    def step(self) -> None:
+        """Let go of pages whose write is done."""
+        for ticket, written in list(self._writing.items()):
+            progress = self._connector.poll_write(ticket)
+            if not progress.is_done:
+                continue
+            del self._writing[ticket]
+            stored = progress.stored
+            self._blocks.mark_stored(written.keys[:stored], written.pages[:stored], True)
+            self._blocks.allocator.end_write(written.pages)
+            self._counters.written_pages += stored
+            self._counters.failed_pages += len(written.pages) - stored
+
 
 _PAUSE_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _OrphanedLoad:
     """A load that nobody needs, whose memory may still change."""
 
     ticket: LoadTicket
@@ -72,7 +419,7 @@ class PrefixStore:
         self._connector = connector
         self._page_keys = page_keys
         self._loading: dict[int, PrefixAttach] = {}
-        self._ended: list[_Ended] = []
+        self._ended: list[_OrphanedLoad] = []
         self._checks: list[tuple[PrefixHandle, tuple[int, ...]]] = []
         self._writes: BlockWrites | None = None
         if connector is not None:
@@ -89,7 +436,7 @@ class PrefixStore:
         """Begin to look for the longest known prefix of a prompt."""
         usable = max(0, len(token_ids) - 1) // self._page_size
         attach = PrefixAttach(tuple(self._page_keys(token_ids[: usable * self._page_size])))
-        self._look(attach)
+        self._match(attach)
         return attach
 
     def poll(self, attach: PrefixAttach) -> AttachedPrefix | None:
@@ -118,17 +465,17 @@ class PrefixStore:
         """Forget an attach, however far it is. One that is done is given back: not to be called when it was taken."""
         if attach.state is AttachState.DONE:
             if attach.result is not None:
-                self.give_back(attach.result)
+                self.release(attach.result)
             attach.result = None
             return
         if attach.ticket is not None and self._connector is not None:
             self._connector.cancel(attach.ticket)
-            self._ended.append(_Ended(attach.ticket, attach.handle, tuple(attach.loaded)))
+            self._ended.append(_OrphanedLoad(attach.ticket, attach.handle, tuple(attach.loaded)))
             attach.handle = None
         self._allocator.free(attach.cached)
         self._close(attach)
 
-    def give_back(self, prefix: AttachedPrefix) -> None:
+    def release(self, prefix: AttachedPrefix) -> None:
         """Drop the references of a prefix that nobody took."""
         self._allocator.free(prefix.pages)
 
@@ -192,8 +539,8 @@ class PrefixStore:
         if self._writes is None:
             return
         self._writes.step()
-        self._checks = [check for check in self._checks if not self._hear(*check)]
-        self._ended = [left for ended in self._ended if (left := self._settle(ended)) is not None]
+        self._checks = [check for check in self._checks if not self._poll_match(*check)]
+        self._ended = [left for ended in self._ended if (left := self._poll_orphan(ended)) is not None]
 
     def flush(
         self,
@@ -209,21 +556,21 @@ class PrefixStore:
             self.step()
         return self.is_idle
 
-    def _look(self, attach: PrefixAttach) -> None:
+    def _match(self, attach: PrefixAttach) -> None:
         """Take what is in the pool, and ask for the rest, unless somebody else is loading it."""
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) :])
         found = len(attach.cached)
         if found == len(attach.keys) or self._connector is None:
-            self._check(attach)
+            self._match_cached(attach)
             self._finish(attach, [], 0)
             return
         if attach.keys[found] in self._loading:
-            self._wait(attach)
+            self._wait_for_load(attach)
             return
         attach.handle = self._connector.match_prefix(attach.keys, self._blocks.required, self._blocks.optional)
         attach.state = AttachState.MATCHING
 
-    def _check(self, attach: PrefixAttach) -> None:
+    def _match_cached(self, attach: PrefixAttach) -> None:
         """Ask whether the storage has what the pool has, though nobody waits for the answer.
 
         Blocks of other engines must not be evicted because all who use them have them in their pools; and where the
@@ -233,17 +580,17 @@ class PrefixStore:
             handle = self._connector.match_prefix(attach.keys, self._blocks.required)
             self._checks.append((handle, tuple(attach.cached)))
 
-    def _hear(self, handle: PrefixHandle, pages: Sequence[int]) -> bool:
+    def _poll_match(self, handle: PrefixHandle, pages: Sequence[int]) -> bool:
         """Take note of such an answer; returns whether it is there."""
         assert self._connector is not None
         match = self._connector.matched(handle)
         if match is None:
             return False
-        self._note(handle.keys, pages, match)
+        self._record_match(handle.keys, pages, match)
         self._connector.release(handle)
         return True
 
-    def _note(self, keys: Sequence[int], pages: Sequence[int], match: PrefixMatch) -> None:
+    def _record_match(self, keys: Sequence[int], pages: Sequence[int], match: PrefixMatch) -> None:
         """Take note which of the leading blocks, whose pages are in the pool, the storage has."""
         if match.reason:
             return
@@ -251,13 +598,13 @@ class PrefixStore:
         self._blocks.mark_stored(keys[:end], pages[:end], True)
         self._blocks.mark_stored(keys[end : len(pages)], pages[end:], False)
 
-    def _wait(self, attach: PrefixAttach) -> None:
+    def _wait_for_load(self, attach: PrefixAttach) -> None:
         """Let somebody else load the next block."""
-        self._release(attach)
+        self._release_handle(attach)
         attach.waits_for = self._loading[attach.keys[len(attach.cached)]]
         attach.state = AttachState.WAITING
 
-    def _release(self, attach: PrefixAttach) -> None:
+    def _release_handle(self, attach: PrefixAttach) -> None:
         if attach.handle is not None and self._connector is not None:
             self._connector.release(attach.handle)
         attach.handle = None
@@ -267,11 +614,11 @@ class PrefixStore:
             assert attach.waits_for is not None
             self._advance(attach.waits_for)
             if attach.waits_for.state is AttachState.DONE:
-                self._look(attach)
+                self._match(attach)
         elif attach.state is AttachState.MATCHING:
             self._load(attach)
         elif attach.state is AttachState.LOADING:
-            self._arrive(attach)
+            self._poll_load(attach)
 
     def _load(self, attach: PrefixAttach) -> None:
         assert self._connector is not None
@@ -279,12 +626,12 @@ class PrefixStore:
         match = self._connector.matched(attach.handle)
         if match is None:
             return
-        self._note(attach.keys, attach.cached, match)
+        self._record_match(attach.keys, attach.cached, match)
         # Somebody else may have loaded or computed some of it meanwhile, or be at it.
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) : match.blocks])
         start = len(attach.cached)
         if start < match.blocks and attach.keys[start] in self._loading:
-            self._wait(attach)
+            self._wait_for_load(attach)
             return
         stop = next((i for i in range(start, match.blocks) if attach.keys[i] in self._loading), match.blocks)
         stop = min(stop, start + self._allocator.available)
@@ -300,7 +647,7 @@ class PrefixStore:
         attach.state = AttachState.LOADING
         self._loading.update(dict.fromkeys(attach.loading_keys, attach))
 
-    def _arrive(self, attach: PrefixAttach) -> None:
+    def _poll_load(self, attach: PrefixAttach) -> None:
         assert self._connector is not None
         assert attach.ticket is not None
         progress = self._connector.poll(attach.ticket)
@@ -317,7 +664,7 @@ class PrefixStore:
         else:  # of those that are used, an optional part may still be written to
             held = usable[complete:] if self._blocks.optional else []
             self._allocator.share(held)
-            self._ended.append(_Ended(attach.ticket, None, (*held, *rest)))
+            self._ended.append(_OrphanedLoad(attach.ticket, None, (*held, *rest)))
         self._finish(attach, usable, complete)
 
     def _finish(self, attach: PrefixAttach, loaded: Sequence[int], complete: int) -> None:
@@ -346,12 +693,12 @@ class PrefixStore:
     def _close(self, attach: PrefixAttach) -> None:
         for key in attach.loading_keys:
             self._loading.pop(key, None)
-        self._release(attach)
+        self._release_handle(attach)
         attach.ticket = attach.waits_for = None
         attach.cached, attach.loaded = [], []
         attach.state = AttachState.DONE
 
-    def _settle(self, ended: _Ended) -> _Ended | None:
+    def _poll_orphan(self, ended: _OrphanedLoad) -> _OrphanedLoad | None:
         """Return what is left of an ended load, None when nothing is."""
         assert self._connector is not None
         progress = self._connector.poll(ended.ticket)
@@ -360,6 +707,6 @@ class PrefixStore:
             self._connector.release(handle)
             handle = None
         if not progress.is_settled:
-            return _Ended(ended.ticket, handle, ended.pages)
+            return _OrphanedLoad(ended.ticket, handle, ended.pages)
         self._allocator.free(ended.pages)
         return None

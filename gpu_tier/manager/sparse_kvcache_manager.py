@@ -13,25 +13,263 @@ O4. `commit` comes after the layer's attention on the compute stream, and what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.manager.block_residency import BlockResidency
-from gpu_tier.manager.buffers import SparseBuffers
-from gpu_tier.manager.dense_tokens import DenseTokens
+from gpu_tier.geometry import KVGeometry
+from gpu_tier.kernels.operands import RowPool
+from gpu_tier.manager.execution_buffer import BlockResidency
 from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.key_reader import KVReader
-from gpu_tier.manager.offload import Offloads, OffloadTicket
-from gpu_tier.manager.policy import BlockPolicy, ResidencyPolicy
-from gpu_tier.pools.req_to_token import ReqToTokenPool
+from gpu_tier.manager.residency import BlockPolicy, ResidencyPolicy, SparseBuffers
+from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.runtime import DeviceRuntime, Event, upload
 from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing
 
-__all__ = ["SparseKVCacheManager"]
+__all__ = ["DenseTokens", "KVReader", "OffloadTicket", "Offloads", "ResidentLayers", "SparseKVCacheManager"]
+
+# Dense pages of requests: prompts while they are computed, short requests, and all KV where residency is `device`.
+#
+# Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
+# is what dense attention reads, and what tells where a token is: -1 means not on the device.
+
+
+class DenseTokens:
+    """Who holds which pages of the arena densely.
+
+    Args:
+        pool: the arena.
+        tables: the table of slots.
+    """
+
+    def __init__(self, pool: DeviceKVPool, tables: ReqToTokenPool) -> None:
+        self.pool = pool
+        self.tables = tables
+        self._pages: dict[int, dict[int, int]] = {}
+        self._spare: dict[int, list[int]] = {}
+
+    def hold(self, request: int, pages: int) -> None:
+        """Set pages aside for a request.
+
+        Raises:
+            PoolExhaustedError: there are too few; then none is held.
+        """
+        self._spare.setdefault(request, []).extend(self.pool.allocator.alloc(pages))
+        self._pages.setdefault(request, {})
+
+    def cover(self, request: int, start: int, stop: int) -> None:
+        """Give every block of tokens start to stop - 1 a page, those set aside first.
+
+        Raises:
+            PoolExhaustedError: there are too few; then nothing changed.
+        """
+        size = self.pool.addressing.page_size
+        pages, spare = self._pages.setdefault(request, {}), self._spare.setdefault(request, [])
+        missing = [block for block in range(start // size, -(-stop // size)) if block not in pages]
+        if len(missing) > len(spare):
+            spare.extend(self.pool.allocator.alloc(len(missing) - len(spare)))
+        pages.update((block, spare.pop()) for block in missing)
+        if missing:
+            first, last = missing[0] * size, (missing[-1] + 1) * size
+            self.tables.set_slots(request, first, self.slots(request, first, last))
+
+    def reuse(self, request: int, stop_block: int) -> None:
+        """Set the pages of the blocks before `stop_block` aside: the request's next blocks get them."""
+        pages, size = self._pages.get(request, {}), self.pool.addressing.page_size
+        blocks = [block for block in pages if block < stop_block]
+        if blocks:
+            self._spare[request].extend(pages.pop(block) for block in blocks)
+            self.tables.clear(request, min(blocks) * size, (max(blocks) + 1) * size)
+
+    def release(self, request: int) -> None:
+        """Release everything of a request."""
+        pages = self._pages.pop(request, {})
+        self.pool.allocator.free([*pages.values(), *self._spare.pop(request, [])])
+        if pages:
+            size = self.pool.addressing.page_size
+            self.tables.clear(request, min(pages) * size, (max(pages) + 1) * size)
+
+    def slot(self, request: int, token: int) -> int:
+        """Return the device slot of a token that has one, on the host."""
+        size = self.pool.addressing.page_size
+        return self._pages[request][token // size] * size + token % size
+
+    def slots(self, request: int, start: int, stop: int) -> Tensor:
+        """Return the device slots of tokens that have one, ``int32 [stop - start]``, on the host."""
+        size = self.pool.addressing.page_size
+        first = start // size
+        pages = [self._pages[request][block] for block in range(first, -(-stop // size))]
+        slots = torch.tensor(pages, dtype=torch.int32)[:, None] * size + torch.arange(size, dtype=torch.int32)
+        return slots.flatten()[start - first * size : stop - first * size]
+
+    def blocks(self, request: int) -> list[int]:
+        """Return the blocks of a request that have a page, ascending."""
+        return sorted(self._pages.get(request, {}))
+
+    def has(self, request: int, start: int, stop: int) -> bool:
+        """Return whether all tokens start to stop - 1 are on the device."""
+        size = self.pool.addressing.page_size
+        pages = self._pages.get(request, {})
+        return all(block in pages for block in range(start // size, -(-stop // size)))
+
+
+# Layers that always attend densely (Quest skips the first two): all of their KV stays on the device.
+#
+# They have an arena of their own that holds only these layers, so that a request costs their share of its KV and no
+# more. Every request is in it from its first token on, whatever its state, so attention of these layers is the same
+# for all.
+
+
+class ResidentLayers:
+    """The arena of the first `count` layers.
+
+    Args:
+        geometry: of all layers.
+        count: layers that are resident.
+        num_pages: pages of the arena; tokens of all requests must fit.
+        max_requests: rows of the table.
+        max_tokens: most tokens of a request.
+        transfer: between the host pool and the arena of all layers.
+        runtime: of the device.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, count: int, num_pages: int, max_requests: int, max_tokens: int,
+        transfer: KVTransfer, runtime: DeviceRuntime,
+    ) -> None:  # fmt: skip
+        first = replace(geometry, num_layers=min(count, geometry.num_layers))
+        self.layers = first.layers
+        self.pool = DeviceKVPool(first, num_pages, runtime)
+        self._transfer = transfer.to(self.pool)
+        self._tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
+        self._dense = DenseTokens(self.pool, self._tables)
+
+    @property
+    def table(self) -> Tensor:
+        """Slots of every token in this arena, ``int32 [R, max_tokens]``."""
+        return self._tables.table
+
+    def begin(self, request: int) -> None:
+        """Make room for a request's row."""
+        self._tables.alloc_row(request)
+
+    def cover(self, request: int, n_tokens: int) -> None:
+        """Hold pages for so many tokens.
+
+        Raises:
+            PoolExhaustedError: there are too few; then nothing changed.
+        """
+        self._dense.cover(request, 0, n_tokens)
+
+    def fill(self, request: int, host_slots: Tensor) -> None:
+        """Load the first tokens of a request from the host pool, for an attached prefix."""
+        slots = self.table[request, : len(host_slots)].long()
+        self._transfer.load(host_slots[None], slots[None], layers=self.layers)
+
+    def release(self, request: int) -> None:
+        """Release everything of a request."""
+        self._dense.release(request)
+        self._tables.free(request)
+
+
+# Reads a request's KV as numbers wherever it lies; for prefill over a prefix, rebuilding, and algorithms that need it.
+#
+# Not for the decode path of a deployment: it waits for copies on their way and for the device.
+
+
+class KVReader:
+    """Reads rows from the arena where the table names a slot, else from the host.
+
+    Args:
+        device: the arena.
+        table: ``int32 [R, max_tokens]`` device slot of every token, -1 where it is not on the device.
+        host: who holds which host pages.
+        settle: waits until the copies to the host of a request are complete.
+    """
+
+    def __init__(self, device: DeviceKVPool, table: Tensor, host: HostTokens, settle: Callable[[int], None]) -> None:
+        self._device = device
+        self._table = table
+        self._host = host
+        self._settle = settle
+
+    def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
+        """Return the keys (latents of MLA) of tokens start to stop - 1, ``f32 [n, H, d]``."""
+        return self._read(layer_id, 0, request, start, stop)
+
+    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys ``f32 [n, H, d]`` and values ``f32 [n, H, dv]`` of tokens start to stop - 1."""
+        k = self.keys(layer_id, request, start, stop)
+        if len(self._device.geometry.parts) == 1:
+            return k, k[..., : self._device.geometry.v_head_dim]
+        return k, self._read(layer_id, 1, request, start, stop)
+
+    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        """Return the rows of a part (0 for keys and latents, 1 for values) as bytes, ``uint8 [n, H, row_bytes]``."""
+        slots = self._table[request, start:stop].long()
+        layer = self._device.layer(layer_id)
+        rows = layer.k if part == 0 or layer.v is None else layer.v
+        data = rows.data[slots.clamp_min(0)]
+        absent = (slots < 0).nonzero().flatten().cpu()
+        if len(absent):
+            self._settle(request)
+            host_slots = self._host.slots(request, start, stop)[absent]
+            data[absent.to(data.device)] = self._host.pool.read(layer_id, part, host_slots).to(data.device)
+        return data
+
+    def _read(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        return self._device.geometry.parts[part].decode(self.raw(layer_id, part, request, start, stop))
+
+
+# Copies to the host that are on their way. They run beside the computation; an event says when one is complete.
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTicket:
+    """One copy.
+
+    Attributes:
+        requests: whose KV is copied.
+        totals: tokens of each of them that are on the host once this is complete.
+        done: the end of the copy.
+    """
+
+    requests: tuple[int, ...]
+    totals: tuple[int, ...]
+    done: Event
+
+
+class Offloads:
+    """The copies on their way, oldest first: one stream runs them, so they end in this order."""
+
+    def __init__(self) -> None:
+        self._tickets: list[OffloadTicket] = []
+
+    def add(self, ticket: OffloadTicket) -> OffloadTicket:
+        """Note a copy that has begun."""
+        self._tickets.append(ticket)
+        return ticket
+
+    def finished(self) -> list[OffloadTicket]:
+        """Return the copies that have ended since the last call."""
+        ended = 0
+        while ended < len(self._tickets) and self._tickets[ended].done.is_done():
+            ended += 1
+        done, self._tickets = self._tickets[:ended], self._tickets[ended:]
+        return done
+
+    def until(self, ticket: OffloadTicket) -> list[OffloadTicket]:
+        """Return the copies on their way that end no later than one of them; none when that one has ended."""
+        places = [place for place, other in enumerate(self._tickets) if other is ticket]
+        return self._tickets[: places[0] + 1] if places else []
+
+    def of(self, requests: Sequence[int]) -> list[OffloadTicket]:
+        """Return the copies on their way that touch one of the requests."""
+        wanted = set(requests)
+        return [ticket for ticket in self._tickets if wanted.intersection(ticket.requests)]
 
 
 class SparseKVCacheManager:
@@ -69,7 +307,7 @@ class SparseKVCacheManager:
         self.buffers = SparseBuffers(self.device, unit_tokens)
         self.transfer = transfer
         self.offloads = Offloads()
-        self.reader = KVReader(self.device, tables.table, host_tokens, self.settle)
+        self.reader = KVReader(self.device, tables.table, host_tokens, self.wait_for_copies)
 
     # Residency of one layer.
 
@@ -174,7 +412,7 @@ class SparseKVCacheManager:
         pairs = zip(ticket.requests, ticket.totals, strict=True)
         return [pair for pair in pairs if self.host_tokens.holds(pair[0])]
 
-    def settle(self, request: int) -> None:
+    def wait_for_copies(self, request: int) -> None:
         """Wait until no copy of a request is on its way."""
         for ticket in self.offloads.of([request]):
             ticket.done.wait()
@@ -251,7 +489,7 @@ class SparseKVCacheManager:
             source = self.tables.slots(request, 0, n_tokens)[upload(tokens, device)].long()
             self.transfer.move(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
             return
-        self.settle(request)
+        self.wait_for_copies(request)
         source = upload(self.host_tokens.slots(request, 0, n_tokens)[tokens.cpu()], device)
         self.transfer.load(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
 
@@ -265,7 +503,7 @@ class SparseKVCacheManager:
 
     def release(self, request: int) -> None:
         """Release everything of a request, after the copies that touch it."""
-        self.settle(request)
+        self.wait_for_copies(request)
         (self.blocks or self.policy).release(request)
         self.buffers.release(request)
         self.dense.release(request)

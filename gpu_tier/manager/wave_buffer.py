@@ -25,29 +25,204 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_tier.config import RetroInferConfig
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_segment import WaveSegment
+from gpu_tier.index.wave_index import WaveSegment
 from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.manager import wave_control
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.wave_control import Changes, Lines
-from gpu_tier.manager.wave_fill import RawRows, WaveFill
-from gpu_tier.manager.wave_ids import SelectedIds
-from gpu_tier.manager.wave_plans import Plans
-from gpu_tier.manager.wave_store import WaveStore
-from gpu_tier.manager.wave_tables import LayerTables, Places
-from gpu_tier.manager.wave_totals import WaveCounters, WaveTotals
+from gpu_tier.manager.wave_control import Change, Changes, Control, Lines, Plan, Stat
+from gpu_tier.manager.wave_control.tables import LayerTables, Places
+from gpu_tier.manager.wave_store import RawRows, WaveFill, WaveStore
 from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.retrieval_config import RetroInferConfig
-from gpu_tier.runtime import DeviceRuntime, Event
-from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
+from gpu_tier.runtime import DeviceRuntime, Event, upload
+from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, Unit
 
-__all__ = ["RawRows", "WaveBuffer", "WaveCounters"]
+__all__ = ["Plans", "RawRows", "SelectedIds", "WaveBuffer", "WaveCounters", "WaveTotals"]
+
+# What the wave buffer counts, on the host: its control knows everything.
+
+
+@dataclass(frozen=True, slots=True)
+class WaveCounters:
+    """What happened so far, over all layers, rows and heads.
+
+    Attributes:
+        clusters: selected clusters that are not empty.
+        cluster_hits: those that were cached.
+        blocks: their blocks.
+        block_hits: those that were cached.
+        tokens: their tokens.
+        token_hits: those that were cached.
+        host_bytes: bytes read from host memory, exactly.
+        admissions: clusters taken into the cache.
+        evictions: clusters given up.
+    """
+
+    clusters: int
+    cluster_hits: int
+    blocks: int
+    block_hits: int
+    tokens: int
+    token_hits: int
+    host_bytes: int
+    admissions: int
+    evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached tokens per selected token; 1 when nothing was selected."""
+        return self.token_hits / self.tokens if self.tokens else 1.0
+
+
+class WaveTotals:
+    """Adds up what lookups and updates say of their lines.
+
+    Args:
+        token_bytes: bytes of a token of one head, all parts.
+    """
+
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._looked_up = np.zeros(len(Stat), np.int64)
+        self._changed = np.zeros(len(Change), np.int64)
+
+    def count_lookup(self, stats: npt.NDArray[np.int64]) -> None:
+        """Add a lookup, ``int64 [B·H, Stat]``."""
+        self._looked_up += stats.sum(0)
+
+    def count_update(self, counts: npt.NDArray[np.int64]) -> None:
+        """Add an update, ``int64 [B·H, Change]``."""
+        self._changed += counts.sum(0)
+
+    def read(self) -> WaveCounters:
+        """Return what was added."""
+        clusters, cluster_hits, blocks, block_hits, tokens, token_hits = (
+            int(number) for number in self._looked_up[Stat.CLUSTERS : Stat.BAD]
+        )
+        return WaveCounters(
+            clusters, cluster_hits, blocks, block_hits, tokens, token_hits, (tokens - token_hits) * self._token_bytes,
+            int(self._changed[Change.ADMISSIONS]), int(self._changed[Change.EVICTIONS]),
+        )  # fmt: skip
+
+
+# The ids of selected clusters on their way to the host, which looks them up there.
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    selection: Selection
+    numbers: Tensor
+    done: Event
+
+
+class SelectedIds:
+    """Copies selections to the host beside what else the device computes.
+
+    Args:
+        runtime: of the device.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._copy: _Copy | None = None
+
+    def fetch(self, selection: Selection) -> None:
+        """Begin to copy a selection; one that was not asked for is forgotten."""
+        runtime = self._runtime
+        # One piece, so that one copy brings ids and lengths. It is new memory: the selection may be overwritten.
+        numbers = torch.cat([selection.indices.flatten(), selection.lengths.flatten()])
+        runtime.fence(runtime.record("compute"), "upd")
+        with runtime.stream("upd"):
+            on_host = runtime.staging(numbers.nbytes).view(torch.int32)
+            on_host.copy_(numbers, non_blocking=True)
+            runtime.used(numbers)
+        self._copy = _Copy(selection, on_host, runtime.record("upd"))
+
+    def wait(self, selection: Selection) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return a selection's ids ``int32 [B, H, K]`` and lengths ``int32 [B, H]`` when they have arrived."""
+        if self._copy is None or self._copy.selection is not selection:
+            self.fetch(selection)
+        assert self._copy is not None
+        copied, self._copy = self._copy, None
+        copied.done.wait()
+        ids = selection.indices.numel()
+        numbers = copied.numbers.numpy()
+        return numbers[:ids].reshape(selection.indices.shape), numbers[ids:].reshape(selection.lengths.shape)
+
+
+# Host memory in which the control writes plans, and the way of the plans to the device: one copy each.
+
+_FEWEST_RUNS = 64
+_RUN_BYTES = 20  # src, kind, dst, tokens
+_COPY_BYTES = 16  # src, dst, tokens
+
+
+class Plans:
+    """Makes plans of what the control finds.
+
+    Args:
+        runtime: of the device.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._room = _FEWEST_RUNS  # runs of a line: what was needed so far, and some more
+
+    def lookup(self, control: Control, lines: Lines) -> tuple[ExecutionPlan, npt.NDArray[np.int64]]:
+        """Return how the execution buffer is put together, and what is to say of each line, by `Stat`."""
+        packed, plan = self._packed(lines.count)
+        control.lookup(lines, plan)
+        needed = int(plan.stats[:, Stat.RUNS].max(initial=0))
+        if needed > self._room:
+            self._room = needed + needed // 4
+            packed, plan = self._packed(lines.count)
+            control.lookup(lines, plan)
+        return self._uploaded(packed, lines), plan.stats
+
+    def _packed(self, lines: int) -> tuple[Tensor, Plan]:
+        runs = lines * self._room
+        packed = self._runtime.staging(_RUN_BYTES * runs + 8 * lines)
+        src, rest = packed[: 8 * runs].view(torch.int64), packed[8 * runs :].view(torch.int32)
+        arrays = rest.split([runs, runs, runs, lines, lines])
+        kind, dst, tokens = (array.view(lines, -1).numpy() for array in arrays[:3])
+        stats = np.zeros((lines, len(Stat)), np.int64)
+        return packed, Plan(
+            src.view(lines, -1).numpy(), kind, dst, tokens, arrays[3].numpy(), arrays[4].numpy(), stats
+        )  # fmt: skip
+
+    def _uploaded(self, packed: Tensor, lines: Lines) -> ExecutionPlan:
+        count, runs = lines.count, lines.count * self._room
+        device = upload(packed, self._runtime.device)
+        src = device[: 8 * runs].view(torch.int64).view(count, -1)
+        kind, dst, tokens, number, lens = device[8 * runs :].view(torch.int32).split([runs, runs, runs, count, count])
+        shaped = CopyRuns(kind.view(count, -1), src, dst.view(count, -1), tokens.view(count, -1), number)
+        return ExecutionPlan(shaped, lens.view(lines.lengths.shape))
+
+    def copies(self, changes: Changes) -> CopyRuns | None:
+        """Return the copies from the execution buffer into the cache, None when there are none."""
+        counts = changes.counts[:, Change.COPIES]
+        lines, most = len(counts), int(counts.max(initial=0))
+        if not most:
+            return None
+        runs = lines * most
+        packed = self._runtime.staging(_COPY_BYTES * runs + 4 * lines)
+        packed[: 8 * runs].view(torch.int64).view(lines, most).numpy()[:] = changes.src[:, :most]
+        rest = packed[8 * runs :].view(torch.int32)
+        rest[:runs].view(lines, most).numpy()[:] = changes.dst[:, :most]
+        rest[runs : 2 * runs].view(lines, most).numpy()[:] = changes.tokens[:, :most]
+        rest[2 * runs :].numpy()[:] = counts
+        device = upload(packed, self._runtime.device)
+        src = device[: 8 * runs].view(torch.int64).view(lines, most)
+        dst, tokens, count = device[8 * runs :].view(torch.int32).split([runs, runs, lines])
+        kind = torch.full((lines, most), int(Source.STEADY), dtype=torch.int32, device=device.device)
+        return CopyRuns(kind, src, dst.view(lines, most), tokens.view(lines, most), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +361,7 @@ class WaveBuffer:
         runtime.fence(self._announced or runtime.record("compute"), "h2d")
         self._announced = None
         with runtime.stream("h2d"):
-            plan, stats = self._plans.look_up(self._control, lines)
+            plan, stats = self._plans.lookup(self._control, lines)
             # The host does not know which rows with a buffer are left out of this step; the device does.
             count = torch.where(sparse_mask.repeat_interleave(self._geometry.num_kv_heads), plan.runs.count, 0)
             lens = torch.where(sparse_mask[:, None], plan.lens, 0)

@@ -61,11 +61,11 @@ class PagedAllocator:
                 f"the {self._name} has {self.available} of {self.num_pages} pages left, {n} were asked for; "
                 f"raise {self._knob} or run fewer or shorter requests"
             )
-        self._make_room(n)
+        self._evict(n)
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._references[page] = 1
-            self._taken(page)
+            self._on_alloc(page)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -96,7 +96,7 @@ class PagedAllocator:
         for page, times in reversed(dropped.items()):
             self._references[page] -= times
             if not self._references[page]:
-                self._released(page)
+                self._on_release(page)
 
     def refcount(self, page: int) -> int:
         """Return the references of a page."""
@@ -105,15 +105,15 @@ class PagedAllocator:
     def _is_held(self, page: int) -> bool:
         return 0 <= page < self.num_pages and self._references[page] > 0
 
-    def _make_room(self, n: int) -> None:
+    def _evict(self, n: int) -> None:
         """Put pages on the free list until it has `n`; `available` says that this is possible."""
 
-    def _taken(self, page: int) -> None:
+    def _on_alloc(self, page: int) -> None:
         """Take note that a free page was given out."""
 
     def _check_free(self, page: int, left: int) -> None:
         """Raise when the page must not go down to `left` references."""
 
-    def _released(self, page: int) -> None:
+    def _on_release(self, page: int) -> None:
         """Put a page without references back."""
         self._free.append(page)

@@ -241,13 +241,13 @@ class CodePages:
 
         The compute stream waits for them; those of the next layer are on their way then.
         """
-        held = self._bring(layer, window)
+        held = self._prefetch(layer, window)
         self._runtime.fence(held.arrived, "compute")
         if layer + 1 < self.num_layers:
-            self._bring(layer + 1, window)
+            self._prefetch(layer + 1, window)
         return self.pool.layer(layer % _BUFFERS).view(-1, *self._page_shape)
 
-    def _bring(self, layer: int, window: CodeWindow) -> _Held:
+    def _prefetch(self, layer: int, window: CodeWindow) -> _Held:
         held = self._held[layer % _BUFFERS]
         if held is None or held.layer != layer or held.window is not window:
             self._runtime.fence(self._runtime.record("compute"), "h2d")

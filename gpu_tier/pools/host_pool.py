@@ -2,18 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from enum import StrEnum
 
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
+from gpu_tier.errors import AllocationError, ConfigError, StateError
 from gpu_tier.geometry import Addressing, KVGeometry, Layout
-from gpu_tier.kernels.pool_rows import pool_rows
-from gpu_tier.pools.host_pages import HostPages
+from gpu_tier.kernels.operands import pool_rows
+from gpu_tier.pools.allocator import PagedAllocator
 from gpu_tier.pools.pinned import PinnedMemory
 from gpu_tier.runtime import DeviceRuntime
 
-__all__ = ["HostKVPool"]
+__all__ = ["HostKVPool", "HostPages", "PageState"]
+
+# Pages of the host pool: what is in them, and which of them outlive their requests.
+#
+#                 alloc            filled           begin_write
+#     FREE ─────────────► FILLING ────────► VALID ◄────────────► WRITING_L3
+#      ▲                     │                │     end_write
+#      └─────────────────────┴────────────────┘  free of the last reference, or eviction
+#
+# Invariants:
+# 1. A page in WRITING_L3 is held: `begin_write` takes a reference of its own and `end_write` drops it. Whoever lets
+#   bytes
+#    arrive in a FILLING page holds a reference of its own likewise, so that an aborted request cannot give the page
+#      away.
+# 2. A page with a key is VALID or WRITING_L3, and a key names one page.
+# 3. A VALID page with a key and without references stays readable until `alloc` needs it; the least recently held
+#   goes
+#    first. It counts as available.
+
+
+class PageState(StrEnum):
+    """What is in a host page."""
+
+    FREE = "free"
+    FILLING = "filling"
+    VALID = "valid"
+    WRITING_L3 = "writing_l3"
+
+
+_TRANSITIONS = {
+    PageState.FREE: {PageState.FILLING},
+    PageState.FILLING: {PageState.VALID, PageState.FREE},
+    PageState.VALID: {PageState.WRITING_L3, PageState.FREE},
+    PageState.WRITING_L3: {PageState.VALID},
+}
+
+
+class HostPages(PagedAllocator):
+    """Reference-counted pages with states and a cache of those that have a key."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size, "host pool", "host_bytes (or host_to_device_ratio)")
+        self._state = [PageState.FREE] * num_pages
+        self._key_of: dict[int, Hashable] = {}
+        self._page_of: dict[Hashable, int] = {}
+        self._idle: dict[int, None] = {}  # cached pages without references, least recently held first
+
+    @property
+    def available(self) -> int:
+        """Pages that `alloc` can give out: the free ones, and cached ones that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Pages that have a key."""
+        return len(self._key_of)
+
+    def counts(self) -> dict[PageState, int]:
+        """Return how many pages are in each state; goes through all of them, for metrics."""
+        counts = Counter(self._state)
+        return {state: counts[state] for state in PageState}
+
+    def state(self, page: int) -> PageState:
+        """Return the state of a page."""
+        return self._state[page]
+
+    def filled(self, pages: Iterable[int]) -> None:
+        """Say that all bytes of the pages are there: FILLING → VALID.
+
+        Raises:
+            StateError: one of them is in another state; those before it were changed.
+        """
+        for page in pages:
+            self._set_state(page, PageState.FILLING, PageState.VALID)
+
+    def begin_write(self, pages: Iterable[int]) -> None:
+        """Hold pages while the storage reads them: VALID → WRITING_L3.
+
+        Raises:
+            StateError: one of them is not VALID, or twice among them; nothing was changed.
+            AllocationError: nobody holds one of them.
+        """
+        pages = list(pages)
+        if len(set(pages)) < len(pages) or any(self._state[page] is not PageState.VALID for page in pages):
+            raise StateError(f"pages {pages} cannot be written: {[self._state[page].value for page in pages]}")
+        self.share(pages)
+        for page in pages:
+            self._set_state(page, PageState.VALID, PageState.WRITING_L3)
+
+    def end_write(self, pages: Iterable[int]) -> None:
+        """Let go of pages after the storage has read them, well or not: WRITING_L3 → VALID."""
+        pages = list(pages)
+        for page in pages:
+            self._set_state(page, PageState.WRITING_L3, PageState.VALID)
+        self.free(pages)
+
+    def cache(self, page: int, key: Hashable) -> int:
+        """Give a page a key, so that later requests find it.
+
+        Returns:
+            The page that has the key: another one, when two requests computed the same block.
+
+        Raises:
+            StateError: the page is neither VALID nor WRITING_L3, or has another key.
+        """
+        if self._state[page] not in (PageState.VALID, PageState.WRITING_L3):
+            raise StateError(f"page {page} cannot get a key: it is {self._state[page].value}")
+        if self._key_of.get(page, key) != key:
+            raise StateError(f"page {page} has another key")
+        holder = self._page_of.setdefault(key, page)
+        if holder == page:
+            self._key_of[page] = key
+        return holder
+
+    def lookup(self, key: Hashable) -> int | None:
+        """Return the page that has a key, with a reference for the caller; None when there is none."""
+        page = self._page_of.get(key)
+        if page is None:
+            return None
+        self._idle.pop(page, None)
+        self._references[page] += 1
+        return page
+
+    def forget(self, page: int) -> None:
+        """Take a page's key away; one without a key stays as it is."""
+        key = self._key_of.pop(page, None)
+        if key is None:
+            return
+        del self._page_of[key]
+        if page in self._idle:
+            del self._idle[page]
+            self._on_unreferenced(page)
+
+    def _evict(self, n: int) -> None:
+        while len(self._free) < n:
+            self.forget(next(iter(self._idle)))
+
+    def _on_alloc(self, page: int) -> None:
+        self._set_state(page, PageState.FREE, PageState.FILLING)
+
+    def _check_free(self, page: int, left: int) -> None:
+        if not left and self._state[page] is PageState.WRITING_L3:
+            raise AllocationError(f"page {page} of the host pool is being written: its last reference is the writer's")
+
+    def _on_release(self, page: int) -> None:
+        if page in self._key_of:
+            self._idle[page] = None
+        else:
+            self._on_unreferenced(page)
+
+    def _on_unreferenced(self, page: int) -> None:
+        self._set_state(page, self._state[page], PageState.FREE)
+        self._free.append(page)
+
+    def _set_state(self, page: int, old: PageState, new: PageState) -> None:
+        if self._state[page] is not old or new not in _TRANSITIONS[old]:
+            raise StateError(f"page {page} of the host pool is {self._state[page].value}, cannot become {new.value}")
+        self._state[page] = new
 
 
 class HostKVPool:

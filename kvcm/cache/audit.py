@@ -13,29 +13,588 @@ on a shared store: what changes while it is looked at is looked at again (audit_
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Container, Sequence
-from typing import Final, NamedTuple, Protocol
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
-from kvcm.cache.accounts import field_title
-from kvcm.cache.audit_blocks import BlockAudit, Pause
-from kvcm.cache.audit_documents import DocumentAudit
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
 from kvcm.cache.audit_report import AuditReport, Finding, Repair
-from kvcm.cache.endings import SessionEndings
-from kvcm.cache.extents import ExtentPart, Owner, overlapping, part_count
-from kvcm.cache.instance_cache import InstanceCache
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.recount import UsageRecount
-from kvcm.cache.shared_usage import SharedLedger
-from kvcm.index.backends.audited import AuditedIndex
+from kvcm.cache.instance_cache import InstanceCache, OpenCaches
+from kvcm.cache.pins import Pin
+from kvcm.cache.quotas import SharedLedger, field_title
+from kvcm.cache.read_leases import ReadLease
+from kvcm.cache.usage_recount import UsageRecount
+from kvcm.cache.write_sessions import SessionStore, WriteSession
+from kvcm.index.backends.audit import AuditedIndex, Claims, StoredBlock, faults
+from kvcm.index.backends.backend import PlaceTally, Sum, sums_of
+from kvcm.index.locking import shard_of
 from kvcm.model.clock import Clock
-from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.instances import Placement
-from kvcm.model.locations import BlockRecord, Location
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.instances import Placement, Registration, Removal
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
+from kvcm.model.principals import Account
+from kvcm.model.storages import StorageConfig
+from kvcm.model.uri import LocationUri
+from kvcm.registry.document_cache import decode_document
+from kvcm.registry.instances import ReservedInstances
 from kvcm.registry.registry import Registry
-from kvcm.store.store import Store
+from kvcm.store.store import Store, Table
 
-__all__ = ["AuditedStore", "IndexAuditor", "StoredBlocks"]
+__all__ = [
+    "PART_EXTENTS",
+    "AuditedStore",
+    "BlockAudit",
+    "DocumentAudit",
+    "Extent",
+    "ExtentPart",
+    "IndexAuditor",
+    "Owner",
+    "Pause",
+    "StoredBlocks",
+    "extents_of",
+    "overlapping",
+    "part_count",
+]
+
+# Invariant 5: an extent of a storage belongs to exactly one location.
+#
+# Extents are gathered part by part of all objects, an object belonging to the part that a hash of its name says, and
+# each part is sorted by object and offset, where those that overlap stand side by side. A part holds `PART_EXTENTS` of
+# 40 bytes on average, and sorting it takes as much again: about 200 MB at most. So the memory does not grow with the
+# index; the number of passes over it does.
+#
+# Objects are told apart by 64 bits of a hash. Whoever asks reads the locations of a pair again and compares the names
+# themselves (`overlapping`), so two names with one hash are no finding.
+
+PART_EXTENTS: Final = 2_000_000
+_WHOLE: Final = 1 << 62
+_OBJECT_BITS: Final = 63
+
+
+class Owner(NamedTuple):
+    """A block of an instance."""
+
+    uid: int
+    key: int
+
+
+class Extent(NamedTuple):
+    """Bytes of an object; of one that is not packed all there are."""
+
+    object_name: str
+    start: int
+    end: int
+
+
+def part_count(extents: int) -> int:
+    """Return into how many parts to cut so many extents."""
+    return max(1, -(-extents // PART_EXTENTS))
+
+
+def extents_of(location: Location) -> list[Extent]:
+    """Return what a location has of its storage; specs that are not there have nothing.
+
+    Raises:
+        InvalidArgumentError: a uri cannot be read.
+    """
+    return [_extent(spec.uri) for spec in decode_chunk(location.chunk).specs if spec.uri]
+
+
+def overlapping(one: Location, other: Location) -> Extent | None:
+    """Return an extent of `one` that `other` has too, None when there is none."""
+    others = extents_of(other)
+    for mine in extents_of(one):
+        for theirs in others:
+            if mine.object_name == theirs.object_name and mine.start < theirs.end and theirs.start < mine.end:
+                return mine
+    return None
+
+
+def _extent(uri: str) -> Extent:
+    parsed = LocationUri.parse(uri)
+    # Of a pool's memory the stamp says whose it is: what was freed may have the place of what is there now.
+    whose = parsed.key if parsed.range_id is None else parsed.range_id
+    name = f"{parsed.scheme}://{parsed.storage}{parsed.path}?{whose or ''}"
+    if parsed.blkid is None:
+        return Extent(name, 0, _WHOLE)
+    start = min(parsed.offset, _WHOLE - 1)  # what a storage cannot hold still has to fit into a column
+    return Extent(name, start, min(start + max(1, parsed.size), _WHOLE))
+
+
+class ExtentPart:
+    """The extents of the objects of one part.
+
+    Args:
+        number: of the part, counted from 0.
+        count: number of parts.
+    """
+
+    def __init__(self, number: int, count: int) -> None:
+        self._number = number
+        self._count = count
+        self._columns = tuple(array("q") for _ in range(5))  # object, start, end, uid, key
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def add(self, owner: Owner, record: BlockRecord) -> str:
+        """Add what the locations of a block have in this part; return why a uri cannot be read, "" when all can."""
+        damage = ""
+        for location in record.locations:
+            try:
+                for name, start, end in extents_of(location):
+                    digest = xxh3_64_intdigest(name.encode())
+                    if digest % self._count == self._number:
+                        self._append(digest >> (64 - _OBJECT_BITS), start, end, *owner)
+            except InvalidArgumentError as error:
+                damage = str(error)
+        return damage
+
+    def suspects(self, most: int) -> Iterator[tuple[Owner, Owner]]:
+        """Yield pairs of blocks whose extents overlap, by the hashes of their objects; a block with itself, too."""
+        if len(self) < 2:
+            return
+        objects, starts, ends, uids, keys = (np.frombuffer(column, np.int64) for column in self._columns)
+        order = np.lexsort((starts, objects))
+        objects, starts, ends, uids, keys = (column[order] for column in (objects, starts, ends, uids, keys))
+        same = objects[1:] == objects[:-1]
+        touched = np.unique(objects[1:][same & (starts[1:] < ends[:-1])])  # if any two overlap, some neighbours do
+        found = 0
+        for name in touched:
+            first, last = np.searchsorted(objects, (name, name + 1))
+            reach, holder = -1, first
+            for at in range(first, last):
+                if starts[at] < reach:
+                    yield Owner(int(uids[holder]), int(keys[holder])), Owner(int(uids[at]), int(keys[at]))
+                    found += 1
+                    if found >= most:
+                        return
+                if ends[at] > reach:
+                    reach, holder = int(ends[at]), at
+
+    def _append(self, *values: int) -> None:
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+
+
+# Verification of one instance's blocks: records against everything that is derived from them, usage, and writers.
+#
+# Other managers may change the store meanwhile, and not all parts of a block can be read at one moment. So what looks
+# wrong is a suspect only; it is a finding when the same is wrong after a pause. Usage of a shard is compared with a
+# recount during which it did not change, twice with the same result. Memory: one page of blocks, the suspects (those
+# of one page above `_MOST_SUSPECTS` at most: then they are judged at once), up to `_MOST_LEFT` that were found wrong,
+# and for a shard whose usage is suspect the keys of that shard.
+
+Pause = Callable[[], Awaitable[None]]
+"""Waits until what was going on is over."""
+_MOST_SUSPECTS: Final = 10_000
+_MOST_LEFT: Final = 100_000  # beyond, a block may be counted as often as ways lead to it
+_OVERDUE_SECONDS: Final = 10.0  # whoever leads looks twice a second, and takes over after five
+_TRIES: Final = 4
+_RESTART = "the next start of the manager makes it anew from the records"
+
+
+class _BlockDefect(NamedTuple):
+    problem: str
+    writer: str | None = None  # session that has to be ended, None for derived things
+
+
+class _Suspect(NamedTuple):
+    parents: frozenset[int]
+    wrong: frozenset[_BlockDefect]
+
+
+class BlockAudit:
+    """The blocks of one instance.
+
+    Args:
+        cache: the instance; changed only by repairs.
+        audited: the same records with all that is derived from them.
+        sessions: the documents of write sessions.
+        endings: roll writers back.
+        clock: time source.
+        pause: between two looks at a suspect.
+        repair: what may be changed.
+        report: takes findings.
+    """
+
+    def __init__(
+        self,
+        cache: InstanceCache,
+        audited: AuditedIndex,
+        sessions: Table,
+        endings: SessionStore,
+        clock: Clock,
+        pause: Pause,
+        repair: Repair,
+        report: AuditReport,
+    ) -> None:
+        self.cache = cache
+        self._audited = audited
+        self._sessions = sessions
+        self._endings = endings
+        self._clock = clock
+        self._pause = pause
+        self._repair = repair
+        self._report = report
+        self._suspects: defaultdict[int, dict[int, _Suspect]] = defaultdict(dict)
+        self._suspect_count = 0
+        # What was found and is not mended: another way to the same block may lead there after it was judged.
+        self._left: dict[tuple[int, int], frozenset[_BlockDefect]] = {}
+
+    async def run(self, extents: ExtentPart, progress: Callable[[int], None]) -> None:
+        """Look at every block.
+
+        Args:
+            extents: takes what the blocks have of storages.
+            progress: told the number of blocks of each page.
+        """
+        wrong_sums = []
+        for shard in self._audited.shards:
+            counted, records = await self._check_listed(shard, extents, progress)
+            async for claims in self._audited.unlisted(shard):
+                await self.inspect(shard, claims)
+            self._report.checked["records"] += records
+            if counted != await self._audited.usage(shard):
+                wrong_sums.append(shard)
+        await self.confirm()
+        await self._confirm_usage(wrong_sums)
+        await self._check_key_count()
+
+    async def snapshots(self, keys: Sequence[int], shard: int | None = None) -> list[StoredBlock]:
+        """Return what there is of some blocks of one shard, which is that of the first when it is not given."""
+        if shard is None:
+            shard = shard_of(keys[0], len(self._audited.shards))
+        return await self._audited.read_blocks(shard, dict.fromkeys(keys, frozenset()))
+
+    async def gather(self, extents: ExtentPart) -> None:
+        """Add what the blocks have of storages, and look at nothing else."""
+        uid = self.cache.placement.uid
+        for shard in self._audited.shards:
+            async for claims in self._audited.listed(shard):
+                for view in await self._audited.read_blocks(shard, claims):
+                    if view.record is not None:
+                        extents.add(Owner(uid, view.key), view.record)
+
+    async def inspect(self, shard: int, claims: Claims) -> list[StoredBlock]:
+        """Look at blocks, and remember those that look wrong."""
+        views = await self._audited.read_blocks(shard, claims)
+        for key, wrong in (await self._find_defects(views)).items():
+            self._suspect(shard, key, _Suspect(claims[key], frozenset(wrong)))
+        if self._suspect_count >= _MOST_SUSPECTS:
+            await self.confirm()
+        return views
+
+    async def confirm(self) -> None:
+        """Look at the suspects again, after a pause; report and mend those that still are wrong."""
+        suspects, self._suspects, self._suspect_count = self._suspects, defaultdict(dict), 0
+        if not suspects:
+            return
+        await self._pause()
+        for shard, of_shard in suspects.items():
+            claims = {key: suspect.parents for key, suspect in of_shard.items()}
+            views = await self._audited.read_blocks(shard, claims)
+            again = await self._find_defects(views)
+            for view in views:
+                wrong = of_shard[view.key].wrong & frozenset(again.get(view.key, ()))
+                wrong -= self._left.get((shard, view.key), frozenset())
+                if wrong:
+                    await self._report_defects(shard, view, sorted(wrong, key=lambda each: each.problem))
+
+    def _suspect(self, shard: int, key: int, suspect: _Suspect) -> None:
+        known = self._suspects[shard].get(key)
+        if known is None:
+            self._suspect_count += 1
+        else:
+            suspect = _Suspect(known.parents | suspect.parents, known.wrong | suspect.wrong)
+        self._suspects[shard][key] = suspect
+
+    async def _check_listed(
+        self, shard: int, extents: ExtentPart, progress: Callable[[int], None]
+    ) -> tuple[dict[Sum, int], int]:
+        counted = PlaceTally()
+        records = 0
+        async for claims in self._audited.listed(shard):
+            for view in await self.inspect(shard, claims):
+                if view.record is None:
+                    continue
+                records += 1
+                counted.change(None, view.record)
+                damage = extents.add(Owner(self.cache.placement.uid, view.key), view.record)
+                if damage:
+                    self._report.add(Finding("uri", self._location_of(view.key), damage, "none: remove the block"))
+            progress(len(claims))
+        return sums_of(counted.used, counted.deleting, counted.deleting_blocks), records
+
+    async def _find_defects(self, views: Sequence[StoredBlock]) -> dict[int, list[_BlockDefect]]:
+        open_sessions: dict[str, bool] = {}
+        wrong: dict[int, list[_BlockDefect]] = {}
+        for view in views:
+            found = list(map(_BlockDefect, faults(view)))
+            for location in _writing(view):
+                what = await self._find_writer_defect(location, open_sessions)
+                if what:
+                    found.append(_BlockDefect(f"location {location.id} {what}", location.session_id))
+            if found:
+                wrong[view.key] = found
+        return wrong
+
+    async def _find_writer_defect(self, location: Location, open_sessions: dict[str, bool]) -> str:
+        if location.deadline + _OVERDUE_SECONDS < self._clock.now():
+            return "is still being written, past the deadline of its session"
+        name = location.session_id
+        if name not in open_sessions:
+            open_sessions[name] = await self._sessions.get(name) is not None
+        return "" if open_sessions[name] else "is being written by a session that is gone"
+
+    async def _report_defects(self, shard: int, view: StoredBlock, wrong: Sequence[_BlockDefect]) -> None:
+        if view.damage:
+            repair = "with --drop-unreadable forgets the block; its bytes are left to the scrub"
+            is_mended = await self._drop(shard, view)
+        else:
+            repair = self._repair_text(wrong)
+            is_mended = self._repair.repair and await self._mend(shard, view, wrong)
+        if not is_mended and len(self._left) < _MOST_LEFT:
+            self._left[shard, view.key] = self._left.get((shard, view.key), frozenset()) | frozenset(wrong)
+        what = "; ".join(each.problem for each in wrong)
+        self._report.add(Finding("block", self._location_of(view.key), what, repair, is_mended))
+
+    def _repair_text(self, wrong: Sequence[_BlockDefect]) -> str:
+        texts = ["rolls the writer back"] if any(each.writer is not None for each in wrong) else []
+        if any(each.writer is None for each in wrong):
+            texts.append("makes the derived keys anew from the record" if self._audited.can_mend else _RESTART)
+        return ", ".join(texts)
+
+    async def _mend(self, shard: int, view: StoredBlock, wrong: Sequence[_BlockDefect]) -> bool:
+        writers = {each.writer for each in wrong if each.writer is not None}
+        is_mended = all(each.writer is not None for each in wrong) or await self._audited.mend(shard, view)
+        if is_mended and writers:
+            await self._endings.expire_writers(self.cache, {session_id: [view.key] for session_id in writers})
+        return is_mended
+
+    async def _drop(self, shard: int, view: StoredBlock) -> bool:
+        if not (self._repair.repair and self._repair.drop_unreadable):
+            return False
+        if not await self._audited.drop_record(shard, view):
+            return False
+        (left,) = await self._audited.read_blocks(shard, {view.key: view.parents})
+        return await self._audited.mend(shard, left)
+
+    # ── usage (invariant 4) ──
+
+    async def _confirm_usage(self, shards: Sequence[int]) -> None:
+        """Recount shards until each was found right, or wrong by the same twice."""
+        last: dict[int, Mapping[Sum, int] | None] = dict.fromkeys(shards)
+        for attempt in range(_TRIES):
+            if not last:
+                return
+            if attempt:
+                await self._pause()
+            for shard in list(last):
+                difference = await self._usage_difference(shard)
+                if difference and difference == last[shard]:
+                    await self._report_usage(shard, difference)
+                if difference is not None and (not difference or difference == last[shard]):
+                    del last[shard]
+                else:
+                    last[shard] = difference
+        for shard in last:
+            self._report.unconfirmed.append(f"usage of {self._title}, shard {shard}, which changes all the time")
+
+    async def _usage_difference(self, shard: int) -> dict[Sum, int] | None:
+        """Return what is missing in the kept sums; None if they changed meanwhile."""
+        kept = await self._audited.usage(shard)
+        counted = PlaceTally()
+        seen: set[int] = set()
+        async for claims in self._audited.listed(shard):
+            fresh = [key for key in claims if key not in seen]
+            seen.update(fresh)
+            for view in await self.snapshots(fresh, shard):
+                counted.change(None, view.record)
+        if kept != await self._audited.usage(shard):
+            return None
+        difference = Counter(sums_of(counted.used, counted.deleting, counted.deleting_blocks))
+        difference.subtract(kept)
+        return {of: size for of, size in difference.items() if size}
+
+    async def _report_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
+        mended = self._repair.repair and self._audited.can_mend
+        if mended:
+            await self._audited.add_usage(shard, difference)
+        what = ", ".join(f"{-size:+} {of}" for of, size in sorted(difference.items(), key=str))
+        repair = "puts the recount in its place" if self._audited.can_mend else _RESTART
+        where = f"{self._title}, shard {shard}"
+        self._report.add(Finding("usage", where, f"the kept usage differs from the records: {what}", repair, mended))
+
+    async def _check_key_count(self) -> None:
+        """Where nothing else is stored than the records, their number is kept apart; elsewhere it is that of a set."""
+        if self._audited.can_mend:
+            return
+        counted = 0
+        async for claims in self._audited.listed(0):
+            counted += len(claims)
+        if counted != self.cache.index.key_count:
+            what = f"{self.cache.index.key_count} blocks are counted, there are {counted}"
+            self._report.add(Finding("usage", self._title, what, _RESTART))
+
+    @property
+    def _title(self) -> str:
+        return f"instance {self.cache.instance.instance_id!r} (registration {self.cache.placement.uid})"
+
+    def _location_of(self, key: int) -> str:
+        return f"block {key} of {self._title}"
+
+
+def _writing(view: StoredBlock) -> list[Location]:
+    locations = view.record.locations if view.record is not None else ()
+    return [location for location in locations if location.status is LocationStatus.WRITING]
+
+
+# Verification of the store's documents: registry, write sessions, read leases and pins.
+
+_ALL: Final = 1 << 62
+_NO_EXPIRY: Final = float("inf")
+_KINDS: Final[dict[str, type[Any]]] = {
+    "storage/": StorageConfig,
+    "group/": InstanceGroup,
+    "instance/": Registration,
+    "removal/": Removal,
+    "account/": Account,
+    "quota/": GlobalQuota,
+    "seats/": ReservedInstances,
+}
+_UNREADABLE = "with --drop-unreadable removes the document"
+
+
+class _ExpiringDocument(Protocol):
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+
+class _DocumentDefect(NamedTuple):
+    problem: str
+    repair: str
+    is_unreadable: bool = False
+    due: float | None = None  # None: the document goes
+
+
+class DocumentAudit:
+    """Looks at documents; what looks wrong is looked at again by `confirm`.
+
+    Args:
+        known: numbers of the instances that are registered or being removed; asked anew at every look.
+        repair: what may be changed.
+        report: takes findings.
+    """
+
+    def __init__(self, known: Callable[[], Collection[int]], repair: Repair, report: AuditReport) -> None:
+        self._known = known
+        self._repair = repair
+        self._report = report
+        self._suspects: dict[str, tuple[Table, list[str]]] = {}
+
+    async def check_registry(self, table: Table) -> None:
+        """Look at every document of the registry."""
+        await self._check("registry", table)
+
+    async def check_sessions(self, table: Table) -> None:
+        """Look at every write session."""
+        await self._check("session", table)
+
+    async def check_leases(self, table: Table) -> None:
+        """Look at every read lease."""
+        await self._check("lease", table)
+
+    async def check_pins(self, table: Table) -> None:
+        """Look at every pin."""
+        await self._check("pin", table)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether something has to be looked at again."""
+        return bool(self._suspects)
+
+    async def confirm(self) -> None:
+        """Look at the suspects again, report those that still are wrong and mend them."""
+        suspects, self._suspects = self._suspects, {}
+        for kind, (table, names) in suspects.items():
+            # Asked before and after: what comes or goes meanwhile must not look wrong.
+            before = set(await table.due(_NO_EXPIRY, _ALL))
+            documents = {name: await table.get(name) for name in names}
+            after = set(await table.due(_NO_EXPIRY, _ALL))
+            for name, document in documents.items():
+                scheduled = before & after if document is None else before | after
+                await self._confirm_one(kind, table, name, document, is_scheduled=name in scheduled)
+
+    async def _confirm_one(
+        self, kind: str, table: Table, name: str, document: bytes | None, *, is_scheduled: bool
+    ) -> None:
+        wrong = self._find_defect(kind, name, document, is_scheduled=is_scheduled)
+        if wrong is not None:
+            is_mended = await self._mend(table, name, document, wrong)
+            self._report.add(Finding(kind, _where(kind, name), wrong.problem, wrong.repair, is_mended))
+
+    async def _check(self, kind: str, table: Table) -> None:
+        # The due times first: a document that is there afterwards and not in them came meanwhile, and is cleared by
+        # the second look.
+        scheduled = set(await table.due(_NO_EXPIRY, _ALL))
+        documents = await table.all()
+        self._report.checked["documents"] += len(documents)
+        for name in sorted(documents.keys() | scheduled):
+            if self._find_defect(kind, name, documents.get(name), is_scheduled=name in scheduled) is not None:
+                self._suspects.setdefault(kind, (table, []))[1].append(name)
+
+    def _find_defect(
+        self, kind: str, name: str, document: bytes | None, *, is_scheduled: bool
+    ) -> _DocumentDefect | None:
+        if document is None:
+            return (
+                _DocumentDefect("is due some time, but is not there", "forgets the due time") if is_scheduled else None
+            )
+        try:
+            ending = _decoded(kind, name, document)
+        except StorageIOError as error:
+            return _DocumentDefect(str(error), _UNREADABLE, is_unreadable=True)
+        if ending is None:
+            return None
+        if ending.uid not in self._known():
+            return _DocumentDefect(f"belongs to registration {ending.uid}, which is gone", "removes the document")
+        if not is_scheduled:
+            return _DocumentDefect("never becomes due", "sets its due time", due=ending.deadline)
+        return None
+
+    async def _mend(self, table: Table, name: str, document: bytes | None, wrong: _DocumentDefect) -> bool:
+        if not self._repair.repair or (wrong.is_unreadable and not self._repair.drop_unreadable):
+            return False
+        if wrong.due is not None:
+            return await table.replace(name, document, document, wrong.due)
+        return await table.replace(name, document, None)
+
+
+def _decoded(kind: str, name: str, document: bytes) -> _ExpiringDocument | None:
+    if kind == "session":
+        return WriteSession.decoded(name, document)
+    if kind == "lease":
+        return ReadLease.decoded(name, document)
+    if kind == "pin":
+        return Pin.decoded(name, document)
+    for prefix, value_kind in _KINDS.items():
+        if name.startswith(prefix):
+            decode_document(value_kind, document)
+    return None
+
+
+def _where(kind: str, name: str) -> str:
+    # The id of a session or a lease is the right to end it.
+    return f"document {name!r}" if kind == "registry" else f"{kind} {name[:6]}…"
+
 
 _SESSION_SHARDS: Final = 16
 _COUNTER_PAUSES: Final = 12  # whoever leads recounts what differed in two looks, five seconds apart
@@ -102,7 +661,7 @@ class IndexAuditor:
         self._done = 0
         self._total = 0
         self._sessions = audited.store.table("sessions", _SESSION_SHARDS)
-        self._endings = SessionEndings(self._sessions, self._find, clock)
+        self._endings = SessionStore(self._sessions, self._find, clock)
         self._audits: dict[int, BlockAudit] = {}
         self.report = AuditReport()
 
@@ -116,7 +675,7 @@ class IndexAuditor:
             StorageIOError: the store cannot be asked.
         """
         await self._check_documents()
-        await self._check_strays()
+        await self._check_unregistered()
         parts = await self._open()
         await self._check_unlisted()
         await self._check_blocks(parts)
@@ -136,37 +695,37 @@ class IndexAuditor:
             self._audits[cache.placement.uid] = BlockAudit(
                 cache, audited, self._sessions, self._endings, self._clock, self._pause, self._repair, self.report
             )
-        self.report.looked_at["instances"] = len(self._audits)
+        self.report.checked["instances"] = len(self._audits)
         return part_count(extents)
 
     # ── documents, and keys of instances that are gone ──
 
     async def _check_documents(self) -> None:
-        documents = DocumentAudit(self._known, self._repair, self.report)
-        await documents.look_at_registry(self._store.store.table("registry"))
-        await documents.look_at_sessions(self._sessions)
-        await documents.look_at_leases(self._store.store.table("leases", _SESSION_SHARDS))
-        await documents.look_at_pins(self._store.store.table("pins", _SESSION_SHARDS))
+        documents = DocumentAudit(self._confirm, self._repair, self.report)
+        await documents.check_registry(self._store.store.table("registry"))
+        await documents.check_sessions(self._sessions)
+        await documents.check_leases(self._store.store.table("leases", _SESSION_SHARDS))
+        await documents.check_pins(self._store.store.table("pins", _SESSION_SHARDS))
         if documents.has_suspects:
             await self._pause()
             await self._store.registry.refresh()
-            await documents.judge()
+            await documents.confirm()
 
-    async def _check_strays(self) -> None:
+    async def _check_unregistered(self) -> None:
         stored = await self._store.blocks.uids()
-        if stored.keys() <= self._known():
+        if stored.keys() <= self._confirm():
             return
         await self._pause()
         await self._store.registry.refresh()
-        strays = stored.keys() - self._known()
-        if self._repair.mend and strays:
+        strays = stored.keys() - self._confirm()
+        if self._repair.repair and strays:
             await self._store.blocks.drop(strays)
         for uid in sorted(strays):
             what = f"{stored[uid]} keys of blocks, but no such instance is registered or being removed"
             repair = "forgets them; their bytes are left to the scrub"
-            self.report.add(Finding("stray", f"registration {uid}", what, repair, self._repair.mend))
+            self.report.add(Finding("stray", f"registration {uid}", what, repair, self._repair.repair))
 
-    def _known(self) -> set[int]:
+    def _confirm(self) -> set[int]:
         instances = self._store.registry.instances
         uids = {instances.placement(instance.instance_id).uid for instance in instances.all()}
         return uids | {removal.placement.uid for removal in instances.removals()}
@@ -178,7 +737,7 @@ class IndexAuditor:
             if uid in self._audits:
                 await self._audits[uid].inspect(shard, dict.fromkeys(keys, frozenset()))
         for audit in self._audits.values():
-            await audit.judge()
+            await audit.confirm()
 
     async def _check_blocks(self, parts: int) -> None:
         part = ExtentPart(0, parts)
@@ -198,7 +757,7 @@ class IndexAuditor:
     # ── extents (invariant 5) ──
 
     async def _check_extents(self, part: ExtentPart) -> None:
-        self.report.looked_at["extents"] += len(part)
+        self.report.checked["extents"] += len(part)
         suspects = dict.fromkeys(part.suspects(_MOST_PAIRS))  # a pair may share several objects
         if not suspects:
             return
@@ -215,19 +774,19 @@ class IndexAuditor:
                     continue
                 name = _shared_extent(location, another)
                 if name:
-                    await self._found_shared(name, (one, location), (other, another))
+                    await self._report_shared_extent(name, (one, location), (other, another))
 
     async def _locations(self, owner: Owner) -> Sequence[Location]:
-        (view,) = await self._audits[owner.uid].views([owner.key])
+        (view,) = await self._audits[owner.uid].snapshots([owner.key])
         return view.record.locations if view.record is not None else ()
 
-    async def _found_shared(self, name: str, *places: tuple[Owner, Location]) -> None:
-        for owner, location in places if self._repair.mend else ():
+    async def _report_shared_extent(self, name: str, *places: tuple[Owner, Location]) -> None:
+        for owner, location in places if self._repair.repair else ():
             await self._forget(owner, location)
         (one, _), (other, _) = places
         where = f"block {one.key} of registration {one.uid} and block {other.key} of registration {other.uid}"
         repair = "forgets both locations: either may hold the other's bytes"
-        self.report.add(Finding("extent", where, f"they share bytes of {name}", repair, self._repair.mend))
+        self.report.add(Finding("extent", where, f"they share bytes of {name}", repair, self._repair.repair))
 
     async def _forget(self, owner: Owner, location: Location) -> None:
         def without(_key: int, old: BlockRecord | None) -> BlockRecord | None:
@@ -254,18 +813,18 @@ class IndexAuditor:
             changing |= {account for account, difference in last.items() if difference != first[account]}
         for account, difference in last.items():
             if account in changing:
-                self.report.unsettled.append(f"shared counters of {titles[account]}, which change all the time")
+                self.report.unconfirmed.append(f"shared counters of {titles[account]}, which change all the time")
             else:
-                await self._found_counters(recount, account, titles[account], difference)
+                await self._report_counters(recount, account, titles[account], difference)
 
     async def _counter_differences(self, recount: UsageRecount, accounts: Collection[str]) -> dict[str, dict[str, int]]:
-        different = await recount.different(accounts)
+        different = await recount.different_accounts(accounts)
         return {account: different[account] for account in accounts if different.get(account)}
 
-    async def _found_counters(
+    async def _report_counters(
         self, recount: UsageRecount, account: str, title: str, difference: dict[str, int]
     ) -> None:
-        is_mended = self._repair.mend and await recount.recount([account])
+        is_mended = self._repair.repair and await recount.recount([account])
         what = ", ".join(f"{field_title(account, field)} {value:+}" for field, value in difference.items())
         what = f"the counters that managers share differ from what is kept with the records: {what}"
         self.report.add(Finding("usage", title, what, "recounts it", is_mended))

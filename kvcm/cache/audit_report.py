@@ -15,11 +15,11 @@ class Repair(NamedTuple):
     """What may be changed.
 
     Attributes:
-        mend: whatever can be mended without losing anything.
+        repair: whatever can be mended without losing anything.
         drop_unreadable: also drop what cannot be read.
     """
 
-    mend: bool = False
+    repair: bool = False
     drop_unreadable: bool = False
 
 
@@ -48,22 +48,22 @@ class AuditReport:
     Attributes:
         findings: the first ten thousand.
         more: number of those that are not listed.
-        unsettled: what changed all the time, so that nothing could be said.
-        looked_at: numbers by name.
+        unconfirmed: what changed all the time, so that nothing could be said.
+        checked: numbers by name.
     """
 
     findings: list[Finding] = field(default_factory=list)
     more: int = 0
-    unsettled: list[str] = field(default_factory=list)
-    looked_at: Counter[str] = field(default_factory=Counter)
+    unconfirmed: list[str] = field(default_factory=list)
+    checked: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_clean(self) -> bool:
         """Whether everything could be checked and nothing was found."""
-        return not self.findings and not self.unsettled
+        return not self.findings and not self.unconfirmed
 
     @property
-    def is_mended(self) -> bool:
+    def is_repaired(self) -> bool:
         """Whether nothing is left of what was found."""
         return not self.more and all(finding.is_mended for finding in self.findings)
 

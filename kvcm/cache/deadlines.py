@@ -48,7 +48,7 @@ class DeadlineTable(Generic[Entry]):
         """Return an open entry, None when there is none of that id."""
         return self._entries.get(entry_id)
 
-    def take(self, entry_id: str) -> Entry | None:
+    def pop(self, entry_id: str) -> Entry | None:
         """Remove and return an open entry, None when there is none of that id."""
         return self._entries.pop(entry_id, None)
 

@@ -32,9 +32,8 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from kvcm.cache.instance_cache import InstanceCache
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.removal import Remover, Which
+from kvcm.cache.instance_cache import InstanceCache, OpenCaches
+from kvcm.cache.removal import LocationIds, Remover
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.instances import Instance
@@ -43,30 +42,26 @@ from kvcm.model.storages import StorageConfig
 from kvcm.registry.registry import Registry
 from kvcm.registry.storages import StorageDrain
 
-__all__ = ["TAKE_BACK_SECONDS", "DrainProgress", "StorageDrains"]
+__all__ = ["CANCEL_SECONDS", "DrainProgress", "StorageDrains"]
 
-TAKE_BACK_SECONDS: Final = 10.0
+CANCEL_SECONDS: Final = 10.0
 """For so long a removed storage can be added again with all its blocks."""
-
-_PAGE_BLOCKS: Final = 256
+_BATCH_BLOCKS: Final = 256
 _BLOCKS_PER_SECOND: Final = 20_000
-_QUIET_LAPS: Final = 2
+_QUIET_SCANS: Final = 2
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0  # between laps that can mark nothing of what is left
 # Another manager hears of a drain within a second, and gives up a write that it began before within ten.
 _SETTLED_SECONDS: Final = 15.0
-_CLOCKS_APART_SECONDS: Final = 5.0  # of managers that share a store
-
+_CLOCK_SKEW_SECONDS: Final = 5.0  # of managers that share a store
 _log = structlog.get_logger("kvcm.cache")
-
-Goes = Callable[[Location], bool]
+IsDrained = Callable[[Location], bool]
 """Whether a location has to go."""
-
 ForgetMedium = Callable[[StorageConfig, float], Awaitable[None]]
 """Drops what is kept of a removed storage, as far as it is not younger than a unix time."""
 
 
-class _Left(NamedTuple):
+class _RemainingBytes(NamedTuple):
     """Bytes that count on a storage, and the part of them that is being deleted."""
 
     used_bytes: int = 0
@@ -82,9 +77,9 @@ class DrainProgress(NamedTuple):
 
     Attributes:
         drain: what was asked for.
-        left_bytes: bytes that still count, those whose deletion is on its way included.
+        remaining_bytes: bytes that still count, those whose deletion is on its way included.
         is_done: nothing is left.
-        is_begun: it is not a removal that can still be taken back with all blocks.
+        has_started: it is not a removal that can still be taken back with all blocks.
         is_marked: all that is left is being deleted, and was seen to be.
         pinned: locations that the last lap left to the ends of their pins.
         writing: locations that the last lap left to the ends of their write sessions.
@@ -92,9 +87,9 @@ class DrainProgress(NamedTuple):
     """
 
     drain: StorageDrain
-    left_bytes: int
+    remaining_bytes: int
     is_done: bool
-    is_begun: bool
+    has_started: bool
     is_marked: bool = False
     pinned: int = 0
     writing: int = 0
@@ -102,25 +97,25 @@ class DrainProgress(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Course:
+class _DrainState:
     """What this manager did about a drain so far.
 
     Attributes:
-        next_look: unix seconds.
+        next_scan: unix seconds.
         pause_seconds: after the last lap.
-        quiet_laps: in a row, that found nothing to mark and nothing to wait for.
+        quiet_scans: in a row, that found nothing to mark and nothing to wait for.
         pinned: as of `DrainProgress`.
         writing: as of `DrainProgress`.
     """
 
-    next_look: float
+    next_scan: float
     pause_seconds: float = _FIRST_PAUSE_SECONDS
-    quiet_laps: int = 0
+    quiet_scans: int = 0
     pinned: int = 0
     writing: int = 0
 
 
-async def _keep_nothing(_config: StorageConfig, _before: float) -> None:
+async def _no_medium_to_forget(_config: StorageConfig, _before: float) -> None:
     """There is nothing to drop."""
 
 
@@ -146,7 +141,7 @@ class StorageDrains:
         clock: Clock,
         *,
         is_shared: bool,
-        forget_medium: ForgetMedium = _keep_nothing,
+        forget_medium: ForgetMedium = _no_medium_to_forget,
         give_way: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -159,7 +154,7 @@ class StorageDrains:
         self._forget_medium = forget_medium
         self._give_way = give_way
         self._pause = pause
-        self._courses: dict[StorageDrain, _Course] = {}
+        self._courses: dict[StorageDrain, _DrainState] = {}
 
     async def drain(self, name: str) -> None:
         """Begin to empty a storage, which takes no writes from now on; asked again it is no error.
@@ -186,10 +181,10 @@ class StorageDrains:
         now = self._clock.now()
         await self._registry.storages.retire(name, now)
         # Other managers may be writing to it; alone, one on which nothing lies is gone for good.
-        if not self._is_shared and not (await self._left())[name].used_bytes:
+        if not self._is_shared and not (await self._remaining_by_storage())[name].used_bytes:
             await self._forget(StorageDrain(name, now, is_removal=True))
 
-    async def look(self, *, is_leader: bool) -> list[DrainProgress]:
+    async def progress(self, *, is_leader: bool) -> list[DrainProgress]:
         """Return how far every drain is, ordered by name. One that does not lead knows of what is left only how much.
 
         Args:
@@ -199,21 +194,21 @@ class StorageDrains:
             StorageIOError: the store cannot be asked.
         """
         drains = self._registry.storages.drains()
-        left = await self._left() if drains else {}
-        return [self._progress(drain, left[drain.name], is_leader=is_leader) for drain in drains]
+        left = await self._remaining_by_storage() if drains else {}
+        return [self._progress_of(drain, left[drain.name], is_leader=is_leader) for drain in drains]
 
-    def _progress(self, drain: StorageDrain, left: _Left, *, is_leader: bool) -> DrainProgress:
-        now, course = self._clock.now(), self._courses.get(drain, _Course(0.0))
+    def _progress_of(self, drain: StorageDrain, left: _RemainingBytes, *, is_leader: bool) -> DrainProgress:
+        now, course = self._clock.now(), self._courses.get(drain, _DrainState(0.0))
         is_begun, unreadable = now >= _begins_at(drain), self._registry.unreadable_instances()
         is_empty = not left.used_bytes and not unreadable
         if not is_leader:
             is_done = is_empty and now >= drain.started_at + self._settled_seconds
             return DrainProgress(drain, left.used_bytes, is_done, is_begun, unreadable=unreadable)
-        is_marked = course.quiet_laps >= _QUIET_LAPS and not left.has_unmarked
+        is_marked = course.quiet_scans >= _QUIET_SCANS and not left.has_unmarked
         waits = (course.pinned, course.writing, unreadable)
         return DrainProgress(drain, left.used_bytes, is_marked and is_empty, is_begun, is_marked, *waits)
 
-    async def go_on(self, is_leader: Callable[[], bool] = lambda: True) -> None:
+    async def resume(self, is_leader: Callable[[], bool] = lambda: True) -> None:
         """Look after every drain whose time has come.
 
         Args:
@@ -224,24 +219,24 @@ class StorageDrains:
         """
         now = self._clock.now()
         drains = self._registry.storages.drains()
-        self._courses = {drain: self._courses.get(drain) or _Course(_begins_at(drain)) for drain in drains}
-        due = [drain for drain in drains if self._courses[drain].next_look <= now]
-        left = await self._left() if due else {}
+        self._courses = {drain: self._courses.get(drain) or _DrainState(_begins_at(drain)) for drain in drains}
+        due = [drain for drain in drains if self._courses[drain].next_scan <= now]
+        left = await self._remaining_by_storage() if due else {}
         errors: list[KvcmError] = []
         for drain in due:
             try:
-                await self._look_after(drain, left[drain.name], is_leader)
+                await self._continue(drain, left[drain.name], is_leader)
             except KvcmError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
-    async def _look_after(self, drain: StorageDrain, left: _Left, is_leader: Callable[[], bool]) -> None:
+    async def _continue(self, drain: StorageDrain, left: _RemainingBytes, is_leader: Callable[[], bool]) -> None:
         course = self._courses[drain]
-        if left.has_unmarked or course.quiet_laps < _QUIET_LAPS:
-            await self._lap(drain, course, left, is_leader)
+        if left.has_unmarked or course.quiet_scans < _QUIET_SCANS:
+            await self._scan(drain, course, left, is_leader)
         else:
-            course.next_look = self._clock.now() + _FIRST_PAUSE_SECONDS
+            course.next_scan = self._clock.now() + _FIRST_PAUSE_SECONDS
             if drain.is_removal and not left.used_bytes:
                 await self._forget(drain)
 
@@ -250,41 +245,43 @@ class StorageDrains:
         it again."""
         if self._registry.unreadable_instances():
             return
-        before = self._clock.now() - (_CLOCKS_APART_SECONDS if self._is_shared else 0.0)
+        before = self._clock.now() - (_CLOCK_SKEW_SECONDS if self._is_shared else 0.0)
         if self._is_shared:
             await self._registry.refresh()  # whatever is added again from here on is younger
-        config = self._registry.storages.being_left(drain)
+        config = self._registry.storages.find_draining(drain)
         if config is None or self._registry.unreadable_instances():
             return
         await self._forget_medium(config, before)
         await self._registry.storages.forget(drain)
         _log.info("storage_forgotten", storage=drain.name)
 
-    async def _lap(self, drain: StorageDrain, course: _Course, left: _Left, is_leader: Callable[[], bool]) -> None:
+    async def _scan(
+        self, drain: StorageDrain, course: _DrainState, left: _RemainingBytes, is_leader: Callable[[], bool]
+    ) -> None:
         """Go through all indexes once, and note when to do so again."""
         began, settled = self._clock.now(), drain.started_at + self._settled_seconds
         found: Counter[str] = Counter()
         for cache in list(self._caches.all()):
-            async for page in cache.index.scan(_PAGE_BLOCKS):
-                if not is_leader() or not self._is_wanted(drain):
+            async for page in cache.index.scan(_BATCH_BLOCKS):
+                if not is_leader() or not self._is_current(drain):
                     return
                 await self._give_way()
-                found += await self._take(drain, cache, page)
+                found += await self._remove_batch(drain, cache, page)
                 await self._pause(len(page) / _BLOCKS_PER_SECOND)
         course.pinned, course.writing = found["pinned"], found["writing"]
         is_quiet = not found and not left.has_unmarked
-        course.quiet_laps = course.quiet_laps + 1 if is_quiet and began >= settled else 0
+        course.quiet_scans = course.quiet_scans + 1 if is_quiet and began >= settled else 0
         brief = is_quiet or found["marked"] > 0
         course.pause_seconds = _FIRST_PAUSE_SECONDS if brief else min(2 * course.pause_seconds, _LONGEST_PAUSE_SECONDS)
-        course.next_look = max(self._clock.now() + course.pause_seconds, settled if is_quiet else 0.0)
+        course.next_scan = max(self._clock.now() + course.pause_seconds, settled if is_quiet else 0.0)
 
-    async def _take(self, drain: StorageDrain, cache: InstanceCache, page: Sequence[int]) -> Counter[str]:
+    async def _remove_batch(self, drain: StorageDrain, cache: InstanceCache, page: Sequence[int]) -> Counter[str]:
         """Mark what has to go of some blocks, and count that and what has to wait."""
         found: Counter[str] = Counter()
         keys: list[int] = []
         for key, record in zip(page, await cache.index.get(page), strict=True):
             there = [place for place in record.locations if place.storage == drain.name] if record is not None else []
-            if any(self._goes(drain, place) for place in there):
+            if any(self._is_drained(drain, place) for place in there):
                 keys.append(key)
             if not drain.is_removal:
                 found["pinned"] += sum(self._is_pinned(place) for place in there)
@@ -292,33 +289,36 @@ class StorageDrains:
         if keys:
             reason = "RemoveStorage" if drain.is_removal else "DrainStorage"
             found["marked"] += await self._remover.remove_chosen(
-                cache, keys, lambda _key, record: self._which(drain, cache.instance, record), reason=reason
+                cache,
+                keys,
+                lambda _key, record: self._locations_to_remove(drain, cache.instance, record),
+                reason=reason,
             )
         return +found
 
-    def _is_wanted(self, drain: StorageDrain) -> bool:
+    def _is_current(self, drain: StorageDrain) -> bool:
         """Return whether it is neither cancelled nor taken back."""
-        return self._registry.storages.being_left(drain) is not None
+        return self._registry.storages.find_draining(drain) is not None
 
-    def _goes(self, drain: StorageDrain, location: Location) -> bool:
-        if location.storage != drain.name or location.status is LocationStatus.DELETING or not self._is_wanted(drain):
+    def _is_drained(self, drain: StorageDrain, location: Location) -> bool:
+        if location.storage != drain.name or location.status is LocationStatus.DELETING or not self._is_current(drain):
             return False
         return drain.is_removal or (location.status is LocationStatus.SERVING and not self._is_pinned(location))
 
     def _is_pinned(self, location: Location) -> bool:
         return location.status is LocationStatus.SERVING and location.pinned_until > self._clock.now()
 
-    def _which(self, drain: StorageDrain, instance: Instance, record: BlockRecord) -> Which:
+    def _locations_to_remove(self, drain: StorageDrain, instance: Instance, record: BlockRecord) -> LocationIds:
         """Return what goes of a block: what has to, and what is worth nothing without that."""
         alive = [place for place in record.locations if place.status is not LocationStatus.DELETING]
-        going = {place.id for place in alive if self._goes(drain, place)}
+        going = {place.id for place in alive if self._is_drained(drain, place)}
         # What is being written elsewhere may complete the block.
         left = {name for place in alive if place.id not in going for name in place.spec_names}
         if going and left and not instance.is_readable_with(left):
             going.update(p.id for p in alive if p.status is LocationStatus.SERVING and not self._is_pinned(p))
         return lambda location: location.id in going
 
-    async def _left(self) -> defaultdict[str, _Left]:
+    async def _remaining_by_storage(self) -> defaultdict[str, _RemainingBytes]:
         """Return by storage what counts on it in any index."""
         used: Counter[str] = Counter()
         deleting: Counter[str] = Counter()
@@ -328,10 +328,10 @@ class StorageDrains:
                 used[place.storage] += size
             for place, size in cache.index.deleting_bytes.items():
                 deleting[place.storage] += size
-        left: defaultdict[str, _Left] = defaultdict(_Left)
-        left.update({name: _Left(used[name], deleting[name]) for name in used})
+        left: defaultdict[str, _RemainingBytes] = defaultdict(_RemainingBytes)
+        left.update({name: _RemainingBytes(used[name], deleting[name]) for name in used})
         return left
 
 
 def _begins_at(drain: StorageDrain) -> float:
-    return drain.started_at + TAKE_BACK_SECONDS if drain.is_removal else 0.0
+    return drain.started_at + CANCEL_SECONDS if drain.is_removal else 0.0

@@ -6,43 +6,51 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcm.cache.access import AccessRecorder
-from kvcm.cache.endings import SessionEndings
-from kvcm.cache.instance_cache import IndexInCustody, InstanceCache
-from kvcm.cache.leases import ReadLease, ReadLeases
-from kvcm.cache.limits import LimitBook
-from kvcm.cache.match import Match, MatchQuery, match
-from kvcm.cache.meta import BlockMeta, block_metas
-from kvcm.cache.missing import MissingPart, MissingParts, MissingReport
-from kvcm.cache.observer import UNOBSERVED, CacheObserver
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.open_sessions import OpenSessions
-from kvcm.cache.pin_budget import PinBudgets
-from kvcm.cache.pins import Pin, PinRequest, Pins
-from kvcm.cache.read_modes import ReadModes
-from kvcm.cache.removal import Remover
-from kvcm.cache.removals import InstanceRemovals
-from kvcm.cache.selection import NodeStorages
-from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
-from kvcm.cache.usage import Ledger, UsageLedger
-from kvcm.cache.write_values import NO_HINT, Retention, Told
+from kvcm.cache.instance_cache import IndexHandle, InstanceCache, OpenCaches
+from kvcm.cache.pins import Pin, PinBudgets, PinRequest, Pins
+from kvcm.cache.prefix_match import (
+    NO_OBSERVER,
+    AccessRecorder,
+    BlockMeta,
+    CacheObserver,
+    Match,
+    MatchQuery,
+    ReadModes,
+    block_metas,
+    match,
+)
+from kvcm.cache.quotas import Ledger, LimitCache, UsageLedger
+from kvcm.cache.read_leases import ReadLease, ReadLeases
+from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover
+from kvcm.cache.write_plan import NodeStorages
+from kvcm.cache.write_sessions import (
+    NO_HINT,
+    FinishedWrite,
+    OpenSessions,
+    ReportedChecksums,
+    Retention,
+    SessionStore,
+    StartedWrite,
+    WriteRequest,
+    WriteSession,
+    WriteSessions,
+)
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.locking import uninterrupted
 from kvcm.index.search_cache import CacheBudget
-from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
-from kvcm.model.locations import Place
-from kvcm.model.masks import BlockMask
+from kvcm.model.keys import BlockMask
+from kvcm.model.locations import DeletionItem, StorageKey
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
 from kvcm.store.store import Store
 from kvcm.telemetry.events import EventLog
 
-__all__ = ["CacheManager", "IndexInCustody"]
+__all__ = ["CacheManager", "GarbageSource", "IndexHandle"]
 
 _SESSION_SHARDS = 16
 
@@ -83,7 +91,7 @@ class CacheManager:
         crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
-        self._observer = UNOBSERVED
+        self._observer = NO_OBSERVER
         self._registry = registry
         self._storages = storages
         self._store = store if store is not None else MemoryStore()
@@ -94,10 +102,10 @@ class CacheManager:
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(clock, registry.groups.find, events)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
-        self.endings = SessionEndings(sessions, self._find, clock, events)
+        self.endings = SessionStore(sessions, self._find, clock, events)
         self.open_sessions = OpenSessions(sessions, self._caches, clock.now)
         self._sessions = WriteSessions(
-            *(self.endings, storages, self.usage, clock, new_id, LimitBook(registry).of, crossed, on_pressure)
+            *(self.endings, storages, self.usage, clock, new_id, LimitCache(registry).of, crossed, on_pressure)
         )
         budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
         pins = self._store.table("pins", _SESSION_SHARDS)
@@ -109,7 +117,7 @@ class CacheManager:
             registry, self._caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
         )
 
-    def observe(self, observer: CacheObserver) -> None:
+    def set_observer(self, observer: CacheObserver) -> None:
         """Tell somebody of lookups and write sessions from now on."""
         self._observer = self.endings.observer = self.accesses.observer = observer
 
@@ -135,7 +143,7 @@ class CacheManager:
         Raises:
             UnknownInstanceError: it is not registered.
         """
-        return self._caches.of(instance_id)
+        return self._caches.resolve(instance_id)
 
     @property
     def open_caches(self) -> OpenCaches:
@@ -158,7 +166,7 @@ class CacheManager:
 
     async def purge_removed(self) -> None:
         """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
-        await self._removals.go_on()
+        await self._removals.resume()
 
     async def match(self, instance_id: str, query: MatchQuery, *, peek: bool = False) -> Match:
         """Return which blocks can be read, and where.
@@ -178,11 +186,11 @@ class CacheManager:
             found = await self._match(cache, query)
         except KvcmError:
             if not peek:
-                self._observer.lookup_failed(cache.instance, query)
+                self._observer.on_lookup_failed(cache.instance, query)
             raise
         if not peek:
             self.accesses.record(cache, found.keys)
-            self._observer.looked_up(cache.instance, query, found)
+            self._observer.on_lookup(cache.instance, query, found)
         return found
 
     async def _match(self, cache: InstanceCache, query: MatchQuery) -> Match:
@@ -191,7 +199,7 @@ class CacheManager:
         if group is not None and all(view.rank(name) is None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
         if self.read_modes.is_new(cache.placement.uid, query.mode):
-            await self.read_modes.note(cache.placement.uid)
+            await self.read_modes.record(cache.placement.uid)
         return await match(cache, query, view)
 
     async def lease(self, instance_id: str, found: Match, lease_ms: int) -> ReadLease:
@@ -241,12 +249,17 @@ class CacheManager:
         group = self._group_of(cache)
         await self._expire_if_alone()
         started = await self._sessions.start(cache, group, request)
-        self._observer.write_started(len(request.keys) - len(started.session.keys) - started.refused)
+        self._observer.on_write_started(len(request.keys) - len(started.session.keys) - started.rejected)
         await self._store.flush()
         return started
 
     async def finish_write(
-        self, instance_id: str, session_id: str, success: BlockMask, retention: Retention = NO_HINT, told: Told = ()
+        self,
+        instance_id: str,
+        session_id: str,
+        success: BlockMask,
+        retention: Retention = NO_HINT,
+        told: ReportedChecksums = (),
     ) -> FinishedWrite:
         """End a write session.
 
@@ -257,7 +270,7 @@ class CacheManager:
         await self._expire_if_alone()
         finished = await self.endings.finish(cache, session_id, success, retention, told)
         if (group := self._registry.groups.find(cache.instance.instance_group_name)) is not None:
-            self._sessions.look_at_marks(group)
+            self._sessions.check_watermarks(group)
         await self._store.flush()
         return finished
 
@@ -333,7 +346,7 @@ class CacheManager:
         removal = self._remover.remove_all(self.cache(instance_id), lambda each: begin <= each.written_at < end)
         return await self._durably(removal)
 
-    def group_usage_bytes(self, group_name: str) -> Mapping[Place, int]:
+    def group_usage_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group uses, by place; of a shared store as last heard."""
         return self.usage.used(group_name)
 
@@ -373,28 +386,80 @@ class CacheManager:
         await self._store.flush()
         return removed
 
-    def indexes(self) -> Iterator[IndexInCustody]:
+    def indexes(self) -> Iterator[IndexHandle]:
         """Return the index of every instance, also of those that are being removed."""
-        return iter(self._caches.custodies())
+        return iter(self._caches.handles())
 
     def delay_seconds(self, instance: Instance) -> float:
         """Return how long what served stays readable for those who were given it."""
         return self._remover.delay_seconds(instance)
 
-    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+    async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         """End write sessions that left these blocks writing past their deadline."""
         cache = self._caches.by_uid(uid)
         if cache is not None:
-            await self.endings.end_writers(cache, overdue)
+            await self.endings.expire_writers(cache, overdue)
 
-    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+    async def pinned_until(self, items: Sequence[DeletionItem]) -> list[float]:
         """Return per item the unix time until which its bytes must stay: a reader or its writer may still use them.
 
         That the items are deleted is on the disk when this returns: not even after a power cut are they serving again.
         """
         await self._store.sync()
         writers = await self.endings.deadlines_of(item.session_id for item in items if item.session_id)
-        readers = await self.leases.held_until(items)
+        readers = await self.leases.leased_until(items)
         if not writers:
             return readers
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]
+
+
+# What garbage collection and scrubs ask of the rooms that know blocks.
+
+_EXPIRE_AT_ONCE = 16
+
+
+class GarbageSource:
+    """Answers from a manager's rooms.
+
+    Args:
+        cache: blocks.
+        registry: instances.
+        store: where all of it is kept.
+    """
+
+    def __init__(self, cache: CacheManager, registry: Registry, store: Store) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._store = store
+
+    def indexes(self) -> Iterator[IndexHandle]:
+        """Return the index of every instance, also of those that are being removed."""
+        return self._cache.indexes()
+
+    def delay_seconds(self, instance: Instance) -> float:
+        """Return how long what served stays readable for those who were given it."""
+        return self._cache.delay_seconds(instance)
+
+    async def is_prefix_match_only(self, uid: int) -> bool:
+        """Return whether an instance was read by prefix match alone, through whatever manager."""
+        return await self._cache.read_modes.is_prefix_match_only(uid)
+
+    async def unreadable_instances(self) -> Sequence[str]:
+        """Look for changes of other managers, and return what is stored of instances that cannot be read."""
+        await self._registry.refresh()
+        return self._registry.unreadable_instances()
+
+    async def overdue_sessions(self) -> int:
+        """Return how many write sessions have to be ended."""
+        return await self._cache.endings.due_count()
+
+    async def expire_sessions(self) -> int:
+        """End the write sessions that are overdue, and return how many there were."""
+        ended = 0
+        while some := await self._cache.endings.expire(most=_EXPIRE_AT_ONCE):
+            ended += some
+        return ended
+
+    async def flush(self) -> None:
+        """Return when what was changed is as durable as configured."""
+        await self._store.flush()

@@ -18,36 +18,376 @@ the budget, and is not held.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import uniform
+from typing import NamedTuple
 
+import msgspec
 import structlog
 
-from kvcm.cache.instance_cache import InstanceCache
-from kvcm.cache.pages import pages
-from kvcm.cache.pin_budget import PinBudgets, PinEntry
-from kvcm.cache.pin_values import HeldPlace, HeldPlaces, Pin, PinRequest
-from kvcm.index.answers import StorageView
-from kvcm.index.uninterrupted import uninterrupted
+from kvcm.cache.instance_cache import InstanceCache, batches
+from kvcm.index.locking import uninterrupted
+from kvcm.index.search_cache import StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.uri import check_name
 from kvcm.store.store import Table
 
-__all__ = ["Pin", "PinRequest", "Pins"]
+__all__ = [
+    "MAX_PIN_SECONDS",
+    "Pin",
+    "PinBudgets",
+    "PinEntry",
+    "PinRequest",
+    "PinnedLocation",
+    "PinnedLocations",
+    "Pins",
+]
 
-_MOST_ATTEMPTS = 16
-_MOST_DUE = 1024
-_READ_AT_ONCE = 32
-_PLACES_AT_ONCE = 4096
-_CARRY_OUT_SECONDS = 5.0  # then whoever looks for due pins takes an early end over
+# Values of pins, and how a pin is stored.
 
+MAX_PIN_SECONDS = 30 * 86400
+_PIN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PinRequest:
+    """What somebody wants to be kept.
+
+    Attributes:
+        keys: block keys of a prefix, in order.
+        owner: who wants it, for people.
+        ttl_seconds: for how long.
+    """
+
+    keys: Sequence[int]
+    owner: str
+    ttl_seconds: int
+
+    def check(self) -> None:
+        """Refuse what is missing or out of range.
+
+        Raises:
+            InvalidArgumentError: naming the field and what is allowed.
+        """
+        check_name("owner", self.owner)
+        if not 1 <= self.ttl_seconds <= MAX_PIN_SECONDS:
+            raise InvalidArgumentError(
+                f"ttl_seconds is {self.ttl_seconds}, must be from 1 to {MAX_PIN_SECONDS} (30 days)"
+            )
+
+
+class PinnedLocation(NamedTuple):
+    """A location that a pin holds."""
+
+    key: int
+    location_id: str
+    size_bytes: int
+
+
+class PinnedLocations(NamedTuple):
+    """What a pin holds, in the order of the prefix. Packed, since ending one pin reads all those of its instance.
+
+    Attributes:
+        keys: of the blocks, as 64-bit numbers.
+        sizes: in bytes, likewise.
+        location_ids: one for each.
+    """
+
+    keys: bytes
+    sizes: bytes
+    location_ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, places: Sequence[PinnedLocation]) -> PinnedLocations:
+        """Pack places."""
+        return cls(
+            array("q", (place.key for place in places)).tobytes(),
+            array("q", (place.size_bytes for place in places)).tobytes(),
+            tuple(place.location_id for place in places),
+        )
+
+    def batches(self, size: int) -> Iterator[list[tuple[int, str]]]:
+        """Yield keys with location ids, so many at a time."""
+        keys = array("q", self.keys)
+        for start in range(0, len(keys), size):
+            yield list(zip(keys[start : start + size], self.location_ids[start : start + size], strict=True))
+
+
+class _PinDocument(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    group: str
+    owner: str
+    deadline: float
+    is_ended: bool
+    keys: bytes
+    sizes: bytes
+    location_ids: tuple[str, ...]
+
+
+_pin_encoder = msgspec.msgpack.Encoder()
+_pin_decoder = msgspec.msgpack.Decoder(_PinDocument)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A pin.
+
+    Attributes:
+        id: names it; no secret.
+        uid: number of the instance.
+        group: the instance's group, whose budget it takes.
+        owner: who pinned.
+        deadline: unix seconds.
+        pinned: what it holds.
+        is_ended: it ends before its deadline, and holds nothing any more.
+    """
+
+    id: str
+    uid: int
+    group: str
+    owner: str
+    deadline: float
+    pinned: PinnedLocations
+    is_ended: bool = False
+
+    @property
+    def pinned_locations(self) -> tuple[PinnedLocation, ...]:
+        """What it holds, in the order of the prefix."""
+        keys, sizes = array("q", self.pinned.keys), array("q", self.pinned.sizes)
+        return tuple(map(PinnedLocation._make, zip(keys, self.pinned.location_ids, sizes, strict=True)))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what it holds."""
+        return sum(array("q", self.pinned.sizes))
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that it holds."""
+        return len(set(array("q", self.pinned.keys)))
+
+    @property
+    def last_key(self) -> int:
+        """Last block of the prefix, 0 when it holds nothing."""
+        return array("q", self.pinned.keys)[-1] if self.pinned.keys else 0
+
+    def with_pinned(self, places: Sequence[PinnedLocation]) -> Pin:
+        """Return the pin with other places."""
+        return replace(self, pinned=PinnedLocations.of(places))
+
+    def encoded(self) -> bytes:
+        """Return the pin's document; its id is the document's name."""
+        return _pin_encoder.encode(
+            _PinDocument(
+                _PIN_FORMAT,
+                self.uid,
+                self.group,
+                self.owner,
+                self.deadline,
+                self.is_ended,
+                *self.pinned,
+            )
+        )
+
+    @classmethod
+    def decoded(cls, pin_id: str, document: bytes) -> Pin:
+        """Read what `encoded` wrote.
+
+        Raises:
+            StorageIOError: it is damaged or of another release.
+        """
+        try:
+            stored = _pin_decoder.decode(document)
+        except msgspec.MsgspecError as error:
+            raise StorageIOError(f"a stored pin cannot be read: {error}") from error
+        if stored.version != _PIN_FORMAT:
+            raise StorageIOError(f"a stored pin has format {stored.version}, this release knows {_PIN_FORMAT}")
+        held = PinnedLocations(stored.keys, stored.sizes, stored.location_ids)
+        if not len(held.keys) == len(held.sizes) == 8 * len(held.location_ids):
+            raise StorageIOError("a stored pin cannot be read: it has not one size and one location id for each key")
+        return cls(pin_id, stored.uid, stored.group, stored.owner, stored.deadline, held, stored.is_ended)
+
+
+# How many bytes the pins of a group hold, exact for any number of managers.
+#
+# One small document per group: the pins by id, each with its bytes and deadline. It changes by compare-and-set only,
+# so of two pins that together exceed the budget one is refused, wherever they are asked for. What is past its deadline
+# does not count and leaves with the next change: a manager that dies between taking budget and pinning costs budget
+# for the life of that pin, and nobody has to clean up after it.
+#
+# Rejected: the ledger's leased credits, made for thousands of reservations a second; pins are few, and small
+# differences between managers would be visible to whoever pins right up to a budget.
+
+_BUDGET_FORMAT = 1
+_MOST_BUDGET_ATTEMPTS = 32
+_MOST_PINS = 4096  # of a group: its document is read and written with each
+_MOST_DUE_BUDGETS = 1024
+_LONGEST_PAUSE_SECONDS = 0.05
+_PUT_OFF_SECONDS = 60.0
 _log = structlog.get_logger("kvcm.cache")
 
-Find = Callable[[int], Awaitable[InstanceCache | None]]
+
+class PinEntry(NamedTuple):
+    """What one pin takes of a group's budget.
+
+    Attributes:
+        uid: number of the instance.
+        size_bytes: bytes it holds.
+        deadline: unix seconds; from then on it takes nothing.
+    """
+
+    uid: int
+    size_bytes: int
+    deadline: float
+
+
+PinEntries = dict[str, PinEntry]
+
+
+class _BudgetDocument(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    entries: PinEntries
+
+
+_budget_encoder = msgspec.msgpack.Encoder()
+_budget_decoder = msgspec.msgpack.Decoder(_BudgetDocument)
+
+
+class PinBudgets:
+    """The budgets of all groups.
+
+    Args:
+        table: one document per group.
+        clock: time source.
+    """
+
+    def __init__(self, table: Table, clock: Clock) -> None:
+        self._table = table
+        self._clock = clock
+
+    async def entries(self, group: str) -> PinEntries:
+        """Return what the pins of a group take now, by pin id.
+
+        Raises:
+            StorageIOError: the store failed, or the document cannot be read.
+        """
+        return self._unexpired(_decode_entries(await self._table.get(group)))
+
+    async def reserve(self, group: InstanceGroup, pin_id: str, entry: PinEntry) -> None:
+        """Take bytes for a new pin.
+
+        Raises:
+            CapacityError: the group's budget does not allow them.
+            NotReadyError: other managers keep changing the budget.
+        """
+
+        def add(entries: PinEntries) -> PinEntries:
+            others = {each: kept for each, kept in entries.items() if each != pin_id}
+            _check_budget(group, others, entry)
+            return {**others, pin_id: entry}
+
+        await self._change(group.name, add)
+
+    async def shrink(self, group: str, pin_id: str, size_bytes: int) -> None:
+        """Give back what a pin turned out not to hold; 0 gives all of it back.
+
+        Raises:
+            NotReadyError: other managers keep changing the budget.
+        """
+
+        def lower(entries: PinEntries) -> PinEntries:
+            if pin_id not in entries:
+                return entries
+            if size_bytes:
+                return {**entries, pin_id: entries[pin_id]._replace(size_bytes=size_bytes)}
+            return {each: entry for each, entry in entries.items() if each != pin_id}
+
+        await self._change(group, lower)
+
+    async def drop_instance(self, group: str, uid: int) -> list[str]:
+        """Give back what the pins of an instance take; return their ids."""
+        ids = [pin_id for pin_id, entry in (await self.entries(group)).items() if entry.uid == uid]
+        if ids:
+            await self._change(group, lambda entries: {each: kept for each, kept in entries.items() if kept.uid != uid})
+        return ids
+
+    async def expire(self) -> None:
+        """Forget what is past its deadline."""
+        for group in await self._table.due(self._clock.now(), _MOST_DUE_BUDGETS):
+            try:
+                await self._change(group, lambda entries: entries)
+            except KvcmError as error:
+                _log.warning("pin_budget_not_cleared", group=group, reason=str(error))
+                await self._postpone(group)
+
+    async def _postpone(self, group: str) -> None:
+        """Come back to a budget later: it must not hold up others, nor fill the log."""
+        with suppress(StorageIOError):
+            document = await self._table.get(group)
+            if document is not None:
+                await self._table.replace(group, document, document, self._clock.now() + _PUT_OFF_SECONDS)
+
+    def _unexpired(self, entries: PinEntries) -> PinEntries:
+        now = self._clock.now()
+        return {pin_id: entry for pin_id, entry in entries.items() if entry.deadline > now}
+
+    async def _change(self, group: str, change: Callable[[PinEntries], PinEntries]) -> None:
+        pause = 0.0
+        for _ in range(_MOST_BUDGET_ATTEMPTS):
+            document = await self._table.get(group)
+            entries = _decode_entries(document)
+            changed = change(self._unexpired(entries))
+            if changed == entries:
+                return
+            due = min((entry.deadline for entry in changed.values()), default=0.0)
+            if await self._table.replace(group, document, _encode_entries(changed), due):
+                return
+            await asyncio.sleep(uniform(0, pause))  # noqa: S311 - spreads managers in time
+            pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause + 0.001)
+        raise NotReadyError(f"other managers keep changing the pins of group {group!r}: retry shortly")
+
+
+def _check_budget(group: InstanceGroup, others: PinEntries, entry: PinEntry) -> None:
+    pinned = sum(other.size_bytes for other in others.values())
+    if pinned + entry.size_bytes > group.pin_budget_bytes:
+        raise CapacityError(
+            f"pin_budget_bytes of group {group.name!r} is {group.pin_budget_bytes}, {pinned} bytes are pinned: "
+            f"{entry.size_bytes} more do not fit; unpin some or let them expire"
+        )
+    if len(others) >= _MOST_PINS:
+        raise CapacityError(f"group {group.name!r} has {_MOST_PINS} pins: unpin some or let them expire")
+
+
+def _encode_entries(entries: PinEntries) -> bytes | None:
+    return _budget_encoder.encode(_BudgetDocument(_BUDGET_FORMAT, entries)) if entries else None
+
+
+def _decode_entries(document: bytes | None) -> PinEntries:
+    if document is None:
+        return {}
+    try:
+        stored = _budget_decoder.decode(document)
+    except msgspec.MsgspecError as error:
+        raise StorageIOError(f"a stored pin budget cannot be read: {error}") from error
+    if stored.version != _BUDGET_FORMAT:
+        raise StorageIOError(f"a stored pin budget has format {stored.version}, this release knows {_BUDGET_FORMAT}")
+    return stored.entries
+
+
+_MOST_PIN_ATTEMPTS = 16
+_MOST_DUE_PINS = 1024
+_READ_AT_ONCE = 32
+_LOCATIONS_AT_ONCE = 4096
+_TAKEOVER_SECONDS = 5.0  # then whoever looks for due pins takes an early end over
+FindCache = Callable[[int], Awaitable[InstanceCache | None]]
 
 
 class Pins:
@@ -66,7 +406,7 @@ class Pins:
         self,
         table: Table,
         budgets: PinBudgets,
-        find: Find,
+        find: FindCache,
         view: StorageView,
         clock: Clock,
         new_id: Callable[[], str],
@@ -98,7 +438,9 @@ class Pins:
             if not found:
                 return None
             deadline = self._clock.now() + request.ttl_seconds
-            pin = Pin(self._new_id(), cache.placement.uid, group.name, request.owner, deadline, HeldPlaces.of(found))
+            pin = Pin(
+                self._new_id(), cache.placement.uid, group.name, request.owner, deadline, PinnedLocations.of(found)
+            )
             try:
                 return await self._begin(cache, group, pin)
             except CapacityError:
@@ -132,7 +474,7 @@ class Pins:
             begun = Pin.decoded(pin.id, document)
             if begun.is_ended or begun.uid != pin.uid:
                 return None
-            return await self._hold(cache, begun)
+            return await self._pin_readable(cache, begun)
 
     async def unpin(self, cache: InstanceCache, pin_id: str) -> None:
         """End a pin. One that has ended already is fine.
@@ -159,30 +501,30 @@ class Pins:
         """Return the bytes that the pins of a group hold; where they overlap each counts."""
         return sum(entry.size_bytes for entry in (await self._budgets.entries(group)).values())
 
-    async def forget(self, cache: InstanceCache) -> None:
+    async def remove_instance(self, cache: InstanceCache) -> None:
         """Drop the pins of an instance that was removed, and all its blocks with it."""
         for pin_id in await self._budgets.drop_instance(cache.instance.instance_group_name, cache.placement.uid):
-            await self._drop(pin_id)
+            await self._remove(pin_id)
 
     async def expire(self) -> None:
         """Drop the pins whose deadline has passed, and carry out early ends that were cut off."""
-        for pin_id in await self._table.due(self._clock.now(), _MOST_DUE):
+        for pin_id in await self._table.due(self._clock.now(), _MOST_DUE_PINS):
             try:
                 await self._end_due(pin_id)
             except KvcmError as error:
                 _log.warning("pin_not_ended", pin=pin_id, reason=str(error))
-                await self._put_off(pin_id)
+                await self._postpone(pin_id)
         await self._budgets.expire()
 
-    async def _readable(self, cache: InstanceCache, keys: Sequence[int]) -> tuple[HeldPlace, ...]:
+    async def _readable(self, cache: InstanceCache, keys: Sequence[int]) -> tuple[PinnedLocation, ...]:
         """Return the serving locations of the blocks before the first that cannot be read."""
-        found: list[HeldPlace] = []
-        for page in pages(list(dict.fromkeys(keys)), cache.page_keys):
+        found: list[PinnedLocation] = []
+        for page in batches(list(dict.fromkeys(keys)), cache.batch_keys):
             for key, record in zip(page, await cache.index.get(page), strict=True):
                 serving = [place for place in record.locations if _serves(place)] if record is not None else []
                 if not self._can_read(serving):
                     return tuple(found)
-                found += [HeldPlace(key, place.id, place.size_bytes) for place in serving]
+                found += [PinnedLocation(key, place.id, place.size_bytes) for place in serving]
             await asyncio.sleep(0)
         return tuple(found)
 
@@ -190,36 +532,36 @@ class Pins:
         return any(self._view.rank(location.storage) is not None for location in locations)
 
     async def _begin(self, cache: InstanceCache, group: InstanceGroup, pin: Pin) -> Pin | None:
-        await self._budgets.take(group, pin.id, PinEntry(pin.uid, pin.size_bytes, pin.deadline))
+        await self._budgets.reserve(group, pin.id, PinEntry(pin.uid, pin.size_bytes, pin.deadline))
         if not await self._table.replace(pin.id, None, pin.encoded(), pin.deadline):
             raise NotReadyError("the id of the new pin is taken: pin again")
-        return await self._hold(cache, pin)
+        return await self._pin_readable(cache, pin)
 
-    async def _hold(self, cache: InstanceCache, pin: Pin) -> Pin | None:
+    async def _pin_readable(self, cache: InstanceCache, pin: Pin) -> Pin | None:
         """Mark what a stored pin holds, and give back what is not there any more."""
-        held = pin.holding(await self._mark(cache, pin))
+        held = pin.with_pinned(await self._mark(cache, pin))
         if held != pin:
             return await self._shrink(cache, pin, held)
         if await self._table.get(pin.id) != pin.encoded():
             raise NotReadyError("the pin was ended while it began: pin again")
         return pin
 
-    async def _mark(self, cache: InstanceCache, pin: Pin) -> tuple[HeldPlace, ...]:
+    async def _mark(self, cache: InstanceCache, pin: Pin) -> tuple[PinnedLocation, ...]:
         """Mark the records; return what is marked of the blocks before the first that cannot be read any more."""
-        ids, now = _by_key(pin.places), self._clock.now()
+        ids, now = _by_key(pin.pinned_locations), self._clock.now()
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _changed(old, ids[key], lambda location: max(location.pinned_until, pin.deadline), now)
+            return _mark_locations(old, ids[key], lambda location: max(location.pinned_until, pin.deadline), now)
 
-        held: list[HeldPlace] = []
+        held: list[PinnedLocation] = []
         is_prefix = True
-        for page in pages(list(ids), cache.page_keys):
+        for page in batches(list(ids), cache.batch_keys):
             for key, _, new, _ in await cache.index.read_modify_write(page, mark):
                 places = new.locations if new is not None else ()
                 marked = [place for place in places if _serves(place) and place.id in ids[key]]
                 is_prefix = is_prefix and self._can_read(marked)
                 if is_prefix:
-                    held += [HeldPlace(key, place.id, place.size_bytes) for place in marked]
+                    held += [PinnedLocation(key, place.id, place.size_bytes) for place in marked]
             if not is_prefix:
                 break
             await asyncio.sleep(0)
@@ -227,19 +569,19 @@ class Pins:
 
     async def _shrink(self, cache: InstanceCache, pin: Pin, held: Pin) -> Pin | None:
         """Give back what was not there any more."""
-        if not held.held.keys:
+        if not held.pinned.keys:
             await self._end(cache, pin)
             return None
         if not await self._table.replace(pin.id, pin.encoded(), held.encoded(), held.deadline):
             raise NotReadyError("the pin was ended while it began: pin again")
-        await self._settle(cache, pin)
-        await self._budgets.lower(pin.group, pin.id, held.size_bytes)
+        await self._unmark(cache, pin)
+        await self._budgets.shrink(pin.group, pin.id, held.size_bytes)
         return held
 
     async def _end(self, cache: InstanceCache | None, pin: Pin) -> None:
         """End a pin before its time, also one whose document was not stored. Doing this twice changes nothing."""
-        due = self._clock.now() + _CARRY_OUT_SECONDS
-        for _ in range(_MOST_ATTEMPTS):
+        due = self._clock.now() + _TAKEOVER_SECONDS
+        for _ in range(_MOST_PIN_ATTEMPTS):
             document = await self._table.get(pin.id)
             if document is None:
                 break
@@ -247,20 +589,20 @@ class Pins:
             if await self._table.replace(pin.id, document, ended.encoded(), due):
                 break
         if cache is not None:
-            await self._settle(cache, pin)
-        await self._budgets.lower(pin.group, pin.id, 0)
-        await self._drop(pin.id)
+            await self._unmark(cache, pin)
+        await self._budgets.shrink(pin.group, pin.id, 0)
+        await self._remove(pin.id)
 
-    async def _settle(self, cache: InstanceCache, pin: Pin) -> None:
+    async def _unmark(self, cache: InstanceCache, pin: Pin) -> None:
         """Set the marks of a pin's locations by the documents that there are."""
-        ids, now = _by_key(pin.places), self._clock.now()
+        ids, now = _by_key(pin.pinned_locations), self._clock.now()
         deadlines = await self._deadlines(pin)
 
         def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _changed(old, ids[key], lambda location: deadlines.get((key, location.id), 0.0), now)
+            return _mark_locations(old, ids[key], lambda location: deadlines.get((key, location.id), 0.0), now)
 
-        for _ in range(_MOST_ATTEMPTS):
-            for page in pages(list(ids), cache.page_keys):
+        for _ in range(_MOST_PIN_ATTEMPTS):
+            for page in batches(list(ids), cache.batch_keys):
                 await cache.index.read_modify_write(page, settle)
                 await asyncio.sleep(0)
             before, deadlines = deadlines, await self._deadlines(pin)
@@ -270,10 +612,10 @@ class Pins:
 
     async def _deadlines(self, pin: Pin) -> dict[tuple[int, str], float]:
         """Return until when documents hold the locations of a pin, the latest each."""
-        wanted = {at for page in pin.held.pages(_PLACES_AT_ONCE) for at in page}
+        wanted = {at for page in pin.pinned.batches(_LOCATIONS_AT_ONCE) for at in page}
         deadlines: dict[tuple[int, str], float] = {}
         async for other in self._all_of(pin.group, pin.uid):
-            for page in other.held.pages(_PLACES_AT_ONCE):
+            for page in other.pinned.batches(_LOCATIONS_AT_ONCE):
                 for at in wanted.intersection(page):
                     deadlines[at] = max(other.deadline, deadlines.get(at, 0.0))
                 await asyncio.sleep(0)
@@ -293,18 +635,18 @@ class Pins:
     async def _end_due(self, pin_id: str) -> None:
         pin = _readable_pin(pin_id, await self._table.get(pin_id))
         if pin is None or pin.deadline <= self._clock.now():
-            await self._drop(pin_id)
+            await self._remove(pin_id)
         elif pin.is_ended:
             await self._end(await self._find(pin.uid), pin)
 
-    async def _put_off(self, pin_id: str) -> None:
+    async def _postpone(self, pin_id: str) -> None:
         """Come back to a pin later, so that what cannot be ended now does not hide what is due behind it."""
         with suppress(StorageIOError):
             document = await self._table.get(pin_id)
             if document is not None:
-                await self._table.replace(pin_id, document, document, self._clock.now() + _CARRY_OUT_SECONDS)
+                await self._table.replace(pin_id, document, document, self._clock.now() + _TAKEOVER_SECONDS)
 
-    async def _drop(self, pin_id: str) -> None:
+    async def _remove(self, pin_id: str) -> None:
         document = await self._table.get(pin_id)
         if document is not None:
             await self._table.replace(pin_id, document, None)
@@ -322,14 +664,14 @@ def _serves(location: Location) -> bool:
     return location.status is LocationStatus.SERVING
 
 
-def _by_key(places: Sequence[HeldPlace]) -> dict[int, set[str]]:
+def _by_key(places: Sequence[PinnedLocation]) -> dict[int, set[str]]:
     ids: defaultdict[int, set[str]] = defaultdict(set)
     for place in places:
         ids[place.key].add(place.location_id)
     return dict(ids)
 
 
-def _changed(
+def _mark_locations(
     old: BlockRecord | None, ids: Collection[str], until: Callable[[Location], float], now: float
 ) -> BlockRecord | None:
     """Set the marks of those locations that serve."""

@@ -10,24 +10,42 @@ could put the bytes back; it keeps its session's id, so that the session's end l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
-from kvcm.cache.instance_cache import InstanceCache
-from kvcm.cache.pages import pages
+import structlog
+
+from kvcm.cache.instance_cache import InstanceCache, OpenCaches, batches
+from kvcm.cache.pins import Pins
+from kvcm.cache.prefix_match import ReadModes
+from kvcm.cache.write_plan import Storages
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.meta_index import Change
 from kvcm.model.clock import Clock
+from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk, uris_of
+from kvcm.model.uri import LocationUri
+from kvcm.registry.registry import Registry
 from kvcm.telemetry.events import EventLog
 
-__all__ = ["Choose", "Remover", "Which"]
+__all__ = [
+    "ChooseLocations",
+    "InstanceRemovals",
+    "LocationIds",
+    "LostMemory",
+    "MissingPart",
+    "MissingParts",
+    "MissingReport",
+    "PoolPurges",
+    "Remover",
+]
 
 _FALLBACK_DELAY_MS = 1000
-
-Which = Callable[[Location], bool]
-Choose = Callable[[int, BlockRecord], Which]
+LocationIds = Callable[[Location], bool]
+ChooseLocations = Callable[[int, BlockRecord], LocationIds]
 """From a block and its record to the locations that go."""
 
 
@@ -51,7 +69,7 @@ class Remover:
         self,
         cache: InstanceCache,
         keys: Iterable[int],
-        which: Which = lambda _location: True,
+        which: LocationIds = lambda _location: True,
         *,
         reason: str = "RemoveCache",
     ) -> int:
@@ -68,15 +86,17 @@ class Remover:
         """
         return await self.remove_chosen(cache, keys, lambda _key, _record: which, reason=reason)
 
-    async def remove_chosen(self, cache: InstanceCache, keys: Iterable[int], choose: Choose, *, reason: str) -> int:
+    async def remove_chosen(
+        self, cache: InstanceCache, keys: Iterable[int], choose: ChooseLocations, *, reason: str
+    ) -> int:
         """Do `remove` for locations that are chosen block by block, by what the record is when it is changed."""
         removed = 0
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
             now = self._clock.now()  # a store that takes its time must not eat up the delay
-            return _marked(old, choose(key, old), now, now + delay) if old is not None else None
+            return _mark_deleting(old, choose(key, old), now, now + delay) if old is not None else None
 
-        for page in pages(list(keys), cache.page_keys):
+        for page in batches(list(keys), cache.batch_keys):
             delay = self.delay_seconds(cache.instance)
             changes = await cache.index.read_modify_write(page, mark)
             removed += _count_marked(changes)
@@ -87,7 +107,7 @@ class Remover:
     async def remove_all(
         self,
         cache: InstanceCache,
-        which: Which = lambda _location: True,
+        which: LocationIds = lambda _location: True,
         most_pages: int | None = None,
         *,
         reason: str = "TrimCache",
@@ -119,7 +139,7 @@ class Remover:
         return group.cache_config.reclaim_strategy.delay_before_delete_ms / 1000
 
 
-def _marked(old: BlockRecord, which: Which, now: float, due: float) -> BlockRecord:
+def _mark_deleting(old: BlockRecord, which: LocationIds, now: float, due: float) -> BlockRecord:
     def mark(location: Location) -> Location:
         if location.status is LocationStatus.DELETING or not which(location):
             return location
@@ -138,3 +158,372 @@ def _count_marked(changes: Iterable[Change]) -> int:
         if new is not old and new is not None and old is not None
         for before, after in zip(old.locations, new.locations, strict=True)
     )
+
+
+# Removal of instances: incremental, and resumed by whoever leads after a crash.
+#
+# The registry remembers the removal under the registration's number until no block of it is left, so the same id can
+# be registered anew at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees
+# their bytes and records like any others. An index is scanned a second time when all managers have heard of the
+# removal, since one that had not may have finished a write; and with several managers the end is only believed after a
+# while.
+
+_BATCHES_AT_ONCE = 64
+_REASON = "RemoveInstance"
+_GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
+_RETRY_SECONDS = 600.0
+_log = structlog.get_logger("kvcm.cache")
+
+
+class InstanceRemovals:
+    """Instances that are being removed.
+
+    Args:
+        registry: remembers them.
+        caches: their indexes.
+        remover: marks their blocks.
+        pins: give back what those of the instances take of budgets.
+        read_modes: forget the instances.
+        clock: time source.
+        is_shared: whether other managers work on the store.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        caches: OpenCaches,
+        remover: Remover,
+        pins: Pins,
+        read_modes: ReadModes,
+        clock: Clock,
+        *,
+        is_shared: bool,
+    ) -> None:
+        self._registry = registry
+        self._caches = caches
+        self._remover = remover
+        self._pins = pins
+        self._read_modes = read_modes
+        self._clock = clock
+        self._grace_seconds = _GRACE_SECONDS if is_shared else 0.0
+        self._next_scan: dict[int, float] = {}
+        self._empty_since: dict[int, float] = {}
+
+    async def begin(self, cache: InstanceCache) -> None:
+        """Mark the first blocks of an instance that was just removed: all of them, unless it is large."""
+        await self._remover.remove_all(cache, most_pages=_BATCHES_AT_ONCE, reason=_REASON)
+
+    async def resume(self) -> None:
+        """Mark what is left of every removed instance, and forget those that have no blocks any more.
+
+        Raises:
+            KvcmError: of the first instance with which this was not possible; all have been tried.
+        """
+        errors: list[KvcmError] = []
+        for removal in self._registry.instances.removals():
+            try:
+                await self._resume_one(self._caches.find_removed(removal.instance, removal.placement))
+            except KvcmError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def _resume_one(self, cache: InstanceCache) -> None:
+        uid, now = cache.placement.uid, self._clock.now()
+        await cache.index.refresh()
+        if cache.index.key_count:
+            self._empty_since.pop(uid, None)
+            if now >= self._next_scan.get(uid, 0.0):
+                await self._remover.remove_all(cache, reason=_REASON)
+                await self._forget_pins(cache)
+                pause = _RETRY_SECONDS if uid in self._next_scan else _GRACE_SECONDS
+                self._next_scan[uid] = self._clock.now() + pause
+            return
+        since = self._empty_since.setdefault(uid, now)
+        is_over = now >= since + self._grace_seconds
+        if is_over or since == now:
+            await self._forget_pins(cache)
+        if is_over:
+            await self._read_modes.forget(uid)
+            await cache.index.drop()
+            await self._registry.instances.forget_removal(uid)
+            self._empty_since.pop(uid, None)
+            self._next_scan.pop(uid, None)
+
+    async def _forget_pins(self, cache: InstanceCache) -> None:
+        try:
+            await self._pins.remove_instance(cache)
+        except KvcmError as error:  # they end at their deadlines all the same
+            _log.warning("pins_not_forgotten", registration=cache.placement.uid, reason=str(error))
+
+
+# Reports of missing and of corrupt bytes: locations that readers could not use are given up.
+#
+# A reader can be wrong: its mount may be gone, or it reads by an old answer. So where it found no bytes the storage is
+# asked first, and a report removes nothing that the manager can see. Bytes that are not those of the recorded checksum
+# are there, so the storage cannot tell, and a reader is believed that names this very checksum: then it read by the
+# answer that holds now. When bytes are missing or corrupt the whole location goes, since its other parts are worth
+# nothing without them; and so do the block's other locations when what is left of it is of no use by itself.
+
+_CHECK_TIMEOUT_SECONDS = 10.0  # for one page of parts; a storage that hangs must not keep the caller
+
+
+class MissingPart(NamedTuple):
+    """A part of a block that somebody could not use.
+
+    Attributes:
+        key: of the block.
+        uri: as it was answered.
+        mismatched_checksum: 0 when its bytes are not there; otherwise they are not those of this checksum.
+    """
+
+    key: int
+    uri: str
+    mismatched_checksum: int = 0
+
+
+class MissingReport(NamedTuple):
+    """What became of a report.
+
+    Attributes:
+        removed_locations: locations that went.
+        unconfirmed_parts: parts whose bytes are there after all, that no location names any more, or that have another
+            checksum now, or none.
+    """
+
+    removed_locations: int
+    unconfirmed_parts: int
+
+
+class _ReportedLocation(NamedTuple):
+    """The serving location that a reported part belongs to."""
+
+    part: MissingPart
+    location_id: str
+    storage: str
+
+
+class MissingParts:
+    """Takes reports.
+
+    Args:
+        storages: the open storages.
+        remover: takes locations out of indexes.
+
+    Attributes:
+        mismatches: parts that were found corrupt, by instance group and storage.
+    """
+
+    def __init__(self, storages: Storages, remover: Remover) -> None:
+        self._storages = storages
+        self._remover = remover
+        self.mismatches: Counter[tuple[str, str]] = Counter()
+
+    async def report(self, cache: InstanceCache, parts: Sequence[MissingPart]) -> MissingReport:
+        """Check parts, and remove the locations whose bytes are missing or corrupt.
+
+        Raises:
+            StorageIOError: a storage cannot be asked; nothing is removed.
+        """
+        holders = await self._find_locations(cache, set(parts))
+        corrupt = [holder for holder in holders if holder.part.mismatched_checksum]
+        lost = await self._without_bytes([holder for holder in holders if not holder.part.mismatched_checksum])
+        removed = await self._remove(cache, lost, "missing") + await self._remove(cache, corrupt, "corrupt")
+        self.mismatches.update((cache.instance.instance_group_name, holder.storage) for holder in corrupt)
+        confirmed = {holder.part for holder in (*lost, *corrupt)}
+        return MissingReport(removed, sum(part not in confirmed for part in parts))
+
+    async def _remove(self, cache: InstanceCache, useless: Sequence[_ReportedLocation], reason: str) -> int:
+        ids: defaultdict[int, set[str]] = defaultdict(set)
+        for holder in useless:
+            ids[holder.part.key].add(holder.location_id)
+        removed = await self._remover.remove_chosen(
+            cache, ids, lambda key, record: _unusable_without(cache, record, ids[key]), reason=reason
+        )
+        if removed:
+            storages = sorted({holder.storage for holder in useless})
+            _log.warning(f"bytes_{reason}", instance=cache.instance.instance_id, storages=storages, locations=removed)
+        return removed
+
+    async def _find_locations(self, cache: InstanceCache, parts: Collection[MissingPart]) -> list[_ReportedLocation]:
+        """Return the reported parts that serving locations have, those that are corrupt with the same checksum."""
+        reported: defaultdict[int, set[MissingPart]] = defaultdict(set)
+        for part in parts:
+            reported[part.key].add(part)
+        holders: list[_ReportedLocation] = []
+        for page in batches(list(reported), cache.batch_keys):
+            for key, record in zip(page, await cache.index.get(page), strict=True):
+                for location in record.locations if record is not None else ():
+                    if location.status is LocationStatus.SERVING:
+                        named = reported[key].intersection(_parts_of_location(key, location))
+                        holders += [_ReportedLocation(part, location.id, location.storage) for part in named]
+            await asyncio.sleep(0)
+        return holders
+
+    async def _without_bytes(self, holders: Sequence[_ReportedLocation]) -> list[_ReportedLocation]:
+        by_storage: defaultdict[str, list[_ReportedLocation]] = defaultdict(list)
+        for holder in holders:
+            by_storage[holder.storage].append(holder)
+        lost: list[_ReportedLocation] = []
+        for storage, there in by_storage.items():
+            for page in batches(there):
+                exist = await self._check_existence(storage, [holder.part.uri for holder in page])
+                lost += [holder for holder, exists in zip(page, exist, strict=True) if not exists]
+        return lost
+
+    async def _check_existence(self, storage: str, uris: Sequence[str]) -> list[bool]:
+        backend = self._storages.backend(storage)
+        if backend is None:
+            raise StorageIOError(f"storage {storage!r} is not open: whether the bytes are missing cannot be asked")
+        if self._storages.rank(storage) is None:
+            raise StorageIOError(f"storage {storage!r} is not available: whether the bytes are missing cannot be asked")
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_SECONDS):
+                return await backend.exists(uris)
+        except TimeoutError:
+            raise StorageIOError(
+                f"storage {storage!r} did not answer within {_CHECK_TIMEOUT_SECONDS:g} s: try again"
+            ) from None
+        except Exception as error:  # whatever it raises, it did not say that the bytes are missing
+            raise StorageIOError(f"storage {storage!r} cannot be asked: {error}") from error
+
+
+def _parts_of_location(key: int, location: Location) -> set[MissingPart]:
+    """Return what can be told of a location: of each part that its bytes are gone, or are not of its checksum."""
+    specs = decode_chunk(location.chunk).specs
+    return {MissingPart(key, spec.uri, checksum) for spec in specs for checksum in (0, spec.checksum)}
+
+
+def _unusable_without(cache: InstanceCache, record: BlockRecord, lost_ids: Collection[str]) -> LocationIds:
+    """Return which locations of a block are worth nothing once those of `lost_ids` are gone."""
+
+    def is_lost(location: Location) -> bool:
+        return location.status is LocationStatus.SERVING and location.id in lost_ids
+
+    # What is still being written is its writer's, and may complete the block.
+    kept = [location for location in record.locations if location.status is not LocationStatus.DELETING]
+    left = {name for location in kept if not is_lost(location) for name in location.spec_names}
+    all_go = any(map(is_lost, kept)) and not cache.instance.is_readable_with(left)
+    return lambda location: is_lost(location) or (all_go and location.status is LocationStatus.SERVING)
+
+
+# Memory that is gone: all locations in a pool whose host made new memory, after a reboot for one, are forgotten.
+#
+# The state of a pool says up to which stamp its memory is gone, the floor, and up to which one that was carried out;
+# so whoever leads finds it, also after a restart. Nobody waits for it: readers miss such bytes by the stamp that is
+# not there, and their places are given to others at once, since stamps tell them apart. But writers are told meanwhile
+# that the blocks are there.
+#
+# Every index is gone through at once, and a second time when all managers have heard of the floor: a write that was
+# begun before may have stored its blocks in between.
+
+_BATCH_BLOCKS: Final = 256
+_PURGE_RETRY_SECONDS: Final = 60.0
+
+
+class LostMemory(Protocol):
+    """A pool, as far as this is concerned."""
+
+    async def lost_stamp(self) -> int:
+        """Return the stamp up to which memory is gone and locations are still to be forgotten, 0 for none.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+
+    async def purged(self, floor: int) -> None:
+        """Hear that all locations up to a stamp were forgotten.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+
+
+class PoolPurges:
+    """Forgets what lay in memory that is gone.
+
+    Args:
+        pools: returns the open pools by name.
+        caches: the indexes.
+        remover: marks blocks.
+        clock: time source.
+        give_way: lets requests have their turn.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[], Mapping[str, LostMemory]],
+        caches: OpenCaches,
+        remover: Remover,
+        clock: Clock,
+        give_way: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    ) -> None:
+        self._pools = pools
+        self._caches = caches
+        self._remover = remover
+        self._clock = clock
+        self._give_way = give_way
+        self._again_at: dict[tuple[str, int], float] = {}  # by name and floor, after the first lap
+
+    async def resume(self, is_leader: Callable[[], bool] = lambda: True) -> None:
+        """Forget what is to be forgotten now.
+
+        Args:
+            is_leader: whether this manager is still the one to do so.
+
+        Raises:
+            KvcmError: the store failed; the next call begins again.
+        """
+        now, pools = self._clock.now(), dict(self._pools())
+        floors = {name: floor for name, pool in pools.items() if (floor := await pool.lost_stamp())}
+        self._again_at = {key: at for key, at in self._again_at.items() if floors.get(key[0]) == key[1]}
+        due = {name: floor for name, floor in floors.items() if now >= self._again_at.get((name, floor), now)}
+        if not due:
+            return
+        removed = await self._scan(due, is_leader)
+        if removed is None:
+            return
+        _log.warning("pool_memory_lost", storages=sorted(due), locations=removed)
+        for name, floor in due.items():
+            if (name, floor) in self._again_at:
+                await pools[name].purged(floor)
+            self._again_at.setdefault((name, floor), self._clock.now() + _PURGE_RETRY_SECONDS)
+
+    async def _scan(self, floors: Mapping[str, int], is_leader: Callable[[], bool]) -> int | None:
+        """Go through all indexes, and return how many locations were marked; None when another manager leads by now."""
+        removed = 0
+        for cache in list(self._caches.all()):
+            async for page in cache.index.scan(_BATCH_BLOCKS):
+                if not is_leader():
+                    return None
+                await self._give_way()
+                removed += await self._remove_batch(cache, page, floors)
+        return removed
+
+    async def _remove_batch(self, cache: InstanceCache, page: Sequence[int], floors: Mapping[str, int]) -> int:
+        records = zip(page, await cache.index.get(page), strict=True)
+        keys = [key for key, record in records if record is not None and _lost(record.locations, floors)]
+        if not keys:
+            return 0
+        return await self._remover.remove_chosen(
+            cache, keys, lambda _key, record: _lost_locations(cache, record, floors), reason="missing"
+        )
+
+
+def _lost_locations(cache: InstanceCache, record: BlockRecord, floors: Mapping[str, int]) -> LocationIds:
+    """Return what goes of a block: what is lost, and what is worth nothing without that."""
+    going = _lost(record.locations, floors)
+    alive = [each for each in record.locations if each.status is not LocationStatus.DELETING]
+    left = {name for each in alive if each.id not in going for name in each.spec_names}
+    if going and left and not cache.instance.is_readable_with(left):
+        going |= {each.id for each in alive if each.status is LocationStatus.SERVING}
+    return lambda location: location.id in going
+
+
+def _lost(locations: Iterable[Location], floors: Mapping[str, int]) -> set[str]:
+    return {each.id for each in locations if (floor := floors.get(each.storage)) and _is_lost(each, floor)}
+
+
+def _is_lost(location: Location, floor: int) -> bool:
+    stamps = (LocationUri.parse(uri).range_id for uri in uris_of(location.chunk) if uri)
+    return location.status is not LocationStatus.DELETING and any(stamp and stamp <= floor for stamp in stamps)

@@ -11,14 +11,83 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from kvcm.cache.usage import Room
-from kvcm.index.answers import StorageView
+from kvcm.cache.quotas import FreeSpace
+from kvcm.index.search_cache import StorageView
+from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.locations import BlockRecord, LocationStatus, Place
+from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
+from kvcm.model.storages import StorageType
+from kvcm.storage.backend import StorageBackend
 
-__all__ = ["PlannedRun", "Planner", "Specs", "WritePlan", "missing_specs", "plan_write"]
+__all__ = [
+    "NodeStorages",
+    "PlannedRun",
+    "Specs",
+    "Storages",
+    "WritePlan",
+    "WritePlanner",
+    "candidates",
+    "missing_specs",
+    "plan_write",
+]
+
+# Which storages a group's writes may go to, best first (wire.md 5.6).
+
+
+class Storages(StorageView, Protocol):
+    """The open storages."""
+
+    def is_writable(self, storage: str) -> bool:
+        """Return whether a new block can be expected to find room on a storage."""
+
+    def is_draining(self, storage: str) -> bool:
+        """Return whether a storage is being emptied, so that nothing new may go there."""
+
+    def type_of(self, storage: str) -> StorageType | None:
+        """Return the type of an open storage, None when there is none of that name."""
+
+    def backend(self, storage: str) -> StorageBackend | None:
+        """Return an open storage, enabled or not; None when there is none of that name."""
+
+
+class NodeStorages(Storages, Protocol):
+    """The open storages as callers see them that name no node; memory of single nodes is not among them."""
+
+    def for_node(self, node_id: str) -> Storages:
+        """Return the storages as callers on a node see them: with the memory pools of that node."""
+
+    @property
+    def everywhere(self) -> Storages:
+        """The storages as operators see them: with the memory pools of all nodes."""
+
+    def report_unwritable(self, name: str) -> None:
+        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
+
+
+def candidates(group: InstanceGroup, storages: Storages) -> list[StorageKey]:
+    """Return the group's available storages in order of preference, without those that are being drained.
+
+    Candidates that are not registered count as absent. A strategy that names a type puts that type first, or allows
+    nothing else; within equals the group's own order holds. What takes no bytes now, full or mounted read-only, comes
+    last: should all be so, then one that was emptied a moment ago is tried.
+    """
+    available = [
+        StorageKey(name, storage_type)
+        for name in group.storage_candidates
+        if storages.rank(name) is not None
+        and not storages.is_draining(name)
+        and (storage_type := storages.type_of(name)) is not None
+    ]
+    strategy = group.cache_config.data_storage_strategy
+    if strategy.is_exclusive:
+        available = [candidate for candidate in available if candidate.storage_type is strategy.preferred_type]
+    return sorted(
+        available,
+        key=lambda each: (not storages.is_writable(each.storage), each.storage_type is not strategy.preferred_type),
+    )
+
 
 Specs = tuple[LocationSpecInfo, ...]
 """Parts of a block."""
@@ -43,7 +112,7 @@ class PlannedRun(NamedTuple):
     parent: int | None
     depth: int
     specs: Specs
-    place: Place
+    place: StorageKey
     size_bytes: int
     is_fresh: bool
 
@@ -63,24 +132,24 @@ class WritePlan:
 
     Attributes:
         runs: what is to be written.
-        refused: number of blocks that should be written and do not fit.
-        refusal: why the first of them does not fit; "" when all do.
+        rejected: number of blocks that should be written and do not fit.
+        rejection: why the first of them does not fit; "" when all do.
         new_keys: blocks of the plan that the index does not know yet.
         wanted_bytes: what the blocks take, by place.
     """
 
     runs: list[PlannedRun] = field(default_factory=list)
-    refused: int = 0
-    refusal: str = ""
+    rejected: int = 0
+    rejection: str = ""
     new_keys: int = 0
-    wanted_bytes: Counter[Place] = field(default_factory=Counter)
+    wanted_bytes: Counter[StorageKey] = field(default_factory=Counter)
 
     @property
     def keys(self) -> tuple[int, ...]:
         """Keys of the blocks."""
         return tuple([key for run in self.runs for key in run.keys])
 
-    def pages(self, most: int) -> Iterator[list[PlannedRun]]:
+    def batches(self, most: int) -> Iterator[list[PlannedRun]]:
         """Yield the runs in pages of at most so many blocks; a run that does not fit is cut."""
         page: list[PlannedRun] = []
         room = most
@@ -97,7 +166,7 @@ class WritePlan:
             yield page
 
 
-def _none_leaves(_storage: str) -> bool:
+def _none_draining(_storage: str) -> bool:
     return False
 
 
@@ -106,7 +175,7 @@ def missing_specs(
     wanted: Specs,
     view: StorageView,
     min_replica_count: int,
-    is_leaving: Callable[[str], bool] = _none_leaves,
+    is_leaving: Callable[[str], bool] = _none_draining,
 ) -> Specs:
     """Return the specs that a block still lacks: not being written, and in fewer available locations than asked for.
 
@@ -132,7 +201,7 @@ def missing_specs(
 
 
 @dataclass(slots=True)
-class Planner:
+class WritePlanner:
     """Plans one request block by block, taking room as it goes.
 
     Attributes:
@@ -141,8 +210,8 @@ class Planner:
         key_limit: the index's limit, for the message.
     """
 
-    candidates: Sequence[Place]
-    room: Room | None
+    candidates: Sequence[StorageKey]
+    room: FreeSpace | None
     key_limit: int
     plan: WritePlan = field(default_factory=WritePlan)
 
@@ -151,18 +220,18 @@ class Planner:
     ) -> None:
         """Plan one block that lacks `specs`, or refuse it and everything after it."""
         assert self.room is not None
-        if not self.plan.refusal:
+        if not self.plan.rejection:
             size_bytes = sum(info.size for info in specs)
             place, refusal = self._place(size_bytes, record)
             if place is not None:
                 self.room.free_keys -= record is None
                 self.plan.new_keys += record is None
                 self.plan.wanted_bytes[place] += size_bytes
-                self.room.take(place, size_bytes)
+                self.room.add_planned(place, size_bytes)
                 self.plan.runs.append(PlannedRun(position, (key,), *chain, specs, place, size_bytes, record is None))
                 return
-            self.plan.refusal = refusal
-        self.plan.refused += 1
+            self.plan.rejection = refusal
+        self.plan.rejected += 1
 
     def add_fresh(self, position: int, keys: Sequence[int], head: tuple[int | None, int], specs: Specs) -> None:
         """Plan blocks of which the index has no record and that lack the same specs: as `add` one after the other.
@@ -176,21 +245,21 @@ class Planner:
         assert self.room is not None
         size_bytes = sum(info.size for info in specs)
         planned = 0
-        while planned < len(keys) and not self.plan.refusal:
+        while planned < len(keys) and not self.plan.rejection:
             place, count = self._place_of_many(size_bytes, len(keys) - planned)
             if place is None:
-                self.plan.refusal = self._place(size_bytes, None)[1]
+                self.plan.rejection = self._place(size_bytes, None)[1]
                 break
             run = PlannedRun(position, keys, *head, specs, place, size_bytes, is_fresh=True)
             self.plan.runs.append(run.cut(planned, planned + count))
             self.plan.wanted_bytes[place] += count * size_bytes
             self.plan.new_keys += count
             self.room.free_keys -= count
-            self.room.take(place, count * size_bytes)
+            self.room.add_planned(place, count * size_bytes)
             planned += count
-        self.plan.refused += len(keys) - planned
+        self.plan.rejected += len(keys) - planned
 
-    def _place_of_many(self, size_bytes: int, most: int) -> tuple[Place | None, int]:
+    def _place_of_many(self, size_bytes: int, most: int) -> tuple[StorageKey | None, int]:
         """Return the first candidate with room for a fresh block, and for how many of them."""
         assert self.room is not None
         most = min(most, self.room.free_keys)
@@ -199,7 +268,7 @@ class Planner:
                 return place, count
         return None, 0
 
-    def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[Place | None, str]:
+    def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[StorageKey | None, str]:
         assert self.room is not None
         if record is None and self.room.free_keys <= 0:
             return None, f"the instance is full: it has its max_key_count of {self.key_limit} blocks"
@@ -211,7 +280,7 @@ class Planner:
             refusals[refusal] = None
         return None, "; ".join(refusals)
 
-    def _preferring_type_of(self, record: BlockRecord | None) -> Sequence[Place]:
+    def _preferring_type_of(self, record: BlockRecord | None) -> Sequence[StorageKey]:
         """Missing specs of a block go to the type that its other specs are on, where that is available."""
         types = {location.storage_type for location in record.locations} if record is not None else ()
         if not types:
@@ -220,7 +289,7 @@ class Planner:
 
 
 def plan_write(
-    planner: Planner,
+    planner: WritePlanner,
     keys: Sequence[int],
     missing: Sequence[Specs],
     records: Sequence[BlockRecord | None],

@@ -3,33 +3,210 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvcm.admin_client import AdminClient
-from kvcm.commands.blocks_named import Prompt, instance_info
-from kvcm.commands.completion import instance_ids
-from kvcm.commands.connection import Connection
-from kvcm.commands.options import AsJson, Yes, confirm, with_options
-from kvcm.commands.shown import print_below, print_json, print_table, progress, waiting
+from kvcm.commands.connection import Connection, instance_ids
+from kvcm.commands.options import AsJson, Yes, confirm, noun, with_options
+from kvcm.commands.output import plain_fields, print_below, print_json, print_table, progress, spinner
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.keys import block_keys_from_tokens
+from kvcm.model.units import format_size, parse_duration
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
-from kvcm.refusals import asking
-from kvcm.sizes import shown_size
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin_pb
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import exit_on_call_errors
+from kvcm.terminal.tables import format_time
 
-__all__ = ["get", "trim"]
+__all__ = ["Prompt", "get", "instance_info", "numbers", "pin_app", "trim"]
+
+# Blocks as a command line names them: by their keys, or by the tokens whose KV they hold.
+
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+_MOST_FILE_CHARACTERS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Options that name the blocks of a prompt, from its start."""
+
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="1,2,3", help="Token ids of the prompt, from its start.")
+    ] = ""
+    tokens_file: Annotated[
+        str,
+        typer.Option(
+            "--tokens-file", metavar="FILE", help="The same from a file, between commas or blanks; - for the input."
+        ),
+    ] = ""
+    keys: Annotated[str, typer.Option("--keys", metavar="1,2,3", help="Block keys, in the order of the prompt.")] = ""
+    keys_file: Annotated[
+        str,
+        typer.Option("--keys-file", metavar="FILE", help="The same from a file; - for the standard input."),
+    ] = ""
+
+    def block_keys(self, block_size: int) -> list[int]:
+        """Return the key of each block.
+
+        Args:
+            block_size: tokens of one.
+
+        Raises:
+            InvalidArgumentError: not exactly one of the options is given, it holds no numbers, or there is no block.
+            OSError: the file cannot be read.
+        """
+        given = {name: value for name, value in self._texts().items() if value}
+        if len(given) != 1:
+            raise InvalidArgumentError(f"give one of --tokens, --tokens-file, --keys and --keys-file, not {len(given)}")
+        ((name, text),) = given.items()
+        values = numbers(f"--{name}", _read(text) if name.endswith("-file") else text)
+        if name.startswith("keys"):
+            return values
+        return _hashed(values, block_size)
+
+    def _texts(self) -> dict[str, str]:
+        return {
+            "tokens": self.tokens,
+            "tokens-file": self.tokens_file,
+            "keys": self.keys,
+            "keys-file": self.keys_file,
+        }
+
+
+def _hashed(tokens: Sequence[int], block_size: int) -> list[int]:
+    if block_size <= 0:
+        raise InvalidArgumentError(
+            f"the instance has block_size {block_size}, so that tokens make no keys: give --keys or --keys-file"
+        )
+    keys = block_keys_from_tokens(tokens, block_size)
+    if not keys:
+        raise InvalidArgumentError(f"{len(tokens)} tokens fill no block: one has {block_size} tokens")
+    return keys
+
+
+def _read(name: str) -> str:
+    if name == "-":
+        return sys.stdin.read(_MOST_FILE_CHARACTERS)
+    with Path(name).open(encoding="utf-8") as file:
+        return file.read(_MOST_FILE_CHARACTERS)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the 64-bit numbers in a text, which are separated by commas, blanks or brackets, as in JSON.
+
+    Raises:
+        InvalidArgumentError: something else is in it, or nothing.
+    """
+    parts = text.translate(_BLANKS).split()
+    if not parts:
+        raise InvalidArgumentError(f"{option} has no numbers")
+    try:
+        values = [int(part) for part in parts]
+    except ValueError:
+        wrong = next(part for part in parts if not part.lstrip("-").isdigit())
+        raise InvalidArgumentError(f"{option} has {wrong[:40]!r}, must be whole numbers: 1,2,3") from None
+    if not all(_LEAST <= value <= _MOST for value in values):
+        raise InvalidArgumentError(f"{option} has a number that does not fit 64 bits")
+    return values
+
+
+_BLANKS = str.maketrans(dict.fromkeys(",[]\"'", " "))
+
+
+def instance_info(client: AdminClient, instance: str) -> admin_pb.InstanceInfo:
+    """Return an instance as it was registered.
+
+    Raises:
+        UnknownInstanceError: there is none of the id.
+    """
+    request = admin_pb.GetInstanceInfoRequest(instance_id=instance)
+    return client.call("GetInstanceInfo", request, admin_pb.GetInstanceInfoResponse).instance_info
+
+
+# `kvcm pin`: prefixes that are kept from eviction.
+
+pin_app = noun("pin", "Prefixes that are kept from eviction.")
+Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Id of the instance.", autocompletion=instance_ids)]
+
+
+@pin_app.command("list")
+@with_options
+def list_pins(connection: Connection, instance: Instance, as_json: AsJson = False) -> None:
+    """List the pins of an instance; those that end first come first."""
+    with exit_on_call_errors():
+        request = pin_pb.ListPinsRequest(instance_id=instance)
+        answer = connection.data().call("ListPins", request, pin_pb.ListPinsResponse)
+    pins = [plain_fields(pin) for pin in answer.pins]
+    if as_json:
+        print_json({"pins": pins})
+        return
+    rows = (
+        (pin["pin_id"], pin["owner"], f"{pin['blocks']:,}", format_size(pin["bytes"]), format_time(pin["deadline_ms"]))
+        for pin in pins
+    )
+    print_table(("pin", "owner", "blocks", "bytes", "until"), rows, words=("owner", "until"))
+
+
+@pin_app.command("add")
+@with_options
+def add_pin(
+    connection: Connection,
+    instance: Instance,
+    prompt: Prompt,
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Who pins; shown in lists.")],
+    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="For how long, at most 30d: as in 90s, 15m, 12h.")],
+    as_json: AsJson = False,
+) -> None:
+    """Keep the longest readable prefix of a prompt from eviction.
+
+    It takes from the pin budget of the group: `kvcm group update NAME --pin-budget SIZE`.
+    """
+    with exit_on_call_errors():
+        block_size = instance_info(connection.admin(), instance).block_size
+        request = pin_pb.PinPrefixRequest(
+            instance_id=instance,
+            block_keys=prompt.block_keys(block_size),
+            owner=owner,
+            ttl_seconds=parse_duration(ttl),
+        )
+        answer = connection.data().call("PinPrefix", request, pin_pb.PinPrefixResponse)
+        if not answer.pin_id:
+            raise InvalidArgumentError(f"nothing of the prompt can be read in instance {instance!r}: nothing is pinned")
+    if as_json:
+        print_json(plain_fields(answer))
+        return
+    asked = len(request.block_keys)
+    typer.echo(
+        f"pin {answer.pin_id}: {answer.pinned_blocks:,} of {asked:,} blocks, {format_size(answer.pinned_bytes)}, "
+        f"until {format_time(answer.deadline_ms)}"
+    )
+
+
+@pin_app.command("remove")
+@with_options
+def remove_pin(
+    connection: Connection,
+    instance: Instance,
+    pin: Annotated[str, typer.Argument(metavar="PIN", help="Id of the pin, as listed.")],
+) -> None:
+    """End a pin early; one that is not there is no error."""
+    with exit_on_call_errors():
+        request = pin_pb.UnpinPrefixRequest(instance_id=instance, pin_id=pin)
+        connection.data().call("UnpinPrefix", request, meta_pb.CommonResponse)
+
 
 _PAGE_KEYS = 4096
 _MISSING = "missing"
 _MOST_SECONDS = (1 << 31) - 1
-
-Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Id of the instance.", autocompletion=instance_ids)]
 
 
 class Block(NamedTuple):
@@ -63,12 +240,12 @@ def get(connection: Connection, instance: Instance, prompt: Prompt, as_json: AsJ
 
     Looking is no access: what is evicted next stays as it is.
     """
-    with asking():
+    with exit_on_call_errors():
         admin = connection.admin()
         block_size = instance_info(admin, instance).block_size
         keys = prompt.block_keys(block_size)
         with progress("blocks", len(keys)) as told:
-            blocks = list(_looked_up(admin, instance, keys, told))
+            blocks = list(_look_up(admin, instance, keys, told))
             matched = _matched(connection.data(), instance, keys)
     if as_json:
         print_json(_report(blocks, matched, block_size))
@@ -76,7 +253,7 @@ def get(connection: Connection, instance: Instance, prompt: Prompt, as_json: AsJ
         _print_runs(blocks, matched, block_size)
 
 
-def _looked_up(client: AdminClient, instance: str, keys: Sequence[int], told: Any) -> Iterator[Block]:
+def _look_up(client: AdminClient, instance: str, keys: Sequence[int], told: Any) -> Iterator[Block]:
     for start in range(0, len(keys), _PAGE_KEYS):
         page = keys[start : start + _PAGE_KEYS]
         request = admin_pb.GetCacheMetaRequest(instance_id=instance, block_keys=page, detail_level=1)
@@ -123,7 +300,7 @@ def _print_runs(blocks: Sequence[Block], matched: int, block_size: int) -> None:
     rows = []
     for start, run in _runs(blocks):
         last = start + len(run) - 1
-        size = shown_size(sum(block.size_bytes for block in run))
+        size = format_size(sum(block.size_bytes for block in run))
         uris = run[0].uri if start == last else f"{run[0].uri}\n{run[-1].uri}".strip()
         rows.append(
             (f"{start:,}–{last:,}", f"{len(run):,}", run[0].state, run[0].storage, str(run[0].places), size, uris)
@@ -178,7 +355,7 @@ def trim(
     yes: Yes = False,
 ) -> None:
     """Remove many blocks of an instance at once: all of them, or those written in a span of time."""
-    with asking():
+    with exit_on_call_errors():
         by_time = bool(written_from or written_before)
         if everything + metadata_only + by_time != 1:
             raise InvalidArgumentError("give one of --all, --metadata-only, and --written-from with --written-before")
@@ -192,7 +369,7 @@ def trim(
             request.strategy = meta_pb.TS_REMOVE_ALL_CACHE if everything else meta_pb.TS_REMOVE_ALL_META
         what = "blocks of that time" if by_time else "all blocks" if everything else "the metadata of all blocks"
         confirm(f"Remove {what} of instance {instance}?", yes=yes)
-        with waiting("removing blocks"):
+        with spinner("removing blocks"):
             connection.data().call("TrimCache", request, meta_pb.CommonResponse, _LONG_SECONDS)
 
 

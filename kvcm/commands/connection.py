@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import ssl
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from kvcm.admin_client import AdminClient
 from kvcm.commands.options import first_line
 from kvcm.model.errors import InvalidArgumentError, NotReadyError
 from kvcm.protocol import admin_service_pb2 as admin_pb
+from kvcm.protocol.kvcm.v1 import access_service_pb2 as access_pb
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
+from kvcm.terminal.admin_client import AdminClient
 
-__all__ = ["ADMIN_URL", "KEY_VARIABLE", "Connection"]
+__all__ = [
+    "ADMIN_URL",
+    "KEY_VARIABLE",
+    "Connection",
+    "account_names",
+    "group_names",
+    "instance_ids",
+    "key_ids",
+    "quota_names",
+    "storage_names",
+]
 
 ADMIN_URL = "http://127.0.0.1:6492"
 KEY_VARIABLE = "KVCM_KEY"
-
 _FILE = "FILE"
 _PANEL = "Connection"
 
@@ -106,7 +120,7 @@ class Connection:
             NotReadyError: the manager cannot be asked, or does not know of a data port.
             InvalidArgumentError, OSError: as for `admin`.
         """
-        return self._client(self.data_manager or self._told_data_url())
+        return self._client(self.data_manager or self._advertised_data_url())
 
     def at(self, url: str) -> AdminClient:
         """Return a client of another address, which is shown the same key."""
@@ -124,7 +138,7 @@ class Connection:
             return first_line(self.key_file, "key file").strip()
         return os.environ.get(KEY_VARIABLE, "").strip()
 
-    def _told_data_url(self) -> str:
+    def _advertised_data_url(self) -> str:
         answer = self.admin().call(
             "GetManagerClusterInfo",
             admin_pb.GetManagerClusterInfoRequest(),
@@ -162,3 +176,74 @@ class Connection:
         if path is not None and not path.is_file():
             raise InvalidArgumentError(f"{path} is not a file")  # the TLS library does not say which one is missing
         return None if path is None else str(path)
+
+
+# Names that the shell completes, asked of the manager. Whatever goes wrong, there are no proposals and no words.
+
+_SECONDS = 1.0  # somebody waits with a finger on the key
+Completion = Callable[[typer.Context, str], list[str]]
+
+
+def _completing(names: Callable[[AdminClient], Iterable[str]]) -> Completion:
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        try:
+            found = sorted(names(_connection(context.params).admin()))
+        except Exception:  # the shell has no place for what went wrong
+            return []
+        return [name for name in found if name.startswith(incomplete)]
+
+    return complete
+
+
+def _connection(given: dict[str, Any]) -> Connection:
+    fields = {field.name: given.get(field.name) for field in dataclasses.fields(Connection)}
+    known = {name: value for name, value in fields.items() if value}
+    paths = {name: Path(value) for name, value in known.items() if name.endswith("_file")}
+    return Connection(**{**known, **paths})
+
+
+def _groups(client: AdminClient) -> list[str]:
+    request = group_pb.ListInstanceGroupRequest()
+    answer = client.call("ListInstanceGroup", request, group_pb.ListInstanceGroupResponse, _SECONDS)
+    return [group.name for group in answer.instance_groups]
+
+
+def _storages(client: AdminClient) -> list[str]:
+    answer = client.call("ListStorage", admin_pb.ListStorageRequest(), admin_pb.ListStorageResponse, _SECONDS)
+    return [storage.global_unique_name for storage in answer.storage]
+
+
+def _instances(client: AdminClient) -> list[str]:
+    request = admin_pb.ListInstanceInfoRequest()
+    answer = client.call("ListInstanceInfo", request, admin_pb.ListInstanceInfoResponse, _SECONDS)
+    return [instance.instance_id for instance in answer.instance_info]
+
+
+def _accounts(client: AdminClient) -> list[str]:
+    answer = client.call("ListAccount", admin_pb.ListAccountRequest(), admin_pb.ListAccountResponse, _SECONDS)
+    return [account.user_name for account in answer.accounts]
+
+
+def _quotas(client: AdminClient) -> list[str]:
+    request = capacity_pb.ListGlobalQuotaRequest()
+    answer = client.call("ListGlobalQuota", request, capacity_pb.ListGlobalQuotaResponse, _SECONDS)
+    return [quota.name for quota in answer.global_quotas]
+
+
+def _keys(client: AdminClient) -> list[str]:
+    answer = client.call("ListKeys", access_pb.ListKeysRequest(), access_pb.ListKeysResponse, _SECONDS)
+    return [key.key_id for key in answer.keys]
+
+
+account_names = _completing(_accounts)
+"""Names of accounts."""
+group_names = _completing(_groups)
+"""Names of instance groups."""
+instance_ids = _completing(_instances)
+"""Ids of instances."""
+key_ids = _completing(_keys)
+"""Ids of keys."""
+quota_names = _completing(_quotas)
+"""Names of global quotas."""
+storage_names = _completing(_storages)
+"""Names of storages."""

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import typer
 from rich.text import Text
 
-from kvcm.admin_client import AdminClient
 from kvcm.commands.connection import ADMIN_URL, Connection
 from kvcm.commands.options import AsJson, ConfigFile, DataDir, Env, with_options
-from kvcm.commands.shown import console, print_json
+from kvcm.commands.output import console, print_json
 from kvcm.config import Settings
 from kvcm.doctor.findings import Finding, Level, ok
-from kvcm.refusals import FINDINGS, asking
 from kvcm.telemetry.logs import LEVELS, configure_logs
-from kvcm.terminal_table import TerminalTable
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import FINDINGS, exit_on_call_errors
+from kvcm.terminal.tables import TerminalTable
 
 __all__ = ["doctor"]
 
@@ -37,9 +37,9 @@ def doctor(
     is looked at. Nothing is changed. Exit code 0: nothing fails, though there may be warnings; 1: something fails.
     """
     # These open stores and storages as a manager does: every other command starts without.
-    from kvcm.doctor.examination import check_settings
+    from kvcm.doctor.checks import check_settings
+    from kvcm.doctor.host import read_settings
     from kvcm.doctor.manager import check_manager
-    from kvcm.doctor.settings import read_settings
 
     configure_logs(LEVELS["ERROR"])
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
@@ -49,7 +49,7 @@ def doctor(
         found = [ok("settings", f"none are given: only what {connection.manager} says is looked at")]
     elif settings is not None:
         found += check_settings(settings)
-    with asking():
+    with exit_on_call_errors():
         client, is_expected = _client(connection, settings)
         found += check_manager(
             client,

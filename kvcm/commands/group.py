@@ -2,35 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from kvcm.admin_client import AdminClient
-from kvcm.capacity_tables import print_usage
-from kvcm.commands.changes import changes, print_changes
-from kvcm.commands.completion import group_names
-from kvcm.commands.connection import Connection
-from kvcm.commands.group_options import GroupOptions, new_group
+from kvcm.commands.connection import Connection, group_names, quota_names, storage_names
 from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_options
-from kvcm.commands.shown import console, plain, print_below, print_fields, print_json, print_table
+from kvcm.commands.output import (
+    changes,
+    console,
+    plain,
+    plain_fields,
+    print_below,
+    print_changes,
+    print_fields,
+    print_json,
+    print_table,
+)
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import DEFAULT_HYSTERESIS, InstanceGroup
+from kvcm.model.storages import StorageType
+from kvcm.model.units import format_size, parse_duration, parse_size
+from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
-from kvcm.refusals import asking
 from kvcm.service.translate import read
 from kvcm.service.usage_values import UsageReport
-from kvcm.sizes import shown_size
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import exit_on_call_errors
+from kvcm.terminal.tables import print_usage
 
-__all__ = ["group_app", "group_usage"]
+__all__ = ["GroupOptions", "group_app", "group_usage", "new_group", "quota_app"]
+
+# How a group is configured from a command line: what is given is written into the message, everything else stays.
+
+_DEFAULT_HIGH = 0.8
+_DEFAULT_DELAY_MS = 1000
+_POLICIES = ("leaf_lru", "lru", "lfu", "ttl", "fifo", "sieve", "s3fifo")
+_SHARES = ("group_lru", "proportional", "fixed")
+_TYPES = {each.kind: each for each in StorageType if each is not StorageType.ST_UNSPECIFIED}
+_PREFERENCES = {
+    name.removeprefix("CPS_").lower().replace("_", "-"): name
+    for name, number in pb.CachePreferStrategy.items()
+    if number
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """Options of `kvcm group create` and `update`; what is None stays as it is."""
+
+    storages: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage",
+            metavar="NAME",
+            help="A storage that it may use; repeatable, the preferred one first. Replaces the list.",
+            autocompletion=storage_names,
+        ),
+    ] = None
+    quota: Annotated[
+        str | None, typer.Option("--quota", metavar="SIZE", help="What it may use in all, as in 10GiB.")
+    ] = None
+    quota_types: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quota-type",
+            metavar="TYPE=SIZE",
+            help="What it may use on one type (file, hf3fs, vcns_hf3fs, mooncake, pace, dummy), TYPE=none for no limit "
+            "of its own; repeatable.",
+        ),
+    ] = None
+    global_quota: Annotated[
+        str | None,
+        typer.Option(
+            "--global-quota",
+            metavar="NAME",
+            help="Its global_quota_group_name, for `kvcm quota set`.",
+            autocompletion=quota_names,
+        ),
+    ] = None
+    guarantees: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--guarantee",
+            metavar="STORAGE=SIZE",
+            help="What no other group may take on a storage, STORAGE=none for nothing; repeatable.",
+        ),
+    ] = None
+    pin_budget: Annotated[
+        str | None, typer.Option("--pin-budget", metavar="SIZE", help="What its pins may hold; 0 is nothing.")
+    ] = None
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME", help=f"What leaves first: {', '.join(_POLICIES)}.")
+    ] = None
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            "--ttl", metavar="TIME", help="Age at which blocks leave although there is room, as in 12h; 0 is never."
+        ),
+    ] = None
+    high: Annotated[
+        float | None,
+        typer.Option("--high", metavar="RATIO", help="Evict above this share of a limit; above 1 is never."),
+    ] = None
+    low: Annotated[
+        float | None, typer.Option("--low", metavar="RATIO", help="Evict down to this share; below --high.")
+    ] = None
+    share: Annotated[
+        str | None,
+        typer.Option("--share", metavar="NAME", help=f"Which instance gives up blocks: {', '.join(_SHARES)}."),
+    ] = None
+    delete_delay_ms: Annotated[
+        int | None,
+        typer.Option("--delete-delay-ms", metavar="MS", min=0, help="How long an evicted location stays readable."),
+    ] = None
+    max_instances: Annotated[
+        int | None, typer.Option("--max-instances", metavar="N", min=0, help="Most instances; 0 is no limit.")
+    ] = None
+    max_keys: Annotated[
+        int | None, typer.Option("--max-keys", metavar="N", min=0, help="Most blocks of an instance; 0 is the default.")
+    ] = None
+    prefer: Annotated[
+        str | None,
+        typer.Option("--prefer", metavar="NAME", help=f"Which type gets new blocks: {', '.join(_PREFERENCES)}."),
+    ] = None
+    user_data: Annotated[str | None, typer.Option("--user-data", metavar="TEXT", help="Free text.")] = None
+
+    def write(self, group: pb.InstanceGroup) -> None:
+        """Write what is given into a group.
+
+        Raises:
+            InvalidArgumentError: a value is none; the message names the option.
+        """
+        self._write_limits(group)
+        self._write_eviction(group.cache_config.reclaim_strategy)
+        if self.storages:
+            group.storage_candidates[:] = self.storages
+        if self.global_quota is not None:
+            group.global_quota_group_name = self.global_quota
+        if self.prefer is not None:
+            name = _one_of("--prefer", self.prefer, _PREFERENCES)
+            group.cache_config.MergeFrom(pb.CacheConfig(data_storage_strategy=_PREFERENCES[name]))
+        if self.user_data is not None:
+            group.user_data = self.user_data
+
+    def _write_limits(self, group: pb.InstanceGroup) -> None:
+        if self.quota is not None:
+            group.quota.capacity = parse_size(self.quota)
+        for text in self.quota_types or ():
+            _write_type(group.quota, text)
+        for text in self.guarantees or ():
+            _write_guarantee(group, text)
+        if self.pin_budget is not None:
+            group.pin_budget_bytes = parse_size(self.pin_budget)
+        if self.max_instances is not None:
+            group.max_instance_count = self.max_instances
+        if self.max_keys is not None:
+            group.cache_config.meta_indexer_config.max_key_count = self.max_keys
+
+    def _write_eviction(self, strategy: pb.CacheReclaimStrategy) -> None:
+        if self.policy is not None:
+            strategy.policy.name = _one_of("--policy", self.policy, _POLICIES)
+        if self.ttl is not None:
+            strategy.policy.ttl_seconds = parse_duration(self.ttl)
+        if self.share is not None:
+            strategy.share = _one_of("--share", self.share, _SHARES)
+        if self.delete_delay_ms is not None:
+            strategy.delay_before_delete_ms = self.delete_delay_ms
+        if self.high is not None or self.low is not None:
+            _write_watermarks(strategy.trigger_strategy, self.high, self.low)
+
+
+def new_group(name: str) -> pb.InstanceGroup:
+    """Return a group with everything that has to be said of one, but its storages and its quota."""
+    group = pb.InstanceGroup(name=name, global_quota_group_name=name, version=1)
+    config = group.cache_config
+    config.data_storage_strategy = pb.CPS_PREFER_3FS
+    config.reclaim_strategy.storage_unique_name = "unused"  # required by the contract, without effect
+    config.reclaim_strategy.trigger_strategy.used_percentage = _DEFAULT_HIGH
+    config.reclaim_strategy.delay_before_delete_ms = _DEFAULT_DELAY_MS
+    config.meta_indexer_config.meta_storage_backend_config.storage_type = "local"
+    config.meta_indexer_config.meta_cache_policy_config.type = "lru"
+    return group
+
+
+def _one_of(option: str, value: str, allowed: Collection[str]) -> str:
+    if value not in allowed:
+        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
+    return value
+
+
+def _write_watermarks(strategy: pb.TriggerStrategy, high: float | None, low: float | None) -> None:
+    old_high = strategy.used_percentage
+    hysteresis = strategy.hysteresis if strategy.HasField("hysteresis") else DEFAULT_HYSTERESIS
+    new_high = old_high if high is None else high
+    new_low = max(0.0, old_high - hysteresis) if low is None else low
+    if not new_high > 0:
+        raise InvalidArgumentError(f"--high is {new_high:g}, must be above 0; above 1 is never")
+    if low is not None and not 0 <= new_low < new_high:
+        raise InvalidArgumentError(f"--low is {new_low:g}, must be from 0 to below --high, which is {new_high:g}")
+    strategy.used_percentage = new_high
+    if low is not None:
+        strategy.hysteresis = round(new_high - new_low, 9)
+
+
+def _write_type(quota: pb.InstanceGroupQuota, text: str) -> None:
+    kind, size = _named_size("--quota-type", text)
+    if kind not in _TYPES:
+        raise InvalidArgumentError(f"--quota-type names {kind!r}, must be one of {', '.join(_TYPES)}")
+    number = _TYPES[kind].value
+    kept = [each for each in quota.quota_config if each.storage_type != number]
+    added = [] if size is None else [pb.QuotaConfig(storage_type=_TYPES[kind].name, capacity=size)]
+    _replace(quota.ClearField, "quota_config", lambda: quota.quota_config.extend([*kept, *added]))
+
+
+def _write_guarantee(group: pb.InstanceGroup, text: str) -> None:
+    name, size = _named_size("--guarantee", text)
+    kept = [each for each in group.storage_guarantees if each.storage_unique_name != name]
+    added = [] if size is None else [pb.StorageGuarantee(storage_unique_name=name, guaranteed_bytes=size)]
+    _replace(group.ClearField, "storage_guarantees", lambda: group.storage_guarantees.extend([*kept, *added]))
+
+
+def _replace(clear: Callable[..., None], field: str, extend: Callable[[], None]) -> None:
+    clear(field)
+    extend()
+
+
+def _named_size(option: str, text: str) -> tuple[str, int | None]:
+    name, separator, size = text.partition("=")
+    if not (name and separator):
+        raise InvalidArgumentError(f"{option} {text!r} must be a name and a size: NAME=10GiB")
+    return name, None if size == "none" else parse_size(size)
+
 
 group_app = noun("group", "Instance groups of a running manager: who may use how much of what.")
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group.", autocompletion=group_names)]
 
 
@@ -46,7 +256,7 @@ def group_usage(
 ) -> None:
     """Show what groups, storages and global quotas use and may use."""
     request = capacity_pb.GetUsageRequest(instance_group=name)
-    with asking():
+    with exit_on_call_errors():
         answer = connection.admin().call("GetUsage", request, capacity_pb.GetUsageResponse)
         report = read(UsageReport, answer)
     if as_json:
@@ -63,7 +273,7 @@ def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 @with_options
 def list_groups(connection: Connection, as_json: AsJson = False) -> None:
     """List the groups and what they may use; `kvcm group usage` shows what they use."""
-    with asking():
+    with exit_on_call_errors():
         request = group_pb.ListInstanceGroupRequest()
         answer = connection.admin().call("ListInstanceGroup", request, group_pb.ListInstanceGroupResponse)
         groups = [read(InstanceGroup, each) for each in answer.instance_groups]
@@ -75,11 +285,11 @@ def list_groups(connection: Connection, as_json: AsJson = False) -> None:
         (
             each.name,
             ", ".join(each.storage_candidates),
-            shown_size(each.quota.capacity),
-            _marks(each)[0],
+            format_size(each.quota.capacity),
+            _watermarks(each)[0],
             each.policy_of("").name,
             each.global_quota_group_name,
-            shown_size(each.pin_budget_bytes),
+            format_size(each.pin_budget_bytes),
             str(each.version),
         )
         for each in groups
@@ -91,7 +301,7 @@ def list_groups(connection: Connection, as_json: AsJson = False) -> None:
 @with_options
 def show_group(connection: Connection, name: Name, as_json: AsJson = False) -> None:
     """Show how a group is configured."""
-    with asking():
+    with exit_on_call_errors():
         message = _found(connection.admin(), name)
         group = read(InstanceGroup, message)
     if as_json:
@@ -103,20 +313,20 @@ def show_group(connection: Connection, name: Name, as_json: AsJson = False) -> N
 def _fields(group: InstanceGroup) -> list[tuple[str, str]]:
     strategy = group.cache_config.reclaim_strategy
     policy = group.policy_of("")
-    high, low = _marks(group)
+    high, low = _watermarks(group)
     delay = f"{strategy.delay_before_delete_ms} ms after eviction"
     return [
         ("name", group.name),
         ("storages", ", ".join(group.storage_candidates)),
         ("prefers", group.cache_config.data_storage_strategy.name),
-        ("quota", shown_size(group.quota.capacity)),
-        *((f"quota on {each.storage_type.kind}", shown_size(each.capacity)) for each in group.quota.quota_config),
+        ("quota", format_size(group.quota.capacity)),
+        *((f"quota on {each.storage_type.kind}", format_size(each.capacity)) for each in group.quota.quota_config),
         *(
-            (f"guaranteed on {each.storage_unique_name}", shown_size(each.guaranteed_bytes))
+            (f"guaranteed on {each.storage_unique_name}", format_size(each.guaranteed_bytes))
             for each in group.storage_guarantees
         ),
         ("global quota", group.global_quota_group_name),
-        ("pin budget", shown_size(group.pin_budget_bytes)),
+        ("pin budget", format_size(group.pin_budget_bytes)),
         ("policy", policy.name),
         ("blocks leave at age", f"{policy.ttl_seconds} s" if policy.ttl_seconds else "no age"),
         ("evicts above", high),
@@ -132,11 +342,11 @@ def _fields(group: InstanceGroup) -> list[tuple[str, str]]:
     ]
 
 
-def _marks(group: InstanceGroup) -> tuple[str, str]:
+def _watermarks(group: InstanceGroup) -> tuple[str, str]:
     trigger = group.cache_config.reclaim_strategy.trigger_strategy
     if not 0 < trigger.used_percentage <= 1:
         size = trigger.used_size
-        return (shown_size(size), "") if size else ("never", "never")
+        return (format_size(size), "") if size else ("never", "never")
     hysteresis = DEFAULT_HYSTERESIS if trigger.hysteresis is None else trigger.hysteresis
     low = max(0.0, trigger.used_percentage - hysteresis)
     return f"{100 * trigger.used_percentage:g} %", f"{100 * low:g} %"
@@ -155,7 +365,7 @@ def create_group(
 
     Without more it evicts above 80 % (leaf_lru), and its global quota has its own name.
     """
-    with asking():
+    with exit_on_call_errors():
         if not options.storages or options.quota is None:
             raise InvalidArgumentError(
                 "a group needs --storage, once at least, and --quota: --storage nfs_01 --quota 10GiB"
@@ -182,7 +392,7 @@ def update_group(
 
     Refused when somebody else changed the group meanwhile: run it again.
     """
-    with asking():
+    with exit_on_call_errors():
         client = connection.admin()
         old = _found(client, name)
         new = pb.InstanceGroup()
@@ -201,7 +411,7 @@ def update_group(
 def delete_group(connection: Connection, name: Name, yes: Yes = False) -> None:
     """Forget a group: its instances can still be read, and take no writes any more."""
     confirm(f"Forget group {name}?", yes=yes)
-    with asking():
+    with exit_on_call_errors():
         request = pb.RemoveInstanceGroupRequest(name=name)
         connection.admin().call("RemoveInstanceGroup", request, pb.CommonResponse)
 
@@ -214,3 +424,62 @@ def _found(client: AdminClient, name: str) -> pb.InstanceGroup:
 def _warn(answer: pb.CommonResponse) -> None:
     if message := answer.header.status.message:
         typer.echo(f"kvcm: {message}", err=True)
+
+
+# `kvcm quota`: limits over several instance groups.
+
+quota_app = noun("quota", "Limits over several instance groups, by their global_quota_group_name.")
+
+
+@quota_app.command("set")
+@with_options
+def set_quota(
+    connection: Connection,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The global_quota_group_name of the groups.", autocompletion=quota_names),
+    ],
+    capacity: Annotated[str, typer.Option("--capacity", metavar="SIZE", help="As in 10GiB, 500MB or plain bytes.")],
+    mark: Annotated[
+        float, typer.Option("--mark", metavar="RATIO", help="Evict above this share; above 1 is never, 0 is 0.9.")
+    ] = 0.0,
+) -> None:
+    """Limit what all groups of one name use together; in force at once."""
+    with exit_on_call_errors():
+        quota = capacity_pb.GlobalQuota(name=name, capacity_bytes=parse_size(capacity), used_percentage=mark)
+        request = capacity_pb.SetGlobalQuotaRequest(global_quota=quota)
+        connection.admin().call("SetGlobalQuota", request, admin_pb.CommonResponse)
+
+
+@quota_app.command("list")
+@with_options
+def list_quotas(connection: Connection, as_json: AsJson = False) -> None:
+    """List the limits over groups."""
+    with exit_on_call_errors():
+        request = capacity_pb.ListGlobalQuotaRequest()
+        answer = connection.admin().call("ListGlobalQuota", request, capacity_pb.ListGlobalQuotaResponse)
+    quotas = [plain_fields(quota) for quota in answer.global_quotas]
+    if as_json:
+        print_json({"global_quotas": quotas})
+        return
+    rows = (
+        (each["name"], format_size(each["capacity_bytes"]), _format_watermark(each["used_percentage"]))
+        for each in quotas
+    )
+    print_table(("global quota", "capacity", "evict above"), rows)
+
+
+@quota_app.command("remove")
+@with_options
+def remove_quota(
+    connection: Connection,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The limit.", autocompletion=quota_names)],
+) -> None:
+    """Forget a limit over groups; in force at once."""
+    with exit_on_call_errors():
+        request = capacity_pb.RemoveGlobalQuotaRequest(name=name)
+        connection.admin().call("RemoveGlobalQuota", request, admin_pb.CommonResponse)
+
+
+def _format_watermark(ratio: float) -> str:
+    return "never" if ratio > 1 else f"{100 * (ratio or 0.9):g} %"

@@ -17,18 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.commands.options import ConfigFile, DataDir, Env
+from kvcm.commands.output import private_file
 from kvcm.config import Settings, load_settings
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.private_files import private_file
-from kvcm.refusals import CANNOT_RUN, FAILED, FINDINGS, refusals
 from kvcm.telemetry.logs import LEVELS, configure_logs
-from kvcm.terminal_table import TerminalTable
+from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, FINDINGS, exit_on_errors
+from kvcm.terminal.tables import TerminalTable
 
 if TYPE_CHECKING:
-    from kvcm.cache.export import Exported
-    from kvcm.cache.importing import Imported
-    from kvcm.index_tools import IndexTools
+    from kvcm.cache.archive import Exported, Imported
+    from kvcm.commands.index_tools import IndexTools
 
 __all__ = ["index_app"]
 
@@ -58,7 +57,7 @@ def export_index(
 
     On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
-    with refusals(FAILED):
+    with exit_on_errors(FAILED):
         if group and with_accounts:
             raise InvalidArgumentError("accounts belong to no group: leave --group or --with-accounts out")
         with _output(file, force=force) as output, _progress() as progress:
@@ -82,7 +81,7 @@ def import_index(
     An import that was cut off is run again. On Redis the managers may go on; a manager on a data directory has to be
     stopped.
     """
-    with refusals(FAILED):
+    with exit_on_errors(FAILED):
         settings = _settings(config_file, env, data_dir)
         with _input(file) as (source, is_file), _progress() as progress:
             if not is_file:
@@ -114,7 +113,7 @@ def verify_index(
 
     On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
-    with refusals(CANNOT_RUN):
+    with exit_on_errors(CANNOT_RUN):
         if drop_unreadable and not repair:
             raise InvalidArgumentError("--drop-unreadable changes nothing without --repair")
         with _progress() as progress:
@@ -124,9 +123,9 @@ def verify_index(
         typer.echo(_report_json(report))
     else:
         _print_report(report)
-    if not report.is_mended:
+    if not report.is_repaired:
         raise typer.Exit(FINDINGS)
-    if report.unsettled:
+    if report.unconfirmed:
         raise typer.Exit(CANNOT_RUN)
 
 
@@ -140,7 +139,7 @@ def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | 
 
 
 def _tools(settings: Settings, progress: Callable[[str, int, int], None]) -> IndexTools:
-    from kvcm.index_tools import IndexTools
+    from kvcm.commands.index_tools import IndexTools
 
     return IndexTools(settings, SystemClock(), progress)
 
@@ -205,8 +204,8 @@ def _print_exported(exported: Exported) -> None:
 def _about_exported(exported: Exported) -> Iterator[str]:
     if exported.pins:
         yield f"{exported.pins:,} pins"
-    if exported.left_out:
-        yield f"{exported.left_out:,} blocks are being written and were left out"
+    if exported.skipped:
+        yield f"{exported.skipped:,} blocks are being written and were left out"
     for name in sorted(exported.unknown_storages):
         yield f"storage {name} is configured no more, locations on it were exported without it"
 
@@ -225,8 +224,8 @@ def _print_imported(imported: Imported, *, dry_run: bool) -> None:
 def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
     if imported.pins:
         yield f"{imported.pins:,} pins {'would be there' if dry_run else 'are there'}"
-    yield from imported.refused_pins
-    for sentence in imported.fitted:
+    yield from imported.rejected_pins
+    for sentence in imported.adapted:
         yield f"changed: {sentence}"
     for sentence in imported.exceeded:
         yield f"over quota: {sentence}"
@@ -242,13 +241,13 @@ def _print_below(console: Console, sentences: Iterable[str]) -> None:
 def _imported_json(imported: Imported) -> str:
     return json.dumps(
         {
-            "is_all_there": not imported.created and not +imported.stored and not imported.refused_pins,
+            "is_all_there": not imported.created and not +imported.stored and not imported.rejected_pins,
             "added": imported.created,
             "stored": imported.stored,
             "there_already": imported.skipped,
             "pins": imported.pins,
-            "refused_pins": imported.refused_pins,
-            "changed": imported.fitted,
+            "refused_pins": imported.rejected_pins,
+            "changed": imported.adapted,
             "over_quota": imported.exceeded,
         }
     )
@@ -261,10 +260,10 @@ def _print_report(report: AuditReport) -> None:
         typer.echo(f"{finding.check}: {finding.where}: {finding.what} [{state}]")
     if report.more:
         typer.echo(f"and {report.more:,} more; run again after a repair")
-    for what in report.unsettled:
+    for what in report.unconfirmed:
         typer.echo(f"could not be checked: {what}")
     table = TerminalTable(("looked at", "number"))
-    for name, number in report.looked_at.items():
+    for name, number in report.checked.items():
         table.add_row(name, f"{number:,}")
     table.add_row("findings", f"{len(report.findings) + report.more:,}")
     console.print(table)
@@ -274,10 +273,10 @@ def _report_json(report: AuditReport) -> str:
     return json.dumps(
         {
             "clean": report.is_clean,
-            "mended": report.is_mended,
-            "looked_at": dict(report.looked_at),
+            "mended": report.is_repaired,
+            "looked_at": dict(report.checked),
             "findings": [finding._asdict() for finding in report.findings],
             "more": report.more,
-            "unsettled": report.unsettled,
+            "unsettled": report.unconfirmed,
         }
     )

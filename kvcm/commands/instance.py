@@ -6,15 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kvcm.commands.blocks_named import instance_info
-from kvcm.commands.completion import group_names, instance_ids
-from kvcm.commands.connection import Connection
+from kvcm.commands.blocks import instance_info
+from kvcm.commands.connection import Connection, group_names, instance_ids
 from kvcm.commands.options import AsJson, Yes, confirm, noun, with_options
-from kvcm.commands.shown import plain, print_fields, print_json, print_table
+from kvcm.commands.output import plain, print_fields, print_json, print_table
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.units import format_size, parse_size
 from kvcm.protocol import admin_service_pb2 as pb
-from kvcm.refusals import asking
-from kvcm.sizes import parse_size, shown_size
+from kvcm.terminal.exit_codes import exit_on_call_errors
 
 __all__ = ["instance_app"]
 
@@ -33,7 +32,7 @@ def list_instances(
     as_json: AsJson = False,
 ) -> None:
     """List the instances; `kvcm usage` shows what they use."""
-    with asking():
+    with exit_on_call_errors():
         request = pb.ListInstanceInfoRequest(instance_group_name=group)
         answer = connection.admin().call("ListInstanceInfo", request, pb.ListInstanceInfoResponse)
     if as_json:
@@ -48,7 +47,7 @@ def list_instances(
             each.model_deployment.dtype,
             f"{each.block_size:,}",
             f"{len(each.location_spec_infos):,}",
-            shown_size(sum(spec.size for spec in each.location_spec_infos)),
+            format_size(sum(spec.size for spec in each.location_spec_infos)),
         )
         for each in answer.instance_info
     )
@@ -59,7 +58,7 @@ def list_instances(
 @with_options
 def show_instance(connection: Connection, instance: Instance, as_json: AsJson = False) -> None:
     """Show an instance as it was registered."""
-    with asking():
+    with exit_on_call_errors():
         found = instance_info(connection.admin(), instance)
     if as_json:
         print_json(plain(found))
@@ -72,7 +71,7 @@ def show_instance(connection: Connection, instance: Instance, as_json: AsJson = 
             ("global quota", found.quota_group_name),
             ("tokens per block", str(found.block_size)),
             *((name.replace("_", " "), str(value)) for name, value in model.items() if value),
-            *((f"part {spec.name}", shown_size(spec.size)) for spec in found.location_spec_infos),
+            *((f"part {spec.name}", format_size(spec.size)) for spec in found.location_spec_infos),
             *((f"parts {group.name}", ", ".join(group.spec_names)) for group in found.location_spec_groups),
         ]
     )
@@ -97,7 +96,7 @@ def register_instance(
     ],
 ) -> None:
     """Register an instance, for tests: engines register themselves. With the same settings again it is no error."""
-    with asking():
+    with exit_on_call_errors():
         request = pb.RegisterInstanceRequest(
             instance_group=group,
             instance_id=instance,
@@ -113,7 +112,7 @@ def register_instance(
 def remove_instance(connection: Connection, instance: Instance, yes: Yes = False) -> None:
     """Forget an instance and, in the background, delete all its blocks."""
     confirm(f"Delete instance {instance} and all its blocks?", yes=yes)
-    with asking():
+    with exit_on_call_errors():
         request = pb.RemoveInstanceRequest(instance_id=instance)
         connection.admin().call("RemoveInstance", request, pb.CommonResponse)
 

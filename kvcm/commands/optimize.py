@@ -2,45 +2,607 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
 from kvcm.commands.connection import Connection
-from kvcm.commands.optimize_live import Live, tune
-from kvcm.commands.optimize_options import Asking, Outputs, Reading
-from kvcm.commands.optimize_original import write_original
-from kvcm.commands.optimize_sample import Sample, estimate, print_estimates, sampling_of
-from kvcm.commands.options import with_options
-from kvcm.commands.shown import print_below, print_table
+from kvcm.commands.options import Yes, confirm, with_options
+from kvcm.commands.output import changes, print_below, print_changes, print_table, spinner
+from kvcm.model.errors import KvcmError, NotReadyError
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance
+from kvcm.model.units import format_size
 from kvcm.optimizer.errors import OptionError
-from kvcm.refusals import CANNOT_RUN, refusals, refuse_to_run
-from kvcm.refusals import asking as asking_manager
+from kvcm.optimizer.options import DEFAULT_CAPACITIES
+from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
+from kvcm.service.translate import read
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, NotAllowedError, exit_cannot_run, exit_on_errors
+from kvcm.terminal.exit_codes import exit_on_call_errors as asking_manager
 
 if TYPE_CHECKING:
+    from kvcm.optimizer.groups.original import OriginalConfig
+    from kvcm.optimizer.live.proposals import ManagerState, Proposal
     from kvcm.optimizer.replay import Mode
     from kvcm.optimizer.results import Replay
+    from kvcm.optimizer.study import Estimate, Progress, Sampling, Study, StudyOptions
     from kvcm.optimizer.study import Progress as Told
-    from kvcm.optimizer.study import Sampling, Study, StudyOptions
     from kvcm.optimizer.trace import Trace
 
-__all__ = ["optimize"]
+__all__ = [
+    "Live",
+    "LiveSituation",
+    "Outputs",
+    "ReadArguments",
+    "Sample",
+    "StudyArguments",
+    "apply_proposals",
+    "estimate",
+    "optimize",
+    "print_estimates",
+    "proposals_for",
+    "read_situation",
+    "sampling_of",
+    "tune",
+    "write_original",
+]
+
+# Options of `kvcm optimize`.
+
+_FILE = "FILE"
+_READING, _ASKING, _OUTPUTS = "Traces", "Questions", "Results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadArguments:
+    """How traces are read."""
+
+    trace_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            rich_help_panel=_READING,
+            metavar="FORMAT",
+            help="Of all traces; found from their first lines otherwise.",
+        ),
+    ] = ""
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            "--block-tokens",
+            "--block-size",
+            rich_help_panel=_READING,
+            metavar="N",
+            help="Tokens per block; 0 to infer them.",
+        ),
+    ] = 0
+    no_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-cache", rich_help_panel=_READING, help="Neither read nor write the binary form beside a trace."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyArguments:
+    """What is asked of them."""
+
+    policies: Annotated[
+        str,
+        typer.Option(
+            "--policies",
+            rich_help_panel=_ASKING,
+            metavar="LIST",
+            help="Names with options behind colons, such as ttl:seconds=60; or all.",
+        ),
+    ] = "lru,leaf_lru,belady,lfu,fifo,sieve,s3fifo"
+    capacities: Annotated[
+        str,
+        typer.Option(
+            "--capacities",
+            rich_help_panel=_ASKING,
+            metavar="LIST",
+            help="In blocks, or in % of the unique blocks of a trace.",
+        ),
+    ] = DEFAULT_CAPACITIES
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            rich_help_panel=_ASKING,
+            metavar="MODE",
+            help="block: room is made before each block; request: once behind each request.",
+        ),
+    ] = "block"
+    deployment: Annotated[
+        str,
+        typer.Option(
+            "--deployment",
+            rich_help_panel=_ASKING,
+            metavar="TEXT",
+            help="What hits are worth in: a preset, and inputs that differ: qwen3_coder_480b,gpu_hour=2.5.",
+        ),
+    ] = "deepseek_v3"
+    tiers: Annotated[
+        str,
+        typer.Option(
+            "--tiers",
+            rich_help_panel=_ASKING,
+            metavar="LIST",
+            help="A hierarchy, the fastest first, such as gpu:1%,host:5%:bandwidth=50e9:price=2.5,ssd:20%.",
+        ),
+    ] = ""
+    engines: Annotated[
+        int,
+        typer.Option(
+            "--engines",
+            rich_help_panel=_ASKING,
+            metavar="N",
+            help="Engines whose local caches are compared with one pool.",
+        ),
+    ] = 4
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", rich_help_panel=_ASKING, metavar="N", help="Threads that replay; 0 for one per core."
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go."""
+
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", rich_help_panel=_OUTPUTS, metavar="FILE.html", help="For people: one HTML file."),
+    ] = None
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", rich_help_panel=_OUTPUTS, metavar=_FILE, help="For programs: a list, one row per replay."
+        ),
+    ] = None
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", rich_help_panel=_OUTPUTS, metavar=_FILE, help="The same rows as CSV.")
+    ] = None
+    csv_original: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv-original",
+            rich_help_panel=_OUTPUTS,
+            metavar="DIR",
+            help="Files <instance>_hit_rates.csv as the original optimizer writes them, of one trace.",
+        ),
+    ] = None
+    original_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--original-config",
+            rich_help_panel=_OUTPUTS,
+            metavar=_FILE,
+            help="For --csv-original: the original's configuration; one policy and one capacity otherwise.",
+        ),
+    ] = None
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Return the files, those that are asked for."""
+        return tuple(path for path in (self.report, self.json_file, self.csv_file) if path is not None)
+
+    def or_default(self, traces: Sequence[Path]) -> Outputs:
+        """Return these; where there are none, all three, named like the trace, or like the command for several.
+
+        Raises:
+            OptionError: one of them cannot be written, or is a trace.
+        """
+        from kvcm.optimizer.study import display_name
+
+        found = self
+        if not (self.written or self.csv_original):
+            stem = display_name(traces[0].name) if len(traces) == 1 else "optimize"
+            report, json_file, csv_file = (Path(f"{stem}.{ending}") for ending in ("html", "json", "csv"))
+            found = replace(self, report=report, json_file=json_file, csv_file=csv_file)
+        # Hours of replays are not to end with a file that has no folder.
+        for path in found.written:
+            if not path.parent.is_dir():
+                raise OptionError(f"{path}: there is no folder {path.parent}; allowed: a file in one that is there")
+            if path.is_dir():
+                raise OptionError(f"{path}: is a folder; allowed: a file")
+            if [each.resolve() for each in found.written].count(path.resolve()) > 1:
+                raise OptionError(f"{path}: is given for two results; allowed: a file for each")
+            if path.resolve() in {trace.resolve() for trace in traces}:
+                raise OptionError(f"{path}: is the trace, which would be written over; allowed: another file")
+        return found
+
+
+# `kvcm optimize --sample`: hit rates that are estimated from samples of a trace instead of replayed.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Whether rates are estimated, and from what."""
+
+    sample: Annotated[
+        str,
+        typer.Option(
+            "--sample",
+            rich_help_panel="Questions",
+            metavar="RATE",
+            help="Estimate hit rates, with error bars, from samples of the blocks: 0.05, or 0.05:repeats=8:seed=1.",
+        ),
+    ] = ""
+
+
+def sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tuple[Sampling, Outputs]:
+    """Return how to sample, and the files to write.
+
+    Raises:
+        OptionError: samples cannot be drawn like that, or files are asked for that need replays.
+    """
+    from kvcm.optimizer.study import parse_sampling
+
+    sampling = parse_sampling(sample.sample)
+    if outputs.report or outputs.csv_original or outputs.original_config:
+        raise OptionError(
+            f"--sample {sample.sample}: writes neither a report nor the original's rows; allowed: --json and --csv"
+        )
+    return sampling, replace(outputs.or_default(traces), report=None)
+
+
+def estimate(
+    traces: Sequence[Trace], options: StudyOptions, sampling: Sampling, outputs: Outputs, told: Progress
+) -> list[tuple[Trace, tuple[Estimate, ...]]]:
+    """Estimate the rates of traces, and write them.
+
+    Raises:
+        OptionError: these cannot be estimated.
+        OSError: a file cannot be written.
+    """
+    from kvcm.optimizer.report import rows_of, write_json
+    from kvcm.optimizer.study import estimates_of
+    from kvcm.optimizer.writers import write_csv
+
+    found = [(trace, estimates_of(trace, options, sampling, told)) for trace in traces]
+    rows = rows_of([(trace.name, estimates) for trace, estimates in found])
+    if outputs.json_file is not None:
+        write_json(rows, outputs.json_file)
+    if outputs.csv_file is not None:
+        write_csv(rows, outputs.csv_file)
+    return found
+
+
+def print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampling) -> None:
+    """Print a table, and what its bars are."""
+    typer.echo(
+        f"{trace.name}: {len(trace):,} requests, {trace.accesses:,} accesses, {trace.unique_blocks:,} blocks; "
+        f"estimates from {sampling.repeats} samples of {sampling.rate:.3g} of the blocks"
+    )
+    print_table(
+        ("policy", "blocks", "of unique", "estimate", "bar", "of hits"),
+        [
+            (
+                each.policy,
+                f"{each.capacity_blocks:,}",
+                f"{each.capacity_blocks / max(1, trace.unique_blocks):.1%}",
+                f"{each.hit_rate:.2%}",
+                f"± {each.error:.2%}",
+                each.of,
+            )
+            for each in estimates
+        ],
+        words=("of hits",),
+    )
+    print_below(
+        "bar: how far samples differ (95 % t interval) and coarseness in size; what all samples miss is not in it"
+    )
+
+
+# `kvcm optimize --csv-original`: what the original optimizer would write of a trace.
+
+
+def write_original(traces: Sequence[Path], reading: ReadArguments, options: StudyOptions, outputs: Outputs) -> None:
+    """Write the files of the one trace.
+
+    Raises:
+        OptionError: there are several traces, no folder, or options that the original does not have.
+        TraceError: the trace cannot be read.
+        OSError: the configuration cannot be read.
+    """
+    from kvcm.optimizer.groups.original import OriginalConfig, write_original_csv
+    from kvcm.optimizer.readers import read_trace
+
+    if outputs.csv_original is None:
+        raise OptionError("--original-config: is of no use alone; allowed: together with --csv-original DIR")
+    if len(traces) != 1:
+        raise OptionError(f"--csv-original: {len(traces)} traces were given; allowed: one")
+    config = None
+    if outputs.original_config is not None:
+        config = OriginalConfig.parse(outputs.original_config.read_bytes())
+    trace = read_trace(
+        traces[0],
+        format=reading.trace_format or (config.trace_type if config else None),
+        block_tokens=config.block_sizes if config else reading.block_tokens or None,
+        use_cache=not reading.no_cache,
+    )
+    for path in write_original_csv(trace, config or _plain(trace, options), outputs.csv_original):
+        typer.echo(f"wrote {path}")
+
+
+def _plain(trace: Trace, options: StudyOptions) -> OriginalConfig:
+    from kvcm.optimizer.groups.original import OriginalConfig
+    from kvcm.optimizer.options import parse_capacities
+
+    capacities = parse_capacities(options.capacities, trace.unique_blocks)
+    if len(options.policies) != 1 or len(capacities) != 1:
+        raise OptionError(
+            f"--csv-original: {len(options.policies)} policies and {len(capacities)} capacities were given; "
+            "allowed: one "
+            "of each, such as --policies lru --capacities 10%, or --original-config"
+        )
+    return OriginalConfig.plain(trace.instance_names, capacities[0], policy=options.policies[0].name)
+
+
+# `kvcm optimize --from URL`: what other settings would have given a running manager, and `--apply` of them.
+
+_RECENT = "/v1/events/recent"
+_RECENT_SECONDS = 120.0
+_PANEL = "Running manager"
+_NOT_ALLOWED = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What is asked of a running manager."""
+
+    url: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            rich_help_panel=_PANEL,
+            metavar="URL",
+            help="HTTP address of the admin port of a manager that keeps recent accesses: what would suit it better.",
+        ),
+    ] = ""
+    target: Annotated[
+        float,
+        typer.Option(
+            "--target",
+            rich_help_panel=_PANEL,
+            metavar="PERCENT",
+            help="Of the hits of an unlimited cache, that quotas are to reach; 0 leaves quotas as they are.",
+        ),
+    ] = 95.0
+    apply: Annotated[
+        bool, typer.Option("--apply", rich_help_panel=_PANEL, help="Change its groups as proposed, after a question.")
+    ] = False
+    yes: Yes = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveSituation:
+    """A manager as it was looked at.
+
+    Attributes:
+        situation: what proposals go by.
+        messages: its groups as they came, by name: what is changed later is changed in these.
+    """
+
+    situation: ManagerState
+    messages: Mapping[str, pb.InstanceGroup]
+
+
+def tune(client: AdminClient, live: Live, workers: int, outputs: Outputs) -> None:
+    """Look at a manager, print and write what is proposed, and apply it where that is wanted.
+
+    Raises:
+        KvcmError: the manager cannot be asked, or refuses.
+        NotAllowedError: it does not know the key, or does not let it.
+        OptionError: the target is no percentage.
+        TraceError: it keeps no accesses.
+    """
+    if not 0 <= live.target < 100:
+        raise OptionError(f"--target is {live.target:g}; allowed: 0 to below 100")
+    with spinner(f"asking {client.url}"):
+        looked = read_situation(client)
+    with _spinner():
+        made = proposals_for(looked.situation, live.target / 100, workers)
+    _print_proposals(looked.situation, made)
+    _write(looked.situation, made, outputs)
+    if live.apply:
+        apply_proposals(client, looked, made, yes=live.yes)
+
+
+def _spinner() -> AbstractContextManager[object]:
+    return spinner("rehearsing other settings")
+
+
+def read_situation(client: AdminClient) -> LiveSituation:
+    """Return what a manager tells of its groups, and the accesses that it keeps.
+
+    Raises:
+        KvcmError, NotAllowedError, TraceError: as `tune`.
+    """
+    from kvcm.optimizer.live.proposals import GroupState, ManagerState
+    from kvcm.optimizer.live.recording import read_recording
+
+    listed = client.call("ListInstanceGroup", group_pb.ListInstanceGroupRequest(), group_pb.ListInstanceGroupResponse)
+    usage = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
+    used = {each.name: each.total.used_bytes for each in usage.groups}
+    shared = {name: quota.name for quota in usage.global_quotas for name in quota.groups}
+    messages = {each.name: each for each in listed.instance_groups}
+    states = [
+        GroupState(read(InstanceGroup, message), _block_bytes(client, name), used.get(name, 0), shared.get(name, ""))
+        for name, message in messages.items()
+    ]
+    return LiveSituation(ManagerState(states, read_recording(_recent(client).splitlines())), messages)
+
+
+def _block_bytes(client: AdminClient, group_name: str) -> dict[str, int]:
+    request = pb.ListInstanceInfoRequest(instance_group_name=group_name)
+    listed = client.call("ListInstanceInfo", request, pb.ListInstanceInfoResponse)
+    instances = [read(Instance, each) for each in listed.instance_info]
+    return {each.instance_id: each.block_bytes for each in instances}
+
+
+def _recent(client: AdminClient) -> bytes:
+    page = client.page(_RECENT, _RECENT_SECONDS)
+    if page.status in _NOT_ALLOWED:
+        raise NotAllowedError(
+            f"{client.url} does not show its recent accesses to this key: they are for administrators"
+        )
+    if page.status != HTTPStatus.OK:
+        raise NotReadyError(f"{client.url} answers {_RECENT} with HTTP {page.status}; is it an older manager?")
+    return page.body
+
+
+def proposals_for(situation: ManagerState, target: float, workers: int) -> list[Proposal]:
+    """Return what is proposed.
+
+    Args:
+        situation: the manager as it is.
+        target: part of the attainable hits; 0 leaves quotas as they are.
+        workers: processes, 0 for one per core.
+    """
+    from kvcm.optimizer.live.proposals import TuningGoal, propose
+    from kvcm.optimizer.live.rehearsal import rehearsals
+
+    with rehearsals(situation.recording, workers) as rehearse:
+        return propose(situation, rehearse, TuningGoal(target=target or None))
+
+
+def _print_proposals(situation: ManagerState, made: Sequence[Proposal]) -> None:
+    coverage = situation.recording.coverage
+    dropped = f", {coverage.dropped_accesses:,} older accesses were pushed out" if coverage.dropped_accesses else ""
+    typer.echo(f"recorded: {situation.recording.lookups:,} lookups in {coverage.seconds:,.0f} s{dropped}")
+    columns = ("group", "measured", "attainable", "now", "rehearsed", "proposed", "predicted", "gain", "confidence")
+    print_table(columns, [_row(each) for each in made], words=("now", "proposed", "confidence"))
+    print_below(*(f"{each.state.group.name}: {warning}" for each in made for warning in each.warnings))
+
+
+def _row(proposal: Proposal) -> tuple[str, ...]:
+    return (
+        proposal.state.group.name,
+        f"{proposal.measured_hit_rate:.2%}",
+        f"{proposal.attainable_hit_rate:.2%}",
+        _settings(proposal.present.group),
+        f"{proposal.present.outcome.hit_rate:.2%}",
+        _settings(proposal.proposed.group) if proposal.is_change else "as it is",
+        f"{proposal.proposed.outcome.hit_rate:.2%}",
+        f"{100 * proposal.gain:+.2f}",
+        proposal.confidence,
+    )
+
+
+def _settings(group: InstanceGroup) -> str:
+    from kvcm.optimizer.live.proposals import settings_of
+
+    settings = settings_of(group)
+    age = f" for {settings['ttl_seconds']} s" if settings["ttl_seconds"] else ""
+    own = "".join(f"; {name}: {policy}" for name, policy in settings["instance_policies"].items())
+    return f"{settings['policy']}{age}, {format_size(settings['quota_bytes'])}{own}"
+
+
+def _write(situation: ManagerState, made: Sequence[Proposal], outputs: Outputs) -> None:
+    from kvcm.optimizer.live.proposals import document_of, trial_rows
+    from kvcm.optimizer.writers import write_atomic, write_csv
+
+    if outputs.report is not None:
+        write_atomic(outputs.report, _page(situation, made))
+    if outputs.json_file is not None:
+        write_atomic(outputs.json_file, json.dumps(document_of(situation, made), indent=1) + "\n")
+    if outputs.csv_file is not None:
+        write_csv(trial_rows(made), outputs.csv_file)
+    print_below(*(f"wrote {path}" for path in outputs.written))
+
+
+def _page(situation: ManagerState, made: Sequence[Proposal]) -> str:
+    try:
+        from kvcm.optimizer.report.tuning import tuning_page
+    except ModuleNotFoundError as missing:
+        exit_cannot_run(f"{missing.name} is not installed; --report needs: pip install 'kvcm[optimizer]'")
+    return tuning_page(situation, made)
+
+
+def apply_proposals(client: AdminClient, looked: LiveSituation, made: Sequence[Proposal], *, yes: bool) -> None:
+    """Change groups as proposed, each unless somebody else has changed it since it was looked at.
+
+    Raises:
+        Exit: it was not confirmed, or some groups could not be changed, which is said of each.
+    """
+    wanted = {each.state.group.name: each.proposed.group for each in made if each.is_change}
+    if not wanted:
+        print_below("nothing to change: no other settings are proposed")
+        return
+    changed = {name: _changed(looked.messages[name], group) for name, group in wanted.items()}
+    for name, message in changed.items():
+        typer.echo(f"{name}:")
+        print_changes(changes(looked.messages[name], message), dry_run=False, as_json=False)
+    confirm(f"Change {', '.join(changed)}?", yes=yes)
+    failures = {name: reason for name, message in changed.items() if (reason := _failure(client, message))}
+    for name in changed:
+        typer.echo(
+            f"{name}: not changed: {failures[name]}" if name in failures else f"{name}: changed", err=name in failures
+        )
+    if failures:
+        raise typer.Exit(FAILED)
+
+
+def _failure(client: AdminClient, message: pb.InstanceGroup) -> str:
+    """Change one group; return why it was not, "" when it was."""
+    request = pb.UpdateInstanceGroupRequest(instance_group=message, current_version=message.version)
+    request.instance_group.version += 1
+    try:
+        client.call("UpdateInstanceGroup", request, pb.CommonResponse)
+    except (KvcmError, NotAllowedError) as error:
+        return str(error)
+    return ""
+
+
+def _changed(message: pb.InstanceGroup, wanted: InstanceGroup) -> pb.InstanceGroup:
+    """Return a group with quota, policy, age and policies of instances as wanted, and everything else as it was."""
+    new = pb.InstanceGroup()
+    new.CopyFrom(message)
+    old = read(InstanceGroup, message)
+    if wanted.quota.capacity != old.quota.capacity:
+        new.quota.capacity = wanted.quota.capacity
+    strategy, known = new.cache_config.reclaim_strategy, old.cache_config.reclaim_strategy
+    if wanted.policy_of("") != old.policy_of(""):
+        _write_policy(strategy.policy, wanted.policy_of(""))
+    for override in wanted.cache_config.reclaim_strategy.instance_overrides:
+        if override not in known.instance_overrides:
+            same = (each for each in strategy.instance_overrides if each.instance_id == override.instance_id)
+            own = next(same, None) or strategy.instance_overrides.add(instance_id=override.instance_id)
+            _write_policy(own.policy, override.policy)
+    return new
+
+
+def _write_policy(message: Any, policy: Any) -> None:
+    message.name, message.ttl_seconds, message.ttl_sliding = policy.name, policy.ttl_seconds, policy.ttl_sliding
+
 
 _SHOWN_BAD_LINES = 5
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 
 
 @with_options
 def optimize(
-    reading: Reading,
-    asking: Asking,
+    reading: ReadArguments,
+    asking: StudyArguments,
     sample: Sample,
     outputs: Outputs,
     live: Live,
@@ -54,14 +616,14 @@ def optimize(
     With --from, say which settings would suit a running manager better, by the accesses that it keeps.
     """
     if bool(traces) == bool(live.url):
-        refuse_to_run("give traces, or --from URL of a running manager; kvcm optimize -h shows how")
+        exit_cannot_run("give traces, or --from URL of a running manager; kvcm optimize -h shows how")
     if live.url:
         _tune(connection, live, asking, sample, outputs)
         return
     if live.apply:
-        refuse_to_run("--apply changes a running manager; allowed: together with --from URL")
+        exit_cannot_run("--apply changes a running manager; allowed: together with --from URL")
     traces = traces or []
-    with refusals(CANNOT_RUN):
+    with exit_on_errors(CANNOT_RUN):
         _require_optimizer()
         if sample.sample:
             _estimate(traces, reading, _options(asking), *sampling_of(sample, outputs, traces))
@@ -84,18 +646,18 @@ def optimize(
     _print_written(outputs)
 
 
-def _tune(connection: Connection, live: Live, asking: Asking, sample: Sample, outputs: Outputs) -> None:
+def _tune(connection: Connection, live: Live, asking: StudyArguments, sample: Sample, outputs: Outputs) -> None:
     if sample.sample:
-        refuse_to_run(f"--sample {sample.sample}: nothing is estimated with --from; allowed: with traces")
+        exit_cannot_run(f"--sample {sample.sample}: nothing is estimated with --from; allowed: with traces")
     if outputs.csv_original:
-        refuse_to_run("--from writes no rows of the original; allowed: --report, --json and --csv")
+        exit_cannot_run("--from writes no rows of the original; allowed: --report, --json and --csv")
     with asking_manager():
         client = connection.at(live.url)
         tune(client, live, _workers(asking.workers), outputs)
 
 
 def _estimate(
-    paths: Sequence[Path], reading: Reading, options: StudyOptions, sampling: Sampling, outputs: Outputs
+    paths: Sequence[Path], reading: ReadArguments, options: StudyOptions, sampling: Sampling, outputs: Outputs
 ) -> None:
     with _bar() as told:
         found = estimate(_loaded(paths, reading, told), options, sampling, outputs, told)
@@ -113,11 +675,11 @@ def _require_optimizer() -> None:
         import matplotlib as _matplotlib  # noqa: F401 - whether it is there
         import numba as _numba  # noqa: F401 - whether it is there
     except ModuleNotFoundError as missing:
-        refuse_to_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
+        exit_cannot_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
 
 
-def _options(asking: Asking) -> StudyOptions:
-    from kvcm.optimizer.policy_spec import parse_policies
+def _options(asking: StudyArguments) -> StudyOptions:
+    from kvcm.optimizer.options import parse_policies
     from kvcm.optimizer.roi import parse_deployment
     from kvcm.optimizer.study import StudyOptions
 
@@ -142,16 +704,16 @@ def _mode(text: str) -> Mode:
 
 
 def _workers(wanted: int) -> int:
-    if not 0 <= wanted <= _MOST_WORKERS:
-        raise OptionError(f"--workers is {wanted}; allowed: 1 to {_MOST_WORKERS}, or 0 for one per core")
+    if not 0 <= wanted <= _MAX_WORKERS:
+        raise OptionError(f"--workers is {wanted}; allowed: 1 to {_MAX_WORKERS}, or 0 for one per core")
     return wanted or len(os.sched_getaffinity(0))
 
 
-def _loaded(paths: Sequence[Path], reading: Reading, told: Told) -> list[Trace]:
-    return _named_apart([_load(path, reading, told) for path in paths], paths)
+def _loaded(paths: Sequence[Path], reading: ReadArguments, told: Told) -> list[Trace]:
+    return _with_unique_names([_load(path, reading, told) for path in paths], paths)
 
 
-def _load(path: Path, reading: Reading, told: Told) -> Trace:
+def _load(path: Path, reading: ReadArguments, told: Told) -> Trace:
     from kvcm.optimizer.readers import read_trace
 
     if reading.block_tokens < 0:
@@ -172,7 +734,7 @@ def _load(path: Path, reading: Reading, told: Told) -> Trace:
     return trace
 
 
-def _named_apart(traces: Sequence[Trace], paths: Sequence[Path]) -> list[Trace]:
+def _with_unique_names(traces: Sequence[Trace], paths: Sequence[Path]) -> list[Trace]:
     """Return the traces, those with the name of another one called by their paths."""
     names = [trace.name for trace in traces]
     if len(set(paths)) < len(paths):
@@ -194,10 +756,10 @@ def _report(
 ) -> list[tuple[Trace, tuple[Replay, ...]]]:
     from kvcm.optimizer.report import page
     from kvcm.optimizer.study import study_of
-    from kvcm.optimizer.writers import write_whole
+    from kvcm.optimizer.writers import write_atomic
 
     studies: list[Study] = [study_of(trace, options, told) for trace in traces]
-    write_whole(path, page(studies, told))
+    write_atomic(path, page(studies, told))
     return [(study.trace, study.replays) for study in studies]
 
 
@@ -220,7 +782,7 @@ def _bar() -> Iterator[Told]:
         yield lambda _what, _done, _total: None
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=watched, transient=True) as shown:
+    with ProgressBar(*columns, console=watched, transient=True) as shown:
         tasks = {}
 
         def told(what: str, done: int, total: int) -> None:

@@ -12,14 +12,23 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcm.exposure import is_exposed
+from kvcm.config import is_exposed
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.refusals import refuse_to_run
+from kvcm.terminal.exit_codes import exit_cannot_run
 
 __all__ = [
-    "AsJson", "ConfigFile", "DataDir", "DryRun", "Env", "Yes", "asked_password", "confirm", "first_line", "noun",
+    "AsJson",
+    "ConfigFile",
+    "DataDir",
+    "DryRun",
+    "Env",
+    "Yes",
+    "confirm",
+    "first_line",
+    "noun",
+    "prompt_password",
     "with_options",
-]  # fmt: skip
+]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, show what would be changed.")]
@@ -82,11 +91,11 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        refuse_to_run(f"{question} Nobody is there to ask: give --yes")
+        exit_cannot_run(f"{question} Nobody is there to ask: give --yes")
     typer.confirm(question, abort=True, err=True)
 
 
-def asked_password(path: Path | None, *, is_new: bool, option: str = "--password-file") -> str:
+def prompt_password(path: Path | None, *, is_new: bool, option: str = "--password-file") -> str:
     """Return a password, from a file or from whoever sits at the terminal.
 
     Args:
@@ -101,7 +110,7 @@ def asked_password(path: Path | None, *, is_new: bool, option: str = "--password
         return first_line(path, "password file")
     what = option.strip("-").removesuffix("-file").replace("-", " ")
     if not sys.stdin.isatty():
-        refuse_to_run(f"nobody is there to ask for the {what}: give {option}")
+        exit_cannot_run(f"nobody is there to ask for the {what}: give {option}")
     password: str = typer.prompt(what.capitalize(), hide_input=True, confirmation_prompt=is_new, err=True)
     return password
 

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
-from kvcm.admin_client import AdminClient
-from kvcm.capacity_tables import ListedStorage, print_drains, print_storages
-from kvcm.commands.completion import instance_ids, storage_names
-from kvcm.commands.connection import Connection
-from kvcm.commands.options import AsJson, Yes, confirm, noun, with_options
-from kvcm.commands.shown import console, plain_fields, print_below, print_counts, print_json, progress, waiting
+from kvcm.commands.connection import Connection, instance_ids, storage_names
+from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_options
+from kvcm.commands.output import (
+    changes,
+    console,
+    plain,
+    plain_fields,
+    print_below,
+    print_changes,
+    print_counts,
+    print_fields,
+    print_json,
+    progress,
+    spinner,
+)
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.units import format_size, parse_size
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage_pb
-from kvcm.refusals import FAILED, asking
 from kvcm.service.translate import read, storage_of
 from kvcm.service.usage_values import DrainState, DrainStatus, StorageStatus, UsageReport
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import FAILED, exit_on_call_errors
+from kvcm.terminal.tables import ListedStorage, print_drains, print_storages
 
 __all__ = ["Name", "storage_app"]
 
 storage_app = noun("storage", "Storages of a running manager: how they are, and what on them is worth nothing.")
-
 _POLL_SECONDS = 0.5
 _LONG_SECONDS = 6 * 3600.0  # a look at every object of a storage
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The storage.", autocompletion=storage_names)]
 Delete = Annotated[bool, typer.Option("--delete", help="Delete what is found; without it, only count.")]
 
@@ -39,7 +51,7 @@ Delete = Annotated[bool, typer.Option("--delete", help="Delete what is found; wi
 @with_options
 def list_storages(connection: Connection, as_json: AsJson = False) -> None:
     """List storages and how they are for the manager that is asked: each manager probes what it has open."""
-    with asking():
+    with exit_on_call_errors():
         client = connection.admin()
         answer = client.call("ListStorage", admin_pb.ListStorageRequest(), admin_pb.ListStorageResponse)
         usage = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
@@ -75,7 +87,7 @@ def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 @with_options
 def enable_storage(connection: Connection, name: Name) -> None:
     """Use a storage again for reads and writes."""
-    with asking():
+    with exit_on_call_errors():
         request = admin_pb.EnableStorageRequest(storage_unique_name=name)
         connection.admin().call("EnableStorage", request, admin_pb.CommonResponse)
 
@@ -84,7 +96,7 @@ def enable_storage(connection: Connection, name: Name) -> None:
 @with_options
 def disable_storage(connection: Connection, name: Name) -> None:
     """Take a storage out of use: its blocks count as missing until it is enabled."""
-    with asking():
+    with exit_on_call_errors():
         request = admin_pb.DisableStorageRequest(storage_unique_name=name)
         connection.admin().call("DisableStorage", request, admin_pb.CommonResponse)
 
@@ -94,7 +106,7 @@ def disable_storage(connection: Connection, name: Name) -> None:
 def remove_storage(connection: Connection, name: Name, yes: Yes = False) -> None:
     """Forget a storage and all metadata of what lies on it; the bytes stay there."""
     confirm(f"Forget storage {name} and every block on it?", yes=yes)
-    with asking():
+    with exit_on_call_errors():
         request = admin_pb.RemoveStorageRequest(storage_unique_name=name)
         connection.admin().call("RemoveStorage", request, admin_pb.CommonResponse)
 
@@ -115,7 +127,7 @@ def drain_storage(
     if cancel:
         _cancel(connection, name)
         return
-    with asking():
+    with exit_on_call_errors():
         client = connection.admin()
         request = storage_pb.DrainStorageRequest(storage_unique_name=name)
         client.call("DrainStorage", request, admin_pb.CommonResponse)
@@ -152,7 +164,7 @@ def cancel_drain(connection: Connection, name: Name) -> None:
 
 
 def _cancel(connection: Connection, name: str) -> None:
-    with asking():
+    with exit_on_call_errors():
         request = storage_pb.CancelDrainRequest(storage_unique_name=name)
         connection.admin().call("CancelDrain", request, admin_pb.CommonResponse)
 
@@ -161,7 +173,7 @@ def _cancel(connection: Connection, name: str) -> None:
 @with_options
 def list_drains(connection: Connection, as_json: AsJson = False) -> None:
     """List what is being emptied or forgotten, how much is left, and why it does not go on."""
-    with asking():
+    with exit_on_call_errors():
         answer = connection.admin().call("ListDrain", storage_pb.ListDrainRequest(), storage_pb.ListDrainResponse)
         drains = [read(DrainStatus, each) for each in answer.drains]
     if as_json:
@@ -191,7 +203,7 @@ def scrub_storage(
     request = capacity_pb.ScrubStorageRequest(
         storage_unique_name=name, cluster_id=cluster_id, dry_run=not delete, min_age_seconds=min_age
     )
-    with asking(), waiting(f"looking at every object of {name}"):
+    with exit_on_call_errors(), spinner(f"looking at every object of {name}"):
         client = connection.admin()
         answer = client.call("ScrubStorage", request, capacity_pb.ScrubStorageResponse, _LONG_SECONDS)
     print_counts(plain_fields(answer), as_json=as_json)
@@ -216,10 +228,189 @@ def collect_garbage(
 ) -> None:
     """Look for blocks whose prefix or bytes are gone; a dry run unless --delete is given."""
     request = capacity_pb.CollectGarbageRequest(instance_id=instance, dry_run=not delete, check_bytes=check_bytes)
-    with asking(), waiting("looking at every block"):
+    with exit_on_call_errors(), spinner("looking at every block"):
         client = connection.admin()
         answer = client.call("CollectGarbage", request, capacity_pb.CollectGarbageResponse, _LONG_SECONDS)
     print_counts(plain_fields(answer), as_json=as_json)
     found = answer.without_bytes or answer.without_prefix or answer.expired_sessions
     if not (delete or as_json) and found:
         print_below("nothing was freed: give --delete for that")
+
+
+# `kvcm storage show`, `add` and `update`: how a storage is configured.
+
+_SPECS = {
+    "file": "nfs",
+    "hf3fs": "threefs",
+    "vcns_hf3fs": "vcnsthreefs",
+    "mooncake": "mooncake",
+    "pace": "tair_mem_pool",
+    "dummy": "dummy",
+}
+_HELD_BY = {field: kind for kind, field in _SPECS.items()}
+_NUMBERS = {
+    FieldDescriptor.TYPE_INT32: lambda text: _integer(text, 1 << 31),
+    FieldDescriptor.TYPE_INT64: lambda text: _integer(text, 1 << 63),
+}
+Capacity = Annotated[
+    str,
+    typer.Option("--capacity", metavar="SIZE", help="What all groups together may use, as in 10GiB; 0 is no limit."),
+]
+Watermark = Annotated[
+    float | None,
+    typer.Option("--mark", metavar="RATIO", help="Evict above this share of the capacity; above 1 is never, 0 is 0.9."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="A field of the type's settings, as `show` names it; repeatable."
+    ),
+]
+Check = Annotated[
+    bool | None, typer.Option("--check/--no-check", help="3FS: look for mount point and directory when it is opened.")
+]
+
+
+@storage_app.command("show")
+@with_options
+def show_storage(connection: Connection, name: Name, as_json: AsJson = False) -> None:
+    """Show how a storage is configured; `kvcm storage list` shows how it is."""
+    with exit_on_call_errors():
+        config = _found(connection.admin(), name)
+    if as_json:
+        print_json(plain(config))
+        return
+    kind = config.WhichOneof("storage_spec") or ""
+    spec = plain(getattr(config, kind)) if kind else {}
+    print_fields(
+        [
+            ("name", config.global_unique_name),
+            ("type", _HELD_BY.get(kind, kind)),
+            *((field, str(value)) for field, value in spec.items()),
+            ("capacity", format_size(config.capacity_bytes) if config.capacity_bytes else "no limit"),
+            ("evict above", "never" if config.used_percentage > 1 else f"{100 * (config.used_percentage or 0.9):g} %"),
+        ]
+    )
+
+
+@storage_app.command("add")
+@with_options
+def add_storage(
+    connection: Connection,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of letters, digits, '.', '_' and '-'; not taken yet.")],
+    kind: Annotated[
+        str, typer.Option("--type", metavar="TYPE", help="file, hf3fs, vcns_hf3fs, mooncake, pace or dummy.")
+    ],
+    root: Annotated[
+        str, typer.Option("--root", metavar="PATH", help="file and dummy: the directory that all engines have mounted.")
+    ] = "",
+    fields: Set = None,
+    capacity: Capacity = "",
+    mark: Watermark = None,
+    check: Check = None,
+) -> None:
+    """Add a storage; groups use it when it is among their candidates.
+
+    3FS needs --set mountpoint=… --set root_dir=…; mooncake local_hostname, metadata_connstring, protocol and
+    master_service_entry; a memory pool (pace) node_id and capacity_bytes.
+    """
+    with exit_on_call_errors():
+        config = admin_pb.StorageConfig(global_unique_name=name)
+        spec = _spec_of(config, kind)
+        if root:
+            _set(spec, "root_path", root if root.endswith("/") else f"{root}/")
+        _apply(config, spec, fields, capacity, mark, check)
+        connection.admin().call("AddStorage", admin_pb.AddStorageRequest(storage=config), admin_pb.CommonResponse)
+
+
+@storage_app.command("update")
+@with_options
+def update_storage(
+    connection: Connection,
+    name: Name,
+    fields: Set = None,
+    capacity: Capacity = "",
+    mark: Watermark = None,
+    check: Check = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Change what is given of a storage, and nothing else; in force at once."""
+    with exit_on_call_errors():
+        client = connection.admin()
+        old = _found(client, name)
+        new = admin_pb.StorageConfig()
+        new.CopyFrom(old)
+        _apply(new, getattr(new, str(new.WhichOneof("storage_spec"))), fields, capacity, mark, check)
+        found = changes(old, new)
+        if found and not dry_run:
+            client.call("UpdateStorage", admin_pb.UpdateStorageRequest(storage=new), admin_pb.CommonResponse)
+    print_changes(found, dry_run=dry_run, as_json=as_json)
+
+
+def _found(client: AdminClient, name: str) -> admin_pb.StorageConfig:
+    answer = client.call("ListStorage", admin_pb.ListStorageRequest(), admin_pb.ListStorageResponse)
+    for config in answer.storage:
+        if config.global_unique_name == name:
+            return config
+    raise InvalidArgumentError(f"storage {name!r} does not exist")
+
+
+def _spec_of(config: admin_pb.StorageConfig, kind: str) -> Message:
+    if kind not in _SPECS:
+        raise InvalidArgumentError(f"--type is {kind!r}, must be one of {', '.join(_SPECS)}")
+    spec: Message = getattr(config, _SPECS[kind])
+    spec.SetInParent()
+    return spec
+
+
+def _apply(
+    config: admin_pb.StorageConfig,
+    spec: Message,
+    fields: list[str] | None,
+    capacity: str,
+    mark: float | None,
+    check: bool | None,
+) -> None:
+    for text in fields or ():
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise InvalidArgumentError(f"--set {text!r} is not FIELD=VALUE")
+        _set(spec, name, value)
+    if capacity:
+        config.capacity_bytes = parse_size(capacity)
+    if mark is not None:
+        config.used_percentage = mark
+    if check is not None:
+        config.check_storage_available_when_open = check
+
+
+def _set(spec: Message, name: str, text: str) -> None:
+    field = spec.DESCRIPTOR.fields_by_name.get(name)
+    if field is None:
+        known = ", ".join(spec.DESCRIPTOR.fields_by_name)
+        raise InvalidArgumentError(f"a storage of this type has no field {name!r}, it has {known}")
+    try:
+        setattr(spec, name, _parser(field)(text))
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name} is {text!r}, must be {error}") from None
+
+
+def _parser(field: Any) -> Callable[[str], Any]:
+    if field.name.endswith("_bytes"):
+        return parse_size
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return _bool
+    return _NUMBERS.get(field.type, str)
+
+
+def _bool(text: str) -> bool:
+    if text not in {"true", "false"}:
+        raise ValueError("true or false")
+    return text == "true"
+
+
+def _integer(text: str, end: int) -> int:
+    if not text.isdecimal() or int(text) >= end:
+        raise ValueError(f"a whole number below {end}")
+    return int(text)

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcm.commands.options import AsJson, first_line, noun, with_options
-from kvcm.commands.shown import print_fields, print_json
-from kvcm.refusals import CANNOT_RUN, refusals, refuse_to_run
+from kvcm.commands.output import print_fields, print_json
+from kvcm.terminal.exit_codes import CANNOT_RUN, exit_cannot_run, exit_on_errors
 
 if TYPE_CHECKING:
     from kvcm.optimizer.trace import BadLine, Trace
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["trace_app"]
 
 trace_app = noun("trace", "Files of recorded accesses, which `kvcm optimize` replays: look into them, convert them.")
-
 _SHOWN_BAD_LINES = 5
-
 Source = Annotated[Path, typer.Argument(metavar="IN", help="The trace to read, plain or .gz.")]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, compressed where it ends in .gz.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT where it exists.")]
@@ -54,12 +52,12 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Say what is in a trace: how many requests and blocks, over how long, and which lines are none."""
-    with refusals(CANNOT_RUN):
+    with exit_on_errors(CANNOT_RUN):
         facts = _facts(_read(file, reading, use_cache=not no_cache))
     if as_json:
         print_json(facts)
     else:
-        print_fields((name.replace("_", " "), _shown(value)) for name, value in facts.items())
+        print_fields((name.replace("_", " "), _format(value)) for name, value in facts.items())
 
 
 @trace_app.command("convert")
@@ -75,12 +73,12 @@ def convert(
     force: Force = False,
 ) -> None:
     """Write a trace in another format. Blocks become numbers; what the format does not hold is told."""
-    with refusals(CANNOT_RUN):
-        from kvcm.optimizer.formats.sniffing import checked_format
-        from kvcm.optimizer.writers import lost_in, refuse_taken, write_trace
+    with exit_on_errors(CANNOT_RUN):
+        from kvcm.optimizer.formats import check_format
+        from kvcm.optimizer.writers import check_target_is_free, lost_in, write_trace
 
-        checked_format(to)  # what is asked for is looked at before a file that may take minutes
-        refuse_taken(target, force=force)
+        check_format(to)  # what is asked for is looked at before a file that may take minutes
+        check_target_is_free(target, force=force)
         trace = _read(source, reading, use_cache=False)
         write_trace(trace, target, to, force=force)
         lost = lost_in(trace, to)
@@ -106,7 +104,7 @@ def anonymise(
     Keys, sessions and names of instances and specs are replaced, tokens are dropped, times count from the first one.
     Lengths, the gaps between times and which blocks are the same stay: they are what a replay needs.
     """
-    with refusals(CANNOT_RUN):
+    with exit_on_errors(CANNOT_RUN):
         from kvcm.optimizer.writers import Pseudonyms
         from kvcm.optimizer.writers import anonymise as write_anonymous
 
@@ -122,7 +120,7 @@ def anonymise(
                 force=force,
                 progress=told,
             )
-    _tell_bad_lines(source, done.bad_lines, done.bad_line_count)
+    _warn_of_bad_lines(source, done.bad_lines, done.bad_line_count)
     typer.echo(f"wrote {target}: {done.lines:,} lines of {done.format}")
 
 
@@ -130,7 +128,7 @@ def _read(path: Path, reading: Reading, *, use_cache: bool) -> Trace:
     try:
         from kvcm.optimizer.readers import read_trace
     except ModuleNotFoundError as missing:
-        refuse_to_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
+        exit_cannot_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
     with _bar(f"reading {path.name}") as told:
         trace = read_trace(
             path,
@@ -141,11 +139,11 @@ def _read(path: Path, reading: Reading, *, use_cache: bool) -> Trace:
         )
     for sentence in trace.assumed:
         typer.echo(f"kvcm: {path}: {sentence}", err=True)
-    _tell_bad_lines(path, trace.bad_lines, trace.bad_line_count)
+    _warn_of_bad_lines(path, trace.bad_lines, trace.bad_line_count)
     return trace
 
 
-def _tell_bad_lines(path: Path, first: Sequence[BadLine], count: int) -> None:
+def _warn_of_bad_lines(path: Path, first: Sequence[BadLine], count: int) -> None:
     for bad in first[:_SHOWN_BAD_LINES]:
         typer.echo(f"kvcm: {path}:{bad.number}: {bad.reason}", err=True)
     if count:
@@ -172,7 +170,7 @@ def _facts(trace: Trace) -> dict[str, int | float | str | bool]:
     }
 
 
-def _shown(value: float | str) -> str:
+def _format(value: float | str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else f"{value:,}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
+from functools import lru_cache, partial
+from importlib.resources import files
 from typing import Any, Final
 
 import structlog
@@ -12,26 +14,48 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
 
-from kvcm.console.browsers import foreign_request
-from kvcm.console.pages import PAGES, sign_in
-from kvcm.console.rendering import render
+from kvcm.console.pages import ROUTES, accounts
 from kvcm.console.resources import RefusedError, ResourceClient
-from kvcm.console.static_files import static_file
-from kvcm.console.visits import Page, Visit, Visitor
-from kvcm.model.principals import STRANGER, Principal
-from kvcm.service.access import Credentials
-from kvcm.service.asgi import Receive, Send
+from kvcm.console.visits import Page, Visit, Visitor, foreign_request, render
+from kvcm.model.principals import ANONYMOUS, Principal
+from kvcm.service.access import CERTIFICATE_NAMES, Credentials
 from kvcm.service.calls import Arrival, Caller
-from kvcm.service.http_app import ARRIVAL, Resources
-from kvcm.service.http_credentials import CERTIFICATE_NAMES
-from kvcm.service.turned_away import ForbiddenError, TurnedAwayError
+from kvcm.service.http_server import ARRIVAL, Receive, Resources, Send
+from kvcm.service.rejections import ForbiddenError, RejectedError
 
-__all__ = ["HOME", "ConsoleApp"]
+__all__ = ["HOME", "ConsoleApp", "static_file"]
+
+# The style sheet and the scripts of the console: those that lie in its package, and nothing else.
+
+_TYPES: Final = {
+    "console.css": "text/css; charset=utf-8",
+    "console.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+    "theme.js": "text/javascript; charset=utf-8",
+    "vendor/htmx.min.js": "text/javascript; charset=utf-8",
+}
+
+
+async def static_file(request: Request) -> Response:
+    """Return a file; browsers keep it and ask whether it is still the same."""
+    name = request.path_params["file"]
+    if name not in _TYPES:
+        return Response("404 Not Found", 404, media_type="text/plain")
+    content, etag = _read(name)
+    headers = {"etag": etag, "cache-control": "no-cache"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=_TYPES[name], headers=headers)
+
+
+@lru_cache(len(_TYPES))
+def _read(name: str) -> tuple[bytes, str]:
+    content = files("kvcm.console").joinpath("static", name).read_bytes()
+    return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+
 
 HOME: Final = "/console/"
-
 Handler = Callable[[Visit], Awaitable[Response]]
-
 _OPEN_PATHS: Final = ("/console/login",)
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -41,7 +65,6 @@ _HEADERS: Final = {
     "x-frame-options": "DENY",
     "cross-origin-opener-policy": "same-origin",
 }
-
 _log = structlog.get_logger("kvcm.console")
 
 
@@ -58,13 +81,9 @@ class ConsoleApp:
         self._resources = resources
         self._caller = caller
         self._version = version
-        routes = [
-            Route(path, partial(self._answer, handler), methods=[method])
-            for page in PAGES
-            for method, path, handler in page.ROUTES
-        ]
+        routes = [Route(path, partial(self._answer, handler), methods=[method]) for method, path, handler in ROUTES]
         routes.append(Route("/console/static/{file:path}", static_file, methods=["GET"]))
-        self._router = Router(routes, redirect_slashes=False, default=self._nothing)
+        self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer a request. Paths are matched as they came: `%2F` in a name is no separator."""
@@ -77,7 +96,7 @@ class ConsoleApp:
         await self._router({**scope, "path": raw}, receive, _hardened(send))
 
     def _unless_foreign(self, request: Request) -> Response | None:
-        reason = foreign_request(request.method, request.headers, is_open=not self._caller.access.asks)
+        reason = foreign_request(request.method, request.headers, is_open=not self._caller.access.requires_credentials)
         return self._fault(403, reason) if reason else None
 
     @staticmethod
@@ -87,15 +106,15 @@ class ConsoleApp:
     async def _answer(self, handler: Handler, request: Request) -> Response:
         try:
             visit = self._visit(request)
-        except TurnedAwayError as error:
+        except RejectedError as error:
             if isinstance(error, ForbiddenError):
                 return self._fault(403, str(error))
-            return sign_in.elsewhere(request)
+            return accounts.elsewhere(request)
         try:
             return await _written(await handler(visit))
         except RefusedError as error:
             if error.status == 401:  # its key has ended
-                return sign_in.elsewhere(request)
+                return accounts.elsewhere(request)
             return await _written(visit.fault(error.status, error.detail))
         except HTTPException as error:
             return await _written(visit.fault(error.status_code, error.detail))
@@ -107,20 +126,20 @@ class ConsoleApp:
         """Raises TurnedAwayError: nobody who is known."""
         arrival: Arrival = request.scope[ARRIVAL]
         if request.scope["path"] in _OPEN_PATHS:
-            principal = STRANGER
+            principal = ANONYMOUS
         else:
             names = request.scope.get(CERTIFICATE_NAMES, ())
-            principal = self._recognised(Credentials(sign_in.authorization(request), names))
+            principal = self._authenticated(Credentials(accounts.authorization(request), names))
         client = ResourceClient(self._resources, arrival._replace(principal=principal))
-        visitor = Visitor(principal, self._caller.access.asks)
+        visitor = Visitor(principal, self._caller.access.requires_credentials)
         return Visit(
-            request, visitor, client, self._version, lambda key: self._recognised(Credentials(f"Bearer {key}"))
+            request, visitor, client, self._version, lambda key: self._authenticated(Credentials(f"Bearer {key}"))
         )
 
-    def _recognised(self, credentials: Credentials) -> Principal:
-        return self._caller.visitor(HOME, credentials)
+    def _authenticated(self, credentials: Credentials) -> Principal:
+        return self._caller.authenticate_page(HOME, credentials)
 
-    async def _nothing(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _not_found(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         await self._fault(404, "There is no such page.")(scope, receive, send)
 
     def _fault(self, status: int, detail: str) -> Response:

@@ -17,9 +17,8 @@ _CHARACTER: Final = 10  # room for one of a tick, which are larger on small scre
 _BOTTOM: Final = 24
 _TOP: Final = 10
 _COLOURS: Final = 6  # that the style sheet has
-_MOST_ROWS: Final = 30
+_MAX_ROWS: Final = 30
 _NOTHING: Final = 1e-12  # less than this is drawn as 0
-
 Values = Sequence[float | None]
 Line = tuple[str, Values]
 """What it is called, and a value for each moment, None where nothing is known."""
@@ -94,7 +93,7 @@ def _legend(lines: Sequence[Line], shown: Callable[[float], str]) -> Markup:
 
 def _table(lines: Sequence[Line], moments: Sequence[float], shown: Callable[[float], str]) -> Markup:
     """Return the figures; of many moments only some."""
-    step = max(1, math.ceil(len(moments) / _MOST_ROWS))
+    step = max(1, math.ceil(len(moments) / _MAX_ROWS))
     head = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name, _ in lines)
     rows = [
         Markup('<tr><th scope="row">{}</th>{}</tr>').format(

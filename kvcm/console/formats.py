@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Final
 
 from kvcm.model.storages import StorageType
-from kvcm.sizes import shown_size
+from kvcm.model.units import format_size
 
 __all__ = [
+    "ACCOUNT_ROLES",
+    "KEY_ROLES",
+    "VERBS",
     "ago",
     "capitalised",
     "count",
@@ -17,10 +21,40 @@ __all__ = [
     "moment",
     "percent",
     "rate",
+    "shown_role",
     "size",
     "storage_kind",
     "words",
 ]
+
+# What people call roles, and what they may.
+
+KEY_ROLES: Final[Mapping[str, str]] = {
+    "ROLE_ENGINE": "Engine: the calls of engines, in its groups",
+    "ROLE_VIEWER": "Viewer: looks, and changes nothing",
+    "ROLE_OPERATOR": "Operator: also switches and drains storages, removes and pins blocks",
+    "ROLE_ADMIN": "Administrator: also changes storages, groups, accounts and keys",
+}
+"""Of keys, and what they are."""
+ACCOUNT_ROLES: Final[Mapping[str, str]] = {
+    "ROLE_USER": KEY_ROLES["ROLE_VIEWER"],
+    "ROLE_OPERATOR": KEY_ROLES["ROLE_OPERATOR"],
+    "ROLE_ADMIN": KEY_ROLES["ROLE_ADMIN"],
+}
+"""Of accounts."""
+VERBS: Final[Mapping[str, str]] = {
+    "MATCH": "Match: read what is there",
+    "WRITE": "Write blocks, and register instances",
+    "REMOVE": "Remove blocks",
+    "PIN": "Pin blocks",
+}
+"""What an engine may do."""
+
+
+def shown_role(role: str) -> str:
+    """Return a role in one word."""
+    return {**KEY_ROLES, **ACCOUNT_ROLES}.get(role, role).partition(":")[0].lower()
+
 
 NOTHING = "–"
 
@@ -29,7 +63,7 @@ def size(value: float | None) -> str:
     """Return bytes as `1.5 GiB`; what is negative is not limited."""
     if value is None:
         return NOTHING
-    return "no limit" if value < 0 else shown_size(round(value))
+    return "no limit" if value < 0 else format_size(round(value))
 
 
 def count(value: float | None) -> str:

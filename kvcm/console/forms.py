@@ -7,16 +7,28 @@ refuses is put beside the field that it names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from kvcm.console.resources import RefusedError
-from kvcm.model.errors import InvalidArgumentError
-from kvcm.sizes import parse_size
-from kvcm.spans import parse_span
+from starlette.responses import Response
 
-__all__ = ["Entry", "Field", "Kind", "Sheet", "exact_size"]
+from kvcm.console.resources import RefusedError
+from kvcm.console.visits import Visit
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.units import parse_duration, parse_size
+
+__all__ = [
+    "Entry",
+    "Field",
+    "Kind",
+    "Question",
+    "Sheet",
+    "confirmation_page",
+    "confirmed",
+    "confirmed_routes",
+    "exact_size",
+]
 
 Kind = Literal["text", "password", "integer", "size", "span", "percent", "check", "choice", "several"]
 """How a field is filled in: `span` is a time, `several` are choices of which any number may be taken."""
@@ -169,7 +181,7 @@ _READ: Final[Mapping[Kind, Callable[[str], Any]]] = {
     "password": str,
     "integer": _integer,
     "size": parse_size,
-    "span": parse_span,
+    "span": parse_duration,
     "percent": _percent,
     "check": bool,
     "choice": str,
@@ -211,3 +223,66 @@ def _plain(text: str) -> str:
         if found := re.fullmatch(pattern, text, re.DOTALL):
             return found.expand(words)
     return text
+
+
+# Asking again before something is lost.
+
+_Handler = Callable[[Visit], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked before something is done.
+
+    Attributes:
+        title: what is to be done, to what.
+        consequences: what will happen, a sentence each.
+        button: what doing it is called.
+        back: path of the page to go back to.
+        name: to be typed, so that nobody does it by accident; "" for nothing.
+        is_grave: whether something is lost by it.
+    """
+
+    title: str
+    consequences: Sequence[str]
+    button: str
+    back: str
+    name: str = ""
+    is_grave: bool = True
+
+
+async def confirmation_page(visit: Visit, question: Question, fault: str = "", status: int = 200) -> Response:
+    """Return the page that asks. Its form goes to the path that it was asked at."""
+    return visit.page("confirm.html", status, question=question, fault=fault)
+
+
+async def confirmed(visit: Visit, question: Question, act: Callable[[], Awaitable[Response]]) -> Response:
+    """Do what was asked, if the name was typed; otherwise, or where it is refused, ask again and say why."""
+    if question.name and (await visit.form()).get("name", "") != question.name:
+        return await confirmation_page(visit, question, f"What was typed is not the name {question.name}.", 400)
+    try:
+        return await act()
+    except RefusedError as error:
+        if error.status == 401:
+            raise
+        return await confirmation_page(visit, question, error.detail, error.status)
+
+
+def confirmed_routes(
+    path: str, question: Callable[[Visit], Awaitable[Question]], act: _Handler
+) -> list[tuple[str, str, _Handler]]:
+    """Return the routes of something that is done only when it was confirmed.
+
+    Args:
+        path: of both.
+        question: what is asked first; raises RefusedError where there is nothing to do it to.
+        act: does it.
+    """
+
+    async def ask(visit: Visit) -> Response:
+        return await confirmation_page(visit, await question(visit))
+
+    async def answer(visit: Visit) -> Response:
+        return await confirmed(visit, await question(visit), lambda: act(visit))
+
+    return [("GET", path, ask), ("POST", path, answer)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcm.service.calls import Arrival
-from kvcm.service.http_app import ARRIVAL, Resources
-from kvcm.service.rest.routing import TAKEN
+from kvcm.service.http_server import ARRIVAL, Resources
+from kvcm.service.rest.routing import RECEIVED
 
 __all__ = ["Answer", "RefusedError", "ResourceClient"]
 
@@ -93,7 +93,7 @@ class ResourceClient:
         """
         collected = _Collected()
         taken: list[Any] = []
-        scope = _scope(method, path, body, headers or {}) | {ARRIVAL: self._arrival, TAKEN: taken}
+        scope = _scope(method, path, body, headers or {}) | {ARRIVAL: self._arrival, RECEIVED: taken}
         await self._resources(scope, _received(b"" if body is None else json.dumps(body).encode()), collected.send)
         document = taken[0] if taken else json.loads(b"".join(collected.parts) or b"null")
         if collected.status >= 400:

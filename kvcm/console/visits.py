@@ -3,31 +3,149 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from kvcm.console.browsers import is_encrypted
-from kvcm.console.menu import menu_of
-from kvcm.console.rendering import render
+from kvcm.console import charts, formats
+from kvcm.console.formats import shown_role
 from kvcm.console.resources import Answer, ResourceClient
 from kvcm.model.principals import Principal, Verb
-from kvcm.service.rest.names import decoded_name
+from kvcm.registry.secrets import redacted_text
+from kvcm.service.rest.conversion import decode_name, encode_name
 
-__all__ = ["Form", "Page", "Visit", "Visitor"]
+__all__ = ["Form", "Page", "Visit", "Visitor", "foreign_request", "is_encrypted", "menu_of", "render"]
+
+# Which requests of browsers are let in.
+#
+# A page of another site must neither act here nor listen: what changes something comes from a page of this site, which
+# browsers say in the header `Origin`. While nobody is asked who he is, a page of another site must also not become one
+# of this site by pointing its name to this address: names that anybody can own are refused then.
+
+_SAFE: Final = {"GET", "HEAD"}
+_OWN: Final = {"same-origin", "none", ""}
+
+
+def foreign_request(method: str, headers: Mapping[str, str], *, is_open: bool) -> str:
+    """Return why a request may be the doing of a page of another site, "" where it is not.
+
+    Args:
+        method: of HTTP.
+        headers: by lower-case name.
+        is_open: whether nobody is asked who he is.
+    """
+    host = headers.get("host", "")
+    if is_open and not _is_local_host(host):
+        return f"host is {host[:80]!r}: while no keys are required, open the console by an address or as localhost"
+    if not host or _netloc(f"//{host}") != host.lower():
+        return f"host is {host[:80]!r}: must be a name or an address, and a port"
+    if method in _SAFE:
+        return ""
+    origin = headers.get("origin", "")
+    if _netloc(origin) != host.lower() or headers.get("sec-fetch-site", "") not in _OWN:
+        return "what changes something has to come from a page of the console"
+    return ""
+
+
+def is_encrypted(scheme: str, headers: Mapping[str, str]) -> bool:
+    """Return whether the browser speaks TLS, be it with a proxy in between: only then it keeps secure cookies."""
+    return scheme == "https" or headers.get("origin", "").startswith("https://")
+
+
+def _netloc(address: str) -> str:
+    """Return the host and the port of an address, "" where it has none or is malformed."""
+    try:
+        return urlsplit(address).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _is_local_host(host: str) -> bool:
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if "." not in name and ":" not in name:
+        return bool(name)  # localhost, or the name of a host or service of the own network
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.endswith(".localhost") or name == socket.gethostname().lower()
+    return True
+
+
+# Templates, and how values are written in them.
+
+_FILTERS: Final[dict[str, Callable[..., Any]]] = {
+    "ago": lambda at_ms: formats.ago(at_ms, time.time() * 1000),
+    "bytes": formats.size,
+    "capitalised": formats.capitalised,
+    "count": formats.count,
+    "duration": formats.duration,
+    "moment": formats.moment,
+    "percent": formats.percent,
+    "rate": formats.rate,
+    "redacted": redacted_text,
+    "role": shown_role,
+    "step": encode_name,
+    "storage_kind": formats.storage_kind,
+    "words": formats.words,
+}
+
+
+def render(template: str, **context: Any) -> str:
+    """Return a page. Whatever stands in the context is escaped, but for `Markup`."""
+    return _environment().get_template(template).render(**context)
+
+
+@lru_cache(1)
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("kvcm.console"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, auto_reload=False,
+    )  # fmt: skip
+    environment.filters.update(_FILTERS)
+    environment.globals.update({"chart": charts.chart, "sparkline": charts.sparkline})
+    return environment
+
+
+# Which pages the menu leads to: those that a visitor may see.
+
+_ENTRIES: Final[Sequence[tuple[str, str, Callable[[Visitor], bool]]]] = (
+    ("/console/", "Overview", lambda visitor: visitor.may_view),
+    ("/console/groups", "Groups", lambda visitor: visitor.may_view),
+    ("/console/storages", "Storages", lambda visitor: visitor.sees_all_groups),
+    ("/console/instances", "Instances", lambda visitor: visitor.may_view),
+    ("/console/explorer", "Prefix explorer", lambda visitor: True),
+    ("/console/sessions", "Sessions", lambda visitor: visitor.may_view),
+    ("/console/tasks", "Tasks", lambda visitor: visitor.sees_all_groups),
+    ("/console/managers", "Managers", lambda visitor: visitor.sees_all_groups),
+    ("/console/accounts", "Accounts", lambda visitor: visitor.may_operate),
+    ("/console/keys", "Keys", lambda visitor: visitor.may_operate),
+)
+
+
+def menu_of(visitor: Visitor) -> list[tuple[str, str]]:
+    """Return paths and names of pages."""
+    return [(path, name) for path, name, is_for in _ENTRIES if is_for(visitor)]
+
 
 Form = Mapping[str, str]
 """Fields of a form by name; of a name that came several times the values stand on lines of their own."""
-
-_MOST_FIELDS: Final = 1000
+_MAX_FIELDS: Final = 1000
 _ROOT: Final = "/console/"
-_SAID: Final = "kvcm_said"
-_MOST_SAID: Final = 300  # characters, which become twelve in a cookie at most: browsers keep 4096
+_MESSAGES: Final = "kvcm_said"
+_MAX_MESSAGES: Final = 300  # characters, which become twelve in a cookie at most: browsers keep 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +181,7 @@ class Visitor:
         return not self.is_required or (Verb.ADMINISTER in self.principal.verbs and self.principal.has_all_groups)
 
     @property
-    def sees_everything(self) -> bool:
+    def sees_all_groups(self) -> bool:
         """Whether it may look at what concerns the whole deployment: storages, tasks, managers."""
         return not self.is_required or (Verb.VIEW in self.principal.verbs and self.principal.has_all_groups)
 
@@ -117,7 +235,7 @@ class Visit:
     def name(self, part: str = "name") -> str:
         """Return the name that a component of the path stands for; "" is nothing's name."""
         try:
-            return decoded_name(self.request.path_params[part])
+            return decode_name(self.request.path_params[part])
         except ValueError:
             return ""
 
@@ -166,9 +284,9 @@ class Visit:
         """
         body = (await self.request.body()).decode(errors="replace")
         try:
-            pairs = await asyncio.to_thread(parse_qsl, body, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+            pairs = await asyncio.to_thread(parse_qsl, body, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
         except ValueError:
-            raise HTTPException(400, f"A form has {_MOST_FIELDS} fields at most.") from None
+            raise HTTPException(400, f"A form has {_MAX_FIELDS} fields at most.") from None
         fields: dict[str, str] = {}
         for name, value in pairs:
             text = value.replace("\r\n", "\n")
@@ -179,10 +297,10 @@ class Visit:
         """Return a page."""
         shown = {"visit": self, "visitor": self.visitor, "here": self.request.url.path, "version": self.version}
         is_region = "hx-request" in self.request.headers  # of a page that is there already
-        said = "" if is_region else unquote(self.request.cookies.get(_SAID, ""))
+        said = "" if is_region else unquote(self.request.cookies.get(_MESSAGES, ""))
         response = Page(template, status, {**shown, "said": said, **context})
         if said:
-            response.delete_cookie(_SAID, path=_ROOT, httponly=True, samesite="strict")
+            response.delete_cookie(_MESSAGES, path=_ROOT, httponly=True, samesite="strict")
         return response
 
     def fault(self, status: int, detail: str) -> Page:
@@ -201,6 +319,6 @@ class Visit:
         response = RedirectResponse(path, 303)
         if said:
             secure = is_encrypted(self.request.url.scheme, self.request.headers)
-            kept = quote(said[:_MOST_SAID], safe="")
-            response.set_cookie(_SAID, kept, 60, path=_ROOT, secure=secure, httponly=True, samesite="strict")
+            kept = quote(said[:_MAX_MESSAGES], safe="")
+            response.set_cookie(_MESSAGES, kept, 60, path=_ROOT, secure=secure, httponly=True, samesite="strict")
         return response

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
-from kvcm.admin_client import AdminClient
-from kvcm.capacity_tables import troubles
-from kvcm.doctor.encryption import advice_on
-from kvcm.doctor.findings import Finding, Level, fail, ok, warn
-from kvcm.doctor.places import check_directory
-from kvcm.doctor.reachable import check_reachable
-from kvcm.doctor.skew import check_skew
+from kvcm.doctor.findings import Finding, Level, check_skew, fail, ok, warn
+from kvcm.doctor.host import check_directory
 from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.mooncake import mooncake_hosts
 from kvcm.model.storages import (
@@ -25,12 +25,87 @@ from kvcm.model.storages import (
 )
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
-from kvcm.refusals import NotAllowedError
 from kvcm.service.translate import read, storage_of
 from kvcm.service.usage_values import StorageStatus, UsageReport
 from kvcm.storage.health import HealthState
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import NotAllowedError
+from kvcm.terminal.tables import problems
 
-__all__ = ["above_marks", "check_manager", "check_storage", "readiness", "status_of"]
+__all__ = [
+    "above_watermarks",
+    "advice_on",
+    "check_manager",
+    "check_reachable",
+    "check_storage",
+    "readiness",
+    "status_of",
+]
+
+# What to do where a manager cannot be asked: mostly one side speaks TLS as the other does not expect it.
+
+_START: Final = "start it with `kvcm serve`, or correct --manager"
+_RENEW: Final = "renew the manager's certificate (kvcm.tls.cert_file): it takes a new file over by itself"
+_CLOCKS: Final = "look at the clocks of this host and the manager's: its certificate begins in the future"
+_NAME: Final = "ask by a name that its certificate has, or have one issued with this name (SAN)"
+_AUTHORITY: Final = "give --ca-file with the authority that issued the manager's certificate"
+_ENCRYPT: Final = (
+    "if it speaks TLS, ask https:// and give --ca-file; else see whether this is the admin port of a manager"
+)
+_PLAIN: Final = "it speaks no TLS: ask http://, or set kvcm.tls.cert_file for the manager"
+_SHOW: Final = (
+    "if it asks clients for certificates (kvcm.tls.client_auth=required), give --cert-file and --cert-key-file"
+)
+_OTHER: Final = "give a --cert-file that has not ended, of an authority in the manager's kvcm.tls.client_ca_file"
+_OF_CERTIFICATE: Final = {9: _CLOCKS, 10: _RENEW, 62: _NAME, 64: _NAME}
+"""By numbers of OpenSSL (X509_V_ERR_*)."""
+_NO_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL"}
+_CLOSED: Final = (ConnectionError, http.client.RemoteDisconnected, ssl.SSLError)
+
+
+def advice_on(trouble: BaseException | None, *, is_secure: bool, shows_certificate: bool) -> str:
+    """Return what to do.
+
+    Args:
+        trouble: with which asking ended.
+        is_secure: whether TLS was spoken to it.
+        shows_certificate: whether it was shown a certificate.
+    """
+    if isinstance(trouble, ssl.SSLCertVerificationError):
+        return _OF_CERTIFICATE.get(trouble.verify_code, _AUTHORITY)
+    if isinstance(trouble, ssl.SSLError) and trouble.reason in _NO_TLS:
+        return _PLAIN
+    if isinstance(trouble, ConnectionRefusedError) or not isinstance(trouble, _CLOSED):
+        return _START
+    if not is_secure:
+        return _ENCRYPT
+    return _OTHER if shows_certificate else _SHOW
+
+
+# Whether anybody listens at an address.
+
+_SECONDS = 2.0
+
+
+def check_reachable(check: str, what: str, address: str) -> Finding:
+    """Return whether something listens.
+
+    Args:
+        check: what is looked at.
+        what: the part that lies there.
+        address: host:port.
+    """
+    parts = urlsplit(f"//{address}")
+    try:
+        if parts.port is None:
+            return ok(check, f"{what} {address} names no port: it was not tried")
+        with socket.create_connection((parts.hostname or "", parts.port), _SECONDS):
+            return ok(check, f"{what} {address} can be reached")
+    except (OSError, ValueError) as error:
+        return fail(
+            check, f"{what} {address} cannot be reached: {error}", "start it, or correct the storage's settings"
+        )
+
 
 _CHECK = "manager"
 _PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
@@ -59,10 +134,10 @@ def check_manager(
         return
     yield from readiness(client.url, page.status, page.body.decode(errors="replace"))
     for check in (_leader, _usage, partial(_storages, is_here=is_here)):
-        yield from _asked(client, check)
+        yield from _call(client, check)
 
 
-def _asked(client: AdminClient, check: Callable[[AdminClient], Iterator[Finding]]) -> Iterator[Finding]:
+def _call(client: AdminClient, check: Callable[[AdminClient], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check(client)
     except NotAllowedError as error:
@@ -106,19 +181,19 @@ def _leader(client: AdminClient) -> Iterator[Finding]:
 def _usage(client: AdminClient) -> Iterator[Finding]:
     answer = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
     report = read(UsageReport, answer)
-    found = [_of_trouble(bad, text) for bad, text in troubles(report)]
-    found += above_marks(report)
+    found = [_problem_finding(bad, text) for bad, text in problems(report)]
+    found += above_watermarks(report)
     yield from found or [ok("capacity", "no group, storage or global quota is full")]
 
 
-def above_marks(report: UsageReport) -> list[Finding]:
+def above_watermarks(report: UsageReport) -> list[Finding]:
     """Return the groups in which eviction has something to do; for long, it does not keep up."""
     above = (each for each in report.groups if each.total.is_above_mark and not each.total.is_full)
     advice = "if that lasts, see `kvcm storage list` and kvcm_reclaim_* metrics: deletions may fail or be slow"
     return [warn("capacity", f"group {each.name} is above its mark and evicts", advice) for each in above]
 
 
-def _of_trouble(is_bad: bool, text: str) -> Finding:
+def _problem_finding(is_bad: bool, text: str) -> Finding:
     advice = "raise a limit, remove what is not needed, or set marks below the limits: `kvcm usage` shows all"
     return Finding(Level.FAIL if is_bad else Level.WARN, "capacity", text, advice)
 

@@ -29,8 +29,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
 __all__ = [

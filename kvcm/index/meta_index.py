@@ -21,18 +21,21 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from random import Random, uniform
 from typing import cast
 
-from kvcm.index.answer_book import AnswerBook
-from kvcm.index.answers import StorageView
-from kvcm.index.backends.alike import Ending
-from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend, usage_difference
-from kvcm.index.backends.rows import RowObserver, Rows
-from kvcm.index.search_cache import CacheBudget
-from kvcm.index.shards import ShardLocks, plan_sub_batches
-from kvcm.index.uninterrupted import uninterrupted
+from kvcm.index.backends.backend import (
+    NOTHING_WRITTEN,
+    Access,
+    Change,
+    FinishRun,
+    IndexBackend,
+    RowObserver,
+    Rows,
+    usage_difference,
+)
+from kvcm.index.locking import ShardLocks, plan_sub_batches, uninterrupted
+from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
-from kvcm.model.locations import BlockRecord, Place
-from kvcm.model.runs import BlockRun
-from kvcm.telemetry.metrics_values import Histogram
+from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
+from kvcm.telemetry.metrics import Histogram
 
 __all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
@@ -41,22 +44,18 @@ _LONGEST_PAUSE_SECONDS = 0.05
 
 # From a ready tuple a named tuple is made in a third of the time.
 _new_change = cast("Callable[[type[Change], tuple[object, ...]], Change]", tuple.__new__)
-
 Modify = Callable[[int, BlockRecord | None], BlockRecord | None]
 """From (key, record or None) to the record to store: the same object for no change, None to remove. It must be pure,
 since a key that loses a race is tried again."""
-
 Applied = Callable[[Sequence[Change]], None]
 """Told of changes that are stored."""
-
-UsageNote = Callable[[Mapping[Place, int], int], None]
+UsageNote = Callable[[Mapping[StorageKey, int], int], None]
 """Told of a change of usage: difference in bytes by place, difference in keys."""
-
 UsageListener = Callable[[], UsageNote]
 """Asked before the store is, for what is to be told of the change afterwards."""
 
 
-def _nobody_listens() -> UsageNote:
+def _ignore_usage() -> UsageNote:
     return lambda _bytes, _keys: None
 
 
@@ -82,14 +81,14 @@ class MetaIndex:
         shard_count: int = 16,
         batch_key_size: int = 256,
         max_key_count: int = 1 << 62,
-        on_usage: UsageListener = _nobody_listens,
+        on_usage: UsageListener = _ignore_usage,
         budget: CacheBudget | None = None,
         lock_waits: Histogram | None = None,
     ) -> None:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
-        self._answers = AnswerBook(backend, view, budget if budget is not None else CacheBudget())
+        self._answers = AnswerCache(backend, view, budget if budget is not None else CacheBudget())
         self._locks = ShardLocks(shard_count, lock_waits)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
@@ -132,12 +131,12 @@ class MetaIndex:
         return max(0, self._max_key_count - self._backend.key_count - self._incoming - self._reserved)
 
     @property
-    def usage_bytes(self) -> Mapping[Place, int]:
+    def usage_bytes(self) -> Mapping[StorageKey, int]:
         """Bytes of all locations by place, whatever their status (invariant 4); of a shared store as last heard."""
         return self._backend.usage_bytes
 
     @property
-    def deleting_bytes(self) -> Mapping[Place, int]:
+    def deleting_bytes(self) -> Mapping[StorageKey, int]:
         """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
         return self._backend.deleting_bytes
 
@@ -215,7 +214,7 @@ class MetaIndex:
         note(usage, len(run.keys))
         return True
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> bool:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> bool:
         """Let distinct blocks serve whose writing ends, in one step; as `begin`.
 
         Args:
@@ -297,7 +296,7 @@ class MetaIndex:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
             self._answers.forget([change.key for change in written])  # who knows what was stored
-            self._tell_possible_growth(written, note)
+            self._report_possible_growth(written, note)
             raise
         finally:
             self._incoming -= incoming
@@ -310,17 +309,17 @@ class MetaIndex:
             self._answers.forget([change.key for change in written])
         else:
             self._answers.stored([change[0] for change in written], [change[2] for change in written])
-        _tell_usage(outcome.usage, written, note)
+        _report_usage(outcome.usage, written, note)
         done.update([(change[0], change) for change in changes])
         applied(changes)
         return list(outcome.lost)
 
-    def _tell_possible_growth(self, changes: Sequence[Change], note: UsageNote) -> None:
+    def _report_possible_growth(self, changes: Sequence[Change], note: UsageNote) -> None:
         """Count everything that may have been stored, so that usage is never below the truth and no limit is exceeded;
         a recount takes off what was not."""
         if not self._backend.is_shared:
             return
-        grown: Counter[Place] = Counter()
+        grown: Counter[StorageKey] = Counter()
         for change in changes:
             grown += +usage_difference([change])
         keys = sum(change.old is None and change.new is not None for change in changes)
@@ -364,13 +363,13 @@ class MetaIndex:
         """Return resident blocks in the order of their accesses, coldest first, from about a position on."""
         return await self._backend.coldest(count, offset)
 
-    def follow(self, observer: RowObserver | None) -> Rows | None:
+    def observe(self, observer: RowObserver | None) -> Rows | None:
         """Tell an observer, one at most, of every change of resident blocks; None for nobody any more.
 
         Returns:
             The blocks by row; None, and nobody is told, when other managers change them too.
         """
-        return None if self._backend.is_shared else self._backend.follow(observer)
+        return None if self._backend.is_shared else self._backend.observe(observer)
 
     def scan(self, page_size: int = 1024) -> AsyncIterator[list[int]]:
         """Yield every key that exists during the whole scan, in pages; a shared store may repeat some."""
@@ -387,7 +386,7 @@ class MetaIndex:
         self._generation += 1
 
 
-def _tell_usage(usage: Mapping[Place, int], written: Sequence[Change], note: UsageNote) -> None:
+def _report_usage(usage: Mapping[StorageKey, int], written: Sequence[Change], note: UsageNote) -> None:
     keys = sum([(new is not None) - (old is not None) for _, old, new, _ in written])
     if keys or any(usage.values()):
         note(usage, keys)

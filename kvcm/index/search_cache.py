@@ -18,18 +18,80 @@ this process the cache holds references, no copies, and needs no bound.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from itertools import islice
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from kvcm.index.answers import StorageView
-from kvcm.model.locations import BlockRecord
+from kvcm.index.backends.backend import IndexBackend, UniformRun
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 
-__all__ = ["CacheBudget", "ReadInFlight", "SearchCache"]
+__all__ = [
+    "AnswerCache",
+    "CacheBudget",
+    "ChunkCache",
+    "NodeAnswers",
+    "ReadInFlight",
+    "SearchCache",
+    "StorageView",
+    "compose_answer",
+    "filter_specs",
+]
+
+# Answers: what a match returns for a block.
+#
+# One entry per key (design.md decision 14): for each spec the fastest available serving location, ties to the first,
+# specs joined, `type` of the first. Nearly every block has one location, whose own chunk is the answer: no second copy
+# exists.
+
+
+class StorageView(Protocol):
+    """Which storages can be read, and how fast each is."""
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change of any storage."""
+
+    def rank(self, storage: str) -> int | None:
+        """Return the speed rank of a storage (lower is faster), None while it is not available."""
+
+
+def compose_answer(record: BlockRecord, view: StorageView) -> bytes | None:
+    """Return the encoded answer for a block, None when nothing of it can be read (invariant 1)."""
+    if len(record.locations) == 1:  # nearly always; on the hot path of a match that the search cache does not know
+        (only,) = record.locations
+        return only.chunk if only.status is LocationStatus.SERVING and view.rank(only.storage) is not None else None
+    readable = [
+        (rank, location)
+        for location in record.locations
+        if location.status is LocationStatus.SERVING and (rank := view.rank(location.storage)) is not None
+    ]
+    if not readable:
+        return None
+    if len(readable) == 1:
+        return readable[0][1].chunk
+    return _join([location for _, location in sorted(readable, key=lambda ranked: ranked[0])])
+
+
+def _join(fastest_first: Sequence[Location]) -> bytes:
+    specs: dict[str, SpecUri] = {}
+    for location in fastest_first:
+        for spec in decode_chunk(location.chunk).specs:
+            specs.setdefault(spec.name, spec)
+    return encode_chunk(fastest_first[0].storage_type, len(specs), specs.values())
+
+
+def filter_specs(chunk: bytes, spec_names: frozenset[str]) -> bytes:
+    """Return the answer with only the named specs; `spec_size` still counts all of the location's (wire.md 5.3)."""
+    decoded = decode_chunk(chunk)
+    kept = (spec for spec in decoded.specs if spec.name in spec_names)
+    return encode_chunk(decoded.storage_type, decoded.spec_size, kept)
+
 
 _ENTRY_BYTES = 150  # dict slot, key, and the headers of chunk and key
-
-Kept = TypeVar("Kept", bound=Sized)
+Cached = TypeVar("Cached", bound=Sized)
 
 
 class CacheBudget:
@@ -68,7 +130,7 @@ class ReadInFlight(NamedTuple):
     generation: int
 
 
-class SearchCache(Generic[Kept]):
+class SearchCache(Generic[Cached]):
     """Answers by key. A key that is absent is unknown, not a miss: ask the records.
 
     Args:
@@ -83,8 +145,8 @@ class SearchCache(Generic[Kept]):
         self,
         view: StorageView,
         budget: CacheBudget,
-        compose: Callable[[BlockRecord, StorageView], Kept | None],
-        weigh: Callable[[Kept], int] = len,
+        compose: Callable[[BlockRecord, StorageView], Cached | None],
+        weigh: Callable[[Cached], int] = len,
         *,
         is_bounded: bool = True,
     ) -> None:
@@ -94,15 +156,15 @@ class SearchCache(Generic[Kept]):
         self._generation = view.generation
         self._budget = budget
         self._is_bounded = is_bounded and budget.capacity_bytes is not None
-        self._young: dict[int, Kept] = {}
-        self._old: dict[int, Kept] = {}
+        self._young: dict[int, Cached] = {}
+        self._old: dict[int, Cached] = {}
         self._reading: dict[int, ReadInFlight] = {}
         budget.join(self)
 
-    def lookup(self, keys: Sequence[int]) -> list[Kept | None]:
+    def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
-        self._follow_view()
-        found: list[Kept | None] = list(map(self._young.get, keys))
+        self._sync_with_view()
+        found: list[Cached | None] = list(map(self._young.get, keys))
         if self._old and None in found:
             for position, answer in enumerate(found):
                 if answer is None and (old := self._old.pop(keys[position], None)) is not None:
@@ -110,7 +172,7 @@ class SearchCache(Generic[Kept]):
                     self._keep(keys[position], old)
         return found
 
-    def note(self, key: int, record: BlockRecord | None) -> Kept | None:
+    def store(self, key: int, record: BlockRecord | None) -> Cached | None:
         """Keep the answer for a record that is current right now, and return it."""
         self._reading.pop(key, None)
         answer = self._compose(record, self._view) if record is not None else None
@@ -121,16 +183,16 @@ class SearchCache(Generic[Kept]):
             self._keep(key, answer)
         return answer
 
-    def note_all(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
+    def store_all(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
         """Do `note` for many keys."""
         answers = [None if record is None else self._compose(record, self._view) for record in records]
         if None in answers:
             self.forget([key for key, answer in zip(keys, answers, strict=True) if answer is None])
             known = [(key, answer) for key, answer in zip(keys, answers, strict=True) if answer is not None]
             keys, answers = [key for key, _ in known], [answer for _, answer in known]
-        self.note_answers(keys, cast("list[Kept]", answers))
+        self.store_answers(keys, cast("list[Cached]", answers))
 
-    def note_answers(self, keys: Sequence[int], answers: Sequence[Kept]) -> None:
+    def store_answers(self, keys: Sequence[int], answers: Sequence[Cached]) -> None:
         """Keep the answers for records that are current right now."""
         if self._reading:
             for key in keys:
@@ -160,16 +222,16 @@ class SearchCache(Generic[Kept]):
         """Begin a new generation."""
         self._old, self._young = self._young, {}
 
-    def begin(self, keys: Sequence[int]) -> ReadInFlight:
+    def begin_read(self, keys: Sequence[int]) -> ReadInFlight:
         """Leave a placeholder for every key whose record is about to be read."""
-        self._follow_view()
+        self._sync_with_view()
         read = ReadInFlight(keys, self._generation)
         self._reading.update(dict.fromkeys(keys, read))
         return read
 
-    def end(self, read: ReadInFlight, records: Sequence[BlockRecord | None]) -> list[Kept | None]:
+    def end_read(self, read: ReadInFlight, records: Sequence[BlockRecord | None]) -> list[Cached | None]:
         """Return the answers for the records of a read, and keep those whose placeholder survived."""
-        self._follow_view()
+        self._sync_with_view()
         answers = [self._compose(record, self._view) if record is not None else None for record in records]
         for key, answer in zip(read.keys, answers, strict=True):
             if self._reading.get(key) is read:
@@ -184,14 +246,275 @@ class SearchCache(Generic[Kept]):
             if self._reading.get(key) is read:
                 del self._reading[key]
 
-    def _keep(self, key: int, answer: Kept) -> None:
+    def _keep(self, key: int, answer: Cached) -> None:
         if not self._is_bounded:
             self._young[key] = answer
         elif self._budget.is_coherent():
             self._young[key] = answer
             self._budget.spend(self._weigh(answer))
 
-    def _follow_view(self) -> None:
+    def _sync_with_view(self) -> None:
         if self._generation != self._view.generation:
             self._generation = self._view.generation
             self.clear()
+
+
+# Answers for callers on nodes with memory of their own.
+#
+# Memory of a node is readable on that node alone, so the same block has another answer there. Answers are composed
+# anew for every request, from records: where these are of this process, that costs half a microsecond per block, and
+# where they have to be fetched, the records that were fetched are kept, once for all nodes.
+#
+# Rejected: a search cache per node, as there is one for everybody else. Every change of a block would have to be told
+# to each of them, so that writing would cost the more the more nodes read.
+
+_FIRST_WINDOW = 16  # records a prefix match reads first: nearly always it ends there
+_WINDOW = 1024
+_RECORD_BYTES = 300
+_LOCATION_BYTES = 600
+
+
+class NodeAnswers:
+    """Composes answers of one index.
+
+    Args:
+        backend: where the records live.
+        budget: bytes of the records that are kept, shared with other caches.
+    """
+
+    def __init__(self, backend: IndexBackend, budget: CacheBudget) -> None:
+        self._backend = backend
+        self._budget = budget
+        self._records: SearchCache[BlockRecord] = SearchCache(_AnyRank(), budget, _itself, _size_of)
+
+    async def answers(self, keys: Sequence[int], view: StorageView, *, stop_at_miss: bool) -> list[bytes | None]:
+        """Do `MetaIndex.answers` for whoever sees the storages as `view` does."""
+        found: list[bytes | None] = []
+        window = _FIRST_WINDOW if stop_at_miss else len(keys)
+        while len(found) < len(keys):
+            for record in await self._read(keys[len(found) : len(found) + window]):
+                answer = compose_answer(record, view) if record is not None else None
+                if answer is None and stop_at_miss:
+                    return found
+                found.append(answer)
+            window = _WINDOW
+        return found
+
+    async def _read(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        if not self._backend.awaits:
+            return await self._backend.get_many(keys)
+        records = self._records.lookup(keys)
+        unknown = [position for position, record in enumerate(records) if record is None]
+        self._budget.hits += len(keys) - len(unknown)
+        self._budget.misses += len(unknown)
+        for position, record in zip(unknown, await self._fetch([keys[i] for i in unknown]), strict=True):
+            records[position] = record
+        return records
+
+    async def _fetch(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        if not keys:
+            return []
+        read = self._records.begin_read(keys)
+        try:
+            return self._records.end_read(read, await self._backend.get_many(keys))
+        except BaseException:
+            self._records.abandon(read)
+            raise
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop the records of keys that changed, and keep nothing of reads that are under way."""
+        if self._backend.awaits:
+            self._records.forget(keys)
+
+    def clear(self) -> None:
+        """Drop everything, reads under way included: changes may have been missed."""
+        self._records.clear()
+
+
+class _AnyRank:
+    """Records are the same whatever storages are available."""
+
+    generation = 0
+
+    def rank(self, _storage: str) -> int | None:
+        return 0
+
+
+def _itself(record: BlockRecord, _view: StorageView) -> BlockRecord:
+    return record
+
+
+def _size_of(record: BlockRecord) -> int:
+    chunks = sum(len(location.chunk) for location in record.locations)
+    return _RECORD_BYTES + _LOCATION_BYTES * len(record.locations) + chunks
+
+
+# What a match gets: the answers of one index, composed once and looked up ever after.
+#
+# Large requests give way to others: an answer that is not known yet is composed from its record, and after a thousand
+# of those the event loop gets a turn.
+
+
+class AnswerCache:
+    """Answers of one index, and what has to be told to keep them right.
+
+    Args:
+        backend: where the records live.
+        view: which storages can be read.
+        budget: bytes of the search cache, shared with other indexes.
+    """
+
+    def __init__(self, backend: IndexBackend, view: StorageView, budget: CacheBudget) -> None:
+        self._backend = backend
+        self._view = view
+        self._budget = budget
+        self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
+        self._on_nodes = NodeAnswers(backend, budget)
+
+    async def answers(self, keys: Sequence[int], *, stop_at_miss: bool, view: StorageView | None) -> list[bytes | None]:
+        """Do `MetaIndex.answers`."""
+        if view is not None and view is not self._view:
+            return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
+        found = self._cache.lookup(keys)
+        position, asked = -1 if all(found) else found.index(None), 0  # no answer is empty; `all` is three times as fast
+        window = self._first_window(len(keys), stop_at_miss=stop_at_miss)
+        self._budget.hits += len(found) - (found.count(None) if position >= 0 else 0)
+        while position >= 0:
+            # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
+            unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
+            for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
+                found[i] = answer
+            asked, end = asked + len(unknown), unknown[-1] + 1
+            if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
+                del found[miss:]
+                break
+            position = _next_none(found, end, len(found))
+            if position >= 0 and window >= _WINDOW:
+                await asyncio.sleep(0)
+            window = max(window, _WINDOW)
+        self._budget.misses += asked
+        return found
+
+    def _first_window(self, count: int, *, stop_at_miss: bool) -> int:
+        if stop_at_miss:
+            return _FIRST_WINDOW
+        return count if self._backend.awaits else _WINDOW  # a store is asked in few calls, and gives way itself
+
+    async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
+        if not self._backend.awaits:
+            return list(map(self._cache.store, keys, await self._backend.get_many(keys)))
+        read = self._cache.begin_read(keys)
+        try:
+            return self._cache.end_read(read, await self._backend.get_many(keys))
+        except BaseException:
+            self._cache.abandon(read)
+            raise
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """The records of these keys changed, or may have."""
+        self._cache.forget(keys)
+        self._on_nodes.forget(keys)
+
+    def clear(self) -> None:
+        """Any record may have changed."""
+        self._cache.clear()
+        self._on_nodes.clear()
+
+    def stored(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
+        """These are the records of these keys right now, and nobody else changes them."""
+        self._on_nodes.forget(keys)
+        self._cache.store_all(keys, records)
+
+    def served(self, blocks: UniformRun) -> None:
+        """These blocks serve right now: `stored` for all of them at once."""
+        self._on_nodes.forget(blocks.keys)
+        only = BlockRecord(None, 0, (blocks.location,))
+        if compose_answer(only, self._view) is None:
+            self._cache.forget(blocks.keys)
+        else:  # the answer of a block with one location is its chunk
+            self._cache.store_answers(blocks.keys, blocks.chunks)
+
+
+def _next_none(answers: list[bytes | None], start: int, end: int) -> int:
+    try:
+        return answers.index(None, start, end)
+    except ValueError:
+        return -1
+
+
+# Remembers what a pure function makes of encoded locations.
+#
+# A chunk never changes, so what is made of it never gets stale: nothing has to be invalidated. Bytes keep their hash,
+# so a known chunk costs one lookup in C, with no per-block Python.
+#
+# Blocks come and go, and nobody tells that a chunk will never be asked for again. So there are two generations: what
+# is asked for is in the younger one, and a new one begins when that is full, and when it is old: a memo holds what was
+# asked for lately, however many blocks there were before. Rejected: to start over when all is full, which keeps the
+# chunks of blocks that are long gone until then, and may be the larger part of a manager's memory.
+
+Value = TypeVar("Value", bound=Sized)
+_CHUNK_MEMO_ENTRY_BYTES = 200  # slot of the table, headers of chunk and value
+_GENERATION_SECONDS = 60.0
+
+
+class ChunkCache(Generic[Value]):
+    """Results of one function, by chunk.
+
+    Args:
+        function: pure, from an encoded location to anything but None.
+        most_bytes: kept, about; half of it may be of chunks that nobody asks for any more.
+        clock: seconds of a clock that never runs backwards.
+
+    Attributes:
+        computed: how often the function was asked.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[bytes], Value],
+        most_bytes: int = 32 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._function = function
+        self._most_bytes = most_bytes // 2
+        self._clock = clock
+        self._young: dict[bytes, Value] = {}
+        self._old: dict[bytes, Value] = {}
+        self._young_bytes = 0
+        self.computed = 0
+        self._old_from = clock() + _GENERATION_SECONDS
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    @property
+    def young_bytes(self) -> int:
+        """Bytes of the younger generation, about."""
+        return self._young_bytes
+
+    def map(self, chunks: Sequence[bytes]) -> list[Value]:
+        """Return the function's result for every chunk, in order."""
+        if self._clock() >= self._old_from:
+            self._begin_generation()
+        found = list(map(self._young.get, chunks))
+        if None not in found:
+            return cast("list[Value]", found)
+        return [self._value(chunk) if value is None else value for chunk, value in zip(chunks, found, strict=True)]
+
+    def _value(self, chunk: bytes) -> Value:
+        value = self._young.get(chunk)
+        if value is not None:  # it is there twice
+            return value
+        value = self._old.pop(chunk, None)
+        if value is None:
+            value = self._function(chunk)
+            self.computed += 1
+        if self._young_bytes > self._most_bytes:
+            self._begin_generation()
+        self._young[chunk] = value
+        self._young_bytes += len(chunk) + len(value) + _CHUNK_MEMO_ENTRY_BYTES
+        return value
+
+    def _begin_generation(self) -> None:
+        self._young, self._old, self._young_bytes = {}, self._young, 0
+        self._old_from = self._clock() + _GENERATION_SECONDS

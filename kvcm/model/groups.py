@@ -9,7 +9,7 @@ from kvcm.model.storages import StorageConfig, StorageType
 
 __all__ = [
     "DEFAULT_HYSTERESIS",
-    "DEFAULT_MARK",
+    "DEFAULT_WATERMARK",
     "CacheConfig",
     "CachePreferStrategy",
     "CacheReclaimStrategy",
@@ -28,9 +28,8 @@ __all__ = [
     "TriggerStrategy",
 ]
 
-
 DEFAULT_HYSTERESIS = 0.02
-DEFAULT_MARK = 0.9
+DEFAULT_WATERMARK = 0.9
 """Soft mark of storages and global quotas that name none."""
 
 
@@ -135,7 +134,7 @@ class EvictionPolicy:
         """Whether a read leaves a block's place in the order as it is."""
         return self.name in {"fifo", "sieve", "s3fifo"} or (self.name == "ttl" and not self.ttl_sliding)
 
-    def or_else(self, above: EvictionPolicy) -> EvictionPolicy:
+    def with_defaults(self, above: EvictionPolicy) -> EvictionPolicy:
         """Return this policy, with what is unset taken from the level above."""
         if self.name:
             return self
@@ -290,7 +289,7 @@ class InstanceGroup:
         strategy = self.cache_config.reclaim_strategy
         by_number = EvictionPolicy(_NAMES[strategy.reclaim_policy])
         override = self.override_of(instance_id)
-        return override.policy.or_else(strategy.policy.or_else(by_number))
+        return override.policy.with_defaults(strategy.policy.with_defaults(by_number))
 
     def override_of(self, instance_id: str) -> InstanceOverride:
         """Return what an instance does differently."""

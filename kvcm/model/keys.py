@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NewType
 
-__all__ = ["BlockKey", "InstanceId", "block_keys_from_tokens", "key_hex", "keys_hex"]
+__all__ = ["NO_MASK", "BlockKey", "BlockMask", "InstanceId", "block_keys_from_tokens", "key_hex", "keys_hex"]
 
 BlockKey = NewType("BlockKey", int)
 InstanceId = NewType("InstanceId", str)
-
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -45,3 +45,39 @@ def keys_hex(keys: Sequence[int]) -> list[str]:
 def key_hex(key: int) -> str:
     """Return the key as lower-case hex of its unsigned 64-bit value, as in object names (wire.md 8)."""
     return f"{key & _MASK:x}"
+
+
+# Block masks: which positions of a request are left out (wire.md 5.1).
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMask:
+    """Either the first `offset` positions, or those whose flag is true; at most one of the two is set.
+
+    Attributes:
+        offset: positions [0, offset) are masked; a negative one masks everything, as the original does.
+        flags: position i is masked when `flags[i]`; positions past the end are not.
+    """
+
+    offset: int | None = None
+    flags: Sequence[bool] | None = None
+
+    @classmethod
+    def of(cls, flags: Sequence[bool]) -> BlockMask:
+        """Return the shortest mask that masks exactly where `flags` is true."""
+        count = sum(flags)
+        if all(flags[:count]):
+            return cls(offset=count)
+        return cls(flags=tuple(flags))
+
+    def unmasked(self, count: int) -> Sequence[int]:
+        """Return the positions below `count` that are not masked, ascending."""
+        if self.offset is not None:
+            return range(self.offset, count) if self.offset >= 0 else ()
+        if self.flags is None:
+            return range(count)
+        known = len(self.flags)
+        return [i for i in range(count) if i >= known or not self.flags[i]]
+
+
+NO_MASK = BlockMask()

@@ -10,29 +10,58 @@ Named tuples instead of dataclasses: a start and a finish build several per bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from operator import add
+from typing import NamedTuple, cast
 
 from kvcm.model.storages import StorageType
-from kvcm.model.varints import read_varint
 
 __all__ = [
     "BlockRecord",
+    "BlockRun",
     "DecodedLocation",
+    "DeletionItem",
     "Location",
     "LocationStatus",
-    "Place",
     "SpecUri",
+    "StorageKey",
     "decode_chunk",
     "encode_chunk",
+    "encode_chunks",
     "gaps_between_uris",
+    "read_varint",
     "retag",
     "retag_all",
     "uris_of",
     "with_checksums",
 ]
+
+# Numbers in protobuf's variable length, read by whoever looks into encoded messages without making objects of them.
+
+_MOST_SHIFT = 63
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position and where it ends.
+
+    Raises:
+        IndexError: the data ends within it.
+        ValueError: it is longer than 64 bits.
+    """
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+        if shift > _MOST_SHIFT:
+            raise ValueError("a number is longer than 64 bits")
+
 
 _ANSWER_TAG = 0x12  # field 2, length-delimited: GetCacheLocationResponse.locations, GetCacheMetaResponse.locations
 _SPEC_SIZE_TAG, _SPEC_TAG = 0x10, 0x1A  # CacheLocation.spec_size, CacheLocation.location_specs
@@ -66,7 +95,7 @@ class SpecUri(NamedTuple):
     checksum: int = 0
 
 
-class Place(NamedTuple):
+class StorageKey(NamedTuple):
     """Where bytes count: a storage, and its type when they were written there."""
 
     storage: str
@@ -106,9 +135,9 @@ class Location(NamedTuple):
     pinned_until: float = 0.0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StorageKey:
         """Where its bytes count."""
-        return Place(self.storage, self.storage_type)
+        return StorageKey(self.storage, self.storage_type)
 
     @property
     def has_served(self) -> bool:
@@ -168,7 +197,7 @@ def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[Spec
         if checksum:
             fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
         message += b"\x1a" + _varint(len(fields)) + fields
-    return _closed(message, spec_size, checksum)
+    return _close_chunk(message, spec_size, checksum)
 
 
 @lru_cache(4096)
@@ -211,10 +240,10 @@ def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
         if checksum:
             fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
         message += b"\x1a" + _varint(len(fields)) + fields
-    return _closed(message, spec_size, checksum)
+    return _close_chunk(message, spec_size, checksum)
 
 
-def _closed(message: bytearray, spec_size: int, last_checksum: int) -> bytes:
+def _close_chunk(message: bytearray, spec_size: int, last_checksum: int) -> bytes:
     """Return an encoded location that lacks only its own checksum as field 2 of an answer."""
     if last_checksum and spec_size == 1:
         message += _CHECKSUM_OF_ALL_TAG + _varint(last_checksum)
@@ -331,3 +360,121 @@ def _as_number(value: int | bytes) -> int:
 def _as_bytes(value: int | bytes) -> bytes:
     assert isinstance(value, bytes)
     return value
+
+
+# Many locations encoded at once: what `encode_chunk` makes of each, in a fraction of its time.
+#
+# The locations of one write have the same type and the same specs. Their encodings differ in the uris, and before
+# those in lengths, of which there are few: all bytes between two uris are looked up by the lengths of what follows.
+
+
+def encode_chunks(storage_type: StorageType, spec_names: Sequence[str], uris: Sequence[Sequence[str]]) -> list[bytes]:
+    """Encode locations that have no checksums yet.
+
+    Args:
+        storage_type: kind of storage that the uris belong to.
+        spec_names: of every location, in order.
+        uris: a sequence per spec, with one uri per location.
+
+    Returns:
+        Each location as field 2 of an answer.
+    """
+    columns = [list(map(str.encode, of_spec)) for of_spec in uris]
+    if len(columns) == 1:
+        return _encode_one_spec(storage_type, spec_names[0], columns[0])
+    names, forms = tuple(spec_names), dict[tuple[int, ...], tuple[bytes, ...]]()
+    chunks = []
+    for row in zip(*columns, strict=True):
+        lengths = tuple(map(len, row))
+        gaps = forms.get(lengths)
+        if gaps is None:
+            gaps = forms[lengths] = gaps_between_uris(storage_type, names, lengths)
+        parts = [b""] * (2 * len(row))
+        parts[::2], parts[1::2] = gaps, row
+        chunks.append(b"".join(parts))
+    return chunks
+
+
+def _encode_one_spec(storage_type: StorageType, name: str, uris: Sequence[bytes]) -> list[bytes]:
+    lengths = list(map(len, uris))
+    heads = {length: gaps_between_uris(storage_type, (name,), (length,))[0] for length in set(lengths)}
+    return list(map(add, map(heads.__getitem__, lengths), uris))  # loops in C
+
+
+# Runs: blocks one behind the other in a prefix chain that are written alike.
+#
+# Nearly every write is one run: fresh blocks, the same parts of each, all of them on one storage. What differs from
+# block to block is the key and the encoded location; all the rest is said once. So a run goes through a write as a few
+# columns, and no object is made per block. Whoever needs blocks one by one gets them from here.
+
+# A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
+_new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
+_new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks with one location each.
+
+    Attributes:
+        keys: of the blocks, distinct, each the parent of the next; one at least.
+        parent: of the first, None at the head of a chain.
+        depth: of the first.
+        location: what the locations have in common; its `chunk` is empty.
+        chunks: of the locations, by block.
+    """
+
+    keys: Sequence[int]
+    parent: int | None
+    depth: int
+    location: Location
+    chunks: Sequence[bytes]
+
+    def cut(self, begin: int, end: int) -> BlockRun:
+        """Return the run of its blocks from `begin` to before `end`."""
+        parent = self.keys[begin - 1] if begin else self.parent
+        return BlockRun(self.keys[begin:end], parent, self.depth + begin, self.location, self.chunks[begin:end])
+
+    def locations(self) -> list[Location]:
+        """Return the location of every block."""
+        before, after = self.location[:5], self.location[6:]
+        return [_new_location(Location, (*before, chunk, *after)) for chunk in self.chunks]
+
+    def records(self) -> list[BlockRecord]:
+        """Return every block as the index knows it when it has this location only."""
+        parents = (self.parent, *self.keys[:-1])
+        links = zip(parents, range(self.depth, self.depth + len(self.keys)), self.locations(), strict=True)
+        return [_new_record(BlockRecord, (parent, depth, (location,))) for parent, depth, location in links]
+
+
+# What it takes to delete one location for good.
+
+
+class DeletionItem(NamedTuple):
+    """A location whose bytes and then metadata have to go.
+
+    Attributes:
+        instance_id: owner of the block.
+        uid: number of that instance's registration.
+        key: the block.
+        location_id: the location within the block.
+        storage: name of the storage that holds the bytes.
+        uris: one per spec.
+        session_id: write session that may still be writing the bytes, "" when it said that it is done.
+        size_bytes: bytes of all of it.
+    """
+
+    instance_id: str
+    uid: int
+    key: int
+    location_id: str
+    storage: str
+    uris: tuple[str, ...]
+    session_id: str = ""
+    size_bytes: int = 0
+
+    @classmethod
+    def of(cls, instance_id: str, uid: int, key: int, location: Location) -> DeletionItem:
+        """Return the item for a location of a block."""
+        uris = tuple(uris_of(location.chunk))
+        return cls(instance_id, uid, key, location.id, location.storage, uris, location.session_id, location.size_bytes)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "MIN_POOL_BYTES",
+    "PAGE_BYTES",
     "DummyStorageSpec",
     "LocalStorageSpec",
     "MooncakeStorageSpec",
@@ -17,6 +19,9 @@ __all__ = [
     "TairMemPoolStorageSpec",
     "ThreeFSStorageSpec",
     "VcnsThreeFSStorageSpec",
+    "chunk_bytes",
+    "extent_bytes",
+    "pool_bytes",
 ]
 
 
@@ -158,10 +163,8 @@ StorageSpec = (
     | NfsStorageSpec
     | DummyStorageSpec
 )
-
 PathStorageSpec = NfsStorageSpec | ThreeFSStorageSpec | VcnsThreeFSStorageSpec
 """Storages whose objects are files: managers and engines find them below `root`, at the same path."""
-
 _TYPE_OF_SPEC: dict[type[object], StorageType] = {
     LocalStorageSpec: StorageType.ST_UNSPECIFIED,
     ThreeFSStorageSpec: StorageType.ST_3FS,
@@ -225,3 +228,31 @@ class StorageConfig:
 def _joined(mountpoint: str, root_dir: str) -> str:
     """Join paths as wire.md 8 says: slashes become one where they meet, all others stay."""
     return f"{mountpoint.rstrip('/')}/{root_dir.strip('/')}"
+
+
+# How the memory of a pool is divided: what the manager that hands it out and the engines that fill it must agree on.
+#
+# A pool is cut into pages of 4096 bytes and, for handing out, into chunks. An extent is a run of whole pages inside
+# one chunk, so whoever is given an extent across the border of two chunks was given something wrong.
+
+PAGE_BYTES = 4096
+MIN_POOL_BYTES = 1 << 20
+_CHUNK_BYTES = 64 << 20
+_LEAST_CHUNKS = 64  # of smaller pools too: a chunk serves one size of extents at a time
+
+
+def extent_bytes(size: int) -> int:
+    """Return how many bytes of a pool a part of `size` bytes takes: whole pages, at least one."""
+    return max(1, -(-size // PAGE_BYTES)) * PAGE_BYTES
+
+
+def chunk_bytes(capacity_bytes: int) -> int:
+    """Return the size of the chunks of a pool of `capacity_bytes`; its last one may be shorter."""
+    if capacity_bytes >= _LEAST_CHUNKS * _CHUNK_BYTES:
+        return _CHUNK_BYTES
+    return max(1, capacity_bytes // _LEAST_CHUNKS // PAGE_BYTES) * PAGE_BYTES
+
+
+def pool_bytes(capacity_bytes: int) -> int:
+    """Return how many of `capacity_bytes` can be handed out: whole pages."""
+    return capacity_bytes // PAGE_BYTES * PAGE_BYTES

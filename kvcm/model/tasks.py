@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["end_tasks"]
 
-_AGAIN_SECONDS = 2.0
+_RETRY_SECONDS = 2.0
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -21,6 +21,6 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()
-        await asyncio.wait(left, timeout=_AGAIN_SECONDS)
+        await asyncio.wait(left, timeout=_RETRY_SECONDS)
     for task in tasks:
         task.cancelled() or task.exception()  # seen, so that nobody warns of it

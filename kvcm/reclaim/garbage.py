@@ -14,50 +14,294 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.index.meta_index import Change
+from kvcm.index.meta_index import Change, MetaIndex
 from kvcm.model.clock import Clock
-from kvcm.model.errors import KvcmError, UnknownInstanceError
+from kvcm.model.errors import KvcmError, StorageIOError, UnknownInstanceError
 from kvcm.model.instances import Instance
-from kvcm.reclaim.custody import IndexInCustody, StorageFinder
-from kvcm.reclaim.dead_chains import Chain, orphans
-from kvcm.reclaim.marking import went
-from kvcm.reclaim.missing_bytes import Lost, locations_without_bytes, without_lost
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
+from kvcm.reclaim.background import IndexHandle, StorageProvider
+from kvcm.reclaim.victims import newly_deleting
+from kvcm.storage.backend import StorageBackend
 
-__all__ = ["GRACE_SECONDS", "GarbageCollector", "GarbageCustodian", "GarbageReport"]
+__all__ = [
+    "GRACE_SECONDS",
+    "FreedSpace",
+    "GarbageCollector",
+    "GarbageProvider",
+    "GarbageReport",
+    "LostLocations",
+    "OrphanChain",
+    "locations_without_bytes",
+    "orphans",
+    "without_lost",
+]
+
+# Blocks whose prefix is gone: found from their parents, and marked from the tail to the head (invariant 7).
+#
+# The parent of such a block has no location that serves or is being written, or no record at all; all blocks behind it
+# are as useless as itself. A block stays as long as a writer is at it, a pin holds it, or a block behind it stays. The
+# prefix may come back at any time: it is looked at again right before every step, and on an index of this process's
+# memory nothing happens in between. On a shared store a writer may slip in, and finds blocks gone that it could have
+# kept.
+
+_STEP: Final = 32  # blocks that are marked without a pause
+_MOST_FETCHED: Final = 256  # families that are fetched at once
+
+
+class FreedSpace(NamedTuple):
+    """What was marked, or would be: blocks and bytes."""
+
+    blocks: int
+    size_bytes: int
+
+
+async def orphans(index: MetaIndex, keys: Sequence[int]) -> dict[int, bool]:
+    """Return for every serving block whether its prefix is gone; blocks that do not serve are left out."""
+    records = dict(zip(keys, await index.get(keys), strict=True))
+    serving = {key: record.parent for key, record in records.items() if record is not None and _serving(record)}
+    above = {parent for parent in serving.values() if parent is not None} - records.keys()
+    records |= dict(zip(above, await index.get(list(above)), strict=True)) if above else {}
+    return {key: parent is not None and not _is_living(records[parent]) for key, parent in serving.items()}
+
+
+class OrphanChain:
+    """A block whose prefix is gone, and all blocks behind it.
+
+    Args:
+        index: the index.
+        top: the block.
+        clock: time source.
+        delay_seconds: how long what is marked stays readable for those who were given it.
+    """
+
+    def __init__(self, index: MetaIndex, top: int, clock: Clock, delay_seconds: float) -> None:
+        self._index = index
+        self._top = top
+        self._clock = clock
+        self._delay_seconds = delay_seconds
+        self._gone: set[int] = set()
+
+    async def mark(self) -> AsyncIterator[list[Change]]:
+        """Mark the blocks as deleting, from the tail to the head; yield the changes of each step."""
+        async for step in self._steps():
+            if not await self._is_orphan():
+                return
+            chosen = list(await self._choose(step))
+            changes = await self._index.read_modify_write(chosen, lambda _key, old: self._marked(old))
+            self._gone -= {change.key for change in changes if not newly_deleting(change.old, change.new)}
+            if changes:
+                yield changes
+            await asyncio.sleep(0)
+
+    async def count(self) -> FreedSpace:
+        """Return what `mark` would mark now, and change nothing."""
+        blocks = size_bytes = 0
+        async for step in self._steps():
+            if not await self._is_orphan():
+                break
+            chosen = await self._choose(step)
+            blocks += len(chosen)
+            size_bytes += sum(each.size_bytes for record in chosen.values() for each in _serving(record))
+            await asyncio.sleep(0)
+        return FreedSpace(blocks, size_bytes)
+
+    async def _is_orphan(self) -> bool:
+        (record,) = await self._index.get((self._top,))
+        if record is None or record.parent is None:
+            return False  # what is behind it is found by itself, and has a grace of its own
+        (parent,) = await self._index.get((record.parent,))
+        return not _is_living(parent)
+
+    async def _choose(self, keys: Sequence[int]) -> dict[int, BlockRecord]:
+        """Return which of these blocks go now; whatever is behind a block comes before it."""
+        families = dict(zip(keys, await self._index.families(keys), strict=True))
+        wanted = [*keys, *(key for family in families.values() for key in family)]
+        records = dict(zip(wanted, await self._index.get(wanted), strict=True))
+        chosen: dict[int, BlockRecord] = {}
+        for key in keys:
+            behind = [child for child in families[key] if child != self._top]
+            has_living = any(child not in self._gone and _is_living(records[child]) for child in behind)
+            self._gone.difference_update(behind)
+            record = records[key]
+            if record is not None and not has_living and _is_evictable(record, self._clock.now()):
+                chosen[key] = record
+                self._gone.add(key)
+        return chosen
+
+    def _marked(self, old: BlockRecord | None) -> BlockRecord | None:
+        now = self._clock.now()
+        if old is None or not _is_evictable(old, now):
+            return old
+        return old._replace(locations=tuple(_deleting(each, now + self._delay_seconds) for each in old.locations))
+
+    async def _steps(self) -> AsyncIterator[list[int]]:
+        step: list[int] = []
+        async for key in self._tail_first():
+            step.append(key)
+            if len(step) == _STEP:
+                yield step
+                step = []
+        if step:
+            yield step
+
+    async def _tail_first(self) -> AsyncIterator[int]:
+        """Yield the blocks, each after all that are behind it. Memory: one family per block of one chain."""
+        fetched: dict[int, Sequence[int]] = {}
+        path: list[tuple[int, Iterator[int]]] = [(self._top, iter(await self._family(self._top, fetched)))]
+        steps = 0
+        while path:
+            key, rest = path[-1]
+            child = next(rest, None)
+            if child is None:
+                path.pop()
+                yield key
+            elif child != self._top:  # keys that are no hashes can make a ring
+                path.append((child, iter(await self._family(child, fetched))))
+                steps += 1
+                if steps % _STEP == 0:
+                    await asyncio.sleep(0)
+
+    async def _family(self, key: int, fetched: dict[int, Sequence[int]]) -> Sequence[int]:
+        family = fetched.pop(key, None)
+        if family is None:
+            (family,) = await self._index.families((key,))
+        if len(family) > 1:  # their own families in one go, for an index that is asked over the network
+            some = list(islice(family, _MOST_FETCHED))
+            fetched.update(zip(some, await self._index.families(some), strict=True))
+        return family
+
+
+def _serving(record: BlockRecord) -> list[Location]:
+    return [each for each in record.locations if each.status is LocationStatus.SERVING]
+
+
+def _is_living(record: BlockRecord | None) -> bool:
+    return record is not None and any(each.status is not LocationStatus.DELETING for each in record.locations)
+
+
+def _is_evictable(record: BlockRecord, now: float) -> bool:
+    """Whether a block serves, and neither a writer nor a pin holds it."""
+    serving = _serving(record)
+    is_written = any(each.status is LocationStatus.WRITING for each in record.locations)
+    return bool(serving) and not is_written and all(each.pinned_until <= now for each in serving)
+
+
+def _deleting(location: Location, due: float) -> Location:
+    if location.status is not LocationStatus.SERVING:
+        return location
+    return location._replace(status=LocationStatus.DELETING, deadline=due)
+
+
+# Metadata without bytes: storages are asked for the bytes of what serves, and what lost some is given up.
+
+_QUERY_SECONDS: Final = 30.0  # a storage that hangs must not keep the caller
+
+
+class LostLocations(NamedTuple):
+    """Locations of a block that miss bytes, by id."""
+
+    key: int
+    location_ids: frozenset[str]
+
+
+class _Part(NamedTuple):
+    key: int
+    location_id: str
+    uri: str
+
+
+async def locations_without_bytes(
+    index: MetaIndex, keys: Sequence[int], storages: StorageProvider
+) -> list[LostLocations]:
+    """Ask the storages of some blocks for their bytes. Of a storage that is not open nothing is known.
+
+    Raises:
+        StorageIOError: a storage cannot be asked.
+    """
+    parts: defaultdict[str, list[_Part]] = defaultdict(list)
+    for key, record in zip(keys, await index.get(keys), strict=True):
+        for location in record.locations if record is not None else ():
+            if location.status is LocationStatus.SERVING:
+                uris = (spec.uri for spec in decode_chunk(location.chunk).specs if spec.uri)
+                parts[location.storage] += [_Part(key, location.id, uri) for uri in uris]
+    lost: defaultdict[int, set[str]] = defaultdict(set)
+    for storage, asked in parts.items():
+        backend = storages.backend(storage)
+        if backend is not None:
+            there = await _find_missing(storage, backend, [part.uri for part in asked])
+            for part, exists in zip(asked, there, strict=True):
+                if not exists:
+                    lost[part.key].add(part.location_id)
+    return [LostLocations(key, frozenset(ids)) for key, ids in lost.items()]
+
+
+def without_lost(
+    old: BlockRecord | None, lost_ids: Collection[str], instance: Instance, due: float
+) -> BlockRecord | None:
+    """Return the record with what lost its bytes marked as deleting, and with it what is worth nothing alone.
+
+    What is still being written is its writer's, and may complete the block. A pin does not bring bytes back.
+    """
+    if old is None:
+        return None
+    serving = {each.id for each in old.locations if each.status is LocationStatus.SERVING}
+    going = serving & set(lost_ids)
+    left = [e for e in old.locations if e.status is not LocationStatus.DELETING and e.id not in going]
+    if not going:
+        return old
+    if not instance.is_readable_with({name for each in left for name in each.spec_names}):
+        going = serving
+
+    def mark(location: Location) -> Location:
+        if location.id not in going or location.status is not LocationStatus.SERVING:
+            return location
+        return location._replace(status=LocationStatus.DELETING, deadline=due)
+
+    return old._replace(locations=tuple(map(mark, old.locations)))
+
+
+async def _find_missing(storage: str, backend: StorageBackend, uris: Sequence[str]) -> list[bool]:
+    try:
+        async with asyncio.timeout(_QUERY_SECONDS):
+            return await backend.exists(uris)
+    except TimeoutError:
+        raise StorageIOError(f"storage {storage!r} did not answer within {_QUERY_SECONDS:g} s: try again") from None
+    except KvcmError:
+        raise
+    except Exception as error:  # whatever it raises, it did not say that the bytes are missing
+        raise StorageIOError(f"storage {storage!r} cannot be asked: {error}") from error
+
 
 GRACE_SECONDS: Final = 600.0
 WITHOUT_PREFIX: Final = "without_prefix"
 WITHOUT_BYTES: Final = "without_bytes"
-
 _SLICE: Final = 128  # blocks looked at without a pause
 _CHECKED_PER_SECOND: Final = 20_000  # blocks whose bytes are asked for
 _LAP_SECONDS: Final = 30.0  # from one background lap to the next, at least
 _IDLE_SECONDS: Final = 1.0
 _MOST_SUSPECTS: Final = 1_000_000  # of all indexes; the rest is found in a later lap
-
 _log = structlog.get_logger("kvcm.reclaim")
-
 OnMarked = Callable[[Instance, Sequence[Change], str], None]
 """Told of blocks that were marked, and of the kind of garbage that they are."""
 
 
-class GarbageCustodian(Protocol):
+class GarbageProvider(Protocol):
     """Knows the indexes, how they are read, and the writers."""
 
-    def indexes(self) -> Iterable[IndexInCustody]:
+    def indexes(self) -> Iterable[IndexHandle]:
         """Return the index of every instance, also of those that are being removed."""
 
     def delay_seconds(self, instance: Instance) -> float:
         """Return how long what served stays readable for those who were given it."""
 
-    async def is_read_in_order(self, uid: int) -> bool:
+    async def is_prefix_match_only(self, uid: int) -> bool:
         """Return whether an instance was read by prefix match alone, through whatever manager."""
 
     async def overdue_sessions(self) -> int:
@@ -103,8 +347,8 @@ class GarbageCollector:
 
     def __init__(
         self,
-        custodian: GarbageCustodian,
-        storages: StorageFinder,
+        custodian: GarbageProvider,
+        storages: StorageProvider,
         clock: Clock,
         *,
         blocks_per_second: int = 2000,
@@ -156,7 +400,7 @@ class GarbageCollector:
         """
         for custody in self._current():
             if self._suspects.get(custody.uid):  # of most there are none
-                await self._judge(custody, _SLICE, dry_run=False)
+                await self._collect_suspects(custody, _SLICE, dry_run=False)
         now = self._clock.now()
         if self._lap is None:
             if now < self._next_lap:
@@ -170,10 +414,10 @@ class GarbageCollector:
     async def _whole_lap(self) -> AsyncIterator[int]:
         for custody in self._current():
             async for page in custody.meta_index.scan(min(_SLICE, max(1, self._blocks_per_second // 4))):
-                await self._look(custody, page)
+                await self._scan(custody, page)
                 yield len(page)
 
-    def _current(self) -> list[IndexInCustody]:
+    def _current(self) -> list[IndexHandle]:
         current = list(self._custodian.indexes())
         for uid in self._suspects.keys() - {custody.uid for custody in current}:
             del self._suspects[uid]
@@ -200,12 +444,12 @@ class GarbageCollector:
         for custody in current:
             async for page in custody.meta_index.scan(_SLICE):
                 counts["blocks"] += len(page)
-                await self._look(custody, page)
+                await self._scan(custody, page)
                 if check_bytes:
                     counts += await self._check_bytes(custody, page, dry_run=dry_run)
                     await self._pause(len(page) / _CHECKED_PER_SECOND)
                 await asyncio.sleep(0)
-            counts += await self._judge(custody, None, dry_run=dry_run)
+            counts += await self._collect_suspects(custody, None, dry_run=dry_run)
         ended = self._custodian.overdue_sessions() if dry_run else self._custodian.expire_sessions()
         counts["expired_sessions"] += await ended
         if not dry_run:
@@ -214,7 +458,7 @@ class GarbageCollector:
 
     # ── blocks whose prefix is gone ──
 
-    async def _look(self, custody: IndexInCustody, keys: Sequence[int]) -> None:
+    async def _scan(self, custody: IndexHandle, keys: Sequence[int]) -> None:
         """Note which blocks have no prefix, and from when on that is garbage."""
         found = await orphans(custody.meta_index, keys)
         suspects, due = self._suspects[custody.uid], self._clock.now() + GRACE_SECONDS
@@ -225,14 +469,14 @@ class GarbageCollector:
             elif not is_full:
                 suspects.setdefault(key, due)
 
-    async def _judge(self, custody: IndexInCustody, most: int | None, *, dry_run: bool) -> Counter[str]:
+    async def _collect_suspects(self, custody: IndexHandle, most: int | None, *, dry_run: bool) -> Counter[str]:
         """Collect what is due in an index, the first `most` suspects at most."""
         suspects, now = self._suspects[custody.uid], self._clock.now()
         due = list(islice(takewhile(lambda key: suspects[key] <= now, suspects), most))  # first seen, first judged
         counts: Counter[str] = Counter()
         if not due:
             return counts
-        if not await self._custodian.is_read_in_order(custody.uid):
+        if not await self._custodian.is_prefix_match_only(custody.uid):
             suspects.clear()
             return counts
         for start in range(0, len(due), _SLICE):
@@ -246,15 +490,15 @@ class GarbageCollector:
             await asyncio.sleep(0)
         return counts
 
-    async def _collect_chain(self, custody: IndexInCustody, top: int, *, dry_run: bool) -> Counter[str]:
-        chain = Chain(custody.meta_index, top, self._clock, self._custodian.delay_seconds(custody.instance))
+    async def _collect_chain(self, custody: IndexHandle, top: int, *, dry_run: bool) -> Counter[str]:
+        chain = OrphanChain(custody.meta_index, top, self._clock, self._custodian.delay_seconds(custody.instance))
         if dry_run:
             blocks, size_bytes = await chain.count()
             return Counter(without_prefix=blocks, freed_bytes=size_bytes)
         counts: Counter[str] = Counter()
         async for changes in chain.mark():
-            counts[WITHOUT_PREFIX] += sum(bool(went(change.old, change.new)) for change in changes)
-            counts["freed_bytes"] += self._told(custody.instance, changes, WITHOUT_PREFIX)
+            counts[WITHOUT_PREFIX] += sum(bool(newly_deleting(change.old, change.new)) for change in changes)
+            counts["freed_bytes"] += self._report(custody.instance, changes, WITHOUT_PREFIX)
         # If it stays, a writer or a pin holds it or something behind it: looked at again after another grace.
         suspects = self._suspects[custody.uid]
         suspects.pop(top, None)
@@ -264,18 +508,18 @@ class GarbageCollector:
 
     # ── locations whose bytes are missing ──
 
-    async def _check_bytes(self, custody: IndexInCustody, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
+    async def _check_bytes(self, custody: IndexHandle, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
         lost = await locations_without_bytes(custody.meta_index, keys, self._storages)
         if not lost:
             return Counter()
         changes = await self._without(custody, lost, dry_run=dry_run)
-        marked = [location for change in changes for location in went(change.old, change.new)]
+        marked = [location for change in changes for location in newly_deleting(change.old, change.new)]
         if not dry_run:
             self.found[WITHOUT_BYTES] += len(marked)
-            self._told(custody.instance, changes, WITHOUT_BYTES)
+            self._report(custody.instance, changes, WITHOUT_BYTES)
         return Counter(without_bytes=len(marked), freed_bytes=sum(each.size_bytes for each in marked))
 
-    async def _without(self, custody: IndexInCustody, lost: Sequence[Lost], *, dry_run: bool) -> list[Change]:
+    async def _without(self, custody: IndexHandle, lost: Sequence[LostLocations], *, dry_run: bool) -> list[Change]:
         instance, ids = custody.instance, {each.key: each.location_ids for each in lost}
         due = self._clock.now() + self._custodian.delay_seconds(instance)
         if dry_run:
@@ -285,7 +529,7 @@ class GarbageCollector:
             ids, lambda key, old: without_lost(old, ids[key], instance, due)
         )
 
-    def _told(self, instance: Instance, changes: Sequence[Change], kind: str) -> int:
+    def _report(self, instance: Instance, changes: Sequence[Change], kind: str) -> int:
         """Tell who listens, and return the bytes of what was marked."""
         self._on_marked(instance, changes, kind)
-        return sum(location.size_bytes for change in changes for location in went(change.old, change.new))
+        return sum(location.size_bytes for change in changes for location in newly_deleting(change.old, change.new))

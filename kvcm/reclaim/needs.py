@@ -8,19 +8,148 @@ what goes there counts for the group's total, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import GlobalQuota, InstanceGroup
-from kvcm.model.locations import Location, Place
+from kvcm.model.instances import Instance
+from kvcm.model.locations import Location, StorageKey
 from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.reclaim.holdings import GroupHoldings, Holding, Wanted
+from kvcm.reclaim.background import IndexHandle
 from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
+from kvcm.registry.registry import Registry
 
-__all__ = ["Holding", "Label", "Limits", "Need", "Reason", "needs"]
+__all__ = [
+    "GroupUsage",
+    "GroupUsageSource",
+    "InstanceUsage",
+    "Label",
+    "Limits",
+    "PlaceFilter",
+    "Reason",
+    "ReclaimNeed",
+    "UsageReader",
+    "WatermarkCheck",
+    "needs",
+]
+
+# What instances hold, without what is already being deleted, and the sums of it by group.
+#
+# A look asks again after every batch that it marked; mostly nothing else has changed by then, nor from one look to the
+# next. So what is known of an index is kept until that is changed; of an index that other managers change, too,
+# nothing is kept.
+
+PlaceFilter = Callable[[StorageKey], bool]
+"""Whether what lies at a place helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUsage:
+    """What one instance holds, without what is already being deleted.
+
+    Attributes:
+        uid: number of its registration.
+        instance: the registration.
+        group: its group, as it is configured now.
+        remaining: bytes by place.
+        keys: blocks.
+        max_keys: most blocks that it may have.
+    """
+
+    uid: int
+    instance: Instance
+    group: InstanceGroup
+    remaining: Mapping[StorageKey, int]
+    keys: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, custody: IndexHandle, group: InstanceGroup) -> InstanceUsage:
+        """Return what an index of a group holds now."""
+        index = custody.meta_index
+        deleting = index.deleting_bytes
+        remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
+        keys = index.key_count - index.deleting_keys
+        max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
+        return cls(custody.uid, custody.instance, group, remaining, keys, max_keys)
+
+    def bytes(self, wanted: PlaceFilter) -> int:
+        """Return the bytes at wanted places."""
+        return sum(size for place, size in self.remaining.items() if wanted(place))
+
+
+class GroupUsage(NamedTuple):
+    """What the instances of one group hold together.
+
+    Attributes:
+        group: as it is configured now.
+        members: what each of them holds.
+        largest_block: bytes of the largest block of any of them.
+        total: bytes.
+        by_type: bytes by storage type.
+        by_storage: bytes by storage.
+    """
+
+    group: InstanceGroup
+    members: Sequence[InstanceUsage]
+    largest_block: int
+    total: int
+    by_type: Mapping[StorageType, int]
+    by_storage: Mapping[str, int]
+
+    @classmethod
+    def of(cls, members: Sequence[InstanceUsage]) -> GroupUsage:
+        """Return the sums over one or more instances of one group."""
+        by_type: dict[StorageType, int] = {}
+        by_storage: dict[str, int] = {}
+        total = 0
+        for holding in members:
+            for (storage, storage_type), size in holding.remaining.items():
+                by_type[storage_type] = by_type.get(storage_type, 0) + size
+                by_storage[storage] = by_storage.get(storage, 0) + size
+                total += size
+        largest = max(holding.instance.block_bytes for holding in members)
+        return cls(members[0].group, members, largest, total, by_type, by_storage)
+
+
+class _CachedUsage(NamedTuple):
+    """A holding, and the index as it was when that was looked at."""
+
+    meta_index: MetaIndex
+    generation: int
+    holding: InstanceUsage
+
+    def is_of(self, index: MetaIndex, group: InstanceGroup) -> bool:
+        """Return whether it holds for an index of a group as both are now."""
+        return self.generation == index.generation and self.meta_index is index and self.holding.group is group
+
+
+class UsageReader:
+    """Looks at what indexes hold, and remembers it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _CachedUsage] = {}
+
+    def of(self, custodies: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
+        """Return what each index holds now; of what did not change the very same object as before.
+
+        Args:
+            custodies: all indexes, each with its group: what is left out is forgotten.
+        """
+        known, self._known = self._known, {}
+        return [self._of(custody, group, known.get(custody.uid)) for custody, group in custodies]
+
+    def _of(self, custody: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
+        index = custody.meta_index
+        if known is None or not known.is_of(index, group):
+            known = _CachedUsage(index, index.generation, InstanceUsage.of(custody, group))
+        if not index.is_shared:
+            self._known[custody.uid] = known
+        return known.holding
 
 
 class Reason(Enum):
@@ -44,14 +173,14 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ReclaimNeed:
     """Something that has to go.
 
     Attributes:
         reason: the mark that was crossed.
         amount: bytes, or blocks where `counts_blocks`.
-        wanted: places whose bytes help.
-        holdings: from whose instances it may be taken.
+        filter: places whose bytes help.
+        usages: from whose instances it may be taken.
         name: of the group, type, storage, instance or global quota whose mark it is.
         payer: the group that gives, where several could.
         counts_blocks: whether the amount is blocks.
@@ -59,8 +188,8 @@ class Need:
 
     reason: Reason
     amount: int
-    wanted: Wanted
-    holdings: Sequence[Holding]
+    filter: PlaceFilter
+    usages: Sequence[InstanceUsage]
     name: str
     payer: str = ""
     counts_blocks: bool = False
@@ -72,14 +201,14 @@ class Need:
 
     def size_of(self, location: Location) -> int:
         """Return how many bytes of the need the end of a location serves."""
-        return location.size_bytes if self.wanted(location.place) else 0
+        return location.size_bytes if self.filter(location.place) else 0
 
 
 Label = tuple[Reason, str]
 """Names a mark."""
 
 
-def needs(holdings: Sequence[Holding], limits: Limits, active: Collection[Label] = ()) -> Iterator[Need]:
+def needs(holdings: Sequence[InstanceUsage], limits: Limits, active: Collection[Label] = ()) -> Iterator[ReclaimNeed]:
     """Yield what has to go, the narrowest level first. Lazily: after serving one, ask again with new holdings.
 
     Args:
@@ -87,22 +216,22 @@ def needs(holdings: Sequence[Holding], limits: Limits, active: Collection[Label]
         limits: above the groups.
         active: marks that were crossed and whose low end was not reached yet.
     """
-    return _Look(holdings, limits, active).needs()
+    return _NeedFinder(holdings, limits, active).needs()
 
 
-class _Look:
+class _NeedFinder:
     """Holdings against limits, once. Every sum is made once, however many storages and quotas ask for it."""
 
-    def __init__(self, holdings: Sequence[Holding], limits: Limits, active: Collection[Label]) -> None:
-        members: dict[str, list[Holding]] = {}
+    def __init__(self, holdings: Sequence[InstanceUsage], limits: Limits, active: Collection[Label]) -> None:
+        members: dict[str, list[InstanceUsage]] = {}
         for holding in holdings:
             members.setdefault(holding.group.name, []).append(holding)
-        self._groups = [GroupHoldings.of(each) for each in members.values()]
+        self._groups = [GroupUsage.of(each) for each in members.values()]
         self._limits = limits
         self._active = active
-        self._on_storage: defaultdict[str, list[GroupHoldings]] = defaultdict(list)
+        self._on_storage: defaultdict[str, list[GroupUsage]] = defaultdict(list)
         self._allowed_on: defaultdict[str, int] = defaultdict(int)
-        self._under_quota: defaultdict[str, list[GroupHoldings]] = defaultdict(list)
+        self._under_quota: defaultdict[str, list[GroupUsage]] = defaultdict(list)
         for group in self._groups:
             self._sort(group)
         self._guarantors: defaultdict[str, dict[str, InstanceGroup]] = defaultdict(dict)
@@ -110,7 +239,7 @@ class _Look:
             for guarantee in configured.storage_guarantees:
                 self._guarantors[guarantee.storage_unique_name][configured.name] = configured
 
-    def _sort(self, held: GroupHoldings) -> None:
+    def _sort(self, held: GroupUsage) -> None:
         """Note where a group holds something, and where its blocks need room, whether there are any or not."""
         for name in held.by_storage:
             self._on_storage[name].append(held)
@@ -118,7 +247,7 @@ class _Look:
             self._allowed_on[name] = max(self._allowed_on[name], held.largest_block)
         self._under_quota[held.group.global_quota_group_name].append(held)
 
-    def needs(self) -> Iterator[Need]:
+    def needs(self) -> Iterator[ReclaimNeed]:
         for held in self._groups:
             yield from self._of_types(held)
         for storage in self._limits.storages:
@@ -130,57 +259,57 @@ class _Look:
         for quota in self._limits.quotas:
             yield from self._of_quota(quota)
 
-    def _of_types(self, held: GroupHoldings) -> Iterator[Need]:
+    def _of_types(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         for quota in held.group.quota.quota_config:
             kind = quota.storage_type
             mark, used = type_mark(held.group, kind, held.largest_block), held.by_type.get(kind, 0)
             name = f"{held.group.name}/{kind.kind}"
             yield from self._need(Reason.TYPE, mark, used, held, partial(_is_of_type, kind), name)
 
-    def _of_group(self, held: GroupHoldings) -> Iterator[Need]:
+    def _of_group(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         group, used = held.group, held.total
         yield from self._need(Reason.SIZE, size_mark(group), used, held, _anywhere, group.name)
         mark = group_mark(group, held.largest_block)
         yield from self._need(Reason.GROUP, mark, used, held, _anywhere, group.name)
 
-    def _of_keys(self, held: GroupHoldings) -> Iterator[Need]:
+    def _of_keys(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         for holding in held.members:
             name = holding.instance.instance_id
             excess = self._excess((Reason.KEYS, name), key_mark(held.group, holding.max_keys), holding.keys)
             if excess:
-                yield Need(Reason.KEYS, excess, _anywhere, [holding], name, counts_blocks=True)
+                yield ReclaimNeed(Reason.KEYS, excess, _anywhere, [holding], name, counts_blocks=True)
 
-    def _of_storage(self, storage: StorageConfig) -> Iterator[Need]:
+    def _of_storage(self, storage: StorageConfig) -> Iterator[ReclaimNeed]:
         name = storage.global_unique_name
         users = [(held, used) for held in self._on_storage.get(name, ()) if (used := held.by_storage[name])]
         mark = storage_mark(storage, self._allowed_on.get(name, 0))
         guarantees = {each.name: each.guaranteed_on(storage) for each in self._guarantors.get(name, {}).values()}
         wanted = partial(_is_on, name)
-        yield from self._fair_needs(_Contest(Reason.STORAGE, name, mark, users, wanted, guarantees))
+        yield from self._fair_needs(_SharedMark(Reason.STORAGE, name, mark, users, wanted, guarantees))
 
-    def _of_quota(self, quota: GlobalQuota) -> Iterator[Need]:
+    def _of_quota(self, quota: GlobalQuota) -> Iterator[ReclaimNeed]:
         drawing = self._under_quota.get(quota.name, ())
         mark = global_mark(quota, max((held.largest_block for held in drawing), default=0))
         users = [(held, held.total) for held in drawing if held.total]
-        yield from self._fair_needs(_Contest(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
+        yield from self._fair_needs(_SharedMark(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
 
     def _excess(self, label: Label, mark: Mark | None, used: int) -> int:
         return mark.excess(used, is_active=label in self._active) if mark is not None else 0
 
     def _need(
-        self, reason: Reason, mark: Mark | None, used: int, held: GroupHoldings, wanted: Wanted, name: str
-    ) -> Iterator[Need]:
+        self, reason: Reason, mark: Mark | None, used: int, held: GroupUsage, wanted: PlaceFilter, name: str
+    ) -> Iterator[ReclaimNeed]:
         excess = self._excess((reason, name), mark, used)
         if excess:
-            yield Need(reason, excess, wanted, held.members, name)
+            yield ReclaimNeed(reason, excess, wanted, held.members, name)
 
-    def _fair_needs(self, contest: _Contest) -> Iterator[Need]:
+    def _fair_needs(self, contest: _SharedMark) -> Iterator[ReclaimNeed]:
         """Take from the groups that use most above what they are entitled to: their guarantee, and an equal share of
         what nobody is guaranteed. Each gives what is above that; the group that is furthest above gives first, and
         the next one where that has nothing to give."""
         reason, name, mark, users, wanted, guarantees = contest
         total = sum(used for _, used in users)
-        excess = self._excess((reason, name), mark, total + contest.kept_bytes)
+        excess = self._excess((reason, name), mark, total + contest.reserved_bytes)
         if not excess or mark is None or not users:
             return
         share = max(0, mark.low - sum(guarantees.values())) // len(users)
@@ -189,14 +318,14 @@ class _Look:
             ((most, held) for most, held in above if most > 0), key=lambda payer: (-payer[0], payer[1].group.name)
         )
         for most, held in payers:
-            yield Need(reason, min(excess, most), wanted, held.members, name, held.group.name)
+            yield ReclaimNeed(reason, min(excess, most), wanted, held.members, name, held.group.name)
         # Nobody gives what is guaranteed to him for a guarantee that is not used: only where too much is used.
         rest = min(excess - sum(most for most, _ in payers), mark.excess(total))
         if rest > 0:  # guarantees that together exceed the mark, and are used
-            yield Need(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
+            yield ReclaimNeed(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
 
 
-class _Contest(NamedTuple):
+class _SharedMark(NamedTuple):
     """Groups that use one thing.
 
     Attributes:
@@ -211,24 +340,190 @@ class _Contest(NamedTuple):
     reason: Reason
     name: str
     mark: Mark | None
-    users: Sequence[tuple[GroupHoldings, int]]
-    wanted: Wanted
+    users: Sequence[tuple[GroupUsage, int]]
+    wanted: PlaceFilter
     guarantees: Mapping[str, int]
 
     @property
-    def kept_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes that are guaranteed and not used: nobody else may use them."""
         used = {held.group.name: size for held, size in self.users}
         return sum(max(0, size - used.get(name, 0)) for name, size in self.guarantees.items())
 
 
-def _anywhere(_place: Place) -> bool:
+def _anywhere(_place: StorageKey) -> bool:
     return True
 
 
-def _is_of_type(kind: StorageType, place: Place) -> bool:
+def _is_of_type(kind: StorageType, place: StorageKey) -> bool:
     return place.storage_type is kind
 
 
-def _is_on(name: str, place: Place) -> bool:
+def _is_on(name: str, place: StorageKey) -> bool:
     return place.storage == name
+
+
+# Whether a write has left its group above a mark: what wakes the reclaimer before its time.
+#
+# It goes by what the ledger knows, which counts what is being deleted and, over a shared store, what is only reserved
+# yet: it may wake the reclaimer once too often, never too seldom. Every write asks, so what follows from the settings
+# is worked out when they change.
+
+_NO_MARK = 1 << 63  # more bytes than there are
+
+
+class GroupUsageSource(Protocol):
+    """Knows what groups hold: at least what they use."""
+
+    def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
+        """Return the bytes that a group holds, by place."""
+
+    def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
+        """Return the bytes on a storage, by group."""
+
+    def bytes_by_group(self) -> Mapping[str, int]:
+        """Return the bytes of every group that shares a global quota."""
+
+
+class _OnStorage(NamedTuple):
+    """The mark of a storage with a capacity, and what groups are guaranteed on it."""
+
+    mark: Mark
+    guaranteed: Mapping[str, int]
+
+
+class _QuotaMark(NamedTuple):
+    """The mark of a global quota, and the groups that draw from it."""
+
+    mark: Mark
+    group_names: Sequence[str]
+
+
+class _GroupMarks(NamedTuple):
+    """What the holdings of a group are compared with.
+
+    Attributes:
+        group: as configured when this was worked out.
+        total: most bytes.
+        by_type: most bytes on storage types that have a mark.
+        keys: most blocks of an instance, None without a mark.
+        storages: with a mark; the most bytes on each, and what groups are guaranteed there.
+        quota: the global quota, None without a mark.
+    """
+
+    group: InstanceGroup
+    total: int
+    by_type: Sequence[tuple[StorageType, int]]
+    keys: int | None
+    storages: Sequence[tuple[str, int, Mapping[str, int]]]
+    quota: _QuotaMark | None
+
+
+class WatermarkCheck:
+    """Compares what groups hold with the marks that concern them.
+
+    Args:
+        registry: groups, storages, global quotas, instances.
+        held: returns who knows what groups hold.
+        key_counts: returns the blocks of each instance of a group.
+    """
+
+    def __init__(
+        self, registry: Registry, held: Callable[[], GroupUsageSource], key_counts: Callable[[str], Iterable[int]]
+    ) -> None:
+        self._registry = registry
+        self._held = held
+        self._key_counts = key_counts
+        self._generation = -1
+        self._blocks: Mapping[str, int] = {}
+        self._storages: Mapping[str, _OnStorage] = {}
+        self._quotas: Mapping[str, _QuotaMark] = {}
+        self._watches: dict[str, _GroupMarks] = {}
+
+    def is_above_a_mark(self, group: InstanceGroup) -> bool:
+        """Return whether what is held is above a mark that concerns a group, which has just written."""
+        if self._generation != self._registry.generation:
+            self._generation = self._registry.generation
+            self._read()
+        watch = self._watches.get(group.name)
+        if watch is None or watch.group is not group:
+            watch = self._watches[group.name] = self._watch(group)
+        held = self._held()
+        by_place = held.group_bytes(group.name)
+        if sum(by_place.values()) > watch.total:
+            return True
+        for kind, most in watch.by_type:  # every write passes here: generators would take longer than what they look at
+            if _on_type(by_place, kind) > most:
+                return True
+        for name, most, kept in watch.storages:
+            if _claimed_bytes(group.name, held.bytes_on_storage(name), kept) > most:
+                return True
+        if watch.keys is not None and max(self._key_counts(group.name), default=0) > watch.keys:
+            return True
+        return watch.quota is not None and _quota_usage(watch.quota, held.bytes_by_group()) > watch.quota.mark.high
+
+    def _watch(self, group: InstanceGroup) -> _GroupMarks:
+        block, drawn = self._blocks.get(group.name, 0), self._quotas.get(group.global_quota_group_name)
+        totals = [mark.high for mark in (group_mark(group, block), size_mark(group)) if mark is not None]
+        kinds = [quota.storage_type for quota in group.quota.quota_config]
+        marks = [(kind, mark.high) for kind in kinds if (mark := type_mark(group, kind, block)) is not None]
+        keys = key_mark(group, group.cache_config.meta_indexer_config.max_key_count)
+        shared = [(name, self._storages[name]) for name in group.storage_candidates if name in self._storages]
+        return _GroupMarks(
+            group,
+            min(totals, default=_NO_MARK),
+            marks,
+            keys.high if keys is not None else None,
+            [(name, mark.high, kept) for name, (mark, kept) in shared],
+            drawn,
+        )
+
+    def _read(self) -> None:
+        groups = self._registry.groups.all()
+        blocks: defaultdict[str, int] = defaultdict(int)
+        for instance in self._registry.instances.all():
+            name = instance.instance_group_name
+            blocks[name] = max(blocks[name], instance.block_bytes)
+        self._blocks = blocks
+        on_storages = ((each, _on_storage(each, groups, blocks)) for each in self._registry.storages.all())
+        self._storages = {each.global_unique_name: found for each, found in on_storages if found is not None}
+        drawn = ((quota, _quota_mark(quota, groups, blocks)) for quota in self._registry.quotas.all())
+        self._quotas = {quota.name: found for quota, found in drawn if found is not None}
+        self._watches = {}
+
+
+def _on_type(by_place: Mapping[StorageKey, int], kind: StorageType) -> int:
+    return sum([size for place, size in by_place.items() if place.storage_type is kind])
+
+
+def _quota_usage(drawn: _QuotaMark, by_group: Mapping[str, int]) -> int:
+    return sum([by_group.get(name, 0) for name in drawn.group_names])
+
+
+def _claimed_bytes(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, int]) -> int:
+    """Return the bytes on a storage that a writer has to reckon with: what is used, and what is kept for others. Within
+    its own guarantee it takes nothing that is kept for anybody."""
+    total = sum(by_group.values())
+    if by_group.get(writer, 0) <= guaranteed.get(writer, 0):
+        return total
+    return total + sum(max(0, size - by_group.get(name, 0)) for name, size in guaranteed.items())
+
+
+def _on_storage(
+    storage: StorageConfig, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]
+) -> _OnStorage | None:
+    users = [group.name for group in groups if storage.global_unique_name in group.storage_candidates]
+    guarantors = (group for group in groups if group.storage_guarantees)  # few of many
+    guaranteed = {group.name: size for group in guarantors if (size := group.guaranteed_on(storage))}
+    mark = storage_mark(storage, _largest(blocks, users))
+    return _OnStorage(mark, guaranteed) if mark is not None else None
+
+
+def _quota_mark(quota: GlobalQuota, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _QuotaMark | None:
+    names = [group.name for group in groups if group.global_quota_group_name == quota.name]
+    mark = global_mark(quota, _largest(blocks, names))
+    return _QuotaMark(mark, names) if mark is not None else None
+
+
+def _largest(blocks: Mapping[str, int], names: Iterable[str]) -> int:
+    return max((blocks.get(name, 0) for name in names), default=0)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -24,33 +26,344 @@ from kvcm.index.meta_index import Change, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup, PrefixClass
-from kvcm.model.locations import BlockRecord
-from kvcm.reclaim.batch import Batch
-from kvcm.reclaim.chains import Chains
-from kvcm.reclaim.custody import IndexInCustody
-from kvcm.reclaim.evicted import Evicted, ReclaimStats
-from kvcm.reclaim.holdings import Holding, Holdings
-from kvcm.reclaim.lanes import OrderPlan
-from kvcm.reclaim.marking import Eviction, marked
-from kvcm.reclaim.needs import Label, Limits, Need, Reason, needs
-from kvcm.reclaim.orders import TRIGGER_SECONDS, Order, Orders
-from kvcm.reclaim.servings import Payment, Serving, Servings, payment_of
-from kvcm.reclaim.shares import Shares
-from kvcm.reclaim.turns import Turns
-from kvcm.reclaim.victims import Goal, Source, Walk, choose, choose_expired
-from kvcm.reclaim.window_order import WindowOrder
-from kvcm.reclaim.windows import WindowWalk
+from kvcm.model.instances import Instance
+from kvcm.model.locations import BlockRecord, Location
+from kvcm.reclaim.background import IndexHandle, Pacer
+from kvcm.reclaim.eviction_order import TRIGGER_SECONDS, EvictionOrders, Order, OrderPlan, WindowOrder, WindowScan
+from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, UsageReader, needs
+from kvcm.reclaim.victims import (
+    Chains,
+    Eviction,
+    Goal,
+    ScanState,
+    ShareOrder,
+    Source,
+    Victim,
+    marked,
+    newly_deleting,
+    select_expired,
+    select_victims,
+)
+from kvcm.store.store import Table
+from kvcm.telemetry.metrics import AGES, Histogram
 
-__all__ = ["Reclaimer"]
+__all__ = [
+    "EvictionRecord",
+    "NeedProgress",
+    "NeedQueue",
+    "Payment",
+    "ReclaimStats",
+    "Reclaimer",
+    "VictimBatch",
+    "VictimMarker",
+    "WakeBroadcast",
+    "payment_of",
+]
+
+# Victims of one choice, gathered and marked together.
+
+_BLOCKS = 32  # the longest that requests wait for
+_SHARED_BLOCKS = 256
+
+
+class VictimMarker(Protocol):
+    """Marks victims, and tells of that."""
+
+    def indexes(self) -> dict[int, MetaIndex]:
+        """Return the indexes by uid."""
+
+    async def mark(
+        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
+    ) -> list[tuple[str, Change]]:
+        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
+
+    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
+        """Count and publish what was marked; return the number of blocks."""
+
+
+class VictimBatch:
+    """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
+    memory, too, a few at a time cost half of one by one.
+
+    Args:
+        reclaimer: marks them.
+        need: what they are for.
+
+    Attributes:
+        indexes: by uid.
+        is_shared: whether other managers change an index too.
+        most: blocks of a batch.
+    """
+
+    def __init__(self, reclaimer: VictimMarker, need: ReclaimNeed) -> None:
+        self._reclaimer = reclaimer
+        self._need = need
+        self.indexes = reclaimer.indexes()
+        self.is_shared = any(self.indexes[holding.uid].is_shared for holding in need.usages)
+        self.most = _SHARED_BLOCKS if self.is_shared else _BLOCKS
+        self._gathered: dict[int, tuple[Source, dict[int, Eviction]]] = {}
+        self._marked: dict[int, tuple[Source, list[tuple[str, Change]]]] = {}
+
+    def add(self, victim: Victim) -> None:
+        """Keep a victim for the end."""
+        source, eviction, _ = victim
+        _, evictions = self._gathered.setdefault(source.holding.uid, (source, {}))
+        known = evictions.get(eviction.key, eviction)  # a block may give one copy after another
+        evictions[eviction.key] = eviction._replace(location_ids=known.location_ids | eviction.location_ids)
+
+    async def yield_to_requests(self) -> None:
+        """Let requests run. Of an index of this process what was chosen is marked before: its order has let go of it.
+        What others share changes under the choice anyway, and the compare-and-set decides."""
+        if not self.is_shared:
+            await self._mark_gathered()
+        await asyncio.sleep(0)
+
+    async def _mark_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        try:
+            for uid, (source, evictions) in gathered.items():
+                _, blocks = self._marked.setdefault(uid, (source, []))
+                blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
+        finally:
+            for source, _ in gathered.values():
+                await source.order.settle()
+
+    async def finish(self) -> int:
+        """Mark what was gathered; return how many blocks were marked in all."""
+        try:
+            await self._mark_gathered()
+        finally:  # what was marked before a failure is told as well
+            blocks = [
+                self._reclaimer.report(self._need, source.holding, marked_blocks)
+                for source, marked_blocks in self._marked.values()
+            ]
+        return sum(blocks)
+
+
+# The needs of one look, served batch by batch, one need after the other.
+#
+# A group that is written to without a pause always needs something. Others do not wait until it needs nothing: needs
+# take turns. What a narrow mark still evicts counts for the wider ones, so a wide need has its turn for what goes
+# beyond that.
+
+Payment = tuple[Label, str]
+"""A mark, and the group that pays."""
+
+
+class NeedProgress(NamedTuple):
+    """One need, from batch to batch.
+
+    Attributes:
+        uids: of the instances that pay.
+        shares: which of them is next.
+        scan: where the last batch stopped.
+    """
+
+    uids: frozenset[int]
+    shares: ShareOrder
+    scan: ScanState
+
+
+class NeedQueue:
+    """Which need is next, and what is known of each from the batches before.
+
+    Args:
+        hopeless: what cannot be served; kept by whoever looks again.
+    """
+
+    def __init__(self, hopeless: set[Payment]) -> None:
+        self._hopeless = hopeless
+        self._held_back: set[Payment] = set()
+        self._servings: dict[Payment, NeedProgress] = {}
+        self._gave: set[Payment] = set()
+        self._batches = 0
+        self._last_batch: dict[Payment, int] = {}
+
+    def next(self, found: Sequence[ReclaimNeed]) -> ReclaimNeed | None:
+        """Return the need that is worth a try and was not served for the longest time, None when there is none.
+
+        Args:
+            found: the narrowest level first. The amount of what is returned is without what those before it take.
+        """
+        done = self._hopeless | self._held_back
+        remaining = _without_overlap([need for need in found if payment_of(need) not in done])
+        return min(remaining, key=lambda need: self._last_batch.get(payment_of(need), 0), default=None)
+
+    def of(self, need: ReclaimNeed, now: float) -> NeedProgress:
+        """Return the serving of a need; a new one when others pay than before."""
+        uids = frozenset(holding.uid for holding in need.usages)
+        serving = self._servings.get(payment_of(need))
+        if serving is None or serving.uids != uids:
+            serving = self._servings[payment_of(need)] = NeedProgress(uids, ShareOrder(need, now), ScanState())
+        return serving
+
+    def record(self, need: ReclaimNeed, blocks: int, *, is_held_back: bool) -> None:
+        """Note what a batch gave. A walk that gave something and came to its end is made once more: blocks behind it
+        have become ends of chains."""
+        payment = payment_of(need)
+        self._batches += 1
+        self._last_batch[payment] = self._batches
+        if blocks:
+            self._gave.add(payment)
+        elif is_held_back:
+            self._held_back.add(payment)
+        elif payment in self._gave:
+            self._gave.discard(payment)
+            del self._servings[payment]
+        else:
+            self._hopeless.add(payment)
+
+
+def _without_overlap(found: Sequence[ReclaimNeed]) -> Iterator[ReclaimNeed]:
+    """Yield needs, each without what those before it may take of the same groups, or for the same mark: up to a block
+    more than their amounts, since they take whole blocks."""
+    of_group: Counter[str] = Counter()
+    of_mark: Counter[Label] = Counter()
+    counting_blocks: set[str] = set()
+    for need in found:
+        groups = {holding.group.name for holding in need.usages}
+        amount = need.amount - of_mark[need.label] - sum(of_group[name] for name in groups)
+        # Blocks and bytes cannot be compared: who counts one waits for who counts the other.
+        if need.counts_blocks:
+            amount = 0 if any(of_group[name] for name in groups) else need.amount
+        elif groups & counting_blocks:
+            amount = 0
+        if amount <= 0:
+            continue
+        if need.counts_blocks:
+            counting_blocks |= groups
+        else:
+            most = amount + max(holding.instance.block_bytes for holding in need.usages)
+            of_mark[need.label] += most
+            of_group.update(dict.fromkeys(groups, most))
+        yield replace(need, amount=amount)
+
+
+def payment_of(need: ReclaimNeed) -> Payment:
+    """Return what a need is told from others by."""
+    return need.label, need.payer
+
+
+# What the reclaimer tells of its work: every compare-and-set, and sums.
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRecord:
+    """What one compare-and-set marked in one instance, for one reason.
+
+    Attributes:
+        instance: the instance.
+        need: what it was for.
+        policy: that chose it.
+        changes: of its index.
+        delay_seconds: until the bytes may go.
+    """
+
+    instance: Instance
+    need: ReclaimNeed
+    policy: str
+    changes: Sequence[Change]
+    delay_seconds: float
+
+    @property
+    def locations(self) -> list[Location]:
+        """What was marked."""
+        return [location for change in self.changes for location in newly_deleting(change.old, change.new)]
+
+
+@dataclass(slots=True)
+class ReclaimStats:
+    """Counts since the manager started; keys are (group, policy, reason).
+
+    Attributes:
+        unmet: what the last look could not bring below its mark, by reason: all that is left is pinned or in use.
+        ages: seconds since some of the evicted blocks were read.
+        rounds: seconds that looks took.
+    """
+
+    evicted_keys: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    evicted_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    submitted_blocks: int = 0
+    submitted_locations: int = 0
+    looks: int = 0
+    unmet: Counter[str] = field(default_factory=Counter)
+    ages: Histogram = field(default_factory=lambda: Histogram(AGES))
+    rounds: Histogram = field(default_factory=Histogram)
+
+    def record(self, evicted: EvictionRecord) -> None:
+        """Count what was marked."""
+        label = (evicted.instance.instance_group_name, evicted.policy, evicted.need.reason.value)
+        locations = evicted.locations
+        self.evicted_keys[label] += len(evicted.changes)
+        self.evicted_bytes[label] += sum(location.size_bytes for location in locations)
+        self.submitted_blocks += len(evicted.changes)
+        self.submitted_locations += len(locations)
+
+
+# How a manager that does not lead wakes the one that does: over a document of the store that they share.
+#
+# A write that crosses a mark, or is refused, may be served by any manager, and eviction is a duty of the leader.
+# Whoever has something to tell changes the document; the leader asks for the table's version twenty times a second,
+# which costs the store next to nothing, and looks when it has changed.
+
+_DOCUMENT = "wake"
+_SECONDS = 0.05
+
+
+class WakeBroadcast:
+    """Wakes the leader's reclaimer.
+
+    Args:
+        table: for this purpose alone.
+        wake: wakes the reclaimer of this manager.
+        is_leader: whether that is the one that evicts.
+    """
+
+    def __init__(self, table: Table, wake: Callable[[], None], is_leader: Callable[[], bool]) -> None:
+        self._table = table
+        self._wake = wake
+        self._is_leader = is_leader
+        self._is_pressed = False
+        self._version: int | None = None
+
+    def request(self, _group_name: str = "") -> None:
+        """A write crossed a mark or was refused. Never waits: the leader hears of it within a moment."""
+        if self._is_leader():
+            self._wake()
+        else:
+            self._is_pressed = True
+
+    async def run(self) -> None:
+        """Tell and hear, until cancelled."""
+        while True:
+            await self.exchange()
+            await asyncio.sleep(_SECONDS)
+
+    async def exchange(self) -> None:
+        """Tell the leader what was pressed here, or hear what was pressed elsewhere.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        if self._is_leader():
+            version = await self._table.version()
+            if self._is_pressed or version != self._version:
+                self._is_pressed, self._version = False, version
+                self._wake()
+        elif self._is_pressed:
+            known = await self._table.get(_DOCUMENT)
+            following = (int.from_bytes(known or b"") + 1) % (1 << 64)
+            await self._table.replace(_DOCUMENT, known, following.to_bytes(8))
+            self._is_pressed = False  # if another manager was faster, it told the leader for both
+
 
 _STEP_SECONDS = 0.1  # between looks of a group that a step limit holds back
-_BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
+_BETWEEN_ROUNDS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
 _MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
 _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
-_LOOK_SECONDS = 1.0  # then it begins anew, with instances, ages and settings as they are now
+_ROUND_SECONDS = 1.0  # then it begins anew, with instances, ages and settings as they are now
 _AGES_PER_BATCH = 16  # of evicted blocks
-
 _log = structlog.get_logger("kvcm.reclaim")
 
 
@@ -69,13 +382,13 @@ class Reclaimer:
 
     def __init__(
         self,
-        indexes: Callable[[], Iterable[IndexInCustody]],
+        indexes: Callable[[], Iterable[IndexHandle]],
         find_group: Callable[[str], InstanceGroup | None],
         limits: Callable[[], Limits],
         clock: Clock,
-        on_evicted: Callable[[Evicted], None] = lambda _evicted: None,
+        on_evicted: Callable[[EvictionRecord], None] = lambda _evicted: None,
         random: Random | None = None,
-        turns: Turns | None = None,
+        turns: Pacer | None = None,
     ) -> None:
         self._indexes = indexes
         self._find_group = find_group
@@ -83,16 +396,16 @@ class Reclaimer:
         self._clock = clock
         self._on_evicted = on_evicted
         self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
-        self._turns = turns if turns is not None else Turns()
-        self._following = Orders(find_group, partial(_window_order, clock, self._random))
+        self._turns = turns if turns is not None else Pacer()
+        self._following = EvictionOrders(find_group, partial(_window_order, clock, self._random))
         self._orders: Mapping[int, Order] = {}
-        self._held = Holdings()
-        self._asked: tuple[Sequence[Holding], Limits, Collection[Label]] | None = None
-        self._found: Sequence[Need] = ()
+        self._held = UsageReader()
+        self._asked: tuple[Sequence[InstanceUsage], Limits, Collection[Label]] | None = None
+        self._found: Sequence[ReclaimNeed] = ()
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
-        self._windows: defaultdict[Payment, WindowWalk] = defaultdict(WindowWalk)
+        self._windows: defaultdict[Payment, WindowScan] = defaultdict(WindowScan)
         self._hopeless: set[Payment] = set()
         self._refreshed_at = 0.0
         self._is_leader: Callable[[], bool] = lambda: True
@@ -105,7 +418,7 @@ class Reclaimer:
         """Look at once: a write crossed a mark or was refused, or settings changed."""
         self._wake.set()
 
-    def note_settings(self, generation: int) -> None:
+    def on_settings_changed(self, generation: int) -> None:
         """Look at once if what is configured has changed, whoever did that: it may move a mark."""
         if generation != self._generation:
             self._generation = generation
@@ -123,13 +436,13 @@ class Reclaimer:
                     thorough_at = loop.time() + TRIGGER_SECONDS
                 begin = time.perf_counter()
                 try:
-                    await self.look(is_hasty=is_hasty)
+                    await self.reclaim(is_hasty=is_hasty)
                 except KvcmError as error:  # the store cannot be asked: the next look tries again
                     _log.warning("reclaim_interrupted", reason=str(error))
                 except Exception:
                     _log.exception("reclaim_failed")
                 self.stats.rounds.observe(time.perf_counter() - begin)
-            await asyncio.sleep(_BETWEEN_LOOKS_SECONDS)
+            await asyncio.sleep(_BETWEEN_ROUNDS_SECONDS)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_seconds()):
                     await self._wake.wait()
@@ -138,20 +451,20 @@ class Reclaimer:
     def _pause_seconds(self) -> float:
         if not self._is_leader():  # then it may lead at any moment
             return TRIGGER_SECONDS
-        return _STEP_SECONDS if self.is_held_back else self._following.seconds_between_looks
+        return _STEP_SECONDS if self.is_held_back else self._following.round_seconds
 
-    def follow(self) -> None:
+    def follow_orders(self) -> None:
         """Keep an order of what can be evicted, as the groups say now. A new policy reads the whole index once."""
-        self._following.follow(self._indexes(), self._limits())
+        self._following.update(self._indexes(), self._limits())
         self._orders = self._following.by_uid
 
     async def begin(self) -> None:
         """Do `follow` before anything is served: every block is read, and probes are answered meanwhile. Until this
         returns nobody may change an index."""
-        await self._following.begin(self._indexes(), self._limits())
+        await self._following.build(self._indexes(), self._limits())
         self._orders = self._following.by_uid
 
-    async def look(self, *, is_hasty: bool = False) -> int:
+    async def reclaim(self, *, is_hasty: bool = False) -> int:
         """Bring everything below its mark; return the number of blocks that were marked.
 
         Args:
@@ -162,10 +475,10 @@ class Reclaimer:
         """
         self.stats.looks += 1
         self.stats.unmet.clear()
-        self.follow()
+        self.follow_orders()
         self._stepped.clear()
         for walk in self._windows.values():
-            walk.begin_look()
+            walk.start_round()
         self.is_held_back = False
         if not is_hasty:
             self._hopeless.clear()
@@ -180,8 +493,8 @@ class Reclaimer:
         self._refreshed_at = self._clock.now()
 
     async def _serve_needs(self) -> int:
-        total, servings = 0, Servings(self._hopeless)
-        until = self._clock.now() + _LOOK_SECONDS
+        total, servings = 0, NeedQueue(self._hopeless)
+        until = self._clock.now() + _ROUND_SECONDS
         while self._is_leader():
             if self._clock.now() >= until:
                 self._wake.set()
@@ -189,17 +502,17 @@ class Reclaimer:
             found = self._needs()
             need = servings.next(found)
             if need is None:
-                self._note_unmet(found)
+                self._count_unmet(found)
                 break
             blocks = await self._serve(need, servings.of(need, self._clock.now()))
-            servings.note(need, blocks, is_held_back=self.is_held_back)
+            servings.record(need, blocks, is_held_back=self.is_held_back)
             total += blocks
-            await self._turns.give_way()
+            await self._turns.pause()
             if self._clock.now() >= self._refreshed_at + _REFRESH_SECONDS:  # others write and remove meanwhile
                 await self._refresh()
         return total
 
-    def _note_unmet(self, hopeless: Sequence[Need]) -> None:
+    def _count_unmet(self, hopeless: Sequence[ReclaimNeed]) -> None:
         """Count what is left to do, once per mark whoever could have paid; what a step limit left is done later."""
         if self.is_held_back:
             return
@@ -209,11 +522,11 @@ class Reclaimer:
         for (reason, _), amount in amounts.items():
             self.stats.unmet[reason.value] += amount
 
-    def _holdings(self) -> list[Holding]:
+    def _holdings(self) -> list[InstanceUsage]:
         groups = ((each, self._find_group(each.instance.instance_group_name)) for each in self._indexes())
         return self._held.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
 
-    def _needs(self) -> Sequence[Need]:
+    def _needs(self) -> Sequence[ReclaimNeed]:
         """Return what has to go; found out anew only when something it depends on has changed."""
         asked = (self._holdings(), self._limits(), self._active)
         if asked != self._asked:
@@ -225,36 +538,36 @@ class Reclaimer:
         """Return the indexes by uid."""
         return {custody.uid: custody.meta_index for custody in self._indexes()}
 
-    async def _serve(self, need: Need, serving: Serving) -> int:
+    async def _serve(self, need: ReclaimNeed, serving: NeedProgress) -> int:
         """Mark a batch of victims for a need; return how many blocks were marked, 0 when there are none to be had."""
         allowed = self._step_allowance(need)
         if allowed <= 0:
             self.is_held_back = True
             return 0
-        batch = Batch(self, need)
+        batch = VictimBatch(self, need)
         goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
         if batch.is_shared:
             await self._choose_in_windows(goal, serving.shares, batch)
         else:
-            await choose(goal, await self._sources(need.holdings, batch, 0), serving.shares, batch, serving.walk)
-        return await batch.end()
+            await select_victims(goal, await self._sources(need.usages, batch, 0), serving.shares, batch, serving.scan)
+        return await batch.finish()
 
-    async def _choose_in_windows(self, goal: Goal, shares: Shares, batch: Batch) -> None:
+    async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: VictimBatch) -> None:
         """Look for victims window by window, from where the last batch or look found some, round to where it began."""
         walk = self._windows[payment_of(goal.need)]
-        walk.begin_batch()
+        walk.start_batch()
         for _ in range(_MOST_WINDOWS):
-            sources = await self._sources(goal.need.holdings, batch, walk.window)
-            if sources and await choose(goal, sources, shares, batch, Walk()):
+            sources = await self._sources(goal.need.usages, batch, walk.window)
+            if sources and await select_victims(goal, sources, shares, batch, ScanState()):
                 walk.found()
                 break
             if walk.passed(is_end=not sources):
                 break
 
-    def _step_allowance(self, need: Need) -> int:
+    def _step_allowance(self, need: ReclaimNeed) -> int:
         """Return how many bytes this look may still mark."""
         allowances = [1 << 62]
-        for name, group in {holding.group.name: holding.group for holding in need.holdings}.items():
+        for name, group in {holding.group.name: holding.group for holding in need.usages}.items():
             strategy = group.cache_config.reclaim_strategy
             if strategy.reclaim_step_size:
                 allowances.append(strategy.reclaim_step_size - self._stepped[name])
@@ -263,7 +576,7 @@ class Reclaimer:
                 allowances.append(step - self._stepped[name])
         return min(allowances)
 
-    async def _sources(self, holdings: Sequence[Holding], batch: Batch, window: int) -> list[Source]:
+    async def _sources(self, holdings: Sequence[InstanceUsage], batch: VictimBatch, window: int) -> list[Source]:
         sources = []
         for holding in holdings:
             order = self._orders[holding.uid]
@@ -271,7 +584,7 @@ class Reclaimer:
             if len(order):
                 chains = Chains(batch.indexes[holding.uid], known)
                 if known:
-                    await chains.look_around(known.keys())
+                    await chains.prefetch_families(known.keys())
                 sources.append(Source(holding, order, chains, partial(self._is_over_budget, holding.group)))
         return sources
 
@@ -290,11 +603,11 @@ class Reclaimer:
             if holding.uid in expiring:
                 while blocks := await self._expire_some(holding):
                     total += blocks
-                    await self._turns.give_way()
-                total += await self._expire_behind(holding)
+                    await self._turns.pause()
+                total += await self._expire_windows(holding)
         return total
 
-    async def _expire_behind(self, holding: Holding) -> int:
+    async def _expire_windows(self, holding: InstanceUsage) -> int:
         """Over a shared store what has reached its age may stand behind many blocks that are pinned, or of a class that
         grows older: walk on from where the last look stopped, some windows at a time."""
         order = self._orders.get(holding.uid)
@@ -313,15 +626,15 @@ class Reclaimer:
         self._expiry_windows[holding.uid] = window
         return total
 
-    async def _expire_some(self, holding: Holding, window: int = 0) -> int:
+    async def _expire_some(self, holding: InstanceUsage, window: int = 0) -> int:
         if holding.uid not in self.indexes():
             return 0  # it was removed since the look began
-        need = Need(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
-        batch = Batch(self, need)
+        need = ReclaimNeed(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
+        batch = VictimBatch(self, need)
         goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
         for source in await self._sources([holding], batch, window):
-            await choose_expired(goal, source, batch)
-        return await batch.end()
+            await select_expired(goal, source, batch)
+        return await batch.finish()
 
     async def mark(
         self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
@@ -348,15 +661,15 @@ class Reclaimer:
                 self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
         return marked_blocks
 
-    def tell(self, need: Need, holding: Holding, marked_blocks: Sequence[tuple[str, Change]]) -> int:
+    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
         """Count and publish what was marked; return the number of blocks."""
         by_policy: defaultdict[str, list[Change]] = defaultdict(list)
         for policy, change in marked_blocks:
             by_policy[policy].append(change)
         for policy, changes in by_policy.items():
-            evicted = Evicted(holding.instance, need, policy, changes, _delay_seconds(holding.group))
+            evicted = EvictionRecord(holding.instance, need, policy, changes, _delay_seconds(holding.group))
             self._stepped[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
-            self.stats.note(evicted)
+            self.stats.record(evicted)
             self._on_evicted(evicted)
         return len(marked_blocks)
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
@@ -28,27 +28,24 @@ from kvcm.index.meta_index import MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.locations import BlockRecord, decode_chunk
-from kvcm.model.names import path_component
-from kvcm.reclaim.custody import IndexInCustody, StorageFinder
-from kvcm.storage.backend import ObjectPage, StorageBackend, StoredObject
-from kvcm.storage.packing import object_name, owner_of, slot_count
+from kvcm.model.uri import path_component
+from kvcm.reclaim.background import IndexHandle, StorageProvider
+from kvcm.storage.backend import ObjectBatch, StorageBackend, StoredObject, object_name, owner_of, slot_count
 
-__all__ = ["ScrubCustodian", "ScrubReport", "StorageScrubber"]
+__all__ = ["PoolLeaks", "PoolUsageSource", "ScrubIndexProvider", "ScrubReport", "StorageScrubber"]
 
 WITHOUT_METADATA: Final = "without_metadata"
-
 _DEFAULT_AGE_SECONDS: Final = 3600
 _MOST_SUSPECTS: Final = 100_000
 _AT_ONCE: Final = 256  # objects between the second look and their deletion
 _SLICE: Final = 32  # blocks read without a pause
-
 _log = structlog.get_logger("kvcm.reclaim")
 
 
-class ScrubCustodian(Protocol):
+class ScrubIndexProvider(Protocol):
     """Knows the indexes."""
 
-    def indexes(self) -> Iterable[IndexInCustody]:
+    def indexes(self) -> Iterable[IndexHandle]:
         """Return the index of every instance, also of those that are being removed."""
 
     async def unreadable_instances(self) -> Sequence[str]:
@@ -89,7 +86,7 @@ class StorageScrubber:
         cluster_id: of this deployment.
     """
 
-    def __init__(self, custodian: ScrubCustodian, storages: StorageFinder, clock: Clock, cluster_id: str) -> None:
+    def __init__(self, custodian: ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str) -> None:
         self._custodian = custodian
         self._storages = storages
         self._clock = clock
@@ -154,7 +151,7 @@ class _Scrub:
     """
 
     def __init__(
-        self, custodian: ScrubCustodian, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
+        self, custodian: ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
     ) -> None:
         self._custodian = custodian
         self._backend = backend
@@ -167,8 +164,8 @@ class _Scrub:
     async def run(self) -> ScrubReport:
         await self._check_instances()
         async for page in self._backend.objects(self._cluster_id):
-            await self._take(page)
-        await self._judge_suspects()
+            await self._collect(page)
+        await self._check_suspects()
         return ScrubReport(**self._counts)
 
     async def _check_instances(self) -> None:
@@ -179,24 +176,24 @@ class _Scrub:
                 "look like orphans: run `kvcm index verify` first"
             )
 
-    async def _take(self, page: ObjectPage) -> None:
+    async def _collect(self, page: ObjectBatch) -> None:
         self._counts["objects"] += len(page.objects)
         self._counts["bytes"] += sum(each.size_bytes for each in page.objects)
         self._counts["failed"] += page.failed
         unknown = await self._not_by_first_block(page.objects)
         self._suspects += [each for each in unknown if _is_suspect(each.name)]
-        await self._judge([each for each in unknown if not _is_suspect(each.name)])
+        await self._delete_orphans([each for each in unknown if not _is_suspect(each.name)])
         if len(self._suspects) >= _MOST_SUSPECTS:
-            await self._judge_suspects()
+            await self._check_suspects()
 
-    async def _judge_suspects(self) -> None:
+    async def _check_suspects(self) -> None:
         suspects, self._suspects = self._suspects, []
         orphans = await self._not_in_any_block(suspects)
         if not self._dry_run:
             orphans = await self._not_in_any_block(orphans)
-        await self._judge(orphans)
+        await self._delete_orphans(orphans)
 
-    async def _judge(self, unknown: Sequence[StoredObject]) -> None:
+    async def _delete_orphans(self, unknown: Sequence[StoredObject]) -> None:
         old = [each for each in unknown if each.modified_at <= self._oldest]
         self._counts["too_young"] += len(unknown) - len(old)
         for start in range(0, len(old), _AT_ONCE):
@@ -236,7 +233,7 @@ class _Scrub:
         for custody in list(self._custodian.indexes()) if objects else ():
             unknown = [some for name in (path_component(custody.instance_id), "") if (some := names.get(name))]
             if unknown:
-                await _strike_out(custody.meta_index, unknown)
+                await _discard_known(custody.meta_index, unknown)
         return [each for each in objects if each.name in names[each.name.partition("/")[0]]]
 
 
@@ -245,7 +242,7 @@ def _is_suspect(name: str) -> bool:
     return name.startswith("/") or slot_count(name) > 1
 
 
-async def _strike_out(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
+async def _discard_known(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
     async for page in index.scan():
         async for key, record in _records(index, page):
             known = list(_objects_of(key, record))
@@ -273,3 +270,97 @@ def _objects_of(key: int, record: BlockRecord) -> Iterator[str]:
                     yield object_name(spec.uri)
                 except InvalidArgumentError as error:
                     raise StorageIOError(f"block {key} cannot be read: {error}: run `kvcm index verify`") from error
+
+
+# Memory of a pool that nobody owns: a manager that dies between taking it and storing the blocks leaves it taken, and
+# so does a pool that is removed and added again. It is few bytes at a time, but memory is dear, and nobody else frees
+# it.
+#
+# Where more of a pool is taken than blocks account for, the pool is scrubbed, as an operator would do it: only what no
+# block names and what was taken long ago is freed. Rarely, since that reads every block of every index.
+#
+# Memory is taken in whole pages, and blocks account for the sizes of their parts. How much more the one is than the
+# other depends on which blocks lie there. A scrub that leaves nothing in doubt tells; for a day it is expected, in
+# proportion.
+
+_FIRST_SECONDS: Final = 60.0
+_SCRUB_SECONDS: Final = 3600.0
+_CHECK_SECONDS: Final = 60.0
+_ROUNDING_SECONDS: Final = 86_400.0
+
+
+class PoolUsageSource(Protocol):
+    """A pool, as far as this is concerned."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is handed out, as this manager saw it last."""
+
+
+class _Rounding(NamedTuple):
+    """What was taken of a pool for what blocks used, when nothing of it was nobody's."""
+
+    taken_bytes: int
+    used_bytes: int
+    until: float
+
+    def allocated_for(self, used_bytes: int) -> int:
+        """Return what is taken for as many bytes, rounded up."""
+        return -(-used_bytes * self.taken_bytes // self.used_bytes)
+
+
+class PoolLeaks:
+    """Finds leaks.
+
+    Args:
+        pools: returns the open pools by name.
+        used_bytes: returns what blocks use on a storage, at least.
+        scrubber: frees what no block names.
+        clock: time source.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[], Mapping[str, PoolUsageSource]],
+        used_bytes: Callable[[str], int],
+        scrubber: StorageScrubber,
+        clock: Clock,
+    ) -> None:
+        self._pools = pools
+        self._used_bytes = used_bytes
+        self._scrubber = scrubber
+        self._clock = clock
+        self._next: dict[str, float] = {}
+        self._roundings: dict[str, _Rounding] = {}
+
+    async def check(self) -> None:
+        """Scrub the pools of which more is taken than blocks use.
+
+        Raises:
+            KvcmError: one cannot be scrubbed now; it is tried again later.
+        """
+        now, pools = self._clock.now(), dict(self._pools())
+        self._next = {name: self._next.get(name, now + _FIRST_SECONDS) for name in pools}
+        self._roundings = {name: each for name, each in self._roundings.items() if name in pools and now < each.until}
+        for name, pool in pools.items():
+            if now < self._next[name]:
+                continue
+            leaked_bytes = pool.allocated_bytes - self._accounted_bytes(name)
+            self._next[name] = now + (_SCRUB_SECONDS if leaked_bytes > 0 else _CHECK_SECONDS)
+            if leaked_bytes > 0:
+                await self._scrub(name, pool, leaked_bytes)
+
+    def _accounted_bytes(self, name: str) -> int:
+        used_bytes, rounding = self._used_bytes(name), self._roundings.get(name)
+        return used_bytes if rounding is None else rounding.allocated_for(used_bytes)
+
+    async def _scrub(self, name: str, pool: PoolUsageSource, leaked_bytes: int) -> None:
+        try:
+            report = await self._scrubber.scrub(name, dry_run=False)
+        except NotReadyError:  # an operator does it right now
+            _log.info("pool_scrubbed_already", storage=name, bytes=leaked_bytes)
+            return
+        used_bytes = self._used_bytes(name)
+        if used_bytes and not report.too_young and not report.failed:
+            until = self._clock.now() + _ROUNDING_SECONDS
+            self._roundings[name] = _Rounding(max(pool.allocated_bytes, used_bytes), used_bytes, until)

@@ -7,27 +7,407 @@ head. A block that lies elsewhere, too, loses only what helps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
-from kvcm.reclaim.chains import Chains
-from kvcm.reclaim.guard import MOST_FOLLOWERS, TailFirst
-from kvcm.reclaim.lanes import Candidate, IsOverBudget
-from kvcm.reclaim.marking import Eviction, locations_to_evict, thinned_size
-from kvcm.reclaim.needs import Holding, Need
-from kvcm.reclaim.shares import Shares
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.instances import Instance
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk, encode_chunk
+from kvcm.model.uri import LocationUri
+from kvcm.reclaim.eviction_order import Candidate, IsOverBudget
+from kvcm.reclaim.needs import InstanceUsage, ReclaimNeed
+from kvcm.reclaim.policies.sharing import Sharing
 
-__all__ = ["Goal", "Order", "Reach", "Source", "Taker", "Victim", "Walk", "choose", "choose_expired"]
+__all__ = [
+    "MOST_DESCENDANTS",
+    "Chains",
+    "Eviction",
+    "EvictionOrder",
+    "Goal",
+    "ScanState",
+    "Scope",
+    "ShareOrder",
+    "Source",
+    "TailFirst",
+    "Victim",
+    "VictimSink",
+    "locations_to_evict",
+    "marked",
+    "newly_deleting",
+    "select_expired",
+    "select_victims",
+    "thinned_size",
+]
 
-_LOOKS_WITHOUT_REST = 128
+# Evictions: which parts of a block go, and how they are marked.
+
+_THINNED = "-s"  # ends the id of what was split off a location
+
+
+class Eviction(NamedTuple):
+    """Parts of a block that go.
+
+    Attributes:
+        key: of the block.
+        location_ids: locations that go.
+        policy: name of the policy that chose the block.
+        thin: specs that go from these locations, which keep the rest; empty when they go as a whole.
+    """
+
+    key: int
+    location_ids: frozenset[str]
+    policy: str = ""
+    thin: frozenset[str] = frozenset()
+
+
+def locations_to_evict(instance: Instance, serving: list[Location], wanted: Iterable[Location]) -> list[Location]:
+    """Return what goes with the wanted locations of a block: those themselves, and the others where what is left of the
+    block could not be read: specs of one spec group live and die together."""
+    going = list(wanted)
+    ids = {location.id for location in going}
+    left = [location for location in serving if location.id not in ids]
+    names = {name for location in left for name in location.spec_names}
+    return going if not left or instance.is_readable_with(names) else [*going, *left]
+
+
+def marked(old: BlockRecord | None, eviction: Eviction, now: float, due: float) -> BlockRecord | None:
+    """Return the record with what goes marked as deleting; what is pinned or changed meanwhile stays as it is."""
+    if old is None:
+        return None
+    locations: list[Location] = []
+    for location in old.locations:
+        locations += _parts(location, eviction, now, due)
+    new = tuple(locations)
+    return old if new == old.locations else old._replace(locations=new)
+
+
+def _parts(location: Location, eviction: Eviction, now: float, due: float) -> Iterable[Location]:
+    if location.id not in eviction.location_ids:
+        return (location,)
+    if location.status is not LocationStatus.SERVING or location.pinned_until > now:
+        return (location,)
+    if not eviction.thin or eviction.thin >= set(location.spec_names):
+        return (location._replace(status=LocationStatus.DELETING, deadline=due),)
+    return _split(location, eviction.thin, due) if eviction.thin & set(location.spec_names) else (location,)
+
+
+def _split(location: Location, names: frozenset[str], due: float) -> tuple[Location, Location]:
+    """Return a location without some specs, and one of those specs that is deleting."""
+    decoded = decode_chunk(location.chunk)
+    kept = [spec for spec in decoded.specs if spec.name not in names]
+    going = [spec for spec in decoded.specs if spec.name in names]
+    going_bytes = thinned_size(location, names)
+    return (
+        location._replace(
+            chunk=encode_chunk(decoded.storage_type, len(kept), kept),
+            spec_names=tuple(spec.name for spec in kept),
+            size_bytes=location.size_bytes - going_bytes,
+        ),
+        location._replace(
+            id=location.id + _THINNED,
+            status=LocationStatus.DELETING,
+            chunk=encode_chunk(decoded.storage_type, len(going), going),
+            spec_names=tuple(spec.name for spec in going),
+            size_bytes=going_bytes,
+            deadline=due,
+        ),
+    )
+
+
+def thinned_size(location: Location, names: frozenset[str]) -> int:
+    """Return the bytes of some specs of a location."""
+    if names >= set(location.spec_names):
+        return location.size_bytes
+    return sum(LocationUri.parse(spec.uri).size for spec in decode_chunk(location.chunk).specs if spec.name in names)
+
+
+def newly_deleting(old: BlockRecord | None, new: BlockRecord | None) -> list[Location]:
+    """Return the locations of a block that a change marked as deleting."""
+    before = {each.id for each in old.locations if each.status is LocationStatus.DELETING} if old is not None else set()
+    after = new.locations if new is not None else ()
+    return [each for each in after if each.status is LocationStatus.DELETING and each.id not in before]
+
+
+# Prefix chains of one index, as the choice of victims sees them: records and families, without what was chosen.
+#
+# On an index of this process's memory nothing here suspends, so what is read is the truth until the next await of
+# whoever asked. On a shared store it is a recent picture; the compare-and-set that marks victims decides.
+
+_NOTHING: frozenset[str] = frozenset()
+_MOST_DESCENDANTS = 4096  # that are read ahead: a block may have a million
+
+
+class Chains:
+    """A look at one index.
+
+    Args:
+        index: the index.
+        known: records that were read a moment ago, for an index that is asked over the network.
+    """
+
+    def __init__(self, index: MetaIndex, known: Mapping[int, BlockRecord] | None = None) -> None:
+        self._index = index
+        self._records: dict[int, BlockRecord | None] = dict(known or {})
+        self._families: dict[int, Sequence[int]] = {}
+        self._chosen: dict[int, frozenset[str]] = {}
+        self._around: Collection[int] = ()
+        self._looked = 0
+
+    def take_read_count(self) -> int:
+        """Return how many blocks were looked at to see whether they are living, since this was asked last."""
+        looked, self._looked = self._looked, 0
+        return looked
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the index is asked over the network."""
+        return self._index.is_shared
+
+    async def prefetch_families(self, keys: Collection[int]) -> None:
+        """Read blocks and what directly follows them, all at once: asked one by one over the network, each costs
+        journeys to every shard of the store."""
+        self._around = keys
+        await self.records(list(keys))
+        await self.families(keys)
+        followers = [child for key in keys for child in self._families[key]]
+        await self.records(followers[:_MOST_DESCENDANTS])
+
+    async def renew(self) -> None:
+        """Others may have changed what was read."""
+        self._records.clear()
+        self._families.clear()
+        if self._around:
+            await self.prefetch_families(self._around)
+
+    async def record(self, key: int) -> BlockRecord | None:
+        """Return the record of a block."""
+        if key not in self._records:
+            await self.records((key,))
+        return self._records[key]
+
+    async def records(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        """Return the records of blocks."""
+        missing = [key for key in keys if key not in self._records]
+        if missing:
+            self._records.update(zip(missing, await self._index.get(missing), strict=True))
+        return [self._records[key] for key in keys]
+
+    async def families(self, keys: Collection[int]) -> None:
+        """Fetch the children of blocks at once."""
+        missing = [key for key in keys if key not in self._families]
+        if missing:
+            self._families.update(zip(missing, await self._index.families(missing), strict=True))
+
+    async def children(self, key: int) -> Sequence[int]:
+        """Return the keys of the blocks that directly follow."""
+        if key not in self._families:
+            await self.families((key,))
+        return self._families[key]
+
+    async def is_leaf(self, key: int) -> bool:
+        """Return whether no living block directly follows."""
+        children = await self.children(key)
+        return not children or not await self.living(children)
+
+    async def living(self, keys: Sequence[int]) -> list[tuple[int, BlockRecord]]:
+        """Return those of the blocks that are still there for readers or writers."""
+        self._looked += len(keys)
+        records = zip(keys, await self.records(keys), strict=True)
+        return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
+
+    async def family(self, key: int, most: int) -> list[BlockRecord] | None:
+        """Return the records of a block and of everything living that follows it, None where that is more."""
+        found: list[BlockRecord] = []
+        level, seen = await self.living([key]), {key}
+        while level:
+            found += [record for _, record in level]
+            await self.families([parent for parent, _ in level])
+            below = [child for parent, _ in level for child in await self.children(parent) if child not in seen]
+            seen.update(below)
+            if len(seen) > most:
+                return None
+            level = await self.living(below)
+        return found
+
+    def is_living(self, key: int, record: BlockRecord) -> bool:
+        """Return whether something of a block is serving or being written that was not chosen."""
+        chosen = self._chosen.get(key, _NOTHING)
+        for each in record.locations:
+            if each.status is LocationStatus.WRITING:
+                return True
+            if each.status is LocationStatus.SERVING and each.id not in chosen:
+                return True
+        return False
+
+    def keeps_a_location(self, key: int, record: BlockRecord, going: Collection[Location]) -> bool:
+        """Return whether something of a block stays when some locations go."""
+        going_ids = {each.id for each in going} | self._chosen.get(key, _NOTHING)
+        return any(each.status is not LocationStatus.DELETING and each.id not in going_ids for each in record.locations)
+
+    def serving(self, key: int, record: BlockRecord) -> list[Location]:
+        """Return the locations of a block that can be read and were not chosen."""
+        chosen = self._chosen.get(key, _NOTHING)
+        return [each for each in record.locations if each.status is LocationStatus.SERVING and each.id not in chosen]
+
+    def choose(self, key: int, location_ids: Iterable[str]) -> None:
+        """From now on these locations of a block count as gone."""
+        self._chosen[key] = self._chosen.get(key, _NOTHING) | frozenset(location_ids)
+
+    async def read_at(self, keys: Sequence[int]) -> dict[int, float]:
+        """Return when blocks were last read, 0 for those that are gone."""
+        accesses = zip(keys, await self._index.accesses(keys), strict=True)
+        return {key: access.at if access is not None else 0.0 for key, access in accesses}
+
+
+# The guard of prefix chains: the tail goes before the head (invariant 7).
+#
+# A policy names a victim; while other blocks still follow it, its coldest descendant leaf goes in its place (design.md
+# decision 18). *Coldest* is the leaf that was not read for the longest time; of equals the deepest, then the one of
+# the smallest key: the same for every policy and every store.
+
+MOST_DESCENDANTS = 1024
+"""Blocks behind a victim that are looked through for the coldest leaf: some milliseconds. A system prompt that more
+than that follow is passed over: what follows it has its own turn."""
+_Leaf = tuple[float, int, int]
+"""When it was read, its depth with the sign turned, its key."""
+
+
+class TailFirst:
+    """The living descendants of a block in the order in which they are to go, and the block itself at last.
+
+    None where more than `MOST_FOLLOWERS` blocks follow.
+
+    Whoever asks chooses a block (`Chains.choose`) before asking for the next, or does not: then nothing before it in
+    its chain is named either, since that block would be left without its prefix.
+
+    Args:
+        chains: the blocks.
+        key: of the block.
+
+    Attributes:
+        seen: the block and what follows it, once the first was named.
+    """
+
+    def __init__(self, chains: Chains, key: int) -> None:
+        self._chains = chains
+        self._root = key
+        self._leaves: list[_Leaf] = []
+        self._open: dict[int, int] = {}  # living children that are left, of blocks that are no leaves
+        self.seen: set[int] = set()
+        self._named: tuple[int, BlockRecord] | None = None
+
+    async def next(self) -> tuple[int, BlockRecord] | None:
+        """Return the next block, None when there is none."""
+        if not self.seen:
+            await self._grow_from(self._root)
+        if self._named is not None:
+            await self._shrink(*self._named)
+        self._named = await self._pop()
+        return self._named
+
+    async def _grow_from(self, key: int) -> None:
+        """Find the leaves at and below a block, level by level."""
+        self.seen.add(key)
+        leaves: list[tuple[int, BlockRecord]] = []
+        level = await self._chains.living([key])
+        while level:
+            await self._chains.families([key for key, _ in level])
+            below: list[tuple[int, BlockRecord]] = []
+            for parent, record in level:
+                self.seen.add(parent)
+                children = await self._chains.living(await self._chains.children(parent))
+                children = [child for child in children if child[0] not in self.seen]
+                if children:
+                    self._open[parent] = len(children)
+                    below += children
+                else:
+                    leaves.append((parent, record))
+            level = below
+            if len(self.seen) + len(below) > MOST_DESCENDANTS:
+                return
+        await self._push(leaves)
+
+    async def _push(self, leaves: list[tuple[int, BlockRecord]]) -> None:
+        # A single leaf is the coldest whenever it was read, and most victims are just that.
+        read_at = await self._chains.read_at([key for key, _ in leaves]) if len(leaves) > 1 or self._leaves else {}
+        for key, record in leaves:
+            heappush(self._leaves, (read_at.get(key, 0.0), -record.depth, key))
+
+    async def _pop(self) -> tuple[int, BlockRecord] | None:
+        while self._leaves:
+            _, _, key = heappop(self._leaves)
+            record = await self._chains.record(key)
+            if record is not None and self._chains.is_living(key, record):
+                return key, record
+        return None
+
+    async def _shrink(self, key: int, record: BlockRecord) -> None:
+        """A leaf was named: if it was chosen, its parent may be a leaf now."""
+        if self._chains.is_living(key, record) or key == self._root or record.parent is None:
+            return
+        parent = record.parent
+        if parent not in self._open:
+            return
+        self._open[parent] -= 1
+        if not self._open[parent]:
+            del self._open[parent]
+            await self._push(await self._chains.living([parent]))
+
+
+# From which instance the next victim is taken, when several could give one.
+#
+# Blocks of classes over their budget go first, then those of the lowest priority, then whose turn it is by the group's
+# `share` (`kvcm.reclaim.policies.sharing`).
+
+
+class ShareOrder:
+    """Decides for one need, as long as it is being served.
+
+    Args:
+        need: whose holdings compete.
+        now: unix seconds.
+    """
+
+    def __init__(self, need: ReclaimNeed, now: float) -> None:
+        self._now = now
+        used = {holding.uid: self._amount(need, holding) for holding in need.usages}
+        weights = {
+            holding.uid: holding.group.override_of(holding.instance.instance_id).weight or 1.0
+            for holding in need.usages
+        }
+        strategies = {holding.group.cache_config.reclaim_strategy.share for holding in need.usages}
+        # Instances of several groups compete only where guarantees exceed a mark: then by age.
+        self._sharing = Sharing(strategies.pop() if len(strategies) == 1 else "", used, weights, need.amount)
+
+    @staticmethod
+    def _amount(need: ReclaimNeed, holding: InstanceUsage) -> int:
+        return holding.keys if need.counts_blocks else holding.bytes(need.filter)
+
+    def record(self, uid: int, amount: int) -> None:
+        """Note what an instance gave."""
+        self._sharing.record(uid, amount)
+
+    def first(self, heads: Sequence[tuple[int, Candidate]]) -> int:
+        """Return the position of the one to be taken.
+
+        Args:
+            heads: number of an instance and its candidate.
+        """
+        return min(range(len(heads)), key=lambda position: self._order(*heads[position]))
+
+    def _order(self, uid: int, head: Candidate) -> tuple[bool, int, float, float]:
+        return (*head.urgency, *self._sharing.priority(uid, self._now - head.read_at))
+
+
+_CANDIDATES_WITHOUT_YIELD = 128
 _NAMES_LEAVES = "leaf_lru"
 _DELETING = LocationStatus.DELETING
-_MOST_THINNING_LOOKS = 512  # candidates that are looked at for states between, before whole blocks go
+_MOST_THINNING_CANDIDATES = 512  # candidates that are looked at for states between, before whole blocks go
 
 
-class Order(Protocol):
+class EvictionOrder(Protocol):
     """The order of eviction of one instance."""
 
     def __len__(self) -> int:
@@ -46,7 +426,7 @@ class Order(Protocol):
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
 
-    def took(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         """Nothing is left of a block that was chosen."""
 
     async def settle(self) -> None:
@@ -63,8 +443,8 @@ class Source(NamedTuple):
         is_over_budget: about a prefix class of its group.
     """
 
-    holding: Holding
-    order: Order
+    holding: InstanceUsage
+    order: EvictionOrder
     chains: Chains
     is_over_budget: IsOverBudget
 
@@ -80,7 +460,7 @@ class Goal(NamedTuple):
         now: unix seconds; what is pinned longer is left alone.
     """
 
-    need: Need
+    need: ReclaimNeed
     amount: int
     most_bytes: int
     most: int
@@ -101,17 +481,17 @@ class Victim(NamedTuple):
     amount: int
 
 
-class Taker(Protocol):
+class VictimSink(Protocol):
     """Gathers victims and marks them."""
 
-    def take(self, victim: Victim) -> None:
+    def add(self, victim: Victim) -> None:
         """A victim was chosen. Whatever is chosen next is chosen as if it were gone."""
 
-    async def rest(self) -> None:
+    async def yield_to_requests(self) -> None:
         """Let requests run. What they could find half gone is marked before."""
 
 
-class Reach(IntEnum):
+class Scope(IntEnum):
     """How far the choice goes beyond the blocks that an order names; further only where nothing nearer helps."""
 
     AS_COLD = 0
@@ -122,7 +502,7 @@ class Reach(IntEnum):
     """What follows a block that is named, although it lies where it does not help: nobody could read it."""
 
 
-class Walk:
+class ScanState:
     """How far a look has come through the orders for one need. It lasts from batch to batch: what was of no help once
     is not looked at again until the next look.
 
@@ -132,7 +512,7 @@ class Walk:
     """
 
     def __init__(self) -> None:
-        self.reach = Reach.AS_COLD
+        self.reach = Scope.AS_COLD
         self.climbed: set[tuple[int, int]] = set()
         self._walks: dict[int, Iterator[Candidate]] = {}
         self._heads: dict[int, Candidate | None] = {}
@@ -150,18 +530,20 @@ class Walk:
         uid = source.holding.uid
         self._heads[uid] = next(self._walks[uid], None)
 
-    def reach_further(self) -> bool:
+    def widen(self) -> bool:
         """Begin again and go further; False when that is not possible."""
-        if self.reach is Reach.DESCENDANTS:
+        if self.reach is Scope.DESCENDANTS:
             return False
-        self.reach = Reach(self.reach + 1)
+        self.reach = Scope(self.reach + 1)
         self.climbed.clear()
         self._walks.clear()
         self._heads.clear()
         return True
 
 
-async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, taker: Taker, walk: Walk) -> list[Victim]:
+async def select_victims(
+    goal: Goal, sources: Sequence[Source], shares: ShareOrder, taker: VictimSink, walk: ScanState
+) -> list[Victim]:
     """Choose victims.
 
     Args:
@@ -171,28 +553,28 @@ async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, taker: T
         taker: told of each.
         walk: where the last batch of this look stopped.
     """
-    choice = _Choice(goal, shares, taker, walk)
+    choice = _Selection(goal, shares, taker, walk)
     for source in sources:
         if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
             await choice.thin(source)
     while not choice.victims:
-        await choice.take(sources)
-        if not choice.victims and not walk.reach_further():
+        await choice.select(sources)
+        if not choice.victims and not walk.widen():
             break
     return choice.victims
 
 
-async def choose_expired(goal: Goal, source: Source, taker: Taker) -> list[Victim]:
+async def select_expired(goal: Goal, source: Source, taker: VictimSink) -> list[Victim]:
     """Choose what has reached its age and is not followed by anything that has not."""
-    choice = _Choice(goal, Shares(goal.need, goal.now), taker, Walk())
+    choice = _Selection(goal, ShareOrder(goal.need, goal.now), taker, ScanState())
     await choice.expire(source)
     return choice.victims
 
 
-class _Choice:
+class _Selection:
     """Victims as they are chosen."""
 
-    def __init__(self, goal: Goal, shares: Shares, taker: Taker, walk: Walk) -> None:
+    def __init__(self, goal: Goal, shares: ShareOrder, taker: VictimSink, walk: ScanState) -> None:
         self.victims: list[Victim] = []
         self._walk = walk
         self._looks = 0
@@ -207,48 +589,48 @@ class _Choice:
     def is_enough(self) -> bool:
         return min(self._left, self._bytes_left) <= 0 or len(self.victims) >= self._most
 
-    async def take(self, sources: Sequence[Source]) -> None:
+    async def select(self, sources: Sequence[Source]) -> None:
         """Take whole blocks, each time from the source whose turn it is."""
         while not self.is_enough():
-            await self._rest(sources)
+            await self._yield_to_requests(sources)
             heads = [(source, head) for source in sources if (head := self._walk.head(source)) is not None]
             if not heads:
                 return
             turn = self._shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
             source, head = heads[turn]
-            await self._take_with_tail(source, head)
+            await self._select_with_tail(source, head)
             if not self.is_enough():  # else this candidate may have more to give
                 self._walk.advance(source)
 
-    async def _rest(self, sources: Sequence[Source]) -> None:
+    async def _yield_to_requests(self, sources: Sequence[Source]) -> None:
         """Let requests run where many candidates are of no help, or one has many followers; what was read of them may
         be old then."""
-        self._looks += 1 + sum([source.chains.looked() for source in sources])
-        if self._looks >= _LOOKS_WITHOUT_REST:
+        self._looks += 1 + sum([source.chains.take_read_count() for source in sources])
+        if self._looks >= _CANDIDATES_WITHOUT_YIELD:
             self._looks = 0
-            await self._taker.rest()
+            await self._taker.yield_to_requests()
             for source in sources:
                 await source.chains.renew()
 
-    async def _take_with_tail(self, source: Source, head: Candidate) -> None:
+    async def _select_with_tail(self, source: Source, head: Candidate) -> None:
         record = await source.chains.record(head.key)
         if record is None:
             return
         is_leaf = await source.chains.is_leaf(head.key)
-        if self._helping(source, head.key, record):
+        if self._useful_locations(source, head.key, record):
             if not is_leaf and not self._stays_readable(source, head.key, record):
                 # Over a shared store it may take for a leaf what is none: then what follows goes if it is as cold.
-                await self._take_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
+                await self._select_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
                 return
             self._evict(source, head.key, record, head.policy)
         if head.policy != _NAMES_LEAVES:
             return
         if source.chains.is_living(head.key, record):
-            await self._take_before(source, head, record)
+            await self._select_parent(source, head, record)
         elif not source.chains.is_shared:
-            await self._take_colder_ends(source, head, record)
+            await self._select_colder_tails(source, head, record)
 
-    async def _take_colder_ends(self, source: Source, head: Candidate, record: BlockRecord) -> None:
+    async def _select_colder_tails(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """The end of a chain went. If the block before it is the end now, and colder, it is the coldest of all ends,
         and the order has left it behind."""
         while record.parent is not None and not self.is_enough():
@@ -256,14 +638,18 @@ class _Choice:
             if (await source.chains.read_at([key]))[key] >= head.read_at:
                 return  # as for nearly all: whoever reads a block reads those before it
             parent = await source.chains.record(key)
-            if parent is None or not self._helping(source, key, parent) or not await source.chains.is_leaf(key):
+            if (
+                parent is None
+                or not self._useful_locations(source, key, parent)
+                or not await source.chains.is_leaf(key)
+            ):
                 return
             self._evict(source, key, parent, head.policy)
             record = parent
 
-    async def _take_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
+    async def _select_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
         """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
-        if self._walk.reach is Reach.DESCENDANTS and await self._spares(source, head.key):
+        if self._walk.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
             return
         tail = TailFirst(source.chains, head.key)
         leaf = await tail.next()
@@ -274,7 +660,7 @@ class _Choice:
             self._evict(source, *leaf, head.policy)
             leaf = await tail.next()
 
-    async def _take_before(self, source: Source, head: Candidate, record: BlockRecord) -> None:
+    async def _select_parent(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """A block has nothing more that helps, and an order that names ends of chains only names none before it."""
         climbed, uid = self._walk.climbed, source.holding.uid
         while record.parent is not None and (uid, record.parent) not in climbed and not self.is_enough():
@@ -282,20 +668,20 @@ class _Choice:
             if parent is None:
                 return
             if self._stays_readable(source, key, parent):
-                if not await self._is_in_reach(source, key, head):
+                if not await self._is_in_scope(source, key, head):
                     return
                 self._evict(source, key, parent, head.policy)
-            elif self._walk.reach is Reach.DESCENDANTS and self._helping(source, key, parent):
-                await self._take_tail(source, head._replace(key=key))
+            elif self._walk.reach is Scope.DESCENDANTS and self._useful_locations(source, key, parent):
+                await self._select_tail(source, head._replace(key=key))
                 return
             climbed.add((uid, key))  # writers can make two blocks each other's parents
             record = parent
-            await self._rest([source])
+            await self._yield_to_requests([source])
 
-    async def _spares(self, source: Source, key: int) -> bool:
+    async def _is_protected(self, source: Source, key: int) -> bool:
         """Whether a block and what follows it is left alone: where something is pinned or being written nothing is won
         by taking the rest, and where more than one block helps the lower ones cost less, and have their own turn."""
-        family = await source.chains.family(key, MOST_FOLLOWERS)
+        family = await source.chains.family(key, MOST_DESCENDANTS)
         if family is None:
             return True
         places = [[each for each in record.locations if each.status is not _DELETING] for record in family]
@@ -303,15 +689,15 @@ class _Choice:
             each.status is LocationStatus.WRITING or each.pinned_until > self._now for some in places for each in some
         ):
             return True
-        return sum(any(self._need.wanted(each.place) for each in some) for some in places) > 1
+        return sum(any(self._need.filter(each.place) for each in some) for some in places) > 1
 
-    async def _is_in_reach(self, source: Source, key: int, head: Candidate) -> bool:
-        return self._walk.reach > Reach.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
+    async def _is_in_scope(self, source: Source, key: int, head: Candidate) -> bool:
+        return self._walk.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
 
     async def expire(self, source: Source) -> None:
         """Take what has reached its age, the tail of a chain first; what others follow that have not stays for them."""
         for candidate in source.order.expired(self._now):
-            await self._rest([source])
+            await self._yield_to_requests([source])
             record = await source.chains.record(candidate.key)
             if record is not None and await source.chains.is_leaf(candidate.key):
                 self._evict(source, candidate.key, record, candidate.policy)
@@ -321,39 +707,39 @@ class _Choice:
     def _free(self, source: Source, key: int, record: BlockRecord) -> list[Location]:
         return [each for each in source.chains.serving(key, record) if each.pinned_until <= self._now]
 
-    def _helping(self, source: Source, key: int, record: BlockRecord) -> list[Location]:
-        return [each for each in self._free(source, key, record) if self._need.wanted(each.place)]
+    def _useful_locations(self, source: Source, key: int, record: BlockRecord) -> list[Location]:
+        return [each for each in self._free(source, key, record) if self._need.filter(each.place)]
 
     def _stays_readable(self, source: Source, key: int, record: BlockRecord) -> bool:
         """Whether a block can be read without what helps, so that nothing behind it loses its prefix."""
         serving = source.chains.serving(key, record)
-        going = {each.id for each in self._helping(source, key, record)}
+        going = {each.id for each in self._useful_locations(source, key, record)}
         names = {name for each in serving if each.id not in going for name in each.spec_names}
         return bool(going) and bool(names) and source.holding.instance.is_readable_with(names)
 
     def _evict(self, source: Source, key: int, record: BlockRecord, policy: str) -> None:
         free = self._free(source, key, record)
-        helping = [each for each in free if self._need.wanted(each.place)]
+        helping = [each for each in free if self._need.filter(each.place)]
         if helping:
             going = locations_to_evict(source.holding.instance, free, helping)
-        elif self._walk.reach is Reach.DESCENDANTS and free:
+        elif self._walk.reach is Scope.DESCENDANTS and free:
             going = free
         else:
             return
-        if self._need.counts_blocks and source.chains.keeps_some(key, record, going):
+        if self._need.counts_blocks and source.chains.keeps_a_location(key, record, going):
             return  # the block would stay
         amount = 1 if self._need.counts_blocks else sum(map(self._need.size_of, going))
         ids = frozenset(each.id for each in going)
         source.chains.choose(key, ids)
         if not source.chains.is_living(key, record):
-            source.order.took(key)
+            source.order.discard(key)
         self._add(source, Eviction(key, ids, policy), amount, sum(each.size_bytes for each in going))
 
     def _add(self, source: Source, eviction: Eviction, amount: int, size_bytes: int) -> None:
         victim = Victim(source, eviction, amount)
         self.victims.append(victim)
-        self._taker.take(victim)
-        self._shares.took(source.holding.uid, amount)
+        self._taker.add(victim)
+        self._shares.record(source.holding.uid, amount)
         self._left -= amount
         self._bytes_left -= size_bytes
 
@@ -364,10 +750,10 @@ class _Choice:
         for candidate in source.order.candidates(source.is_over_budget):
             key: int | None = candidate.key
             while key is not None and key not in seen:
-                if self.is_enough() or len(seen) >= _MOST_THINNING_LOOKS:
+                if self.is_enough() or len(seen) >= _MOST_THINNING_CANDIDATES:
                     return
                 seen.add(key)
-                await self._rest([source])
+                await self._yield_to_requests([source])
                 record = await source.chains.record(key)
                 if record is None:
                     break
@@ -376,7 +762,7 @@ class _Choice:
 
     async def _thin_block(self, source: Source, key: int, record: BlockRecord, policy: str) -> None:
         linear = source.holding.instance.linear_spec_names
-        helping = [each for each in self._helping(source, key, record) if linear & set(each.spec_names)]
+        helping = [each for each in self._useful_locations(source, key, record) if linear & set(each.spec_names)]
         if helping and await self._is_between(source, key, record, linear):
             amount = sum(thinned_size(each, linear) for each in helping)
             ids = frozenset(each.id for each in helping)

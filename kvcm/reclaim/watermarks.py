@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcm.model.groups import DEFAULT_HYSTERESIS, DEFAULT_MARK, GlobalQuota, InstanceGroup
+from kvcm.model.groups import DEFAULT_HYSTERESIS, DEFAULT_WATERMARK, GlobalQuota, InstanceGroup
 from kvcm.model.storages import StorageConfig, StorageType
 
 __all__ = ["Mark", "global_mark", "group_mark", "key_mark", "ratio_mark", "size_mark", "storage_mark", "type_mark"]
@@ -82,12 +82,12 @@ def storage_mark(storage: StorageConfig, block: int = 0) -> Mark | None:
     """Return the mark of all bytes on a storage, None when it has no capacity of its own."""
     if not storage.limit_bytes:
         return None
-    return ratio_mark(storage.limit_bytes, storage.used_percentage or DEFAULT_MARK, None, block)
+    return ratio_mark(storage.limit_bytes, storage.used_percentage or DEFAULT_WATERMARK, None, block)
 
 
 def global_mark(quota: GlobalQuota, block: int = 0) -> Mark | None:
     """Return the mark of all groups of one `global_quota_group_name` together."""
-    return ratio_mark(quota.capacity_bytes, quota.used_percentage or DEFAULT_MARK, None, block)
+    return ratio_mark(quota.capacity_bytes, quota.used_percentage or DEFAULT_WATERMARK, None, block)
 
 
 def _part(whole: int, ratio: float) -> int:

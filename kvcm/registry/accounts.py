@@ -6,17 +6,15 @@ import asyncio
 from dataclasses import replace
 from typing import Final
 
-from kvcm.model.accounts import ROLE_OF_ACCOUNT, Account, AccountRole, PasswordHash
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
-from kvcm.model.names import check_name
-from kvcm.model.principals import Role
-from kvcm.registry.shelf import Flush, Shelf
+from kvcm.model.principals import ROLE_OF_ACCOUNT, Account, AccountRole, PasswordHash, Role
+from kvcm.model.uri import check_name
+from kvcm.registry.document_cache import DocumentCache, Flush
 from kvcm.registry.validation import require
 
 __all__ = ["AccountRegistry"]
 
-
-_NOBODY: Final = PasswordHash(b"salt of nobody..", bytes(64))
+_DUMMY_HASH: Final = PasswordHash(b"salt of nobody..", bytes(64))
 
 
 class AccountRegistry:
@@ -27,7 +25,7 @@ class AccountRegistry:
         flush: returns when what was changed is durable.
     """
 
-    def __init__(self, shelf: Shelf[Account], flush: Flush) -> None:
+    def __init__(self, shelf: DocumentCache[Account], flush: Flush) -> None:
         self._shelf = shelf
         self._flush = flush
 
@@ -42,11 +40,11 @@ class AccountRegistry:
         require(user_name, "AddAccount.user_name")
         check_name("user_name", user_name)
         require(password, "AddAccount.password")
-        _refuse_taken(await self._shelf.read(user_name))
+        _check_name_is_free(await self._shelf.read(user_name))
         account = Account(user_name, role, await asyncio.to_thread(PasswordHash.of, password))
 
         def decide(known: Account | None) -> Account:
-            _refuse_taken(known)  # somebody may have added it while the password was hashed
+            _check_name_is_free(known)  # somebody may have added it while the password was hashed
             return account
 
         await self._shelf.change(user_name, decide)
@@ -96,7 +94,7 @@ class AccountRegistry:
         await self._shelf.change(user_name, decide)
         await self._flush()
 
-    async def proven(self, user_name: str, password: str) -> Account | None:
+    async def authenticate(self, user_name: str, password: str) -> Account | None:
         """Return the account whose password this is, None when it is not, or there is no such account; it takes the
         same time.
 
@@ -105,7 +103,7 @@ class AccountRegistry:
         """
         known = await self._shelf.read(user_name)  # another manager may have changed it a moment ago
         expected = known.password if known is not None else None
-        is_right = await asyncio.to_thread((expected or _NOBODY).matches, password)
+        is_right = await asyncio.to_thread((expected or _DUMMY_HASH).matches, password)
         return known if expected is not None and is_right else None
 
     async def read(self, user_name: str) -> Account | None:
@@ -126,6 +124,6 @@ class AccountRegistry:
         return self._shelf.all()
 
 
-def _refuse_taken(known: Account | None) -> None:
+def _check_name_is_free(known: Account | None) -> None:
     if known is not None:
         raise DuplicateEntityError(f"account {known.user_name!r} exists")

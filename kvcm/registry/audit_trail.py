@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Final
 
-from kvcm.model.accounts import PasswordHash
-from kvcm.model.api_keys import hides_keys
 from kvcm.model.clock import Clock
-from kvcm.model.principals import EVERYBODY, STRANGER, errand
+from kvcm.model.principals import ANONYMOUS, UNRESTRICTED, PasswordHash, call_context, redact_keys
 from kvcm.registry.secrets import redacted, redacted_text
-from kvcm.telemetry.logs import request_in_hand
+from kvcm.telemetry.logs import current_request_id
 
 __all__ = ["AuditTrail", "described"]
 
@@ -47,9 +45,9 @@ class AuditTrail:
         self._record({**self._origin(), "call": call, "action": "call", "code": code, "after": after})
 
     def _origin(self) -> dict[str, Any]:
-        principal, call, peer = errand.get()
-        request = request_in_hand.get()
-        name = principal.name if principal is not EVERYBODY else ""
+        principal, call, peer = call_context.get()
+        request = current_request_id.get()
+        name = principal.name if principal is not UNRESTRICTED else ""
         trace_id = _cut(request.trace_id[:_MOST_TEXT]) if request is not None else ""
         origin = {"principal": name, "key_id": principal.key_id, "call": call, "peer": peer, "trace_id": trace_id}
         return {"at": round(self._clock.now(), 6), **origin}
@@ -57,7 +55,7 @@ class AuditTrail:
 
 def _cut(value: Any) -> Any:
     """Return what is said, of what strangers say only the beginning: they fill the file with nothing else."""
-    return value[:_MOST_OF_STRANGERS] if errand.get().principal is STRANGER and isinstance(value, str) else value
+    return value[:_MOST_OF_STRANGERS] if call_context.get().principal is ANONYMOUS and isinstance(value, str) else value
 
 
 def described(value: object) -> Any:
@@ -65,7 +63,7 @@ def described(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, str):
-        return redacted_text(hides_keys(value))[:_MOST_TEXT]  # cut last: half a login is not known for one
+        return redacted_text(redact_keys(value))[:_MOST_TEXT]  # cut last: half a login is not known for one
     if isinstance(value, PasswordHash | bytes):
         return _HIDDEN
     if isinstance(value, Enum):

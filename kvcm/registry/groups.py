@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.registry.document_cache import DocumentCache, Flush
 from kvcm.registry.secrets import restored
-from kvcm.registry.shelf import Flush, Shelf
-from kvcm.registry.validation import check_group
+from kvcm.registry.validation import check_global_quota, check_group
 
-__all__ = ["GroupRegistry"]
+__all__ = ["GroupRegistry", "QuotaRegistry"]
 
 
 class GroupRegistry:
@@ -20,7 +20,7 @@ class GroupRegistry:
         store_kind: the deployment's metadata store, which groups may name.
     """
 
-    def __init__(self, shelf: Shelf[InstanceGroup], flush: Flush, store_kind: str) -> None:
+    def __init__(self, shelf: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
         self._shelf = shelf
         self._flush = flush
         self._store_kind = store_kind
@@ -116,3 +116,53 @@ def _check_versions(stored: int, new: int, current: int) -> None:
         raise InvalidArgumentError(f"current_version is {current}, stored is {stored}: read the group again and retry")
     if new <= stored:
         raise InvalidArgumentError(f"instance_group.version is {new}, must be above {stored}")
+
+
+# The limits that groups of one `global_quota_group_name` have together.
+
+
+class QuotaRegistry:
+    """Global quotas by name. Groups may carry a name that has none: then there is no such limit.
+
+    Args:
+        shelf: where they are kept.
+        flush: returns when what was changed is durable.
+    """
+
+    def __init__(self, shelf: DocumentCache[GlobalQuota], flush: Flush) -> None:
+        self._shelf = shelf
+        self._flush = flush
+
+    async def set(self, quota: GlobalQuota) -> None:
+        """Add a quota, or put it in the place of the one of that name; in force at once.
+
+        Raises:
+            InvalidArgumentError: a field is missing, malformed or out of range.
+            StorageIOError: the store cannot be asked.
+        """
+        check_global_quota(quota)
+        await self._shelf.change(quota.name, lambda _known: quota)
+        await self._flush()
+
+    async def remove(self, name: str) -> None:
+        """Forget a quota; its groups have their own limits only.
+
+        Raises:
+            InvalidArgumentError: there is no such quota.
+            StorageIOError: the store cannot be asked.
+        """
+
+        def decide(known: GlobalQuota | None) -> None:
+            if known is None:
+                raise InvalidArgumentError(f"global quota {name!r} does not exist")
+
+        await self._shelf.change(name, decide)
+        await self._flush()
+
+    def find(self, name: str) -> GlobalQuota | None:
+        """Return a quota, None when there is none of that name."""
+        return self._shelf.get(name)
+
+    def all(self) -> list[GlobalQuota]:
+        """Return all quotas, ordered by name."""
+        return self._shelf.all()

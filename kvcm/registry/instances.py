@@ -2,18 +2,163 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
+from kvcm.registry.document_cache import DocumentBatch, DocumentCache, Flush
 from kvcm.registry.groups import GroupRegistry
-from kvcm.registry.seats import Seats, SeatsTaken
 from kvcm.registry.secrets import restored
-from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_instance
 
-__all__ = ["FIRST_UID", "InstanceRegistry", "same_registration", "shard_count_in", "with_sorted_groups"]
+__all__ = [
+    "FIRST_UID",
+    "BatchRegistration",
+    "InstanceLimit",
+    "InstanceRegistry",
+    "ReservedInstances",
+    "same_registration",
+    "shard_count_in",
+    "with_sorted_groups",
+]
+
+# Seats: which instances count towards a group's `max_instance_count`, exact however many managers register at once.
+#
+# Per group one document lists the seats that are taken. An instance is registered in two steps:
+#
+# 1. It takes a seat by compare-and-set, which is where the limit is checked; the seat carries the whole registration.
+# 2. The registration is stored.
+#
+# A manager that dies in between leaves a seat whose registration is missing. Where such a seat is in somebody's way,
+# whoever comes next does the second step for it: that is what its caller asked for. Giving the seat away instead could
+# let a manager that was only slow store one registration too many.
+#
+# Removal goes the other way round: the registration first, then the seat. A seat that was left behind by a manager
+# that died there is known by the removal, which is remembered before anything else, and given away.
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedInstances:
+    """The seats of one group.
+
+    Attributes:
+        held: uid to instance id of what was registered when last looked at.
+        pending: registrations that may not be stored yet.
+    """
+
+    held: dict[int, str] = field(default_factory=dict)
+    pending: tuple[Registration, ...] = ()
+
+    @property
+    def uids(self) -> set[int]:
+        """Numbers of all registrations that have a seat."""
+        return {*self.held, *(each.placement.uid for each in self.pending)}
+
+    def without(self, uids: Container[int]) -> ReservedInstances:
+        """Return the seats less some."""
+        held = {uid: instance_id for uid, instance_id in self.held.items() if uid not in uids}
+        return ReservedInstances(held, tuple(each for each in self.pending if each.placement.uid not in uids))
+
+
+class InstanceLimit:
+    """Gives and takes seats.
+
+    Args:
+        shelf: where they are kept, by group.
+        registrations: what is registered, by instance id.
+        removals: removals that are not done yet, by uid.
+    """
+
+    def __init__(
+        self,
+        shelf: DocumentCache[ReservedInstances],
+        registrations: DocumentCache[Registration],
+        removals: DocumentCache[Removal],
+    ) -> None:
+        self._shelf = shelf
+        self._registrations = registrations
+        self._removals = removals
+
+    async def try_reserve(self, group: InstanceGroup, new: Registration) -> bool:
+        """Take a seat for a registration that is about to be stored. False: all seats of the group are taken.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        if await self._try_reserve(group, new):
+            return True
+        await self._settle_abandoned(group.name)
+        return await self._try_reserve(group, new)
+
+    async def _try_reserve(self, group: InstanceGroup, new: Registration) -> bool:
+        def decide(known: ReservedInstances | None) -> ReservedInstances:
+            seats = self.settled(group.name, known or ReservedInstances())
+            if group.max_instance_count and len(seats.uids) >= group.max_instance_count:
+                return seats
+            return ReservedInstances(seats.held, (*seats.pending, new))
+
+        seats = await self._shelf.change(group.name, decide)
+        return seats is not None and new in seats.pending
+
+    def settled(self, group_name: str, seats: ReservedInstances) -> ReservedInstances:
+        """Return the seats with what this manager knows to be registered; a seat too many is given away when it is in
+        the way."""
+        registered = {
+            each.placement.uid: each.instance.instance_id
+            for each in self._registrations.all()
+            if each.instance.instance_group_name == group_name
+        }
+        pending = tuple(each for each in seats.pending if each.placement.uid not in registered)
+        return ReservedInstances({**seats.held, **registered}, pending)
+
+    async def _settle_abandoned(self, group_name: str) -> None:
+        """Finish what managers that died left half done."""
+        seats = await self._shelf.read(group_name) or ReservedInstances()
+        for each in seats.pending:
+            if await self._removals.read(str(each.placement.uid)) is None:
+                await self._store(each)
+        names = seats.held | {each.placement.uid: each.instance.instance_id for each in seats.pending}
+        free = {uid for uid, instance_id in names.items() if not await self._is_stored(uid, instance_id)}
+        await self._release(group_name, free)
+
+    async def _store(self, pending: Registration) -> None:
+        await self._registrations.change(pending.instance.instance_id, lambda known: known or pending)
+
+    async def _is_stored(self, uid: int, instance_id: str) -> bool:
+        stored = await self._registrations.read(instance_id)
+        return stored is not None and stored.placement.uid == uid
+
+    async def revoked(self, stored: Registration) -> bool:
+        """Return whether a registration that was stored a moment ago must be taken back: this manager was so slow that
+        others completed it, and removed it again. Then it has no seat and is stored all the same: a removal takes the
+        registration before the seat.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        seats = await self._shelf.read(stored.instance.instance_group_name)
+        if seats is not None and stored.placement.uid in seats.uids:
+            return False
+        return await self._is_stored(stored.placement.uid, stored.instance.instance_id)
+
+    async def release(self, registration: Registration) -> None:
+        """Give a seat back; doing so twice is fine.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        await self._release(registration.instance.instance_group_name, {registration.placement.uid})
+
+    async def _release(self, group_name: str, uids: Container[int]) -> None:
+        def decide(known: ReservedInstances | None) -> ReservedInstances | None:
+            left = known.without(uids) if known is not None else None
+            return left if left is not None and left.uids else None
+
+        await self._shelf.change(group_name, decide)
+
 
 _DEFAULT_SHARDS = 16
 FIRST_UID = 1
@@ -34,17 +179,17 @@ class InstanceRegistry:
 
     def __init__(
         self,
-        shelf: Shelf[Registration],
-        removals: Shelf[Removal],
-        numbers: Shelf[int],
-        seats: Shelf[SeatsTaken],
+        shelf: DocumentCache[Registration],
+        removals: DocumentCache[Removal],
+        numbers: DocumentCache[int],
+        seats: DocumentCache[ReservedInstances],
         groups: GroupRegistry,
         flush: Flush,
     ) -> None:
         self._shelf = shelf
         self._removals = removals
         self._numbers = numbers
-        self._seats = Seats(seats, shelf, removals)
+        self._seats = InstanceLimit(seats, shelf, removals)
         self._groups = groups
         self._flush = flush
 
@@ -75,7 +220,7 @@ class InstanceRegistry:
             replace(instance, quota_group_name=group.global_quota_group_name),
             Placement(await self._next_uid(), shard_count_in(group)),
         )
-        if not await self._seats.take(group, new):
+        if not await self._seats.try_reserve(group, new):
             known = self._shelf.get(instance.instance_id)  # another manager's half-done registration was completed
             if known is None:
                 raise CapacityError(
@@ -91,7 +236,7 @@ class InstanceRegistry:
         stored = await self._shelf.change(instance_id, lambda known: known or new)
         assert stored is not None
         if stored != new:  # another manager was faster
-            await self._seats.give_back(new)
+            await self._seats.release(new)
         elif await self._seats.revoked(new):
             await self._shelf.change(instance_id, lambda known: None if known == new else known)
             raise NotReadyError(
@@ -125,7 +270,7 @@ class InstanceRegistry:
                 raise _unknown(instance_id)
 
         await self._shelf.change(instance_id, decide)
-        await self._seats.give_back(known)
+        await self._seats.release(known)
         await self._flush()
         return known.instance
 
@@ -146,7 +291,7 @@ class InstanceRegistry:
         """
         removal = await self._removals.read(str(uid))
         if removal is not None:
-            await self._seats.give_back(removal)  # whoever removed it may have died before
+            await self._seats.release(removal)  # whoever removed it may have died before
         await self._removals.change(str(uid), lambda _: None)
         await self._flush()
 
@@ -213,3 +358,89 @@ def same_registration(known: Instance, again: Instance) -> Instance:
             "a different layout needs an instance_id of its own"
         )
     return known
+
+
+# Registers many instances as part of a batch: numbers, seats and registrations change together.
+#
+# A registration by itself takes two steps (`kvcm.registry.seats`), since it may die in between. In a batch nothing
+# lies in between: whoever has a seat by it is registered, and a register call that comes at the same time sees the
+# number or the seats of its group changed, or makes the batch begin anew.
+
+_NEXT_UID = "next_uid"
+
+
+class BatchRegistration:
+    """Adds registrations to batches.
+
+    Args:
+        registrations: what is registered, by instance id.
+        removals: removals that are not done yet, by uid.
+        numbers: holds the next uid.
+        seats: which instances count towards a group's limit, by group.
+    """
+
+    def __init__(
+        self,
+        registrations: DocumentCache[Registration],
+        removals: DocumentCache[Removal],
+        numbers: DocumentCache[int],
+        seats: DocumentCache[ReservedInstances],
+    ) -> None:
+        self._registrations = registrations
+        self._removals = removals
+        self._numbers = numbers
+        self._taken = seats
+        self._seats = InstanceLimit(seats, registrations, removals)
+
+    def copy(self) -> BatchRegistration:
+        """Return one that decides by what is known now."""
+        return BatchRegistration(self._registrations.copy(), self._removals, self._numbers.copy(), self._taken.copy())
+
+    async def refresh(self, instances: Iterable[Instance]) -> None:
+        """Bring up to date what is needed to register instances.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        new = [each for each in instances if self._registrations.get(each.instance_id) is None]
+        if new:
+            await self._numbers.read(_NEXT_UID)
+        for group_name in sorted({each.instance_group_name for each in new}):
+            await self._taken.read(group_name)
+
+    def stage(self, batch: DocumentBatch, new: Iterable[Instance], groups: Mapping[str, InstanceGroup]) -> None:
+        """Register instances that are not registered.
+
+        Args:
+            batch: takes the changes.
+            new: the instances; they may be of groups that are not there, as those of removed groups are.
+            groups: as they will be.
+
+        Raises:
+            CapacityError: a group would have more than its max_instance_count.
+        """
+        first = self._numbers.get(_NEXT_UID) or FIRST_UID
+        by_group: defaultdict[str, list[Registration]] = defaultdict(list)
+        for uid, instance in enumerate(new, first):
+            group = groups.get(instance.instance_group_name)
+            registration = Registration(instance, Placement(uid, shard_count_in(group)))
+            batch.stage(self._registrations, instance.instance_id, registration)
+            by_group[instance.instance_group_name].append(registration)
+        for group_name, registrations in by_group.items():
+            self._stage_reservations(batch, group_name, registrations, groups.get(group_name))
+        count = sum(map(len, by_group.values()))
+        if count:
+            batch.stage(self._numbers, _NEXT_UID, first + count)
+
+    def _stage_reservations(
+        self, batch: DocumentBatch, group_name: str, new: list[Registration], group: InstanceGroup | None
+    ) -> None:
+        seats = self._seats.settled(group_name, self._taken.get(group_name) or ReservedInstances())
+        most = group.max_instance_count if group is not None else 0
+        if most and len(seats.uids) + len(new) > most:
+            raise CapacityError(
+                f"instance group {group_name!r} has {len(seats.uids)} instances and would get {len(new)} more: its "
+                f"max_instance_count is {most}; remove some, or raise it"
+            )
+        held = seats.held | {each.placement.uid: each.instance.instance_id for each in new}
+        batch.stage(self._taken, group_name, ReservedInstances(held, seats.pending))

@@ -13,20 +13,130 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
 from kvcm.model.clock import Clock
 from kvcm.model.errors import NotLeaderError, StorageIOError
-from kvcm.model.nodes import Endpoint
-from kvcm.registry.nodes import Nodes
+from kvcm.model.nodes import Endpoint, Vitals
+from kvcm.registry.document_cache import decode_document, encode_document
 from kvcm.store.store import Lease, LeaseState, Table
 
-__all__ = ["Leadership"]
+__all__ = ["Leadership", "NodeTable", "VitalsTable"]
+
+# The managers of a deployment by node id, each with the addresses that it serves.
+#
+# A node's document has a deadline and is renewed long before it, so that nodes that were killed vanish by themselves.
+
+_LIFE_SECONDS = 60.0
+_RENEWAL_SECONDS = 20.0
+_MOST_FORGOTTEN = 16  # at one renewal
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What is stored. The deadline is inside too: those who remove the dead must see a renewal that changed nothing
+    else."""
+
+    endpoint: Endpoint
+    until: float
+
+
+class NodeTable:
+    """The table of nodes, and this node's own entry.
+
+    Args:
+        node_id: id of this manager.
+        clock: time source.
+        table: one document per node.
+    """
+
+    def __init__(self, node_id: str, clock: Clock, table: Table) -> None:
+        self._node_id = node_id
+        self._clock = clock
+        self._table = table
+        self._own: Endpoint | None = None
+        self._renew_at = 0.0
+
+    async def publish(self, endpoint: Endpoint) -> None:
+        """Tell all managers where this one is; they keep knowing it while `renew` is called.
+
+        Raises:
+            StorageIOError: the store cannot be asked; `renew` tries again.
+        """
+        self._own, self._renew_at = endpoint, 0.0
+        await self.renew()
+
+    async def renew(self) -> None:
+        """When it is time, renew the own entry and remove entries of others that nobody renewed.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        now = self._clock.now()
+        if self._own is None or now < self._renew_at:
+            return
+        node = _Node(self._own, now + _LIFE_SECONDS)
+        old = await self._table.get(self._node_id)
+        if await self._table.replace(self._node_id, old, encode_document(node), due=node.until):
+            self._renew_at = now + _RENEWAL_SECONDS
+        await self._forget_expired(now)
+
+    async def withdraw(self) -> None:
+        """Remove the own entry.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        self._own = None
+        document = await self._table.get(self._node_id)
+        if document is not None:
+            await self._table.replace(self._node_id, document, None)
+
+    async def find(self, node_id: str) -> Endpoint | None:
+        """Return where a node is, None when that is not known.
+
+        Raises:
+            StorageIOError: the store cannot be asked, or the entry cannot be read.
+        """
+        if self._own is not None and node_id == self._node_id:
+            return self._own
+        document = await self._table.get(node_id)
+        return None if document is None else decode_document(_Node, document).endpoint
+
+    async def all(self) -> list[tuple[Endpoint, float]]:
+        """Return where the nodes are that live, and when each said so, in unix seconds.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        now, found = self._clock.now(), []
+        for document in (await self._table.all()).values():
+            with suppress(StorageIOError):  # of a release that knows better
+                node = decode_document(_Node, document)
+                if node.until > now:
+                    found.append((node.endpoint, node.until - _LIFE_SECONDS))
+        return found
+
+    async def _forget_expired(self, now: float) -> None:
+        for node_id in await self._table.due(now, _MOST_FORGOTTEN):
+            document = await self._table.get(node_id)
+            if document is not None and _ended(document, now):
+                await self._table.replace(node_id, document, None)
+
+
+def _ended(document: bytes, now: float) -> bool:
+    try:
+        return decode_document(_Node, document).until <= now
+    except StorageIOError:
+        return True  # nobody can use what nobody can read
+
 
 _log = structlog.get_logger("kvcm.registry")
-
-_LOOK_AGAIN_SECONDS = 1.0  # a leader that started again under its old id has other ports
+_OBSERVE_SECONDS = 1.0  # a leader that started again under its old id has other ports
 
 
 class Leadership:
@@ -59,7 +169,7 @@ class Leadership:
         self._lease_seconds = lease_seconds
         self._term_seconds = lease_seconds - min(margin_seconds, lease_seconds / 2)
         self._lease = lease
-        self._nodes = Nodes(node_id, clock, nodes)
+        self._nodes = NodeTable(node_id, clock, nodes)
         self._asking = asyncio.Lock()  # an answer to `hold` and a release must not overtake each other
         self._expires = 0.0
         self._stay_out_until = 0.0
@@ -121,7 +231,7 @@ class Leadership:
         self.last_tick = self._clock.now()
         try:
             await self._campaign()
-            await self._follow_nodes()
+            await self._refresh_nodes()
         except StorageIOError as error:
             _log.warning("election_round_failed", leads=self.is_leader, reason=str(error))
 
@@ -129,22 +239,22 @@ class Leadership:
         async with self._asking:
             begin, resignations = self._clock.now(), self._resignations
             if not self.is_leader and begin < self._stay_out_until:
-                await self._look_on(begin)
+                await self._observe(begin)
                 return
-            state = await self._lease.hold(self.node_id, self._lease_seconds)
+            state = await self._lease.acquire(self.node_id, self._lease_seconds)
             if resignations != self._resignations:
                 return  # the lease may have been taken or renewed for one who does not want it; release follows
-            self._took_note(state, begin)
+            self._record_state(state, begin)
 
-    async def _look_on(self, begin: float) -> None:
+    async def _observe(self, begin: float) -> None:
         """Hear who leads while this manager does not want to."""
-        state = await self._lease.look()
+        state = await self._lease.get()
         if state.holder == self.node_id:  # giving it up did not reach the store
             await self._lease.release(self.node_id)
             state = LeaseState("", state.token)
         self._seen, self._seen_until = state, begin + self._lease_seconds
 
-    def _took_note(self, state: LeaseState, begin: float) -> None:
+    def _record_state(self, state: LeaseState, begin: float) -> None:
         was_leader = self.is_leader
         holds = state.holder == self.node_id
         self._expires = begin + self._term_seconds if holds else 0.0
@@ -154,12 +264,12 @@ class Leadership:
         if was_leader is not self.is_leader:
             _log.info("leads" if self.is_leader else "leads_no_more", leader=state.holder, token=state.token)
 
-    async def _follow_nodes(self) -> None:
+    async def _refresh_nodes(self) -> None:
         await self._nodes.renew()
         leader, now = self.leader_node_id, self._clock.now()
         if leader and (self.leader_endpoint is None or now >= self._look_again_at):
             self._endpoint = await self._nodes.find(leader)
-            self._look_again_at = now + _LOOK_AGAIN_SECONDS
+            self._look_again_at = now + _OBSERVE_SECONDS
 
     async def demote(self) -> None:
         """Give the lease up; it is taken again at the first tick after the campaign delay.
@@ -189,3 +299,87 @@ class Leadership:
                 await self._lease.release(self.node_id)
         except StorageIOError as error:
             _log.warning("lease_not_released", reason=str(error), ends_within_seconds=self._lease_seconds)
+
+
+# The vitals of the managers of a deployment, in a table of their own.
+#
+# A document has a deadline and is replaced long before it, so that those of managers that were killed vanish by
+# themselves. Managers of other releases need not know the table, and what they wrote and nobody can read is passed
+# over.
+
+_VITALS_LIFE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    vitals: Vitals
+    until: float
+
+
+class VitalsTable:
+    """The table, and this manager's own entry.
+
+    Args:
+        clock: time source.
+        table: one document per manager.
+    """
+
+    def __init__(self, clock: Clock, table: Table) -> None:
+        self._clock = clock
+        self._table = table
+        self._written: bytes | None = None
+
+    async def publish(self, vitals: Vitals) -> None:
+        """Tell the others, and remove what managers left that are gone.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        now = self._clock.now()
+        name, entry = vitals.endpoint.node_id, _Entry(vitals, now + _VITALS_LIFE_SECONDS)
+        new = encode_document(entry)
+        if not await self._table.replace(name, self._written, new, due=entry.until):
+            self._written = await self._table.get(name)  # of a run before, or others forgot it
+            if not await self._table.replace(name, self._written, new, due=entry.until):
+                return  # the next time
+        self._written = new
+        for each in await self._table.due(now, _MOST_FORGOTTEN):
+            await self._forget_expired(each, now)
+
+    async def _forget_expired(self, name: str, now: float) -> None:
+        document = await self._table.get(name)
+        entry = None if document is None else _read(document)
+        if document is not None and (entry is None or entry.until <= now):
+            await self._table.replace(name, document, None)
+
+    async def withdraw(self, node_id: str) -> None:
+        """Remove the own entry.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        document = await self._table.get(node_id)
+        if document is not None:
+            await self._table.replace(node_id, document, None)
+
+    async def all(self) -> Mapping[str, Vitals]:
+        """Return the vitals of every manager that lives, by node id.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        return dict(_unexpired(await self._table.all(), self._clock.now()))
+
+
+def _unexpired(documents: Mapping[str, bytes], now: float) -> Iterator[tuple[str, Vitals]]:
+    for name, document in documents.items():
+        entry = _read(document)
+        if entry is not None and entry.until > now:
+            yield name, entry.vitals
+
+
+def _read(document: bytes) -> _Entry | None:
+    try:
+        return decode_document(_Entry, document)
+    except StorageIOError:
+        return None

@@ -4,36 +4,98 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-from kvcm.model.accounts import Account
-from kvcm.model.api_keys import ApiKey
+from kvcm import __version__
 from kvcm.model.clock import Clock, SystemClock
+from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Registration, Removal
+from kvcm.model.principals import Account, ApiKey
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.accounts import AccountRegistry
-from kvcm.registry.config_draft import ConfigShelves
-from kvcm.registry.enrolment import Enrolment
-from kvcm.registry.groups import GroupRegistry
-from kvcm.registry.instances import InstanceRegistry
-from kvcm.registry.keys import KeyRegistry, KeyShelves, KeyUse
-from kvcm.registry.quotas import QuotaRegistry
-from kvcm.registry.seats import SeatsTaken
-from kvcm.registry.shelf import ChangeListener, Flush, Shelf
-from kvcm.registry.snapshots import ConfigSnapshots
+from kvcm.registry.api_keys import ImportedKeys, KeyDocuments, KeyRegistry, KeyUse
+from kvcm.registry.config_snapshots import ConfigDocuments, ConfigSnapshots
+from kvcm.registry.document_cache import ChangeListener, DocumentCache, Flush
+from kvcm.registry.groups import GroupRegistry, QuotaRegistry
+from kvcm.registry.instances import BatchRegistration, InstanceRegistry, ReservedInstances
 from kvcm.registry.storages import StorageOpener, StorageRegistry
-from kvcm.registry.taken_keys import TakenKeys
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 
-__all__ = ["Registry", "kept_cluster_id"]
+__all__ = ["NEWEST_SCHEMA", "Registry", "Schema", "check_schema", "ensure_cluster_id", "ensure_schema"]
+
+# The schema of a store: what a release has to know to read everything that lies there.
+#
+# It is one number in a document of the registry's table, beside the release that put it there. A store that has no
+# such document is of schema 1: releases before it had one wrote that. A release reads every schema up to its own, and
+# goes on writing the schema of the store, so that the release before it can come back. There is one schema so far:
+# what raises the number of a store comes with the second one.
+#
+# Rows of blocks and documents have versions of their own, which say how their bytes are read. The schema is looked at
+# first, so that a release that is too old ends at its start and not at the first record that it cannot read.
+
+NEWEST_SCHEMA: Final = 1
+"""The highest that this release reads."""
+_FIRST: Final = 1
+_NAME: Final = "schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The schema of a store.
+
+    Attributes:
+        number: releases whose newest schema is lower cannot read the store.
+        written_by: release that gave it to the store.
+    """
+
+    number: int
+    written_by: str
+
+
+async def check_schema(table: Table) -> None:
+    """Return if this release can read the store.
+
+    Args:
+        table: of the registry.
+
+    Raises:
+        StorageIOError: it cannot, or the store cannot be asked.
+    """
+    _readable(await _documents(table).read(_NAME))
+
+
+async def ensure_schema(table: Table, flush: Flush) -> None:
+    """Do `check_schema`, and say in a store that has no schema yet which one it has.
+
+    Raises:
+        StorageIOError: as `check_schema`.
+    """
+    await _documents(table).change(_NAME, lambda known: _readable(known) or Schema(_FIRST, __version__))
+    await flush()
+
+
+def _documents(table: Table) -> DocumentCache[Schema]:
+    return DocumentCache(table, "meta/", Schema)
+
+
+def _readable(schema: Schema | None) -> Schema | None:
+    if schema is not None and schema.number > NEWEST_SCHEMA:
+        raise StorageIOError(
+            f"the metadata has schema {schema.number}, given by release {schema.written_by}; this is release "
+            f"{__version__}, which reads schemas up to {NEWEST_SCHEMA}: run {schema.written_by} or a later one, or "
+            "move what is there with its `kvcm index export` and our `kvcm index import`"
+        )
+    return schema
+
 
 _OPEN_AT_START_SECONDS = 30.0
 _OPEN_AT_REFRESH_SECONDS = 0.5
 
 
-async def _nothing() -> None:
+async def _flush_nothing() -> None:
     """What is in memory alone is as durable as it gets."""
 
 
@@ -55,7 +117,7 @@ class Registry:
         self,
         opener: StorageOpener,
         table: Table | None = None,
-        flush: Flush = _nothing,
+        flush: Flush = _flush_nothing,
         store_kind: str = "memory",
         clock: Clock | None = None,
         uses: Table | None = None,
@@ -65,34 +127,37 @@ class Registry:
         self._flush = flush
         self._version: int | None = None
         self._refreshing = asyncio.Lock()
-        storages = Shelf(self._table, "storage/", StorageConfig, listener)
-        groups = Shelf(self._table, "group/", InstanceGroup, listener)
-        instances = Shelf(self._table, "instance/", Registration, listener)
-        removals = Shelf(self._table, "removal/", Removal)
-        accounts = Shelf(self._table, "account/", Account, listener)
-        quotas = Shelf(self._table, "quota/", GlobalQuota, listener)
-        keys = Shelf(self._table, "key/", ApiKey, listener)
-        self._configured: list[Shelf[Any]] = [storages, groups, instances, removals, accounts, quotas]
-        self._shelves: list[Shelf[Any]] = [*self._configured, keys]
+        storages = DocumentCache(self._table, "storage/", StorageConfig, listener)
+        groups = DocumentCache(self._table, "group/", InstanceGroup, listener)
+        instances = DocumentCache(self._table, "instance/", Registration, listener)
+        removals = DocumentCache(self._table, "removal/", Removal)
+        accounts = DocumentCache(self._table, "account/", Account, listener)
+        quotas = DocumentCache(self._table, "quota/", GlobalQuota, listener)
+        keys = DocumentCache(self._table, "key/", ApiKey, listener)
+        self._configured: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas]
+        self._shelves: list[DocumentCache[Any]] = [*self._configured, keys]
         self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
         self.quotas = QuotaRegistry(quotas, flush)
-        numbers, seats = Shelf(self._table, "meta/", int), Shelf(self._table, "seats/", SeatsTaken)
+        numbers, seats = (
+            DocumentCache(self._table, "meta/", int),
+            DocumentCache(self._table, "seats/", ReservedInstances),
+        )
         self.instances = InstanceRegistry(instances, removals, numbers, seats, self.groups, flush)
         self.accounts = AccountRegistry(accounts, flush)
-        used: Shelf[KeyUse] = Shelf(uses if uses is not None else MemoryTable(), "", KeyUse)
+        used: DocumentCache[KeyUse] = DocumentCache(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
-        taken = Shelf(self._table, "taken_key/", float)
-        self.taken_keys = TakenKeys(self._table, keys, taken, flush, clock)
-        shelves = KeyShelves(keys, used, numbers)
-        self.keys = KeyRegistry(self._table, shelves, self._follow, flush, clock, self.accounts.role_of)
+        taken = DocumentCache(self._table, "taken_key/", float)
+        self.taken_keys = ImportedKeys(self._table, keys, taken, flush, clock)
+        shelves = KeyDocuments(keys, used, numbers)
+        self.keys = KeyRegistry(self._table, shelves, self._on_tables_read, flush, clock, self.accounts.role_of)
         self.snapshots = ConfigSnapshots(
             self._table,
-            ConfigShelves(storages, groups, quotas, instances, accounts),
-            Enrolment(instances, removals, numbers, seats),
+            ConfigDocuments(storages, groups, quotas, instances, accounts),
+            BatchRegistration(instances, removals, numbers, seats),
             self.storages,
-            self._follow,
+            self._on_tables_read,
             flush,
             store_kind,
         )
@@ -104,7 +169,7 @@ class Registry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        await self._follow()
+        await self._on_tables_read()
         await self.storages.open_missing(_OPEN_AT_START_SECONDS)
 
     async def refresh(self) -> bool:
@@ -117,7 +182,7 @@ class Registry:
             StorageIOError: the store cannot be asked.
         """
         before = self.generation
-        await self._follow()
+        await self._on_tables_read()
         await self.storages.open_missing(_OPEN_AT_REFRESH_SECONDS)
         return self.generation != before
 
@@ -127,7 +192,7 @@ class Registry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        await self._follow()  # others may have made some a moment ago
+        await self._on_tables_read()  # others may have made some a moment ago
         await self.keys.revoke_logins(account)
 
     def unreadable_instances(self) -> list[str]:
@@ -140,9 +205,9 @@ class Registry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        return await kept_cluster_id(self._table, new, self._flush)
+        return await ensure_cluster_id(self._table, new, self._flush)
 
-    async def _follow(self) -> None:
+    async def _on_tables_read(self) -> None:
         async with self._refreshing:
             # Asked before the documents: what changes in between is read once more, never missed.
             version = await self._table.version()
@@ -155,7 +220,7 @@ class Registry:
             changed = [watches.enter_context(shelf.watching()) for shelf in self._shelves]
             documents = await self._table.all()
         for shelf, names in zip(self._shelves, changed, strict=True):
-            shelf.take(documents, names)
+            shelf.refresh_from(documents, names)
 
     @property
     def generation(self) -> int:
@@ -163,9 +228,9 @@ class Registry:
         return sum([shelf.generation for shelf in self._configured])  # asked for several times per write
 
 
-async def kept_cluster_id(table: Table, new: str, flush: Flush = _nothing) -> str:
+async def ensure_cluster_id(table: Table, new: str, flush: Flush = _flush_nothing) -> str:
     """Do `Registry.cluster_id` before there is a registry: the storages that it opens want the id."""
-    kept = await Shelf(table, "meta/", str).change("cluster_id", lambda known: known or new)
+    kept = await DocumentCache(table, "meta/", str).change("cluster_id", lambda known: known or new)
     assert kept is not None
     await flush()
     return kept

@@ -18,16 +18,92 @@ from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.model.storages import StorageConfig
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError
+from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from kvcm.registry.document_cache import DocumentCache, Flush
 from kvcm.registry.secrets import restored
-from kvcm.registry.shelf import Flush, Shelf
-from kvcm.registry.storage_rules import existing_storage, limit_of, medium_of, refuse_another_kind, refuse_taken
 from kvcm.registry.validation import check_storage
 
-__all__ = ["StorageDrain", "StorageOpener", "StorageRegistry"]
+__all__ = [
+    "ClosedStorages",
+    "StorageDrain",
+    "StorageOpener",
+    "StorageRegistry",
+    "check_name_is_free",
+    "check_same_type",
+    "existing_storage",
+    "limit_of",
+    "medium_of",
+]
+
+# What may become of a storage's config, and what of it has to be opened.
+
+
+def medium_of(config: StorageConfig) -> StorageConfig:
+    """Return what has to be opened: switches and limit make no difference."""
+    return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0, draining_since=0.0)
+
+
+def limit_of(config: StorageConfig) -> tuple[int, float]:
+    """Return what can be changed without opening anything."""
+    return config.capacity_bytes, config.used_percentage
+
+
+def check_name_is_free(config: StorageConfig, known: StorageConfig | None) -> None:
+    """Refuse to add a storage whose name is taken.
+
+    Raises:
+        DuplicateEntityError: the name is taken.
+        NotReadyError: a storage of that name and another medium is still to be forgotten.
+    """
+    name = config.global_unique_name
+    if known is not None and not known.is_removed:
+        raise DuplicateEntityError(f"storage {name!r} exists; use UpdateStorage to change it")
+    if known is not None and known.spec != config.spec:
+        raise NotReadyError(
+            f"storage {name!r} is being forgotten, there are still blocks that lay on it: until ListDrain names it no "
+            "more it can only be added with the medium that it had; try again, or take another name"
+        )
+
+
+def check_same_type(config: StorageConfig, known: StorageConfig) -> None:
+    """Refuse to make another thing of a storage than it is.
+
+    Raises:
+        InvalidArgumentError: its type would change, or the memory of a pool.
+    """
+    if config.storage_type is not known.storage_type:
+        raise InvalidArgumentError(
+            f"storage {config.global_unique_name!r} is of type {known.storage_type.kind} and holds blocks of "
+            f"that: to make it {config.storage_type.kind}, remove it and add it again"
+        )
+    _check_same_pool(config, known)
+
+
+def _check_same_pool(config: StorageConfig, known: StorageConfig) -> None:
+    """The memory of a pool is divided by its size, and addresses in it name its node."""
+    if not isinstance(config.spec, TairMemPoolStorageSpec) or not isinstance(known.spec, TairMemPoolStorageSpec):
+        return
+    before, wanted = ((spec.node_id, spec.capacity_bytes) for spec in (known.spec, config.spec))
+    if before != wanted:
+        raise InvalidArgumentError(
+            f"storage {config.global_unique_name!r} is a pool of {before[1]} bytes on node {before[0]!r}, wanted are "
+            f"{wanted[1]} bytes on node {wanted[0]!r}: to change that, remove it and add it again"
+        )
+
+
+def existing_storage(name: str, known: StorageConfig | None) -> StorageConfig:
+    """Return a storage that is there.
+
+    Raises:
+        InvalidArgumentError: there is no such storage.
+    """
+    if known is None or known.is_removed:
+        raise InvalidArgumentError(f"storage {name!r} does not exist")
+    return known
+
 
 _log = structlog.get_logger("kvcm.registry")
-
 _MOST_ROUNDS_BETWEEN_TRIES = 256
 
 
@@ -90,7 +166,7 @@ class StorageRegistry:
         flush: returns when what was changed is durable.
     """
 
-    def __init__(self, opener: StorageOpener, shelf: Shelf[StorageConfig], flush: Flush) -> None:
+    def __init__(self, opener: StorageOpener, shelf: DocumentCache[StorageConfig], flush: Flush) -> None:
         self._opener = opener
         self._shelf = shelf
         self._flush = flush
@@ -115,7 +191,7 @@ class StorageRegistry:
         config = await self._new(config)
         await self._add(config, self._opener.prepare(config, is_new=True))
 
-    async def add_while_serving(self, config: StorageConfig) -> None:
+    async def add_in_background(self, config: StorageConfig) -> None:
         """Do `add` without holding up other requests."""
         config = await self._new(config)
         await self._add(config, await self._opener.prepare_in_thread(config, is_new=True))
@@ -134,7 +210,7 @@ class StorageRegistry:
         else:
             await self._replace(config, self._opener.prepare(config, is_new=True))
 
-    async def update_while_serving(self, config: StorageConfig) -> None:
+    async def update_in_background(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
         config, is_only_limited = await self._changing(config)
         if is_only_limited:
@@ -147,7 +223,7 @@ class StorageRegistry:
         check_storage(config)
         known = await self._shelf.read(config.global_unique_name)
         config = restored(config, known)
-        refuse_taken(config, known)
+        check_name_is_free(config, known)
         return config
 
     async def _changing(self, config: StorageConfig) -> tuple[StorageConfig, bool]:
@@ -160,7 +236,7 @@ class StorageRegistry:
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            refuse_taken(config, known)  # somebody may have added it meanwhile
+            check_name_is_free(config, known)  # somebody may have added it meanwhile
             return config
 
         await self._shelf.change(config.global_unique_name, decide)
@@ -176,7 +252,7 @@ class StorageRegistry:
     async def _replace(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
             known = existing_storage(config.global_unique_name, known)
-            refuse_another_kind(config, known)
+            check_same_type(config, known)
             return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
         await self._shelf.change(config.global_unique_name, decide)
@@ -194,11 +270,11 @@ class StorageRegistry:
         """
         return await self._opener.prepare_in_thread(config, is_new=True)
 
-    def put_in_force(self, config: StorageConfig, prepared: Any = None) -> None:
+    def apply(self, config: StorageConfig, prepared: Any = None) -> None:
         """Make what is open here agree with a config that was stored, with its medium if that had to be opened."""
         if prepared is not None:
             self._install(config, prepared)
-        self._is_as_wanted(config.global_unique_name)
+        self._is_current(config.global_unique_name)
 
     def discard(self, prepared: Any) -> None:
         """Close a medium that was opened in vain."""
@@ -262,7 +338,7 @@ class StorageRegistry:
     async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
         """Change what needs no medium."""
         await self._shelf.change(name, decide)
-        self._is_as_wanted(name)
+        self._is_current(name)
         await self._flush()
 
     def drains(self) -> list[StorageDrain]:
@@ -272,7 +348,7 @@ class StorageRegistry:
             self._drains = self._shelf.generation, tuple(drain for drain in drains if drain is not None)
         return list(self._drains[1])
 
-    def being_left(self, drain: StorageDrain) -> StorageConfig | None:
+    def find_draining(self, drain: StorageDrain) -> StorageConfig | None:
         """Return the storage of a drain that this manager has not heard the end of, None of one that is over."""
         known = self._shelf.get(drain.name)
         return known if known is not None and _drain_of(known) == drain else None
@@ -286,7 +362,7 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
         """
         check_storage(config)
-        refuse_taken(config, self._shelf.get(config.global_unique_name))
+        check_name_is_free(config, self._shelf.get(config.global_unique_name))
 
     def all(self) -> list[StorageConfig]:
         """Return all storages, ordered by name."""
@@ -311,14 +387,14 @@ class StorageRegistry:
             wait_seconds: for media to open; those that take longer go on in the background.
         """
         self._round += 1
-        wanting = [name for name in {*self._shelf.names(), *self._open} if not self._is_as_wanted(name)]
+        wanting = [name for name in {*self._shelf.names(), *self._open} if not self._is_current(name)]
         media = [medium_of(config) for config in self.existing(wanting)]
         self._failures = {medium: self._failures[medium] for medium in media if medium in self._failures}
-        started = [self._start_opening(medium) for medium in media if self._is_worth_a_try(medium)]
+        started = [self._start_opening(medium) for medium in media if self._is_retry_due(medium)]
         if started:
             await asyncio.wait(started, timeout=wait_seconds)
 
-    def _is_as_wanted(self, name: str) -> bool:
+    def _is_current(self, name: str) -> bool:
         """Close or switch an open storage as it is configured. False: its medium has to be opened."""
         wanted, is_open = self._get(name), self._open.get(name)
         if wanted is None:
@@ -337,7 +413,7 @@ class StorageRegistry:
             self._opener.set_draining(name, is_draining=wanted.is_draining)
         return True
 
-    def _is_worth_a_try(self, medium: StorageConfig) -> bool:
+    def _is_retry_due(self, medium: StorageConfig) -> bool:
         failure = self._failures.get(medium)
         return medium not in self._opening and (failure is None or self._round >= failure.again_in_round)
 
@@ -378,3 +454,41 @@ def _drain_of(config: StorageConfig) -> StorageDrain | None:
         return None
     started_at = config.removed_at if config.is_removed else config.draining_since
     return StorageDrain(config.global_unique_name, started_at, config.is_removed)
+
+
+# For tools that read and change the registry without touching the storages that it names.
+
+
+class ClosedStorages:
+    """Opens nothing: takes the place of the storage directory where no bytes are read, written or deleted.
+
+    Attributes:
+        generation: never changes, as no storage becomes available.
+    """
+
+    generation = 0
+
+    def prepare(self, config: StorageConfig, *, is_new: bool) -> None:
+        """Open nothing."""
+
+    async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> None:
+        """Open nothing."""
+
+    def discard(self, prepared: None) -> None:
+        """Nothing was prepared."""
+
+    def install(self, config: StorageConfig, prepared: None) -> None:
+        """Keep nothing open."""
+
+    def set_enabled(self, name: str, *, enabled: bool) -> None:
+        """Nothing is open that could be switched."""
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Nothing is open that could take writes."""
+
+    def close(self, name: str) -> None:
+        """Nothing is open that could be closed."""
+
+    def rank(self, storage: str) -> int | None:
+        """Return None: no storage can be read here."""
+        return None

@@ -17,10 +17,9 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance
-from kvcm.model.memory_pool import MIN_POOL_BYTES
-from kvcm.model.names import check_name, check_storage_name
 from kvcm.model.principals import ALL_GROUPS
 from kvcm.model.storages import (
+    MIN_POOL_BYTES,
     DummyStorageSpec,
     LocalStorageSpec,
     MooncakeStorageSpec,
@@ -31,6 +30,7 @@ from kvcm.model.storages import (
     ThreeFSStorageSpec,
     VcnsThreeFSStorageSpec,
 )
+from kvcm.model.uri import check_name, check_storage_name
 
 __all__ = [
     "POLICY_NAMES",
@@ -238,7 +238,7 @@ def _check_policy(path: str, policy: EvictionPolicy, above: EvictionPolicy) -> N
     )
     _at_least_zero(f"{path}.ttl_seconds", policy.ttl_seconds)
     require(policy.name != "ttl" or policy.ttl_seconds, f"{path}.ttl_seconds", "is 0, must be > 0 with policy 'ttl'")
-    in_force = policy.or_else(above).name
+    in_force = policy.with_defaults(above).name
     require(
         not policy.ttl_seconds or in_force in _WITH_TTL,
         f"{path}.ttl_seconds",

@@ -7,23 +7,238 @@ the same answer, and so has every instance of a foreign group. Only who proves a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from kvcm.model.api_keys import ApiKey, PresentedKey
-from kvcm.model.principals import ALL_GROUPS, EVERYBODY, STRANGER, Principal
-from kvcm.registry.keys import KeyRegistry
-from kvcm.service.policies import ANYBODY, PAGE_POLICIES, POLICIES, Policy, Scope
-from kvcm.service.turned_away import ForbiddenError, UnauthenticatedError
+from kvcm.model.principals import (
+    ALL_GROUPS,
+    ANONYMOUS,
+    UNRESTRICTED,
+    ApiKey,
+    PresentedKey,
+    Principal,
+    Verb,
+    call_context,
+)
+from kvcm.registry.api_keys import KeyRegistry
+from kvcm.registry.secrets import redacted
+from kvcm.service.rejections import ForbiddenError, UnauthenticatedError
+from kvcm.telemetry import metrics as catalog
+from kvcm.telemetry.metrics import Reading
 
-__all__ = ["NO_CREDENTIALS", "OUTCOMES", "Access", "Credentials", "KeyedAccess", "OpenAccess"]
+__all__ = [
+    "ACTIONS",
+    "ANY_PRINCIPAL",
+    "CERTIFICATE_NAMES",
+    "NO_CREDENTIALS",
+    "OUTCOMES",
+    "PAGE_POLICIES",
+    "POLICIES",
+    "Access",
+    "AccessMetrics",
+    "Credentials",
+    "KeyedAccess",
+    "OpenAccess",
+    "Policy",
+    "Scope",
+    "credentials_of",
+    "policy_of",
+    "redacted_for_principal",
+]
+
+# Who may call what: every call, page and stream has its row here, and what has none is not served.
+#
+# A test compares the table with what is served.
+
+
+class Scope(Enum):
+    """What a call is about."""
+
+    DEPLOYMENT = "deployment"  # or several groups at a time
+    GROUP = "group"
+    INSTANCE = "instance"
+    OWN_GROUPS = "own groups"  # those that the principal covers; the one alone that the request names, if it does
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who may do something.
+
+    Attributes:
+        verbs: of which the principal needs one; None for that any principal will do.
+        scope: what it has to cover.
+        field: of the request that names the group; where it is empty, the call is about all groups.
+        is_open: whether strangers may do it, too.
+        own: of the request that names an account: whoever is logged in as that one may, too.
+    """
+
+    verbs: frozenset[Verb] | None
+    scope: Scope
+    field: str = ""
+    is_open: bool = False
+    own: str = ""
+
+    @property
+    def action(self) -> str:
+        """What is denied, as a label of metrics."""
+        return "any" if self.verbs is None else "_or_".join(sorted(verb.value for verb in self.verbs))
+
+
+def _everywhere(*verbs: Verb) -> Policy:
+    return Policy(frozenset(verbs), Scope.DEPLOYMENT)
+
+
+def _on_instance(*verbs: Verb) -> Policy:
+    return Policy(frozenset(verbs), Scope.INSTANCE)
+
+
+def _on_own_groups(field: str, *verbs: Verb) -> Policy:
+    return Policy(frozenset(verbs), Scope.OWN_GROUPS, field)
+
+
+def _on_group(field: str, *verbs: Verb) -> Policy:
+    return Policy(frozenset(verbs), Scope.GROUP, field)
+
+
+_OPEN: Final = Policy(None, Scope.NOTHING, is_open=True)
+ANY_PRINCIPAL: Final = Policy(None, Scope.NOTHING)
+"""Of what every principal may do."""
+_VIEW: Final = _everywhere(Verb.VIEW)
+_OPERATE: Final = _everywhere(Verb.OPERATE)
+_ADMINISTER: Final = _everywhere(Verb.ADMINISTER)
+_REGISTRATION: Final = _on_instance(Verb.MATCH, Verb.WRITE, Verb.VIEW)
+_REGISTER: Final = _on_group("instance_group", Verb.WRITE)
+_BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
+    "kv_cache_manager.proto.meta.MetaService": {
+        "RegisterInstance": _REGISTER,
+        "GetInstanceInfo": _REGISTRATION,
+        "GetCacheMeta": _on_instance(Verb.MATCH),
+        "GetCacheLocation": _on_instance(Verb.MATCH),
+        "GetCacheLocationLen": _on_instance(Verb.MATCH),
+        "StartWriteCache": _on_instance(Verb.WRITE),
+        "FinishWriteCache": _on_instance(Verb.WRITE),
+        "RemoveCache": _on_instance(Verb.REMOVE),
+        "TrimCache": _on_instance(Verb.REMOVE),
+        "GetClusterInfo": ANY_PRINCIPAL,
+    },
+    "kvcm.v1.LeaseService": {
+        "RenewReadLease": _on_instance(Verb.MATCH),
+        "ReleaseReadLease": _on_instance(Verb.MATCH),
+        "RenewWriteSession": _on_instance(Verb.WRITE),
+    },
+    "kvcm.v1.PinService": {
+        "PinPrefix": _on_instance(Verb.PIN),
+        "UnpinPrefix": _on_instance(Verb.PIN),
+        "ListPins": _on_instance(Verb.PIN, Verb.VIEW),
+        "ReportMissing": _on_instance(Verb.MATCH),  # it is readers that find out
+    },
+    # A node's agent speaks for memory that all groups use.
+    "kvcm.v1.PoolService": {"ReportPool": _everywhere(Verb.WRITE)},
+    "kv_cache_manager.proto.admin.AdminService": {
+        "AddStorage": _ADMINISTER,
+        "EnableStorage": _OPERATE,
+        "DisableStorage": _OPERATE,
+        "RemoveStorage": _ADMINISTER,
+        "UpdateStorage": _ADMINISTER,
+        "ListStorage": _VIEW,
+        # A group has quotas: whoever is limited to it does not set them.
+        "CreateInstanceGroup": _ADMINISTER,
+        "UpdateInstanceGroup": _ADMINISTER,
+        "RemoveInstanceGroup": _ADMINISTER,
+        "GetInstanceGroup": _on_group("name", Verb.VIEW),
+        "GetCacheMeta": _on_instance(Verb.MATCH),
+        "RemoveCache": _on_instance(Verb.REMOVE),
+        "RegisterInstance": _REGISTER,
+        "RemoveInstance": _on_instance(Verb.ADMINISTER),
+        "GetInstanceInfo": _REGISTRATION,
+        "ListInstanceInfo": _on_group("instance_group_name", Verb.VIEW),
+        "AddAccount": _ADMINISTER,
+        "DeleteAccount": _ADMINISTER,
+        "ListAccount": _OPERATE,
+        "GenConfigSnapshot": _OPERATE,
+        "LoadConfigSnapshot": _ADMINISTER,
+        "GetMetrics": _VIEW,
+        "CheckHealth": _OPEN,
+        "GetManagerClusterInfo": ANY_PRINCIPAL,
+        "LeaderDemote": _OPERATE,
+        "GetLeaderElectorConfig": _VIEW,
+        "UpdateLeaderElectorConfig": _OPERATE,
+        "UpdateLogger": _OPERATE,
+    },
+    "kvcm.v1.GroupService": {"ListInstanceGroup": _VIEW},
+    "kvcm.v1.CapacityService": {
+        "GetUsage": _on_group("instance_group", Verb.VIEW),
+        "SetGlobalQuota": _ADMINISTER,
+        "ListGlobalQuota": _VIEW,
+        "RemoveGlobalQuota": _ADMINISTER,
+        "CollectGarbage": _OPERATE,
+        "ScrubStorage": _OPERATE,
+    },
+    "kvcm.v1.InsightService": {
+        "ListSessions": _on_own_groups("instance_group", Verb.VIEW),
+        "ExploreBlocks": _on_instance(Verb.VIEW, Verb.MATCH),
+        "GetCurve": _on_group("instance_group", Verb.VIEW),
+        "ListAlerts": _on_own_groups("instance_group", Verb.VIEW),
+    },
+    "kvcm.v1.StorageService": {"DrainStorage": _OPERATE, "CancelDrain": _OPERATE, "ListDrain": _VIEW},
+    "kvcm.v1.ConfigService": {"ReloadConfig": _OPERATE},
+    "kvcm.v1.AccessService": {
+        "CreateKey": _ADMINISTER,
+        "ListKeys": _OPERATE,
+        "RotateKey": _ADMINISTER,
+        "RevokeKey": _ADMINISTER,
+        "Login": _OPEN,
+        "Logout": ANY_PRINCIPAL,
+        "SetPassword": replace(_ADMINISTER, own="user_name"),
+        "WhoAmI": ANY_PRINCIPAL,
+    },
+    "kv_cache_manager.proto.debug.DebugService": {
+        "InjectFault": _ADMINISTER,
+        "RemoveFault": _ADMINISTER,
+        "ClearFaults": _ADMINISTER,
+    },
+}
+POLICIES: Final[Mapping[tuple[str, str], Policy]] = {
+    (service, name): policy for service, policies in _BY_SERVICE.items() for name, policy in policies.items()
+}
+"""Of calls, by service and name."""
+PAGE_POLICIES: Final[Mapping[str, Policy]] = {
+    "/livez": _OPEN,
+    "/readyz": _OPEN,
+    "/startupz": _OPEN,
+    "/openapi.json": _OPEN,
+    "/v1/openapi.json": _OPEN,
+    "/v1/login": _OPEN,
+    "/metrics": _VIEW,
+    "/api/events": _VIEW,
+    "/v1/events/recent": _ADMINISTER,
+    "/v1/managers": _VIEW,
+    "/v1/history": Policy(frozenset({Verb.VIEW}), Scope.NOTHING),  # tells of the groups that the principal covers
+}
+"""Of pages, streams and resources without a call, by path. A resource below /v1 that is not here wants a principal, and
+the calls that it makes want what they want."""
+
+
+ACTIONS: Final = tuple(sorted({policy.action for policy in (*POLICIES.values(), *PAGE_POLICIES.values())}))
+"""Everything that can be denied, as labels of metrics."""
+
+
+def policy_of(service: str, name: str) -> Policy:
+    """Return the policy of a call.
+
+    Raises:
+        KeyError: it has none, and is not to be served.
+    """
+    return POLICIES[service, name]
+
 
 _SCHEME: Final = "bearer "
-
-_MOST_KNOWN: Final = 4096
+_MAX_CACHED_PRINCIPALS: Final = 4096
 _ENDED: Final = "the key has ended: ask for a new one"
 _KEY_WANTED: Final = "a key is required: authorization: Bearer kvcm_<id>_<secret>"
-
 _ACCEPTED: Final = "accepted"
 _MISSING: Final = "missing"
 _MALFORMED: Final = "malformed"
@@ -52,7 +267,7 @@ class Access(Protocol):
     """Decides who may do what."""
 
     @property
-    def asks(self) -> bool:
+    def requires_credentials(self) -> bool:
         """Whether credentials are looked at."""
 
     def principal(self, policy: Policy, credentials: Credentials) -> Principal:
@@ -78,7 +293,7 @@ class Access(Protocol):
             ForbiddenError: he may not.
         """
 
-    def holds(self, principal: Principal) -> bool:
+    def is_key_valid(self, principal: Principal) -> bool:
         """Return whether the key of somebody who was let in a while ago still counts."""
 
     def check(self, service: str, name: str, request: Any, principal: Principal) -> None:
@@ -93,20 +308,20 @@ class Access(Protocol):
 class OpenAccess:
     """Nobody is asked who he is."""
 
-    asks = False
+    requires_credentials = False
 
     def principal(self, _policy: Policy, _credentials: Credentials) -> Principal:
         """Return everybody."""
-        return EVERYBODY
+        return UNRESTRICTED
 
     def page_principal(self, _path: str, _credentials: Credentials) -> Principal:
         """Return everybody."""
-        return EVERYBODY
+        return UNRESTRICTED
 
     def check_page(self, _path: str, _principal: Principal) -> None:
         """Refuse nothing."""
 
-    def holds(self, _principal: Principal) -> bool:
+    def is_key_valid(self, _principal: Principal) -> bool:
         """Return that it does."""
         return True
 
@@ -122,7 +337,7 @@ class KeyedAccess:
         group_of: group of a registered instance, None for one that is not known.
     """
 
-    asks = True
+    requires_credentials = True
 
     def __init__(self, keys: KeyRegistry, group_of: Callable[[str], str | None]) -> None:
         self._keys = keys
@@ -135,8 +350,8 @@ class KeyedAccess:
     def principal(self, policy: Policy, credentials: Credentials) -> Principal:
         """Return who calls, strangers only where they may."""
         if policy.is_open:
-            return STRANGER
-        principal = self._recognised(credentials)
+            return ANONYMOUS
+        principal = self._authenticated(credentials)
         if not (policy.own and principal.account):  # else it is known by the request alone
             self._check_verbs(policy, principal)
         return principal
@@ -144,21 +359,21 @@ class KeyedAccess:
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
         """Return who asks for a page."""
         has_calls = path.startswith(("/v1/", "/console/")) and path not in PAGE_POLICIES
-        policy = ANYBODY if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
+        policy = ANY_PRINCIPAL if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
         if policy.is_open:
-            return self._perhaps(credentials)
+            return self._optional_principal(credentials)
         principal = self.principal(policy, credentials)
         self._check_scope(policy, None, principal)
         return principal
 
     def check_page(self, path: str, principal: Principal) -> None:
         """Refuse a page; one without a policy of its own makes calls, which have theirs."""
-        policy = PAGE_POLICIES.get(path, ANYBODY)
+        policy = PAGE_POLICIES.get(path, ANY_PRINCIPAL)
         if not policy.is_open:
             self._check_verbs(policy, principal)
             self._check_scope(policy, None, principal)
 
-    def holds(self, principal: Principal) -> bool:
+    def is_key_valid(self, principal: Principal) -> bool:
         """Return whether the key is there and has not ended; to go on is a use of it."""
         key = self._keys.find(principal.key_id)
         return key is not None and self._keys.use(key)
@@ -168,72 +383,72 @@ class KeyedAccess:
         policy = POLICIES[service, name]
         if policy.is_open:
             return
-        if principal is EVERYBODY or principal is STRANGER:  # nobody was asked, or nobody answered
-            raise self._stranger(_MISSING, _KEY_WANTED)
-        if self._keys.find(principal.key_id) is None or (principal.account and not self.holds(principal)):
-            raise self._stranger(_EXPIRED, _ENDED)  # since its request began to come
+        if principal is UNRESTRICTED or principal is ANONYMOUS:  # nobody was asked, or nobody answered
+            raise self._unauthenticated(_MISSING, _KEY_WANTED)
+        if self._keys.find(principal.key_id) is None or (principal.account and not self.is_key_valid(principal)):
+            raise self._unauthenticated(_EXPIRED, _ENDED)  # since its request began to come
         if policy.own and principal.account and principal.account == getattr(request, policy.own):
             return
         self._check_verbs(policy, principal)
         self._check_scope(policy, request, principal)
 
-    def _perhaps(self, credentials: Credentials) -> Principal:
+    def _optional_principal(self, credentials: Credentials) -> Principal:
         """Return who asks for what is open to strangers: it may show more to others."""
         if credentials == NO_CREDENTIALS:
-            return STRANGER
+            return ANONYMOUS
         try:
-            return self._recognised(credentials)
+            return self._authenticated(credentials)
         except UnauthenticatedError:
-            return STRANGER
+            return ANONYMOUS
 
-    def _recognised(self, credentials: Credentials) -> Principal:
+    def _authenticated(self, credentials: Credentials) -> Principal:
         """Return who shows this; what was right is, as long as no key has changed."""
         if self._known_generation != self._keys.generation:
             self._known.clear()
             self._known_generation = self._keys.generation
         known = self._known.get(credentials)
-        key, principal = known if known is not None else self._remembered(credentials)
+        key, principal = known if known is not None else self._resolve_key(credentials)
         if not self._keys.use(key):
-            raise self._stranger(_EXPIRED, _ENDED)
+            raise self._unauthenticated(_EXPIRED, _ENDED)
         self.outcomes[_ACCEPTED] += 1
         return principal
 
-    def _remembered(self, credentials: Credentials) -> tuple[ApiKey, Principal]:
+    def _resolve_key(self, credentials: Credentials) -> tuple[ApiKey, Principal]:
         if credentials.authorization:
-            key = self._shown(credentials.authorization)
+            key = self._key_of_header(credentials.authorization)
         else:
-            key = self._certified(credentials.certificate_names)
-        if len(self._known) >= _MOST_KNOWN:
+            key = self._key_of_certificate(credentials.certificate_names)
+        if len(self._known) >= _MAX_CACHED_PRINCIPALS:
             self._known.clear()
         known = self._known[credentials] = key, key.principal()
         return known
 
-    def _shown(self, authorization: str) -> ApiKey:
+    def _key_of_header(self, authorization: str) -> ApiKey:
         presented = None
         if authorization[: len(_SCHEME)].lower() == _SCHEME:
             presented = PresentedKey.parse(authorization[len(_SCHEME) :])
         if presented is None:
-            raise self._stranger(_MALFORMED, "authorization must be: Bearer kvcm_<id>_<secret>")
-        key = self._keys.shown(presented)
+            raise self._unauthenticated(_MALFORMED, "authorization must be: Bearer kvcm_<id>_<secret>")
+        key = self._keys.authenticate(presented)
         if key is None:
-            raise self._stranger(_UNKNOWN, "the key is not known here")
+            raise self._unauthenticated(_UNKNOWN, "the key is not known here")
         return key
 
-    def _certified(self, names: Sequence[str]) -> ApiKey:
+    def _key_of_certificate(self, names: Sequence[str]) -> ApiKey:
         if not names:
-            raise self._stranger(_MISSING, _KEY_WANTED)
+            raise self._unauthenticated(_MISSING, _KEY_WANTED)
         key = self._keys.of_certificate(names)
         if key is None:
-            raise self._stranger(_UNKNOWN, "no name of the client certificate is known here")
+            raise self._unauthenticated(_UNKNOWN, "no name of the client certificate is known here")
         return key
 
-    def _stranger(self, outcome: str, text: str) -> UnauthenticatedError:
+    def _unauthenticated(self, outcome: str, text: str) -> UnauthenticatedError:
         self.outcomes[outcome] += 1
         return UnauthenticatedError(text, "unauthenticated")
 
     def _check_verbs(self, policy: Policy, principal: Principal) -> None:
         if policy.verbs is not None and policy.verbs.isdisjoint(principal.verbs):
-            raise self._denied(policy, f"{principal.name} may not {_either(policy)}")
+            raise self._denied(policy, f"{principal.name} may not {_action_text(policy)}")
 
     def _check_scope(self, policy: Policy, request: Any, principal: Principal) -> None:
         if policy.scope is Scope.NOTHING or ALL_GROUPS in principal.groups:
@@ -246,26 +461,72 @@ class KeyedAccess:
             raise self._denied(policy, f"{principal.name} may not do this for all instance groups")
         else:
             if getattr(request, policy.field) not in principal.groups:
-                raise self._denied(policy, f"{principal.name} may not {_either(policy)} in this instance group")
+                raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} in this instance group")
             if policy.field == "instance_group" and hasattr(request, "instance_id"):
                 self._check_instance(policy, request.instance_id, principal)
 
     def _check_own_groups(self, policy: Policy, request: Any, principal: Principal) -> None:
         group = getattr(request, policy.field)
         if group and group not in principal.groups:
-            raise self._denied(policy, f"{principal.name} may not {_either(policy)} in this instance group")
+            raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} in this instance group")
         if hasattr(request, "instance_id"):
             self._check_instance(policy, request.instance_id, principal)
 
     def _check_instance(self, policy: Policy, instance_id: str, principal: Principal) -> None:
         group = self._group_of(instance_id)
         if group is not None and group not in principal.groups:
-            raise self._denied(policy, f"{principal.name} may not {_either(policy)} on this instance")
+            raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} on this instance")
 
     def _denied(self, policy: Policy, text: str) -> ForbiddenError:
         self.denied[policy.action] += 1
         return ForbiddenError(text)
 
 
-def _either(policy: Policy) -> str:
+def _action_text(policy: Policy) -> str:
     return policy.action.replace("_", " ")
+
+
+# What became of credentials and permissions, for Prometheus.
+
+
+class AccessMetrics:
+    """Counters of one manager; all zero while nobody is asked who he is.
+
+    Args:
+        access: counts.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield what was counted."""
+        keyed = self._access if isinstance(self._access, KeyedAccess) else None
+        for outcome in OUTCOMES:
+            yield Reading(catalog.AUTH, keyed.outcomes[outcome] if keyed else 0, (outcome,))
+        for action in ACTIONS:
+            yield Reading(catalog.AUTHZ_DENIED, keyed.denied[action] if keyed else 0, (action,))
+
+
+# What the client of an HTTP request shows of itself.
+
+CERTIFICATE_NAMES: Final = "kvcm.certificate_names"
+"""Key of a scope: subject alternative names of the client's certificate, where it showed one that was verified."""
+
+
+def credentials_of(scope: Mapping[str, Any]) -> Credentials:
+    """Return the credentials in the scope of a request. Of two authorizations none counts: which one was meant?"""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    authorization = given[0].decode("latin-1") if len(given) == 1 else "twice" if given else ""
+    return Credentials(authorization, scope.get(CERTIFICATE_NAMES, ()))
+
+
+# What of a configured value its reader may see: whoever may change all of it sees all of it, others no secrets.
+
+Value = TypeVar("Value")
+
+
+def redacted_for_principal(value: Value) -> Value:
+    """Return a configured value as the present task's principal sees it; what it sends back is completed
+    (`kvcm.registry.secrets.restored`)."""
+    return value if Verb.ADMINISTER in call_context.get().principal.verbs else redacted(value)

@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
+from urllib.parse import unquote
 
-from kvcm.model.accounts import ROLE_OF_ACCOUNT, Account
-from kvcm.model.api_keys import ApiKey, PresentedKey
 from kvcm.model.errors import InvalidArgumentError, KvcmError
-from kvcm.model.principals import ENGINE_VERBS, EVERYBODY, Role, Verb, errand
+from kvcm.model.principals import (
+    ENGINE_VERBS,
+    ROLE_OF_ACCOUNT,
+    UNRESTRICTED,
+    Account,
+    ApiKey,
+    PresentedKey,
+    Role,
+    Verb,
+    call_context,
+)
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
-from kvcm.registry.keys import NewKey
+from kvcm.registry.api_keys import NewKey
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
+from kvcm.service.admission import TokenBuckets
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.networks import network_of
-from kvcm.service.token_bucket import TokenBuckets
-from kvcm.service.turned_away import ForbiddenError, RateLimitedError, TurnedAwayError, UnauthenticatedError
+from kvcm.service.rejections import ForbiddenError, RateLimitedError, RejectedError, UnauthenticatedError
 
-__all__ = ["AccessApi"]
+__all__ = ["AccessApi", "network_of"]
+
+# Whose address it is: of IPv6 everybody has a whole network, and so as many addresses as he likes.
+
+_OWN_BITS = 64  # RFC 6177: no site has less
+
+
+def network_of(peer: str) -> str:
+    """Return what stands for whoever has an address: itself, of IPv6 its network of 64 bits. What is no address stands
+    for itself."""
+    try:
+        address = ipaddress.ip_address(unquote(peer).strip("[]"))
+    except ValueError:
+        return peer
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.IPv6Network((int(address), _OWN_BITS), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
 
 _SERVICE: Final = "kvcm.v1.AccessService"
 _LOGIN_SECONDS: Final = 3600
-_MOST_LOGIN_SECONDS: Final = 12 * 3600
-_MOST_PASSWORD: Final = 1024
-_TRIES: Final = 10.0  # in a row, of one network
-_SECONDS_PER_TRY: Final = 6.0
-_AT_ONCE: Final = 2  # a hash takes 50 ms and 16 MiB
-_MOST_WAITING: Final = 32
+_MAX_LOGIN_SECONDS: Final = 12 * 3600
+_MAX_PASSWORD_BYTES: Final = 1024
+_MAX_ATTEMPTS: Final = 10.0  # in a row, of one network
+_SECONDS_PER_ATTEMPT: Final = 6.0
+_MAX_CONCURRENT_HASHES: Final = 2  # a hash takes 50 ms and 16 MiB
+_MAX_WAITING_LOGINS: Final = 32
 _RETRY_SECONDS: Final = 5.0
-_WRONG: Final = "user name or password is wrong"
+_WRONG_CREDENTIALS: Final = "user name or password is wrong"
 _WRONG_OLD: Final = "old_password is not the password of the account, and whoever is logged in as it has to give it"
 
 
@@ -52,8 +78,8 @@ class AccessApi:
         self._accounts = registry.accounts
         self._is_required = is_required
         self._tries = TokenBuckets(clock)
-        self._tries.set(1 / _SECONDS_PER_TRY, _TRIES)
-        self._hashing = asyncio.Semaphore(_AT_ONCE)
+        self._tries.set(1 / _SECONDS_PER_ATTEMPT, _MAX_ATTEMPTS)
+        self._hashing = asyncio.Semaphore(_MAX_CONCURRENT_HASHES)
         self._waiting = 0
 
     def calls(self) -> list[Call]:
@@ -83,7 +109,7 @@ class AccessApi:
             request.ttl_seconds,
             request.certificate_name,
         )
-        return _made(*await self._keys.create(wanted))
+        return _created_reply(*await self._keys.create(wanted))
 
     async def list_keys(self, request: Any) -> Reply:
         """List keys without their secrets."""
@@ -96,7 +122,7 @@ class AccessApi:
     async def rotate(self, request: Any) -> Reply:
         """Put a new key in the place of another."""
         require(request.key_id, "RotateKey.key_id")
-        return _made(*await self._keys.rotate(request.key_id, request.overlap_seconds, request.ttl_seconds))
+        return _created_reply(*await self._keys.rotate(request.key_id, request.overlap_seconds, request.ttl_seconds))
 
     async def revoke(self, request: Any) -> Reply:
         """End a key at once."""
@@ -108,35 +134,37 @@ class AccessApi:
         """Turn a password into a key that ends soon."""
         require(request.user_name, "Login.user_name")
         require(request.password, "Login.password")
-        if len(request.password) > _MOST_PASSWORD:
-            raise InvalidArgumentError(f"password has {len(request.password)} characters, at most {_MOST_PASSWORD}")
-        seconds = request.ttl_seconds or _LOGIN_SECONDS
-        if not 0 < seconds <= _MOST_LOGIN_SECONDS:
+        if len(request.password) > _MAX_PASSWORD_BYTES:
             raise InvalidArgumentError(
-                f"ttl_seconds is {seconds}, must be from 1 to {_MOST_LOGIN_SECONDS}; 0 = {_LOGIN_SECONDS}"
+                f"password has {len(request.password)} characters, at most {_MAX_PASSWORD_BYTES}"
             )
-        account = await self._proven(request.user_name, request.password)
+        seconds = request.ttl_seconds or _LOGIN_SECONDS
+        if not 0 < seconds <= _MAX_LOGIN_SECONDS:
+            raise InvalidArgumentError(
+                f"ttl_seconds is {seconds}, must be from 1 to {_MAX_LOGIN_SECONDS}; 0 = {_LOGIN_SECONDS}"
+            )
+        account = await self._check_password(request.user_name, request.password)
         if account is None:
-            raise UnauthenticatedError(_WRONG, "unauthenticated")
+            raise UnauthenticatedError(_WRONG_CREDENTIALS, "unauthenticated")
         key, presented = await self._keys.log_in(account.user_name, ROLE_OF_ACCOUNT[account.role], seconds)
         # Who changes an account ends the logins that there are: this one may have come a moment too late for that.
         if await self._accounts.read(account.user_name) != account:
             with suppress(InvalidArgumentError):  # it did not
                 await self._keys.revoke(key.id)
-            raise UnauthenticatedError(_WRONG, "unauthenticated")
-        return _made(key, presented)
+            raise UnauthenticatedError(_WRONG_CREDENTIALS, "unauthenticated")
+        return _created_reply(key, presented)
 
     async def log_out(self, _request: Any) -> Reply:
         """End the key that was shown if it is of a login."""
-        await self._keys.log_out(errand.get().principal.key_id)
+        await self._keys.log_out(call_context.get().principal.key_id)
         return Reply(admin_pb.CommonResponse())
 
     async def set_password(self, request: Any) -> Reply:
         """Change the password of an account and end its logins. Whoever is logged in as it proves the present one, for
         a key that was left behind somewhere is not to become the account."""
-        account, proven = errand.get().principal.account, None
+        account, proven = call_context.get().principal.account, None
         if request.old_password or (account and account == request.user_name):
-            proven = await self._proven(request.user_name, request.old_password)
+            proven = await self._check_password(request.user_name, request.old_password)
             if proven is None:
                 raise ForbiddenError(_WRONG_OLD)
         if not await self._accounts.set_password(request.user_name, request.password, proven):
@@ -147,36 +175,36 @@ class AccessApi:
     async def who_am_i(self, _request: Any) -> Reply:
         """Tell the caller who it is."""
         message = pb.WhoAmIResponse(is_required=self._is_required)
-        principal = errand.get().principal
-        key = self._keys.find(principal.key_id) if principal is not EVERYBODY else None
+        principal = call_context.get().principal
+        key = self._keys.find(principal.key_id) if principal is not UNRESTRICTED else None
         if key is not None:
             _fill(message.key, key, await self._keys.last_used_at(key.id))
         return Reply(message)
 
-    async def _proven(self, user_name: str, password: str) -> Account | None:
+    async def _check_password(self, user_name: str, password: str) -> Account | None:
         """Return the account whose password is right, None where it is wrong. A name that is unknown takes as long as a
         wrong password. Who was wrong too often has to wait."""
-        network = network_of(errand.get().peer)
-        wait_seconds = self._tries.take(network, 1)
+        network = network_of(call_context.get().peer)
+        wait_seconds = self._tries.acquire(network, 1)
         if wait_seconds:
             text = f"too many tries of passwords; the next is heard in {wait_seconds:.0f} s"
             raise RateLimitedError(text, "rate", wait_seconds)
         try:
-            account = await self._compared(user_name, password)
-        except (KvcmError, TurnedAwayError):  # nobody looked at it
-            self._tries.give_back(network, 1)
+            account = await self._compare_password(user_name, password)
+        except (KvcmError, RejectedError):  # nobody looked at it
+            self._tries.refund(network, 1)
             raise
         if account is not None:
-            self._tries.give_back(network, 1)
+            self._tries.refund(network, 1)
         return account
 
-    async def _compared(self, user_name: str, password: str) -> Account | None:
-        if self._waiting >= _MOST_WAITING:
-            raise TurnedAwayError("too many log in at a time; retry later", "queue", _RETRY_SECONDS)
+    async def _compare_password(self, user_name: str, password: str) -> Account | None:
+        if self._waiting >= _MAX_WAITING_LOGINS:
+            raise RejectedError("too many log in at a time; retry later", "queue", _RETRY_SECONDS)
         self._waiting += 1
         try:
             async with self._hashing:
-                return await self._accounts.proven(user_name, password)
+                return await self._accounts.authenticate(user_name, password)
         finally:
             self._waiting -= 1
 
@@ -195,7 +223,7 @@ def _verb(number: int, place: int) -> Verb:
     return ENGINE_VERBS[number - 1]
 
 
-def _made(key: ApiKey, presented: PresentedKey | None) -> Reply:
+def _created_reply(key: ApiKey, presented: PresentedKey | None) -> Reply:
     message = pb.CreateKeyResponse(secret=presented.text if presented is not None else "")
     _fill(message.key, key, 0.0)
     return Reply(message)

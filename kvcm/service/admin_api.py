@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from kvcm.cache.drains import StorageDrains
+from kvcm.cache.instance_cache import batches
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.pages import pages
-from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import InstanceGroup
+from kvcm.model.principals import AccountRole
 from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import config_service_pb2 as config_pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
-from kvcm.service.block_calls import BlockCalls
+from kvcm.service.access import redacted_for_principal
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.capacity_series import CapacitySeries
-from kvcm.service.confidential import as_seen
-from kvcm.service.limits import RequestLimits
-from kvcm.service.snapshot_api import SnapshotCalls
-from kvcm.service.state_series import state_series
+from kvcm.service.config_snapshot import ConfigSnapshotApi
+from kvcm.service.meta_api import BlockCalls
+from kvcm.service.metrics_series import CapacitySeries, state_series
+from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
 from kvcm.service.usage_values import StorageStatus
 from kvcm.storage.directory import StorageDirectory
 from kvcm.telemetry.logs import LEVELS, set_level
 from kvcm.telemetry.metrics import ApiMetrics
 
-__all__ = ["AdminApi"]
+__all__ = ["AdminApi", "ConfigApi", "SettingChange"]
 
 _log = structlog.get_logger("kvcm.service")
-
 _ADMIN = "kv_cache_manager.proto.admin.AdminService"
 _GROUP = "kvcm.v1.GroupService"
-_FILLED_AT_ONCE = 128
+_FILL_BATCH = 128
 # Answered by every manager, whether it leads or not.
 _ANY_NODE = {
     "GetMetrics",
@@ -99,7 +100,7 @@ class AdminApi:
         self._drains = drains
         self._said_uri_is_ignored = False
         cluster_id = storages.cluster_id if storages is not None else ""
-        self._snapshots = SnapshotCalls(registry.snapshots, cluster_id, registry.end_logins)
+        self._snapshots = ConfigSnapshotApi(registry.snapshots, cluster_id, registry.end_logins)
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -152,37 +153,37 @@ class AdminApi:
 
     async def add_storage(self, request: Any) -> Reply:
         """Add and open a storage."""
-        await self._registry.storages.add_while_serving(read_storage("AddStorage", request))
-        return _done()
+        await self._registry.storages.add_in_background(read_storage("AddStorage", request))
+        return _empty_reply()
 
     async def enable_storage(self, request: Any) -> Reply:
         """Make a storage available."""
         require(request.storage_unique_name, "EnableStorage.storage_unique_name")
         await self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
-        return _done()
+        return _empty_reply()
 
     async def disable_storage(self, request: Any) -> Reply:
         """Make a storage unavailable for reads and writes."""
         require(request.storage_unique_name, "DisableStorage.storage_unique_name")
         await self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
-        return _done()
+        return _empty_reply()
 
     async def remove_storage(self, request: Any) -> Reply:
         """Remove a storage, and in the background what lay on it."""
         require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
         await self._drains.remove(request.storage_unique_name)
-        return _done()
+        return _empty_reply()
 
     async def update_storage(self, request: Any) -> Reply:
         """Replace a storage's config."""
-        await self._registry.storages.update_while_serving(read_storage("UpdateStorage", request))
-        return _done()
+        await self._registry.storages.update_in_background(read_storage("UpdateStorage", request))
+        return _empty_reply()
 
     async def list_storage(self, _request: Any) -> Reply:
         """List all storages by name, and how each is for this manager."""
         message = pb.ListStorageResponse()
         for config in self._registry.storages.all():
-            write_storage(message.storage.add(), as_seen(config))
+            write_storage(message.storage.add(), redacted_for_principal(config))
             if self._storages is not None:
                 health = self._storages.health(config.global_unique_name)
                 fill(message.storage_status.add(), StorageStatus.of(config, health))
@@ -192,22 +193,22 @@ class AdminApi:
         """Add an instance group; candidates that do not exist are named in the answer."""
         group = _read_group("CreateInstanceGroup", request)
         await self._registry.groups.create(group)
-        return self._stored(group)
+        return self._group_reply(group)
 
     async def update_group(self, request: Any) -> Reply:
         """Replace an instance group."""
         group = _read_group("UpdateInstanceGroup", request)
         await self._registry.groups.update(group, request.current_version)
-        return self._stored(group)
+        return self._group_reply(group)
 
-    def _stored(self, group: InstanceGroup) -> Reply:
+    def _group_reply(self, group: InstanceGroup) -> Reply:
         known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
         unknown = [name for name in group.storage_candidates if name not in known]
         uri = group.cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri
         if uri and not self._said_uri_is_ignored:
             self._said_uri_is_ignored = True
             _log.info("ignored", field="meta_storage_backend_config.storage_uri", reason="one store per deployment")
-        reply = _done()
+        reply = _empty_reply()
         if unknown:
             warning = f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
             reply.message.header.status.message = warning
@@ -217,45 +218,45 @@ class AdminApi:
         """Forget an instance group."""
         require(request.name, "RemoveInstanceGroup.name")
         await self._registry.groups.remove(request.name)
-        return _done()
+        return _empty_reply()
 
     async def get_group(self, request: Any) -> Reply:
         """Return an instance group."""
         require(request.name, "GetInstanceGroup.name")
         message = pb.GetInstanceGroupResponse()
-        fill(message.instance_group, as_seen(await self._registry.groups.read(request.name)))
+        fill(message.instance_group, redacted_for_principal(await self._registry.groups.read(request.name)))
         return Reply(message)
 
     async def list_groups(self, _request: Any) -> Reply:
         """List all instance groups by name."""
         message = group_pb.ListInstanceGroupResponse()
         for group in self._registry.groups.all():
-            fill(message.instance_groups.add(), as_seen(group))
+            fill(message.instance_groups.add(), redacted_for_principal(group))
         return Reply(message)
 
     async def register_instance(self, request: Any) -> Reply:
         """Register an instance."""
         await self._cache.register_instance(instance_of(request))
-        return _done()
+        return _empty_reply()
 
     async def remove_instance(self, request: Any) -> Reply:
         """Forget an instance and delete its blocks."""
         require(request.instance_id, "RemoveInstance.instance_id")
         await self._cache.remove_instance(request.instance_id)
-        return _done()
+        return _empty_reply()
 
     async def get_instance_info(self, request: Any) -> Reply:
         """Return a registration."""
         message = pb.GetInstanceInfoResponse()
-        fill(message.instance_info, as_seen(self._registry.instances.get(request.instance_id)))
+        fill(message.instance_info, redacted_for_principal(self._registry.instances.get(request.instance_id)))
         return Reply(message)
 
     async def list_instance_info(self, request: Any) -> Reply:
         """List the instances of a group; of all groups when no name is given."""
         message = pb.ListInstanceInfoResponse()
-        for page in pages(self._registry.instances.all(request.instance_group_name), _FILLED_AT_ONCE):
+        for page in batches(self._registry.instances.all(request.instance_group_name), _FILL_BATCH):
             for instance in page:
-                fill(message.instance_info.add(), as_seen(instance))
+                fill(message.instance_info.add(), redacted_for_principal(instance))
             await asyncio.sleep(0)
         return Reply(message)
 
@@ -266,14 +267,14 @@ class AdminApi:
                 f"role is {request.role}, must be ROLE_USER=0, ROLE_ADMIN=1 or ROLE_OPERATOR=1000"
             )
         await self._registry.accounts.add(request.user_name, request.password, AccountRole(request.role))
-        return _done()
+        return _empty_reply()
 
     async def delete_account(self, request: Any) -> Reply:
         """Remove an account."""
         require(request.user_name, "DeleteAccount.user_name")
         await self._registry.accounts.remove(request.user_name)
         await self._registry.end_logins(request.user_name)
-        return _done()
+        return _empty_reply()
 
     async def list_account(self, _request: Any) -> Reply:
         """List accounts with their roles."""
@@ -321,7 +322,7 @@ class AdminApi:
     async def demote(self, _request: Any) -> Reply:
         """Give up leadership."""
         await self._leadership.demote()
-        return _done()
+        return _empty_reply()
 
     async def get_elector_config(self, _request: Any) -> Reply:
         """Return the campaign delay."""
@@ -330,7 +331,7 @@ class AdminApi:
     async def update_elector_config(self, request: Any) -> Reply:
         """Set the campaign delay."""
         self._leadership.campaign_delay_ms = request.campaign_delay_time_ms
-        return _done()
+        return _empty_reply()
 
     async def update_logger(self, request: Any) -> Reply:
         """Set the log level."""
@@ -338,10 +339,10 @@ class AdminApi:
         if level is None:
             raise InvalidArgumentError(f"log_level is {request.log_level!r}, must be one of {', '.join(LEVELS)}")
         set_level(level)
-        return _done()
+        return _empty_reply()
 
 
-def _done() -> Reply:
+def _empty_reply() -> Reply:
     return Reply(pb.CommonResponse())
 
 
@@ -368,3 +369,54 @@ def _read_group(api: str, request: Any) -> InstanceGroup:
     )
     require(indexer.meta_cache_policy_config.type, f"{path}.MetaIndexerConfig.MetaCachePolicyConfig.type")
     return read(InstanceGroup, message)
+
+
+# ConfigService: settings of a running manager. Thin translation.
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """A setting that was read with another value than the one in force.
+
+    Attributes:
+        key: of the setting.
+        old: value so far, secrets left out.
+        new: value that was read, secrets left out.
+        needs_restart: the old value stays in force until the manager is started again.
+    """
+
+    key: str
+    old: str
+    new: str
+    needs_restart: bool
+
+    def text(self) -> str:
+        """Return it as text for the log."""
+        return f"{self.key}: {self.old!r} -> {self.new!r}{', restart needed' if self.needs_restart else ''}"
+
+
+class ConfigApi:
+    """Handlers of the calls about settings.
+
+    Args:
+        reload: reads the settings anew and returns what changed.
+    """
+
+    def __init__(self, reload: Callable[[], Awaitable[Sequence[SettingChange]]]) -> None:
+        self._reload = reload
+
+    def calls(self) -> list[Call]:
+        """Return every call, all of the admin plane; each manager has settings of its own."""
+        types = (config_pb.ReloadConfigRequest, config_pb.ReloadConfigResponse)
+        return [
+            Call("kvcm.v1.ConfigService", "ReloadConfig", Plane.ADMIN, *types, self.reload_config, leader_only=False)
+        ]
+
+    async def reload_config(self, _request: Any) -> Reply:
+        """Read the settings anew."""
+        message = config_pb.ReloadConfigResponse()
+        for change in await self._reload():
+            message.changes.add(
+                key=change.key, old_value=change.old, new_value=change.new, needs_restart=change.needs_restart
+            )
+        return Reply(message)

@@ -14,26 +14,339 @@ when there is too much of the rest. In this order, the cheapest first:
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
+from kvcm.model.errors import NotLeaderError
+from kvcm.registry.leadership import Leadership
 from kvcm.service.calls import Arrival, Call, Plane
-from kvcm.service.lanes import DEADLINE, QUEUE, Lane
-from kvcm.service.token_bucket import TokenBuckets
-from kvcm.service.turned_away import RateLimitedError, TurnedAwayError
-from kvcm.service.work_ahead import WorkAhead
+from kvcm.service.rejections import RateLimitedError, RejectedError
 
-__all__ = ["REASONS", "AdmissionSettings", "GuardedAdmission", "key_count"]
+__all__ = [
+    "DEADLINE",
+    "QUEUE",
+    "REASONS",
+    "AdmissionSettings",
+    "BacklogEstimate",
+    "GuardedAdmission",
+    "Phase",
+    "RequestQueue",
+    "ServingGate",
+    "TokenBuckets",
+    "key_count",
+    "refuse_unless_leading",
+]
+
+# A lane of requests that take long: few run at a time, few wait, and none waits in vain.
+#
+# 1. At most `slots` requests are inside, at most `places` wait, in the order in which they came. 2. A request that
+# would wait for longer than it may, by the lane's measured pace, is refused at once, and so is one whose client would
+# have given up before its answer. 3. One whose turn did not come in time after all is refused then. 4. Whoever is
+# cancelled while it waits gives its place up, and its turn to the next, if it was just given one.
+
+QUEUE: Final = "queue"
+"""Reason of what is refused since too many wait."""
+DEADLINE: Final = "deadline"
+"""Reason of what is refused since its client will have given up."""
+_SMOOTHING: Final = 0.2  # in the pace; the last ten or so count
+_MIN_RETRY_SECONDS: Final = 0.1
+
+
+class RequestQueue:
+    """To be used inside one event loop.
+
+    Args:
+        clock: seconds of a clock that never runs backwards.
+        slots: requests that run at a time.
+        places: requests that wait.
+        most_wait_seconds: for how long; 0 = for ever.
+    """
+
+    def __init__(self, clock: Callable[[], float], slots: int, places: int, most_wait_seconds: float) -> None:
+        self._clock = clock
+        self._slots = slots
+        self._places = places
+        self._most_wait_seconds = most_wait_seconds
+        self._inside = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._pace_seconds = 0.0
+
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return self._inside
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def set(self, slots: int, places: int, most_wait_seconds: float) -> None:
+        """Change the sizes; who is inside or waits stays."""
+        self._slots, self._places, self._most_wait_seconds = slots, places, most_wait_seconds
+        self._admit_waiting()
+
+    async def enter(self, deadline: float | None) -> float:
+        """Wait for a turn.
+
+        Args:
+            deadline: on the clock, when the client gives up; None when it does not say.
+
+        Returns:
+            When it began, for `leave`.
+
+        Raises:
+            TurnedAwayError: there is no turn for it in time.
+        """
+        if self._inside >= self._slots or self._waiting:
+            await self._wait(deadline)
+        else:
+            self._inside += 1
+        return self._clock()
+
+    def leave(self, began: float) -> None:
+        """Give the turn to the next."""
+        took = self._clock() - began
+        self._pace_seconds += (took - self._pace_seconds) * (_SMOOTHING if self._pace_seconds else 1.0)
+        self._inside -= 1
+        self._admit_waiting()
+
+    def wait_seconds(self) -> float:
+        """Return how long a request that comes now will wait, by the pace so far."""
+        ahead = self._inside + len(self._waiting) - self._slots + 1
+        return max(0, ahead) * self._pace_seconds / self._slots
+
+    async def _wait(self, deadline: float | None) -> None:
+        wait_seconds = self.wait_seconds()
+        retry_seconds = max(wait_seconds, _MIN_RETRY_SECONDS)
+        left_seconds = None if deadline is None else deadline - self._clock() - self._pace_seconds
+        if left_seconds is not None and wait_seconds >= left_seconds:
+            raise _deadline_missed(retry_seconds)
+        if len(self._waiting) >= self._places or 0 < self._most_wait_seconds < wait_seconds:
+            raise _queue_full(retry_seconds)
+        most = min(left_seconds or float("inf"), self._most_wait_seconds or float("inf"))
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(None if most == float("inf") else most):
+                await turn
+        except TimeoutError:
+            self._abandon(turn)
+            raise (_deadline_missed if most == left_seconds else _queue_full)(retry_seconds) from None
+        except asyncio.CancelledError:
+            self._abandon(turn)
+            raise
+
+    def _abandon(self, turn: asyncio.Future[None]) -> None:
+        if turn.done() and not turn.cancelled():  # its turn came in the same moment
+            self._inside -= 1
+            self._admit_waiting()
+        elif turn in self._waiting:
+            self._waiting.remove(turn)
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._inside < self._slots:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._inside += 1
+                turn.set_result(None)
+
+
+def _queue_full(retry_seconds: float) -> RejectedError:
+    text = "many large requests are waiting; retry later, or ask for fewer keys at a time"
+    return RejectedError(text, QUEUE, retry_seconds)
+
+
+def _deadline_missed(retry_seconds: float) -> RejectedError:
+    text = "the request would be answered after its deadline; retry later, with more time or fewer keys"
+    return RejectedError(text, DEADLINE, retry_seconds)
+
+
+# How much each client may ask for: a token bucket per principal, in a table that stays small.
+#
+# A bucket holds up to `burst` tokens and gains `rate` a second. What asks for more than a bucket can ever hold passes
+# when it is full, and leaves a debt; else it could never pass. 1. A principal never gets more than burst + rate x
+# time, and what its last request was larger than the burst. 2. Who is told to wait for so long passes then, if nobody
+# else took from the same bucket. 3. The table has `most` buckets: full ones are forgotten, for they say nothing, and
+# when none is full whoever is new shares one bucket with all who came as late. Forgetting the oldest instead would
+# forgive its debt to whoever can send from many addresses.
+
+_MAX_PRINCIPALS: Final = 16_384
+_SWEEP_SECONDS: Final = 1.0  # between looks for full buckets, which cost milliseconds where the table is full
+
+
+class _Bucket:
+    __slots__ = ("at", "tokens")
+
+    def __init__(self, tokens: float, at: float) -> None:
+        self.tokens = tokens
+        self.at = at
+
+
+class TokenBuckets:
+    """Buckets by principal, off until `set` gives them a rate.
+
+    Args:
+        clock: seconds of a clock that never runs backwards.
+        most: buckets in the table.
+    """
+
+    def __init__(self, clock: Callable[[], float], most: int = _MAX_PRINCIPALS) -> None:
+        self._clock = clock
+        self._most = most
+        self._rate = 0.0
+        self._burst = 0.0
+        self._buckets: dict[str, _Bucket] = {}
+        self._others = _Bucket(0.0, clock())
+        self._swept_at = clock() - _SWEEP_SECONDS
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody is limited."""
+        return self._rate > 0
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def set(self, rate: float, burst: float) -> None:
+        """Change tokens per second (0 = off) and the size of buckets; what they hold is kept as far as it fits."""
+        now = self._clock()
+        if self.is_on and rate > 0:
+            for bucket in (*self._buckets.values(), self._others):
+                self._fill(bucket, now)
+                bucket.tokens = min(bucket.tokens, burst)
+        else:  # it says nothing what was in them before
+            self._buckets.clear()
+            self._others = _Bucket(burst, now)
+        self._rate, self._burst = rate, burst
+
+    def acquire(self, principal: str, amount: float) -> float:
+        """Take tokens of a principal.
+
+        Returns:
+            0 when they are taken; else nothing is, and so many seconds later they could be.
+        """
+        bucket = self._bucket(principal)
+        needed = min(amount, self._burst)
+        if bucket.tokens < needed:
+            return (needed - bucket.tokens) / self._rate
+        bucket.tokens -= amount
+        return 0.0
+
+    def refund(self, principal: str, amount: float) -> None:
+        """Put back what was taken for something that was not done after all."""
+        bucket = self._bucket(principal)
+        bucket.tokens = min(bucket.tokens + amount, self._burst)
+
+    def _bucket(self, principal: str) -> _Bucket:
+        """Return a principal's bucket as it is now."""
+        now = self._clock()
+        bucket = self._buckets.get(principal)
+        if bucket is None:
+            if len(self._buckets) >= self._most:
+                self._forget_full(now)
+            if len(self._buckets) >= self._most:
+                self._fill(self._others, now)
+                return self._others
+            bucket = self._buckets[principal] = _Bucket(self._burst, now)
+            return bucket
+        self._fill(bucket, now)
+        return bucket
+
+    def _fill(self, bucket: _Bucket, now: float) -> None:
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.at) * self._rate)
+        bucket.at = now
+
+    def _forget_full(self, now: float) -> None:
+        if now - self._swept_at < _SWEEP_SECONDS:
+            return
+        self._swept_at = now
+        for principal, bucket in list(self._buckets.items()):
+            self._fill(bucket, now)
+            if bucket.tokens >= self._burst:
+                del self._buckets[principal]
+
+
+# How long a request that comes now will wait for those that came before it.
+#
+# The event loop turns to requests in the order in which they come, and to tell somebody that it cannot serve him costs
+# it a twentieth of serving him, if it does so at once. So what counts is known when the head of a request is there:
+# the work that was let in and is not done. Its size is guessed from bodies, whose larger part are keys, and its pace
+# is measured.
+
+_BYTES_PER_REQUEST: Final = 10_000
+"""A request without a body costs about as much as so many bytes of keys."""
+_MAX_BYTES: Final = 1 << 16
+"""Of a request: what is longer is worked on piece by piece, and lets others pass."""
+_SECONDS_PER_BYTE: Final = 5e-8
+_MIN_SAMPLE_BYTES: Final = 2_000_000
+_BUSY: Final = 0.7
+_MAX_CHANGE: Final = 2.0
+
+
+class BacklogEstimate:
+    """The requests of one event loop that were let in and are not answered.
+
+    Args:
+        wall_seconds: clock.
+        busy_seconds: CPU time of the loop's thread.
+
+    Attributes:
+        seconds_per_byte: pace, measured while the loop is busy: otherwise it is hardly requests that it works on.
+    """
+
+    def __init__(
+        self,
+        wall_seconds: Callable[[], float] = time.monotonic,
+        busy_seconds: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._wall_seconds = wall_seconds
+        self._busy_seconds = busy_seconds
+        self._bytes = 0
+        self._done_bytes = 0
+        self._since = (wall_seconds(), busy_seconds())
+        self.seconds_per_byte = _SECONDS_PER_BYTE
+
+    @property
+    def seconds(self) -> float:
+        """How long a request that comes now will wait, about."""
+        return self._bytes * self.seconds_per_byte
+
+    def add(self, body_bytes: int) -> None:
+        """Let a request in, with a body of so many bytes."""
+        self._bytes += _weight_bytes(body_bytes)
+
+    def remove(self, body_bytes: int) -> None:
+        """It is answered, or was turned away after all."""
+        self._bytes -= _weight_bytes(body_bytes)
+        self._done_bytes += _weight_bytes(body_bytes)
+        if self._done_bytes >= _MIN_SAMPLE_BYTES:
+            self._update_rate()
+
+    def _update_rate(self) -> None:
+        wall, busy = self._wall_seconds(), self._busy_seconds()
+        wall_before, busy_before = self._since
+        if busy - busy_before >= _BUSY * (wall - wall_before):
+            known, measured = self.seconds_per_byte, (busy - busy_before) / self._done_bytes
+            self.seconds_per_byte = min(max(measured, known / _MAX_CHANGE), known * _MAX_CHANGE)
+        self._since, self._done_bytes = (wall, busy), 0
+
+
+def _weight_bytes(body_bytes: int) -> int:
+    return _BYTES_PER_REQUEST + min(body_bytes, _MAX_BYTES)
+
 
 _RATE: Final = "rate"
 _OVERLOAD: Final = "overload"
 REASONS: Final = (_RATE, _OVERLOAD, DEADLINE, QUEUE)
 """Why requests are turned away, as labels of metrics."""
-
-_LET_IN: Final = 8
-_RETRY_SECONDS: Final = 1.0
+_ALWAYS_ADMITTED: Final = 8
+_OVERLOAD_RETRY_SECONDS: Final = 1.0
 _TOKENS_PER_KEY: Final = 16  # blocks of engines have 16 to 64 tokens
 
 
@@ -73,14 +386,14 @@ class GuardedAdmission:
         most_keys: Callable[[], int],
         waits_now: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-        ahead: WorkAhead | None = None,
+        ahead: BacklogEstimate | None = None,
     ) -> None:
         self._clock = clock
-        self._ahead = ahead if ahead is not None else WorkAhead()
+        self._ahead = ahead if ahead is not None else BacklogEstimate()
         self._most_keys = most_keys
         self._waits_now = waits_now
         self._buckets = TokenBuckets(clock)
-        self._long = Lane(clock, settings.long_slots, settings.long_places, settings.most_wait_seconds)
+        self._long = RequestQueue(clock, settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._late = 0
         self.set(settings)
 
@@ -91,34 +404,34 @@ class GuardedAdmission:
         self._long.set(settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._buckets.set(settings.keys_per_second, settings.burst_keys)
 
-    def knock(self, call: Call, body_bytes: int) -> TurnedAwayError | None:
+    def check_head(self, call: Call, body_bytes: int) -> RejectedError | None:
         """Return why a request whose head has come is not let in: those before it will take too long."""
         if call.plane is not Plane.DATA:
             return None
         if 0 < self._most_wait_seconds < self._ahead.seconds:
             return _overload()
-        self._ahead.begin(body_bytes)
+        self._ahead.add(body_bytes)
         return None
 
-    def gone(self, call: Call, body_bytes: int) -> None:
+    def release_body(self, call: Call, body_bytes: int) -> None:
         """A request that was let in is answered."""
         if call.plane is Plane.DATA:
-            self._ahead.end(body_bytes)
+            self._ahead.remove(body_bytes)
 
-    def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
+    def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
         """Return why a request that has come is not even read; None while it may be served."""
         if call.plane is not Plane.DATA:
             return None
         if arrival.deadline is not None and arrival.deadline <= self._clock():
-            return TurnedAwayError("its deadline has passed before it was begun", DEADLINE, _RETRY_SECONDS)
+            return RejectedError("its deadline has passed before it was begun", DEADLINE, _OVERLOAD_RETRY_SECONDS)
         most = self._most_wait_seconds
         if not most:
             return None
-        if arrival.came is not None and self._clock() - arrival.came > most:
+        if arrival.received_at is not None and self._clock() - arrival.received_at > most:
             return _overload()
         if self._waits_now() > most:
             self._late += 1
-            return _overload() if self._late % _LET_IN else None
+            return _overload() if self._late % _ALWAYS_ADMITTED else None
         return None
 
     async def enter(self, call: Call, request: Any, arrival: Arrival) -> float | None:
@@ -137,9 +450,9 @@ class GuardedAdmission:
             return None
         try:
             return await self._long.enter(arrival.deadline)
-        except TurnedAwayError:
+        except RejectedError:
             if self._buckets.is_on:
-                self._buckets.give_back(arrival.principal.name or arrival.peer, keys)
+                self._buckets.refund(arrival.principal.name or arrival.peer, keys)
             raise
 
     def leave(self, entered: float | None) -> None:
@@ -148,14 +461,14 @@ class GuardedAdmission:
             self._long.leave(entered)
 
     def _charge(self, principal: str, keys: int) -> None:
-        wait_seconds = self._buckets.take(principal, keys)
+        wait_seconds = self._buckets.acquire(principal, keys)
         if wait_seconds:
             text = f"more keys per second than allowed; these {keys} pass in {wait_seconds:.3f} s"
             raise RateLimitedError(text, _RATE, wait_seconds)
 
 
-def _overload() -> TurnedAwayError:
-    return TurnedAwayError("the manager is overloaded; retry later", _OVERLOAD, _RETRY_SECONDS)
+def _overload() -> RejectedError:
+    return RejectedError("the manager is overloaded; retry later", _OVERLOAD, _OVERLOAD_RETRY_SECONDS)
 
 
 _counters: dict[type[Any], tuple[str, ...]] = {}
@@ -165,7 +478,7 @@ def key_count(call: Call, request: Any) -> int:
     """Return how many keys a request is worth: those that it names, or what takes as long; at least 1."""
     fields = _counters.get(call.request_type)
     if fields is None:
-        fields = _counters[call.request_type] = _counted(call.request_type)
+        fields = _counters[call.request_type] = _counted_fields(call.request_type)
     most = 1
     for field in fields:
         if field == "token_ids":
@@ -179,10 +492,128 @@ def key_count(call: Call, request: Any) -> int:
     return most
 
 
-def _counted(request_type: type[Any]) -> tuple[str, ...]:
+def _counted_fields(request_type: type[Any]) -> tuple[str, ...]:
     known = request_type.DESCRIPTOR.fields_by_name
     return tuple(name for name in ("block_keys", "token_ids", "success_blocks", "parts") if name in known)
 
 
 def _named_blocks(mask: Any) -> int:
     return max(mask.offset, len(mask.bool_masks.values)) if mask.WhichOneof("info") else 1
+
+
+# Whether requests are served now, and how many are: the one place that starting and stopping are told to.
+#
+# Both transports ask before they read a request, and tell when its answer is sent. A request that was let in is
+# carried out whatever happens to the gate afterwards.
+
+_DRAIN_RETRY_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_MAX_POLLS = 10
+
+
+class Phase(Enum):
+    """Stages of a manager's life, in their order."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    LEAVING = "leaving"  # still serves, and wants nobody new to come
+    CLOSED = "draining"
+
+
+_REJECTIONS = {
+    Phase.STARTING: "the manager is starting; retry shortly",
+    Phase.CLOSED: "the manager is stopping; retry, another one may answer",
+}
+
+
+class ServingGate:
+    """Lets requests in while the manager serves. To be made inside the event loop."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.STARTING
+        self.in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._turned_away = 0
+        self._followers: list[Callable[[], Awaitable[None]]] = []
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the end has begun: connections are not worth keeping."""
+        return self.phase in {Phase.LEAVING, Phase.CLOSED}
+
+    def on_phase_change(self, told: Callable[[], Awaitable[None]]) -> None:
+        """Have something awaited whenever the phase has changed."""
+        self._followers.append(told)
+
+    async def enter_phase(self, phase: Phase) -> None:
+        """Go on to a phase; returns when everybody was told."""
+        self.phase = phase
+        for told in self._followers:
+            await told()
+
+    def rejection(self) -> RejectedError | None:
+        """Return why a request that has come is not let in, None while everybody is."""
+        text = _REJECTIONS.get(self.phase)
+        if text is None:
+            return None
+        self._turned_away += 1
+        return RejectedError(text, self.phase.value, _DRAIN_RETRY_SECONDS)
+
+    def enter(self) -> None:
+        """Count a request that is let in."""
+        self.in_flight += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """Its answer is sent, or nobody waits for it any more."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
+
+    async def wait_until_quiet(self) -> None:
+        """Wait until nobody has been turned away for a moment, but not for long."""
+        for _ in range(_MAX_POLLS):
+            before = self._turned_away
+            await asyncio.sleep(_POLL_SECONDS)
+            if self._turned_away == before:
+                return
+
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Wait until nothing is in flight, for so long at most, and return whether that is so."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+# What this manager says of who leads.
+
+
+def refuse_unless_leading(leadership: Leadership, plane: Plane) -> None:
+    """Send a caller to the leader, for deployments where only that one serves.
+
+    Args:
+        leadership: who leads.
+        plane: which of the leader's addresses the caller needs.
+
+    Raises:
+        NotLeaderError: this manager does not lead; the message has the leader's addresses where they are known.
+    """
+    if leadership.is_leader:
+        return
+    leader, endpoint = leadership.leader_node_id, leadership.leader_endpoint
+    refusal = f"node {leadership.node_id} does not lead"
+    if not leader:
+        raise NotLeaderError(f"{refusal} and no other node does; retry shortly")
+    if endpoint is None:
+        raise NotLeaderError(f"{refusal}, {leader} does, whose address is not known yet; retry shortly")
+    if plane is Plane.ADMIN:
+        rpc, http = endpoint.admin_rpc_port, endpoint.admin_http_port
+    else:
+        rpc, http = endpoint.meta_rpc_port, endpoint.meta_http_port
+    raise NotLeaderError(
+        f"{refusal}, {leader} does: call it at {endpoint.host}:{rpc} (gRPC) or {endpoint.host}:{http} (HTTP)"
+    )

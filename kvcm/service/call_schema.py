@@ -14,14 +14,12 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from kvcm import __version__
 from kvcm.service.calls import Call
-from kvcm.service.http_pages import Page, PageRequest
+from kvcm.service.http_server import Page, PageRequest
 
 __all__ = ["OPENAPI_PATH", "CallsPage", "document_of"]
 
 OPENAPI_PATH: Final = "/openapi.json"
-
 _Json = dict[str, Any]
-
 _NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
 _REFUSALS: Final = {
     "400": "The body is not the JSON form of the request.",
@@ -78,14 +76,14 @@ def document_of(calls: Iterable[Call]) -> _Json:
 
 def _operation(call: Call, schemas: dict[str, _Json]) -> _Json:
     asked: Any = call.request_type.DESCRIPTOR
-    answered = {"schema": _Printed(schemas).reference(call.response_type.DESCRIPTOR)}
+    answered = {"schema": _ResponseSchemas(schemas).reference(call.response_type.DESCRIPTOR)}
     return {
         "operationId": call.name,
         "tags": [call.service],
         "description": f"{call.service}.{call.name}",
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": _Parsed(schemas).reference(asked)}},
+            "content": {"application/json": {"schema": _RequestSchemas(schemas).reference(asked)}},
         },
         "responses": {
             "200": {"description": "The answer.", "content": {"application/json": answered}},
@@ -98,7 +96,7 @@ def _refusal(status: str, text: str) -> _Json:
     return {"description": text, "headers": {**_REASON, **(_RETRY if status in {"429", "503"} else {})}}
 
 
-class _Printed:
+class _ResponseSchemas:
     """Schemas of messages as answers have them: every field without presence is there."""
 
     suffix = "answer"
@@ -148,7 +146,7 @@ class _Printed:
         return {"type": "string"}
 
 
-class _Parsed(_Printed):
+class _RequestSchemas(_ResponseSchemas):
     """Schemas of messages as requests may have them: any field may be left out or null."""
 
     suffix = "request"

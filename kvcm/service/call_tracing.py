@@ -27,14 +27,14 @@ from opentelemetry.trace import (
 
 from kvcm.model.errors import ErrorCode
 from kvcm.service.calls import Arrival, Call, Outcome
-from kvcm.telemetry.logs import trace_in_hand
-from kvcm.telemetry.stages import Stage, opened_stage
+from kvcm.telemetry.logs import current_trace_id
+from kvcm.telemetry.tracing import Stage, open_stage
 
 __all__ = ["CallTracing"]
 
 # Versions later than 00 may have more behind the flags (W3C trace context, 4).
 _TRACE_PARENT: Final = re.compile("(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-_MOST_TEXT: Final = 256
+_MAX_TEXT_CHARACTERS: Final = 256
 _ERRORS: Final = frozenset({ErrorCode.INTERNAL_ERROR, ErrorCode.IO_ERROR, ErrorCode.UNSPECIFIED})
 
 
@@ -69,7 +69,7 @@ class CallTracing:
         """Begin the span of a sampled call."""
         parent = _parent_of(arrival.trace_parent) if arrival.trace_parent else None
         if not (parent.trace_flags.sampled if parent is not None else self._draw() < self._sample):
-            return _Traced(trace_in_hand.set(f"{parent.trace_id:032x}")) if parent is not None else None
+            return _Traced(current_trace_id.set(f"{parent.trace_id:032x}")) if parent is not None else None
         begin_ns = time.time_ns()
         span = self._tracer.start_span(
             f"{call.service}/{call.name}",
@@ -78,8 +78,8 @@ class CallTracing:
             _attributes(call, request, arrival),
             start_time=begin_ns,
         )
-        opened = opened_stage(call.name, "")
-        token = trace_in_hand.set(f"{span.get_span_context().trace_id:032x}")
+        opened = open_stage(call.name, "")
+        token = current_trace_id.set(f"{span.get_span_context().trace_id:032x}")
         return _Traced(token, span, opened.__enter__(), opened, begin_ns)
 
     def end(self, begun: _Traced | None, _call: Call, _request: Any, arrival: Arrival, outcome: Outcome) -> None:
@@ -89,9 +89,9 @@ class CallTracing:
         if begun.span is not None and begun.opened is not None and begun.stage is not None:
             begun.opened.__exit__(None, None, None)
             self._finish(begun.span, begun.stage, begun.begin_ns, arrival, outcome)
-        trace_in_hand.reset(begun.token)
+        current_trace_id.reset(begun.token)
 
-    def turned_away(self, _call: Call, _arrival: Arrival, _reason: str) -> None:
+    def rejected(self, _call: Call, _arrival: Arrival, _reason: str) -> None:
         """A call that is not worked on has no span: while there are too many that would be too many."""
 
     def _finish(self, span: Span, root: Stage, begin_ns: int, arrival: Arrival, outcome: Outcome) -> None:
@@ -101,7 +101,7 @@ class CallTracing:
         if arrival.transport == "grpc":
             span.set_attribute("rpc.grpc.status_code", 1 if outcome.code is ErrorCode.UNSPECIFIED else 0)
         if outcome.code in _ERRORS:
-            span.set_status(Status(StatusCode.ERROR, outcome.text[:_MOST_TEXT]))
+            span.set_status(Status(StatusCode.ERROR, outcome.text[:_MAX_TEXT_CHARACTERS]))
         offset = begin_ns - root.begin_ns
         self._add_parts(span, root, offset)
         span.end(root.end_ns + offset)
@@ -123,7 +123,7 @@ class CallTracing:
 
 def _parent_of(text: str) -> SpanContext | None:
     """Return the client's span, None for what is none."""
-    found = _TRACE_PARENT.fullmatch(text[:_MOST_TEXT])
+    found = _TRACE_PARENT.fullmatch(text[:_MAX_TEXT_CHARACTERS])
     if found is None:
         return None
     parent = SpanContext(
@@ -140,7 +140,7 @@ def _attributes(call: Call, request: Any, arrival: Arrival) -> dict[str, str | i
         "client.address": arrival.peer,
     }
     if call.is_traced:
-        attributes["kvcm.trace_id"] = request.trace_id[:_MOST_TEXT]
+        attributes["kvcm.trace_id"] = request.trace_id[:_MAX_TEXT_CHARACTERS]
     if "block_keys" in request.DESCRIPTOR.fields_by_name:
         attributes["kvcm.keys"] = len(request.block_keys)
     return attributes

@@ -10,11 +10,11 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as pb
 from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.scrub import StorageScrubber
-from kvcm.registry.quotas import QuotaRegistry
+from kvcm.registry.groups import QuotaRegistry
 from kvcm.registry.validation import require
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.capacity_view import CapacityView
 from kvcm.service.translate import fill, read
+from kvcm.service.usage_report import UsageView
 
 __all__ = ["CapacityApi"]
 
@@ -39,7 +39,7 @@ class CapacityApi:
 
     def __init__(
         self,
-        view: CapacityView,
+        view: UsageView,
         quotas: QuotaRegistry,
         garbage: GarbageCollector,
         scrubber: StorageScrubber,
@@ -74,7 +74,7 @@ class CapacityApi:
     async def get_usage(self, request: Any) -> Reply:
         """Tell what is used and allowed."""
         message = pb.GetUsageResponse()
-        report = await self._view.look(request.instance_group)
+        report = await self._view.current(request.instance_group)
         await asyncio.to_thread(fill, message, report)  # thousands of instances take a while
         return Reply(message)
 
@@ -82,7 +82,7 @@ class CapacityApi:
         """Set the limit of all groups of one name."""
         require(request.HasField("global_quota"), "SetGlobalQuota.global_quota")
         await self._quotas.set(read(GlobalQuota, request.global_quota))
-        return _done()
+        return _empty_reply()
 
     async def list_quotas(self, _request: Any) -> Reply:
         """List the limits by name."""
@@ -95,7 +95,7 @@ class CapacityApi:
         """Forget a limit."""
         require(request.name, "RemoveGlobalQuota.name")
         await self._quotas.remove(request.name)
-        return _done()
+        return _empty_reply()
 
     async def collect_garbage(self, request: Any) -> Reply:
         """Look for blocks that are worth nothing."""
@@ -120,5 +120,5 @@ class CapacityApi:
         return Reply(message)
 
 
-def _done() -> Reply:
+def _empty_reply() -> Reply:
     return Reply(admin_pb.CommonResponse())

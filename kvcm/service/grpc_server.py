@@ -1,35 +1,198 @@
 """The calls on gRPC. Bytes in, bytes out: messages are parsed and joined by hand, since answers are mostly encoded
-already. Who asks is known before the body of a request is taken."""
+already. Who asks is known before the body of a request is taken.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.principals import ANONYMOUS, Principal
 from kvcm.model.tasks import end_tasks
 from kvcm.service.access import Credentials
-from kvcm.service.bodies import BodyReader
+from kvcm.service.admission import Phase, ServingGate
 from kvcm.service.calls import Arrival, Call, Caller
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.grpc_bodies import BodyWatch
-from kvcm.service.grpc_health import GrpcHealth, reflection_of
-from kvcm.service.grpc_wakeups import whole_wakeups
-from kvcm.service.http_connection import ConnectionLimits
+from kvcm.service.http_connections import ConnectionLimits
+from kvcm.service.rejections import RejectedError
+from kvcm.service.request_limits import BodyReader, max_body_bytes
 from kvcm.service.tls import ServerTls
-from kvcm.service.turned_away import TurnedAwayError
 
-__all__ = ["GrpcServer"]
+__all__ = ["BodyWatch", "GrpcHealth", "GrpcServer", "WakeupSocket", "coalesced_wakeups", "reflection_of"]
+
+# Bodies of requests over gRPC: taken when it is known who sends them, and given up where they do not come in time.
+#
+# gRPC takes the body of a plain call, whatever its size, before it asks anybody, and waits for its rest for ever. So
+# every call is served as one whose client streams requests, of which one is read.
+#
+# Rejected: cancelling what waits for a body. gRPC goes on to write to what that held; a request that is answered ends
+# its own wait.
+
+_MAX_UNAUTHENTICATED: Final = 8  # whose bodies are taken at a time
+_TOO_SLOW: Final = "the request did not arrive in time"
+_TOO_LARGE: Final = "the body is larger than one of a request without a key may be"
+_INCOMPLETE: Final = "the request ended before its body did"
+
+
+class BodyWatch:
+    """Reads bodies, and ends requests whose body is too slow. A timer for each of them would cost more than this.
+
+    Args:
+        limits: looked at all the time: they may change.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._since: dict[Any, float] = {}
+        self._strangers = asyncio.Semaphore(_MAX_UNAUTHENTICATED)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def read(self, context: Any, principal: Principal) -> bytes:
+        """Return the body of a request; aborts it where there is none, or a larger one than the principal may send."""
+        if principal is ANONYMOUS:  # of whom any number may come, with bodies as large as those of engines
+            async with self._strangers:
+                body = await self._arrived(context)
+        else:
+            body = await self._arrived(context)
+        if body is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _INCOMPLETE)
+        if len(body) > max_body_bytes(principal, len(body)):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
+        return bytes(body)
+
+    async def _arrived(self, context: Any) -> Any:
+        self._since[context] = time.monotonic()
+        try:
+            return await context.read()
+        finally:
+            self._since.pop(context, None)
+
+    async def run(self) -> None:
+        """Look now and then, for good."""
+        while True:
+            await asyncio.sleep(self._limits.check_seconds)
+            latest = time.monotonic() - self._limits.receive_seconds
+            for context in [context for context, since in self._since.items() if since < latest]:
+                del self._since[context]
+                task = asyncio.create_task(_end(context))  # its client may not even take the answer
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+
+async def _end(context: Any) -> None:
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # of which the second says that it has ended
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_SLOW)
+
+
+# How gRPC's own thread wakes the event loop.
+#
+# For every event of a call (there are three or four) that thread queues it and writes a byte into a pair of sockets.
+# The loop then takes all events that are queued, but only one byte per turn. In a loop whose turns take milliseconds
+# more bytes come than are taken, until the pair is full after some 280; then the thread stands still until three
+# quarters of them were taken one by one, and for half a second gRPC neither hears nor says anything. So the loop is
+# given a socket that is read to its end: a byte is written behind its event, hence nothing that was queued is missed.
+
+_ALL = 1 << 16
+
+
+class WakeupSocket(socket.socket):
+    """A socket that returns everything that there is, however little is asked for."""
+
+    def recv(self, _size: int, _flags: int = 0, /) -> bytes:
+        """Return all bytes that have come."""
+        return super().recv(_ALL)
+
+
+@contextlib.contextmanager
+def coalesced_wakeups() -> Iterator[None]:
+    """Have what gRPC starts inside the block wake its loop so; the first server or channel of a process does. Other
+    pairs of sockets that are made meanwhile are for wakeups, too, and work as before."""
+    made = socket.socketpair
+
+    def pair(*arguments: Any, **named: Any) -> tuple[socket.socket, socket.socket]:
+        reads, writes = made(*arguments, **named)
+        return WakeupSocket(reads.family, reads.type, reads.proto, reads.detach()), writes
+
+    socket.socketpair = pair
+    try:
+        yield
+    finally:
+        socket.socketpair = made
+
+
+# gRPC's own services of a listener: health (grpc.health.v1) and reflection.
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcHealth(health.aio.HealthServicer):
+    """Health of the listener as a whole ("") and of each service, which is always the same. To be told once before the
+    server is started.
+
+    Args:
+        servers: where it is served, before they are started.
+    """
+
+    def __init__(self, servers: Iterable[grpc.aio.Server]) -> None:
+        super().__init__()
+        self._services = [""]
+        self._is_serving = False
+        self._is_over = asyncio.Event()
+        for server in servers:
+            health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def add_services(self, services: Sequence[str]) -> None:
+        """Tell of these services, too."""
+        self._services += services
+        await self.set_serving(self._is_serving)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Tell whoever watches."""
+        self._is_serving = is_serving
+        for service in self._services:
+            await self.set(service, _SERVING if is_serving else _NOT_SERVING)
+
+    def close(self) -> None:
+        """End the streams of those who watch: they would hold up the end of the server."""
+        self._is_over.set()
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the name of the rpc
+        """Stream the status of a service, until the server ends."""
+        watch = asyncio.create_task(super().Watch(request, context))
+        end = asyncio.create_task(self._is_over.wait())
+        try:
+            await asyncio.wait({watch, end}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks([watch, end])
+        if self._is_over.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager is stopping")
+
+
+def reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
+    """Return what lets clients ask a listener for its services and messages (`grpcurl`). It may be added after the
+    server was started, which grpc_reflection's own way cannot do."""
+    servicer = reflection.aio.ReflectionServicer([*services, health.SERVICE_NAME, reflection.SERVICE_NAME])
+    method: Any = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})
+
 
 # Clients of the original ping every 10 s on idle channels (wire.md 2.3): without these they are thrown out. A peer that
 # does not answer a ping of ours is dead, or takes nothing of what it is sent.
@@ -46,10 +209,9 @@ _KEEPALIVE = (
 # on one port take as many at a time, of several connections: the system spreads those over them, not quite evenly.
 _ACCEPTORS = 8
 _MANY_CONNECTIONS = 64 * _ACCEPTORS
-_UNEVEN = 1.25
-
+_IMBALANCE_FACTOR = 1.25
 _CLOSE_SECONDS = 1.0  # for answers that are being sent
-_TURNED_AWAY = {
+_REJECTED_STATUS = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -94,13 +256,17 @@ class GrpcServer:
         host: str,
         port: int,
         limits: GrpcLimits,
-        gate: Gate,
+        gate: ServingGate,
         tls: ServerTls | None = None,
         patience: ConnectionLimits | None = None,
     ) -> None:
         _check_free(host, port)
         acceptors = _ACCEPTORS if limits.max_connections >= _MANY_CONNECTIONS else 1
-        most = limits.max_connections if acceptors == 1 else math.ceil(limits.max_connections / acceptors * _UNEVEN)
+        most = (
+            limits.max_connections
+            if acceptors == 1
+            else math.ceil(limits.max_connections / acceptors * _IMBALANCE_FACTOR)
+        )
         options = (
             *_KEEPALIVE,
             ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -110,7 +276,7 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(acceptors > 1)),
         )
-        with whole_wakeups():
+        with coalesced_wakeups():
             self._acceptors = [grpc.aio.server(options=options) for _ in range(acceptors)]
         self.port = port
         for server in self._acceptors:
@@ -126,7 +292,7 @@ class GrpcServer:
     async def start(self) -> None:
         """Begin to answer: health at once, calls when it is told of them."""
         self._watch = asyncio.create_task(self._arriving.run())
-        await self.health.note(is_serving=False)
+        await self.health.set_serving(is_serving=False)
         for server in self._acceptors:
             await server.start()
 
@@ -145,7 +311,7 @@ class GrpcServer:
         services = list(dict.fromkeys(call.service for call in known))
         if has_reflection:
             self._add(reflection_of(services))
-        await self.health.cover(services)
+        await self.health.add_services(services)
 
     def _add(self, handler: grpc.GenericRpcHandler) -> None:
         for server in self._acceptors:
@@ -158,7 +324,7 @@ class GrpcServer:
 
     async def stop(self, seconds: float = 0.0) -> None:
         """Close everything; answers that are on their way have so long to arrive."""
-        self.health.end()
+        self.health.close()
         await self._stop(max(seconds, _CLOSE_SECONDS))
         if self._end is not None:
             await self._end
@@ -178,7 +344,7 @@ and once more whenever the context is asked, which takes longer than all else th
 class _Methods(grpc.GenericRpcHandler):
     """Finds what answers a request. Until it is known what there is to call, everything is refused."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: ServingGate) -> None:
         self._gate = gate
         self._by_path: dict[str, Any] = {}
         self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
@@ -197,10 +363,10 @@ class _Methods(grpc.GenericRpcHandler):
         return method
 
     async def _refuse(self, _bodies: Any, context: Any) -> bytes:
-        refusal = self._gate.refusal()
+        refusal = self._gate.rejection()
         if refusal is None:  # the manager began to serve a moment ago
-            refusal = TurnedAwayError("the manager has just started; retry", Phase.STARTING.value, 0.05)
-        return await _turn_away(context, refusal)
+            refusal = RejectedError("the manager has just started; retry", Phase.STARTING.value, 0.05)
+        return await _abort_rejected(context, refusal)
 
 
 def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
@@ -225,25 +391,25 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _method(
-    call: Call, caller: Caller, arriving: BodyWatch, bodies: BodyReader, gate: Gate
+    call: Call, caller: Caller, arriving: BodyWatch, bodies: BodyReader, gate: ServingGate
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
     arrived = _traced_arrival if caller.wants_trace_parents else _arrival
-    asks = caller.access.asks
+    asks = caller.access.requires_credentials
 
     async def serve(_bodies: Any, context: Any) -> bytes:
         arrival = arrived(context)
-        refusal = gate.refusal()
+        refusal = gate.rejection()
         if refusal is not None:
-            caller.tell_turned_away(call, arrival, refusal)
+            caller.report_rejection(call, arrival, refusal)
         else:
-            refusal = caller.refusal(call, arrival)
+            refusal = caller.rejection(call, arrival)
         if refusal is not None:
-            await _turn_away(context, refusal)
+            await _abort_rejected(context, refusal)
         if asks:
             try:
-                arrival = caller.recognised(call, arrival, _credentials(context))
-            except TurnedAwayError as error:
-                await _turn_away(context, error)
+                arrival = caller.authenticate(call, arrival, _credentials(context))
+            except RejectedError as error:
+                await _abort_rejected(context, error)
         gate.enter()
         try:
             return await answer(await arriving.read(context, arrival.principal), context, arrival)
@@ -255,13 +421,13 @@ def _method(
             request = await bodies.proto(call, body, arrival.deadline)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
-        except TurnedAwayError as error:
-            caller.tell_turned_away(call, arrival, error)
-            await _turn_away(context, error)
+        except RejectedError as error:
+            caller.report_rejection(call, arrival, error)
+            await _abort_rejected(context, error)
         try:
             reply = await caller.answer(call, request, arrival)
-        except TurnedAwayError as error:
-            await _turn_away(context, error)
+        except RejectedError as error:
+            await _abort_rejected(context, error)
         return reply.encoded()
 
     return serve
@@ -293,9 +459,9 @@ def _host(peer: str) -> str:
     return peer.partition(":")[2].rpartition(":")[0]
 
 
-async def _turn_away(context: Any, error: TurnedAwayError) -> NoReturn:
+async def _abort_rejected(context: Any, error: RejectedError) -> NoReturn:
     trailers: tuple[tuple[str, str], ...] = ()
     if error.retry_after_seconds is not None:  # gRFC A6: clients wait so long before they retry
         trailers = (("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))),)
-    await context.abort(_TURNED_AWAY[error.http_status], str(error), trailers)
+    await context.abort(_REJECTED_STATUS[error.http_status], str(error), trailers)
     raise AssertionError  # abort raises

@@ -5,28 +5,515 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import lru_cache, partial
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple, Protocol
 
 import uvicorn
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.principals import UNRESTRICTED, Principal
 from kvcm.model.tasks import end_tasks
-from kvcm.service.http_app import HttpApp
-from kvcm.service.http_connection import ConnectionLimits, ConnectionWatch, WatchedConnection
+from kvcm.service.access import credentials_of
+from kvcm.service.admission import Phase, ServingGate
+from kvcm.service.calls import Arrival, Call, Caller
+from kvcm.service.http_connections import (
+    BODY_BYTES,
+    RECEIVED_AT,
+    ConnectionLimits,
+    ConnectionWatch,
+    TlsListener,
+    WatchedConnection,
+)
+from kvcm.service.json_codec import LocationTexts, MalformedBody, print_reply
+from kvcm.service.rejections import MEDIA_TYPE, Problem, RejectedError, problem_of_refusal
+from kvcm.service.request_limits import BodyReader, max_body_bytes
 from kvcm.service.tls import ServerTls
-from kvcm.service.tls_listener import TlsListener
 
-__all__ = ["HttpServer"]
+__all__ = [
+    "ARRIVAL",
+    "Headers",
+    "HttpApp",
+    "HttpServer",
+    "LazyResources",
+    "LineStream",
+    "Page",
+    "PageRequest",
+    "PageRoute",
+    "Receive",
+    "Resources",
+    "Send",
+    "send_lines",
+]
+
+# Types of ASGI, the interface between HTTP servers and applications.
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+"""Lower-case names and values."""
+
+# What GET of a path answers: probes, metrics and the like. Small, made on the spot, and not one of the calls.
+
+
+class PageRequest(NamedTuple):
+    """A GET.
+
+    Attributes:
+        query: what stands behind the question mark, as it came.
+        headers: by lower-case name, as they came.
+        principal: who asks.
+    """
+
+    query: bytes
+    headers: Mapping[bytes, bytes]
+    principal: Principal = UNRESTRICTED
+
+
+class Page(NamedTuple):
+    """The answer.
+
+    Attributes:
+        status: of HTTP.
+        body: its bytes; content-length follows from them.
+        headers: lower-case names and values.
+    """
+
+    status: int
+    body: bytes
+    headers: Sequence[tuple[bytes, bytes]] = ((b"content-type", b"text/plain; charset=utf-8"),)
+
+
+PageRoute = Callable[[PageRequest], Awaitable[Page]]
+"""Answers GET of one path. It is asked on the event loop, so it does little or awaits."""
+
+# Lines as they come, as the body of an HTTP answer that goes on until somebody ends it.
+
+_HEADERS: Final[Headers] = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+_RECHECK_SECONDS: Final = 1.0  # while no line comes
+
+
+class LineStream(Protocol):
+    """Lines as they come, to be closed by whoever reads them."""
+
+    def __aiter__(self) -> LineStream: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    def close(self) -> None:
+        """Want no more."""
+
+
+async def send_lines(lines: LineStream, may_listen: Callable[[], bool], receive: Receive, send: Send) -> None:
+    """Send lines until they end, the client goes away, or it may not listen any more: then its body ends as when there
+    are no more lines, and whoever asks anew is told why.
+
+    Args:
+        lines: what to send; closed at the end.
+        may_listen: asked before every line, and now and then while none comes.
+        receive: of ASGI.
+        send: of ASGI.
+    """
+    ends = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(_revoked(may_listen))]
+    for end in ends:
+        end.add_done_callback(lambda _task: lines.close())
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        async for line in lines:
+            if not may_listen():
+                break
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        lines.close()
+        for end in ends:
+            end.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _revoked(may_listen: Callable[[], bool]) -> None:
+    while True:
+        await asyncio.sleep(_RECHECK_SECONDS)
+        if not may_listen():
+            return
+
+
+# The calls on HTTP: POST /api/<call> with JSON bodies (wire.md 2.2), as a bare ASGI application; and streams of lines.
+#
+# What cannot be parsed is answered with 400 and `{}` as clients of the original expect; the header `x-kvcm-error` says
+# what is wrong with it.
+
+Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+"""Answers requests below /v1, as an ASGI application."""
+ARRIVAL: Final = "kvcm.arrival"
+"""Key of the scope of a request for a resource: how it came."""
+_RESOURCES: Final = b"/v1/"
+_CONSOLE: Final = b"/console/"
+_MAX_RESOURCE_BYTES: Final = 1 << 21  # is read on the event loop
+_JSON: Headers = [(b"content-type", b"application/json")]
+_CLOSE = (b"connection", b"close")
+_NO_PAGES: Final = "requests from web pages are not served"
+_NO_ENCODINGS: Final = "a body with a content-encoding is not understood"
+
+
+class _BodyTooLargeError(Exception):
+    pass
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+class HttpApp:
+    """ASGI application for one port: answers pages at once, and calls when it is told of them.
+
+    Args:
+        gate: whether calls are served.
+        max_body_bytes: largest body.
+        pages: what GET of a path answers, whether calls are served or not.
+        visitor: who asks for pages before calls are served.
+    """
+
+    def __init__(
+        self,
+        gate: ServingGate,
+        max_body_bytes: int,
+        pages: Mapping[str, PageRoute] | None = None,
+        visitor: Principal = UNRESTRICTED,
+    ) -> None:
+        self._gate = gate
+        self._visitor = visitor
+        self._max_body_bytes = max_body_bytes
+        self._texts = LocationTexts()
+        self._pages = dict(pages or {})
+        self._streams: dict[str, Callable[[], LineStream]] = {}
+        self._calls: dict[str, Call] = {}
+        self._caller: Caller | None = None
+        self._bodies: BodyReader | None = None
+        self._resources: Resources | None = None
+        self._console: Resources | None = None
+
+    def serve(
+        self,
+        calls: Iterable[Call],
+        caller: Caller,
+        streams: Mapping[str, Callable[[], LineStream]] | None = None,
+        pages: Mapping[str, PageRoute] | None = None,
+        *,
+        bodies: BodyReader,
+        resources: Resources | None = None,
+        console: Resources | None = None,
+    ) -> None:
+        """Answer calls from now on, as far as the gate is open.
+
+        Args:
+            calls: what to serve.
+            caller: runs them.
+            streams: what GET of a path begins to listen to.
+            pages: further pages.
+            bodies: reads requests.
+            resources: answers what is below /v1.
+            console: answers browsers, at / and below /console.
+        """
+        self._resources, self._console = resources, console
+        self._calls.update((call.path, call) for call in calls)
+        self._caller, self._bodies = caller, bodies
+        self._streams.update(streams or {})
+        self._pages.update(pages or {})
+
+    def check_head(self, scope: MutableMapping[str, Any]) -> bytes | None:
+        """Return the whole answer to a request that is not let in, by its head; None where it is."""
+        call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
+        if call is None or self._caller is None or self._gate.phase is not Phase.SERVING:
+            return None
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        body_bytes = int(length) if length.isdigit() else 0
+        error = self._caller.check_head(call, self._arrival(scope), body_bytes)
+        if error is None:
+            scope[BODY_BYTES] = body_bytes
+            return None
+        return _complete_response(error.http_status, [*_rejection_response(error), _length(b"{}")], b"{}")
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if self._gate.is_draining:
+            send = _closing(send, self._gate)
+        path = scope.get("raw_path", b"")
+        is_page = path.startswith(_CONSOLE) or (path == b"/" and scope["method"] == "GET")
+        if path.startswith(_RESOURCES):
+            await self._resource(scope, receive, send)
+        elif self._console is not None and is_page:
+            await self._page(self._console, scope, receive, send)
+        elif scope["method"] == "POST":
+            try:
+                await self._post(scope, receive, send)
+            finally:
+                self._release_body(scope)
+        elif scope["method"] == "GET":
+            await self._get(scope, receive, send)
+        else:
+            await _not_found(send)
+
+    def _release_body(self, scope: MutableMapping[str, Any]) -> None:
+        body_bytes, call = scope.get(BODY_BYTES), self._calls.get(scope["path"])
+        if body_bytes is not None and call is not None and self._caller is not None:
+            self._caller.release_body(call, body_bytes)
+
+    async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        call, headers = self._calls.get(scope["path"]), dict(scope["headers"])
+        arrival = self._arrival(scope)
+        if self._caller is not None and self._caller.wants_trace_parents:
+            arrival = arrival._replace(trace_parent=headers.get(b"traceparent", b"").decode("latin-1"))
+        if b"origin" in headers:
+            await _refuse_page(send)
+        elif (refusal := self._refusal(call, arrival)) is not None:
+            await _respond(send, refusal.http_status, b"{}", _rejection_response(refusal))
+        elif call is None:
+            await _not_found(send)
+        elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            await _respond(send, 415, b"{}", _reason(_NO_ENCODINGS))
+        else:
+            self._gate.enter()
+            try:
+                await self._authenticate(call, headers, arrival, scope, receive, send)
+            finally:
+                self._gate.leave()
+
+    def _arrival(self, scope: MutableMapping[str, Any]) -> Arrival:
+        return Arrival("http", scope["client"][0] if scope["client"] else "", received_at=scope.get(RECEIVED_AT))
+
+    def _refusal(self, call: Call | None, arrival: Arrival) -> RejectedError | None:
+        """Return why a request is not to be read; the observers are told."""
+        refusal = self._gate.rejection()
+        if call is None or self._caller is None:
+            return refusal
+        if refusal is None:
+            return self._caller.rejection(call, arrival)
+        self._caller.report_rejection(call, arrival, refusal)
+        return refusal
+
+    async def _resource(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        problem = self._problem(scope["method"], dict(scope["headers"]))
+        if problem is not None:
+            await _respond_problem(send, problem)
+            return
+        if self._resources is None:
+            await _not_found(send)
+            return
+        self._gate.enter()
+        try:
+            principal = self._principal(scope)
+            arrival = self._arrival(scope)._replace(principal=principal)
+            most = max_body_bytes(principal, min(_MAX_RESOURCE_BYTES, self._max_body_bytes))
+            body = await self._read(dict(scope["headers"]), receive, most)
+            leaving = _closing(send, self._gate)
+            await self._resources({**scope, ARRIVAL: arrival}, _empty_receive(body, receive), leaving)
+        except _BodyTooLargeError as error:
+            await _respond_problem(send, Problem(413, str(error)))
+        except RejectedError as error:
+            await _respond_problem(send, problem_of_refusal(error))
+        except _ClientGoneError:
+            pass
+        finally:
+            self._gate.leave()
+
+    async def _page(self, console: Resources, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a browser: the console knows which of them may come in, and who they are."""
+        if (refusal := self._gate.rejection()) is not None:
+            await _respond(send, refusal.http_status, str(refusal).encode(), _rejection_response(refusal))
+            return
+        self._gate.enter()
+        try:
+            body = await self._read(dict(scope["headers"]), receive, min(_MAX_RESOURCE_BYTES, self._max_body_bytes))
+            leaving = _closing(send, self._gate)
+            await console({**scope, ARRIVAL: self._arrival(scope)}, _empty_receive(body, receive), leaving)
+        except _BodyTooLargeError as error:
+            await _respond(send, 413, str(error).encode(), _reason(str(error)))
+        except _ClientGoneError:
+            pass
+        finally:
+            self._gate.leave()
+
+    def _problem(self, method: str, headers: Mapping[bytes, bytes]) -> Problem | None:
+        """Return why a request for a resource is not let in, None where it is."""
+        if b"origin" in headers or (method in {"GET", "HEAD"} and b"accept-language" in headers):
+            return Problem(403, _NO_PAGES)
+        if (refusal := self._gate.rejection()) is not None:
+            return problem_of_refusal(refusal)
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return Problem(415, _NO_ENCODINGS)
+        return None
+
+    async def _get(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        page, stream = self._pages.get(scope["path"]), self._streams.get(scope["path"])
+        headers = dict(scope["headers"])
+        if page is None and stream is None:
+            await _not_found(send)
+        elif b"origin" in headers or b"accept-language" in headers:
+            await _refuse_page(send)
+        else:
+            try:
+                principal = self._principal(scope)
+            except RejectedError as error:
+                await _respond(send, error.http_status, b"{}", _rejection_response(error))
+                return
+            if page is not None:
+                answer = await page(PageRequest(scope["query_string"], headers, principal))
+                await _respond(send, answer.status, answer.body, list(answer.headers))
+            elif stream is not None:
+                assert self._caller is not None
+                await send_lines(stream(), partial(self._caller.access.is_key_valid, principal), receive, send)
+
+    def _principal(self, scope: MutableMapping[str, Any]) -> Principal:
+        if self._caller is None:
+            return self._visitor
+        return self._caller.authenticate_page(scope["path"], credentials_of(scope))
+
+    async def _authenticate(
+        self,
+        call: Call,
+        headers: dict[bytes, bytes],
+        arrival: Arrival,
+        scope: MutableMapping[str, Any],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        assert self._caller is not None
+        if self._caller.access.requires_credentials:
+            try:
+                arrival = self._caller.authenticate(call, arrival, credentials_of(scope))
+            except RejectedError as error:
+                await _respond(send, error.http_status, b"{}", _rejection_response(error))
+                return
+        await self._answer(call, headers, arrival, receive, send)
+
+    async def _answer(
+        self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
+    ) -> None:
+        try:
+            body = await self._read(headers, receive, max_body_bytes(arrival.principal, self._max_body_bytes))
+        except _BodyTooLargeError as error:
+            await _respond(send, 413, b"{}", _reason(str(error)))
+            return
+        except _ClientGoneError:
+            return
+        assert self._caller is not None
+        assert self._bodies is not None
+        try:
+            request = await self._bodies.json(call, body)
+        except MalformedBody as error:
+            await _respond(send, 400, b"{}", _reason(str(error)))
+            return
+        except RejectedError as error:
+            self._caller.report_rejection(call, arrival, error)
+            await _respond(send, error.http_status, b"{}", _rejection_response(error))
+            return
+        try:
+            reply = await self._caller.answer(call, request, arrival)
+        except RejectedError as error:
+            await _respond(send, error.http_status, b"{}", _rejection_response(error))
+            return
+        body = await print_reply(reply, self._texts)
+        await _respond(_closing(send, self._gate) if self._gate.is_draining else send, 200, body, _JSON)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise _BodyTooLargeError(f"the body is larger than {most} bytes")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                raise _ClientGoneError  # what came of the body may look like a whole one
+            parts.append(event.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise _BodyTooLargeError(f"the body is larger than {most} bytes")
+            if not event.get("more_body"):
+                return b"".join(parts)
+
+
+def _reason(text: str) -> Headers:
+    return [(b"x-kvcm-error", _header_text(text))]
+
+
+@lru_cache(256)  # of those who are turned away there are many, and few reasons
+def _header_text(text: str) -> bytes:
+    """Header values are latin-1 without control characters; what the client sent may be quoted in the text."""
+    printable = "".join(character if character.isprintable() else "?" for character in text)[:500]
+    return printable.encode("latin-1", "replace")
+
+
+def _rejection_response(error: RejectedError) -> Headers:
+    return [*_reason(str(error)), *((name.encode(), value.encode()) for name, value in error.headers)]
+
+
+def _length(body: bytes) -> tuple[bytes, bytes]:
+    return b"content-length", str(len(body)).encode()
+
+
+def _complete_response(status: int, headers: Headers, body: bytes) -> bytes:
+    """Return an answer as it is sent, for where there is no time for more."""
+    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (status, HTTPStatus(status).phrase.encode(), lines, body)
+
+
+async def _not_found(send: Send) -> None:
+    await _respond(send, 404, b"404 Not Found", [])
+
+
+async def _refuse_page(send: Send) -> None:
+    """Refuse a browser: only those send an origin, with everything but a GET of what they take for the page's own site,
+    and only those send languages. Nobody is authenticated: a page that somebody on this host looks at must neither act
+    nor listen here."""
+    await _respond(send, 403, b"{}", _reason(_NO_PAGES))
+
+
+def _closing(send: Send, gate: ServingGate) -> Send:
+    """Have the connection closed behind the answer, perhaps because the end has begun since the request came: the
+    client's next request finds another manager."""
+
+    async def closing(event: MutableMapping[str, Any]) -> None:
+        if event["type"] == "http.response.start" and gate.is_draining:
+            event["headers"] = [*(each for each in event["headers"] if each != _CLOSE), _CLOSE]
+        await send(event)
+
+    return closing
+
+
+async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, _length(body)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _respond_problem(send: Send, problem: Problem) -> None:
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in problem.headers]
+    await _respond(send, problem.status, problem.body(), [(b"content-type", MEDIA_TYPE.encode()), *headers])
+
+
+def _empty_receive(body: bytes, receive: Receive) -> Receive:
+    """Receive a body that was read, and what comes behind it."""
+    waiting = [body]
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": waiting.pop(), "more_body": False} if waiting else await receive()
+
+    return receive_again
 
 
 _CLOSE_SECONDS = 1
-_HEAR_LOOKS = 30  # for the first request of connections that have just come
-_LOOK_SECONDS = 0.01
+_MAX_POLLS = 30  # for the first request of connections that have just come
+_POLL_SECONDS = 0.01
 
 
-class _QuietServer(uvicorn.Server):
+class _SignallessServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -59,7 +546,7 @@ class HttpServer:
             self._socket.close()
             raise StorageIOError(f"HTTP address {host}:{port} cannot be bound: {error.strerror}") from error
         self.port: int = self._socket.getsockname()[1]
-        self._server: _QuietServer | None = None
+        self._server: _SignallessServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._late: list[asyncio.Task[Any]] = []
@@ -74,9 +561,9 @@ class HttpServer:
             ws="none",
             server_header=False,
             proxy_headers=False,  # a client's address is what it connects from, not what it says
-            http=partial(WatchedConnection, self._limits, app.knock),  # type: ignore[arg-type]
+            http=partial(WatchedConnection, self._limits, app.check_head),  # type: ignore[arg-type]
         )
-        self._server = _QuietServer(config)
+        self._server = _SignallessServer(config)
         # uvicorn listens to none where connections are accepted for it.
         sockets = [self._socket] if self._tls is None else []
         self._task = asyncio.create_task(self._server.serve(sockets=sockets))
@@ -96,21 +583,21 @@ class HttpServer:
         if self._socket.fileno() < 0:
             return
         if self._server is not None and self._server.started:
-            self._take_waiting(self._server)
+            self._accept_backlog(self._server)
             for listener in self._server.servers:
                 listener.close()
             if self._secure is not None:
                 self._secure.close()
         self._socket.close()
 
-    def _take_waiting(self, server: _QuietServer) -> None:
+    def _accept_backlog(self, server: _SignallessServer) -> None:
         """Accept whoever has connected and perhaps sent a request: closing the socket would cut them off."""
         loop, protocol = asyncio.get_running_loop(), _maker(server)
         with contextlib.suppress(OSError):  # nobody waits
             while True:
                 connection, _ = self._socket.accept()
                 if self._secure is not None:
-                    self._secure.take(connection)
+                    self._secure.handshake(connection)
                 else:
                     self._late.append(loop.create_task(loop.connect_accepted_socket(protocol, connection)))
         with contextlib.suppress(OSError):
@@ -121,26 +608,26 @@ class HttpServer:
         self.stop_accepting()
         if self._server is not None and self._task is not None:
             await asyncio.gather(*self._late, return_exceptions=True)
-            await self._heard(self._server)
+            await self._wait_for_first_requests(self._server)
             if self._secure is not None:
-                await self._secure.end()
+                await self._secure.stop()
             self._server.config.timeout_graceful_shutdown = max(_CLOSE_SECONDS, round(seconds))
             self._server.should_exit = True
             await self._task
         if self._watch is not None:
             await end_tasks([self._watch])
 
-    async def _heard(self, server: _QuietServer) -> None:
+    async def _wait_for_first_requests(self, server: _SignallessServer) -> None:
         """Wait a moment for the requests of connections that have just come: uvicorn closes those that sent none."""
         connections: set[Any] = server.server_state.connections
-        for _ in range(_HEAR_LOOKS):
-            is_greeting = self._secure is not None and self._secure.is_greeting
+        for _ in range(_MAX_POLLS):
+            is_greeting = self._secure is not None and self._secure.is_handshaking
             if not is_greeting and all(connection.cycle is not None for connection in connections):
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
-def _maker(server: _QuietServer) -> Callable[[], asyncio.Protocol]:
+def _maker(server: _SignallessServer) -> Callable[[], asyncio.Protocol]:
     """Return what makes connections as uvicorn does."""
     config, state = server.config, server.server_state
     kind: Any = config.http_protocol_class
@@ -150,3 +637,27 @@ def _maker(server: _QuietServer) -> Callable[[], asyncio.Protocol]:
         return made
 
     return make
+
+
+# The resources, made when the first request for one comes: what they are made of takes a second to import, and tens
+# of MiB, which managers that nobody asks for resources are spared. A thread makes them, so that others are answered
+# meanwhile.
+
+
+class LazyResources:
+    """Resources that are made when they are needed.
+
+    Args:
+        make: makes them; called in a thread.
+    """
+
+    def __init__(self, make: Callable[[], Resources]) -> None:
+        self._make = make
+        self._making: asyncio.Task[Resources] | None = None
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self._make))
+        resources = await asyncio.shield(self._making)
+        await resources(scope, receive, send)

@@ -7,34 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvcm.cache.exploring import Explorer, summary_of
-from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.chain_explorer import ChainExplorer, summarize_chain
+from kvcm.cache.instance_cache import InstanceCache, batches
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.pages import pages
 from kvcm.model.clock import Clock
-from kvcm.model.principals import errand
+from kvcm.model.principals import call_context
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.kvcm.v1 import insight_service_pb2 as pb
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
-from kvcm.service.alerts.group_limits import storage_trouble
-from kvcm.service.alerts.watch import AlertWatch
-from kvcm.service.block_calls import BlockCalls
+from kvcm.service.alert_watch import AlertWatch
+from kvcm.service.alerts import storage_trouble
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.capacity_view import CapacityView
-from kvcm.service.limits import RequestLimits
+from kvcm.service.meta_api import BlockCalls
+from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill
+from kvcm.service.usage_report import UsageView
 from kvcm.service.usage_values import StorageStatus
 from kvcm.storage.directory import StorageDirectory
 
 __all__ = ["Curve", "Curves", "InsightApi"]
 
 _SERVICE = "kvcm.v1.InsightService"
-_FILLED_AT_ONCE = 128
+_FILL_BATCH = 128
 _OFF = "lookups are not sampled: set kvcm.optimizer.sampled_keys to 8192 and start the managers anew"
 _TOO_MANY = "lookups of 64 other groups are sampled already: this one's are not"
-_NOTHING_YET = "nothing was asked of this manager for it since it started"
+_NO_LOOKUPS_YET = "nothing was asked of this manager for it since it started"
 
 
 class Curve(Protocol):
@@ -97,7 +96,7 @@ class InsightApi:
     storages: StorageDirectory
     limits: RequestLimits
     alerts: AlertWatch
-    view: CapacityView
+    view: UsageView
     curves: Curves
     clock: Clock
 
@@ -122,7 +121,7 @@ class InsightApi:
             self.registry.groups.get(request.instance_group)
         if request.instance_id:
             self.cache.cache(request.instance_id)
-        principal = errand.get().principal
+        principal = call_context.get().principal
 
         def wants(cache: InstanceCache) -> bool:
             group, instance_id = cache.instance.instance_group_name, cache.instance.instance_id
@@ -133,7 +132,7 @@ class InsightApi:
             )
 
         message = pb.ListSessionsResponse()
-        for page in pages(await self.cache.open_sessions.look(wants), _FILLED_AT_ONCE):
+        for page in batches(await self.cache.open_sessions.find_all(wants), _FILL_BATCH):
             for session in page:
                 fill(message.sessions.add(), session)
             await asyncio.sleep(0)
@@ -144,11 +143,11 @@ class InsightApi:
         cache = self.cache.cache(request.instance_id)
         calls = BlockCalls(self.cache, self.limits, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
         keys = await calls.keys("ExploreBlocks", request)
-        explorer = Explorer(cache, self.storages.everywhere, self._trouble_of, self.clock.now)
+        explorer = ChainExplorer(cache, self.storages.everywhere, self._trouble_of, self.clock.now)
         blocks = await explorer.explore(keys)
         message = pb.ExploreBlocksResponse()
-        fill(message.summary, summary_of(blocks, cache.instance.block_size))
-        for page in pages(blocks, _FILLED_AT_ONCE):
+        fill(message.summary, summarize_chain(blocks, cache.instance.block_size))
+        for page in batches(blocks, _FILL_BATCH):
             for block in page:
                 fill(message.blocks.add(), block)
             await asyncio.sleep(0)
@@ -166,8 +165,8 @@ class InsightApi:
         curve = self.curves.curve(group.name)
         if curve is None or not curve.lookups:
             why_not = _OFF if not self.curves.is_on else _TOO_MANY if curve is None and self.curves.is_full else ""
-            return Reply(pb.GetCurveResponse(why_not=why_not or _NOTHING_YET))
-        (usage,) = (await self.view.look(group.name)).groups or (None,)
+            return Reply(pb.GetCurveResponse(why_not=why_not or _NO_LOOKUPS_YET))
+        (usage,) = (await self.view.current(group.name)).groups or (None,)
         message = pb.GetCurveResponse(
             is_known=True,
             since_ms=int(curve.since * 1000),

@@ -1,41 +1,214 @@
 """MetaService and LeaseService: what engines call. Thin translation; decisions are made in the cache and the
-registry."""
+registry.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvcm.cache.checksums import ToldLocation
-from kvcm.cache.leases import MAX_LEASE_MS
+from kvcm.cache.instance_cache import batches
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import Match, MatchMode, MatchQuery
-from kvcm.cache.sessions import WriteRequest
-from kvcm.cache.write_values import Retention
+from kvcm.cache.prefix_match import BlockMeta, Match, MatchMode, MatchQuery
+from kvcm.cache.read_leases import MAX_LEASE_MS
+from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
-from kvcm.model.locations import retag_all
+from kvcm.model.keys import BlockMask, block_keys_from_tokens
+from kvcm.model.locations import Location, SpecUri, decode_chunk, retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
-from kvcm.registry.documents import storage_configs_json
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.registry.startup_document import storage_configs_json
 from kvcm.registry.validation import require
-from kvcm.service.block_calls import BlockCalls
+from kvcm.service.access import redacted_for_principal
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.confidential import as_seen
-from kvcm.service.limits import RequestLimits
-from kvcm.service.request_events import RequestEvents
+from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill, instance_of, mask_of, write_mask
-from kvcm.telemetry.events import EventLog
-from kvcm.telemetry.recent_accesses import RecentAccesses
+from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
 
-__all__ = ["MetaApi"]
+__all__ = ["BlockCalls", "MetaApi", "RequestEvents"]
+
+# Calls about blocks that the meta and the admin package share: GetCacheMeta and RemoveCache.
+
+_TOKENS_ON_LOOP = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
+_TEXT_BATCH = 64  # with eight parts each some milliseconds
+_NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
+
+
+class BlockCalls:
+    """Block calls of one package.
+
+    Args:
+        cache: answers them.
+        limits: sizes of requests.
+        meta_response: class of GetCacheMetaResponse in the package.
+        common_response: class of CommonResponse in the package.
+    """
+
+    def __init__(
+        self, cache: CacheManager, limits: RequestLimits, meta_response: type[Any], common_response: type[Any]
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._meta_response = meta_response
+        self._common_response = common_response
+
+    async def keys(self, api: str, request: Any) -> Sequence[int]:
+        """Return the block keys of a request: as given, else made from its tokens (wire.md 5.2).
+
+        Raises:
+            UnknownInstanceError: the instance is not registered.
+            InvalidArgumentError: neither is given, there are too many, or the instance has no block size.
+        """
+        instance = self._cache.cache(request.instance_id).instance
+        self._limits.check(len(request.block_keys), len(request.token_ids))
+        if request.block_keys:
+            keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
+            return keys
+        require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
+        if instance.block_size <= 0:
+            raise InvalidArgumentError(
+                f"tokens size per block error: instance {instance.instance_id!r} has block_size "
+                f"{instance.block_size}, token_ids need one > 0"
+            )
+        tokens = list(request.token_ids)
+        if len(tokens) <= _TOKENS_ON_LOOP:
+            return block_keys_from_tokens(tokens, instance.block_size)
+        return await asyncio.to_thread(block_keys_from_tokens, tokens, instance.block_size)
+
+    async def get_cache_meta(self, request: Any) -> Reply:
+        """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
+        keys = await self.keys("GetCacheMeta", request)
+        blocks = await self._cache.metas(request.instance_id, keys, mask_of(request, "block_mask"))
+        message = self._meta_response()
+        for page in batches(blocks, _TEXT_BATCH):
+            message.metas.extend([_meta_text(block, request.detail_level) for block in page])
+            if len(page) < len(blocks):
+                await asyncio.sleep(0)
+        return Reply(message, [block.locations[0].chunk if block.locations else _NO_LOCATION for block in blocks])
+
+    async def remove_cache(self, request: Any) -> Reply:
+        """Answer RemoveCache."""
+        keys = await self.keys("RemoveCache", request)
+        await self._cache.remove(request.instance_id, keys, mask_of(request, "block_mask"))
+        return Reply(self._common_response())
+
+
+def _meta_text(block: BlockMeta, detail_level: int) -> str:
+    if not block.locations:
+        return '{"status":"CLS_NOT_FOUND"}'
+    best = block.locations[0]
+    meta: dict[str, Any] = {"id": best.id, "status": f"CLS_{best.status.name}"}
+    if len(block.locations) > 1 or detail_level > 0:
+        meta["locations"] = [_location_text(location) for location in block.locations]
+    if detail_level > 0:
+        # Keys are 64-bit numbers, which many JSON readers would round: a text, as everywhere in this interface.
+        meta |= {"parent": None if block.parent is None else str(block.parent), "depth": block.depth}
+    return json.dumps(meta, separators=(",", ":"), ensure_ascii=False)
+
+
+def _location_text(location: Location) -> dict[str, Any]:
+    return {
+        "id": location.id,
+        "status": f"CLS_{location.status.name}",
+        "type": location.storage_type.name,
+        "storage": location.storage,
+        "size": str(location.size_bytes),
+        "written_at": location.written_at,
+        "location_specs": [_spec_text(spec) for spec in decode_chunk(location.chunk).specs],
+    }
+
+
+def _spec_text(spec: SpecUri) -> dict[str, str]:
+    text = {"name": spec.name, "uri": spec.uri}
+    return text | {"checksum": str(spec.checksum)} if spec.checksum else text
+
+
+# Calls as events, in the original's format (wire.md 10.3): what engines asked for, so that it can be replayed.
+
+_READ, _STARTED, _FINISHED = "GetCacheLocation", "StartWriteCache", "FinishWriteCache"
+
+
+class RequestEvents:
+    """Tells an event log of calls that succeeded, and has them kept for a while. Nothing is built while nobody listens
+    and nothing is kept.
+
+    Args:
+        log: where events go.
+        recent: keeps the latest, without the tokens of prompts; with what became of them beside.
+    """
+
+    def __init__(self, log: EventLog, recent: RecentAccesses) -> None:
+        self._log = log
+        self._recent = recent
+
+    def on_read(self, request: Any, query: MatchQuery, found: Match) -> None:
+        """GetCacheLocation, unless it is not to count as an access."""
+        if request.peek or not (self._log.is_active or self._recent.is_active):
+            return
+        fields: dict[str, Any] = {
+            "query_type": query.mode.name.lower(),
+            "block_mask": _mask(query.mask),
+            "sw_size": query.window,
+            "location_spec_names": list(request.location_spec_names),
+        }
+        if self._recent.is_active:
+            told = {**fields, "hit_keys": len(found.keys)}
+            self._recent.add(request.instance_id, _READ, told, query.keys, flags=_flags(query.mask))
+        if self._log.is_active:
+            told = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _READ, told)
+
+    def on_write_started(self, request: Any, keys: Sequence[int], started: StartedWrite) -> None:
+        """StartWriteCache."""
+        if not (self._log.is_active or self._recent.is_active):
+            return
+        fields = {
+            "write_session_id": started.session.id,
+            "block_mask": _mask(started.mask),
+            "location_spec_group_names": list(request.location_spec_group_names),
+            "write_timeout_seconds": request.write_timeout_seconds,
+        }
+        if self._recent.is_active:
+            told = {**fields, "refused_keys": started.rejected}
+            self._recent.add(request.instance_id, _STARTED, told, keys, flags=_flags(started.mask))
+        if self._log.is_active:
+            told = {**fields, "keys": keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, told)
+
+    def on_write_refused(self, request: Any, keys: Sequence[int]) -> None:
+        """StartWriteCache that found no room at all: no event, but kept as one without a session."""
+        if self._recent.is_active:
+            fields = {"write_session_id": "", "block_mask": len(keys), "refused_keys": len(keys)}
+            self._recent.add(request.instance_id, _STARTED, fields, keys)
+
+    def on_write_finished(self, request: Any, success: BlockMask) -> None:
+        """FinishWriteCache."""
+        if not (self._log.is_active or self._recent.is_active):
+            return
+        fields = {"write_session_id": request.write_session_id, "success_block": _mask(success)}
+        if self._recent.is_active:
+            self._recent.add(request.instance_id, _FINISHED, fields, flags=_flags(success))
+        if self._log.is_active:
+            self._log.publish(request.instance_id, CACHE_MANAGER, _FINISHED, fields)
+
+
+def _mask(mask: BlockMask) -> int | list[bool]:
+    return mask.offset if mask.offset is not None else list(mask.flags or ())
+
+
+def _flags(mask: BlockMask) -> int:
+    return len(mask.flags or ())
+
 
 _META = "kv_cache_manager.proto.meta.MetaService"
 _LEASE = "kvcm.v1.LeaseService"
 _START_WRITE_LOCATIONS_FIELD = 4
-_MOST_SPECS_TOLD = 1024  # of one location; more than any model has
-_MOST_REPLICAS = 16  # each further one costs the bytes of the block once more
+_MAX_SPECS = 1024  # of one location; more than any model has
+_MAX_REPLICAS = 16  # each further one costs the bytes of the block once more
 
 
 class MetaApi:
@@ -123,7 +296,7 @@ class MetaApi:
         """Return a registration."""
         instance = self._registry.instances.get(request.instance_id)
         message = pb.GetInstanceInfoResponse(instance_group=instance.instance_group_name)
-        fill(message.instance_info, as_seen(instance))
+        fill(message.instance_info, redacted_for_principal(instance))
         return Reply(message)
 
     async def match(self, request: Any) -> Reply:
@@ -146,7 +319,7 @@ class MetaApi:
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
-        self._events.read(request, query, found)
+        self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
 
     async def _pin(self, message: Any, request: Any, found: Match) -> None:
@@ -165,9 +338,9 @@ class MetaApi:
 
     async def start_write(self, request: Any) -> Reply:
         """Answer StartWriteCache. Blocks that do not fit are masked, and the header's message says why."""
-        if request.min_replica_count > _MOST_REPLICAS:
+        if request.min_replica_count > _MAX_REPLICAS:
             raise InvalidArgumentError(
-                f"min_replica_count is {request.min_replica_count}, must be at most {_MOST_REPLICAS}"
+                f"min_replica_count is {request.min_replica_count}, must be at most {_MAX_REPLICAS}"
             )
         write = WriteRequest(
             await self._blocks.keys("StartWriteCache", request),
@@ -180,13 +353,13 @@ class MetaApi:
         try:
             started = await self._cache.start_write(request.instance_id, write)
         except CapacityError:
-            self._events.write_refused(request, write.keys)
+            self._events.on_write_refused(request, write.keys)
             raise
-        self._events.write_started(request, write.keys, started)
+        self._events.on_write_started(request, write.keys, started)
         message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
         write_mask(message.block_mask, started.mask)
-        if started.refused:
-            message.header.status.message = f"{started.refused} blocks were refused: {started.refusal}"
+        if started.rejected:
+            message.header.status.message = f"{started.rejected} blocks were refused: {started.rejection}"
         return Reply(message, retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD))
 
     async def finish_write(self, request: Any) -> Reply:
@@ -196,11 +369,11 @@ class MetaApi:
         require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
         success = mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
-        told = _Told(request.locations, self._limits.max_keys)
+        told = _LazyLocations(request.locations, self._limits.max_keys)
         finished = await self._cache.finish_write(
             request.instance_id, request.write_session_id, success, retention, told
         )
-        self._events.write_finished(request, success)
+        self._events.on_write_finished(request, success)
         message = pb.CommonResponse()
         if finished.vanished:
             message.header.status.message = f"{finished.vanished} blocks were removed while they were being written"
@@ -257,7 +430,7 @@ class MetaApi:
         return Reply(lease_pb.RenewWriteSessionResponse(write_session_deadline_ms=int(session.deadline * 1000)))
 
 
-class _Told(Sequence[ToldLocation]):
+class _LazyLocations(Sequence[LocationChecksums]):
     """What a request tells of locations, read when it is needed: there may be hundreds of thousands of parts."""
 
     def __init__(self, locations: Sequence[Any], most: int) -> None:
@@ -271,11 +444,11 @@ class _Told(Sequence[ToldLocation]):
     def __getitem__(self, position: Any) -> Any:
         location = self._locations[position]
         specs = location.location_specs
-        if len(specs) > _MOST_SPECS_TOLD:
+        if len(specs) > _MAX_SPECS:
             raise InvalidArgumentError(
-                f"locations[{position}] has {len(specs)} location_specs, at most {_MOST_SPECS_TOLD} are allowed"
+                f"locations[{position}] has {len(specs)} location_specs, at most {_MAX_SPECS} are allowed"
             )
-        return ToldLocation(
+        return LocationChecksums(
             [(spec.name, checksum) for spec in specs if (checksum := spec.checksum)], location.checksum % (1 << 64)
         )
 

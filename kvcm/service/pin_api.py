@@ -6,16 +6,15 @@ import asyncio
 from typing import Any
 
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.missing import MissingPart
-from kvcm.cache.pin_values import Pin, PinRequest
+from kvcm.cache.pins import Pin, PinRequest
+from kvcm.cache.removal import MissingPart
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pb
 from kvcm.registry.validation import require
-from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.limits import RequestLimits
-from kvcm.service.request_sizes import MOST_TEXT_BYTES, check_text
+from kvcm.service.meta_api import BlockCalls
+from kvcm.service.request_limits import MAX_TEXT_BYTES, RequestLimits, check_text
 
 __all__ = ["PinApi"]
 
@@ -90,7 +89,7 @@ class PinApi:
                 f"parts has {len(request.parts)} entries, at most {self._limits.max_keys} are allowed"
             )
         for position, part in enumerate(request.parts):
-            check_text(f"parts[{position}].uri", part.uri, MOST_TEXT_BYTES)
+            check_text(f"parts[{position}].uri", part.uri, MAX_TEXT_BYTES)
         parts = [MissingPart(part.block_key, part.uri, part.mismatched_checksum) for part in request.parts]
         report = await self._cache.report_missing(request.instance_id, parts)
         return Reply(pb.ReportMissingResponse(**report._asdict()))

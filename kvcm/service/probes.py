@@ -15,8 +15,8 @@ import structlog
 
 from kvcm.model.errors import KvcmError
 from kvcm.model.principals import Verb
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.http_pages import Page, PageRequest, PageRoute
+from kvcm.service.admission import Phase, ServingGate
+from kvcm.service.http_server import Page, PageRequest, PageRoute
 
 __all__ = ["Probes"]
 
@@ -40,19 +40,19 @@ class Probes:
         on_change: awaited when readiness may have changed.
     """
 
-    def __init__(self, gate: Gate, on_change: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, gate: ServingGate, on_change: Callable[[bool], Awaitable[None]]) -> None:
         self._gate = gate
         self._on_change = on_change
         self._store_failure = ""
         self._rows = (0, 0)
-        gate.follow(self._tell)
+        gate.on_phase_change(self._report_change)
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are to be sent here."""
-        return not any(check.reason for check in self._readiness())
+        return not any(check.reason for check in self._readyz())
 
-    def note_rows(self, loaded: int, estimated: int) -> None:
+    def set_loaded_rows(self, loaded: int, estimated: int) -> None:
         """Take note of how many rows of metadata are loaded, and about how many there are. Callable from any thread."""
         self._rows = (loaded, estimated)
 
@@ -68,7 +68,7 @@ class Probes:
                 self._store_failure = failure
                 log = _log.warning if failure else _log.info
                 log("metadata_store", is_reachable=not failure, reason=failure)
-                await self._tell()
+                await self._report_change()
             await asyncio.sleep(_STORE_SECONDS)
 
     def pages(self, *, has_detail: bool) -> Mapping[str, PageRoute]:
@@ -86,28 +86,28 @@ class Probes:
 
             return answer
 
-        looks = {"livez": self._life, "readyz": self._readiness, "startupz": self._start}
+        looks = {"livez": self._livez, "readyz": self._readyz, "startupz": self._startupz}
         return {f"/{name}": page(name, look) for name, look in looks.items()}
 
-    async def _tell(self) -> None:
+    async def _report_change(self) -> None:
         await self._on_change(self.is_ready)
 
-    def _life(self) -> list[_Check]:
+    def _livez(self) -> list[_Check]:
         return [_Check("loop", "")]  # it answers
 
-    def _start(self) -> list[_Check]:
+    def _startupz(self) -> list[_Check]:
         if self._gate.phase is not Phase.STARTING:
             return [_Check("started", "")]
         loaded, estimated = self._rows
         progress = f", {loaded} of about {max(loaded, estimated)} rows are there" if loaded else ""
         return [_Check("started", f"loading metadata{progress}")]
 
-    def _readiness(self) -> list[_Check]:
+    def _readyz(self) -> list[_Check]:
         is_starting = self._gate.phase is Phase.STARTING
         return [
             _Check("started", "the manager is starting" if is_starting else ""),
             _Check("metadata-store", self._store_failure),
-            _Check("staying", "the manager is stopping" if self._gate.is_leaving else ""),
+            _Check("staying", "the manager is stopping" if self._gate.is_draining else ""),
         ]
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Instance
-from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.storages import (
     DummyStorageSpec,
     LocalStorageSpec,

@@ -5,17 +5,24 @@ Bytes come from the indexes, which change them together with the records; marks 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
+from kvcm.cache.instance_cache import batches
+from kvcm.cache.manager import CacheManager, IndexHandle
+from kvcm.model.errors import KvcmError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance
-from kvcm.model.locations import Place
+from kvcm.model.locations import StorageKey
+from kvcm.model.principals import call_context
 from kvcm.model.storages import StorageConfig
+from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, size_mark, storage_mark, type_mark
-from kvcm.reclaim.workers import Backlog
+from kvcm.registry.registry import Registry
 from kvcm.service.usage_values import (
     NOT_LIMITED,
     GlobalQuotaUsage,
@@ -28,10 +35,9 @@ from kvcm.service.usage_values import (
     UsageReport,
 )
 
-__all__ = ["IndexUsage", "UsageSources", "usage_report"]
+__all__ = ["IndexUsage", "UsageSources", "UsageView", "usage_report"]
 
 _UNLIMITED_KEYS = 1 << 62
-
 Key = TypeVar("Key")
 
 
@@ -41,8 +47,8 @@ class IndexUsage(NamedTuple):
     instance: Instance
     key_count: int
     max_key_count: int
-    used: Mapping[Place, int]
-    deleting: Mapping[Place, int]
+    used: Mapping[StorageKey, int]
+    deleting: Mapping[StorageKey, int]
 
     @property
     def block_bytes(self) -> int:
@@ -87,8 +93,8 @@ class _Sums:
     """Bytes in use and bytes being deleted, and the largest block of the groups whose bytes these are: eviction leaves
     room for one."""
 
-    used: Counter[Place] = field(default_factory=Counter)
-    deleting: Counter[Place] = field(default_factory=Counter)
+    used: Counter[StorageKey] = field(default_factory=Counter)
+    deleting: Counter[StorageKey] = field(default_factory=Counter)
     largest_block: int = 0
 
     @classmethod
@@ -106,7 +112,7 @@ class _Sums:
         if other.used_bytes:
             self.largest_block = max(self.largest_block, other.largest_block)
 
-    def split(self, key: Callable[[Place], Key]) -> dict[Key, _Sums]:
+    def split(self, key: Callable[[StorageKey], Key]) -> dict[Key, _Sums]:
         """Return the sums by a key of the places, only of those where something is."""
         parts: defaultdict[Key, _Sums] = defaultdict(lambda: _Sums(largest_block=self.largest_block))
         for place, size in self.used.items():
@@ -242,3 +248,92 @@ def _quota_usages(sources: UsageSources, sums: Mapping[str, _Sums]) -> Iterator[
             whole.add(sums[name])
         usage = whole.usage(quota.capacity_bytes, global_mark(quota, whole.largest_block))
         yield GlobalQuotaUsage(quota.name, usage, tuple(names))
+
+
+# Looks at what is used, for the capacity calls and the metrics.
+
+_SLICE: Final = 50
+
+
+class UsageView:
+    """The truth about usage, as the indexes have it.
+
+    Args:
+        cache: blocks and instances.
+        registry: the limits.
+        deletions: what waits for its deletion.
+
+    Attributes:
+        pinned: bytes that pins hold, by group, as last heard.
+    """
+
+    def __init__(self, cache: CacheManager, registry: Registry, deletions: DeletionExecutor) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._deletions = deletions
+        self.pinned: dict[str, int] = {}
+
+    async def current(self, group: str = "") -> UsageReport:
+        """Return the usage of everything, or of one group and what it draws from. Whoever is limited to groups sees as
+        used what those use.
+
+        Raises:
+            InvalidArgumentError: there is no such group.
+            StorageIOError: the store cannot be asked.
+        """
+        if group:
+            self._registry.groups.get(group)
+        await self.refresh()
+        return await self.last(group)
+
+    async def refresh(self) -> None:
+        """Hear from the store what the indexes hold and what pins take.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        for number, custody in enumerate(list(self._cache.indexes())):
+            await custody.meta_index.refresh()
+            if number % _SLICE == 0:  # a store of this process answers without giving way
+                await asyncio.sleep(0)
+        pinned: dict[str, int] = {}
+        for number, group in enumerate(self._registry.groups.all()):
+            pinned[group.name] = await self._cache.pins.pinned_bytes(group.name)
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+        self.pinned = pinned
+
+    async def refreshed_or_last(self) -> UsageReport:
+        """Return the usage of everything as the store has it now, or as last heard while it does not answer."""
+        with suppress(KvcmError):
+            return await self.current()
+        return await self.last()
+
+    async def last(self, group: str = "") -> UsageReport:
+        """Return the same as last heard, without asking the store. Of many instances that is much to sum up: a thread
+        does it, while lookups are answered."""
+        sources = UsageSources(
+            self._registry.groups.all(),
+            self._registry.storages.all(),
+            self._registry.quotas.all(),
+            await self._index_usages(),
+            self.pinned,
+            dict(self._cache.usage.rejections),
+            self._deletions.backlogs(),
+        )
+        principal = call_context.get().principal
+        seen = sources if principal.has_all_groups else sources.of_groups(principal.groups)
+        return await asyncio.to_thread(usage_report, seen, group)
+
+    async def _index_usages(self) -> list[IndexUsage]:
+        held: list[IndexUsage] = []
+        for page in batches(list(self._cache.indexes()), _SLICE):
+            held += map(_usage_of, page)
+            await asyncio.sleep(0)
+        return held
+
+
+def _usage_of(custody: IndexHandle) -> IndexUsage:
+    index = custody.meta_index
+    used, deleting = dict(index.usage_bytes), dict(index.deleting_bytes)  # which change while a thread reads them
+    return IndexUsage(custody.instance, index.key_count, index.max_key_count, used, deleting)

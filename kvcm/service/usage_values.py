@@ -1,5 +1,6 @@
 """Usage, limits and health as reports tell them. Field names are those of the wire messages, so that one generic
-translation serves both directions: the manager fills answers from these values, commands read them back."""
+translation serves both directions: the manager fills answers from these values, commands read them back.
+"""
 
 from __future__ import annotations
 

@@ -6,27 +6,84 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
-from kvcm.model.hosts import AllowedHosts
-from kvcm.model.mooncake import mooncake_hosts
+from kvcm.model.mooncake import AllowedHosts, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
+from kvcm.storage.file import FILE, PathType
+from kvcm.storage.file_slots import SlotReuse
 from kvcm.storage.health import StorageHealth
 from kvcm.storage.hf3fs import HF3FS
 from kvcm.storage.mempool import MempoolStorage, PoolOpener
 from kvcm.storage.mooncake import MooncakeStorage
-from kvcm.storage.node_view import NodeView
-from kvcm.storage.path_types import FILE, PathType
-from kvcm.storage.slots import SlotReuse
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["OPENERS", "Opener", "StorageDirectory"]
+__all__ = ["OPENERS", "NodeView", "Opener", "StorageDirectory"]
+
+# What callers on one node see of the storages: those of everybody, and the memory pools of their node.
+
+
+class _Directory(Protocol):
+    """What a view passes on."""
+
+    @property
+    def generation(self) -> int: ...
+
+    def rank(self, storage: str) -> int | None: ...
+
+    def is_writable(self, storage: str) -> bool: ...
+
+    def is_draining(self, storage: str) -> bool: ...
+
+    def type_of(self, storage: str) -> StorageType | None: ...
+
+    def backend(self, storage: str) -> StorageBackend | None: ...
+
+
+class NodeView:
+    """The storages as seen from somewhere. It follows every change of them.
+
+    Args:
+        directory: the open storages, as seen from a node without memory of its own.
+        pools: ranks of the available memory pools that are seen, too.
+    """
+
+    def __init__(self, directory: _Directory, pools: Mapping[str, int]) -> None:
+        self._directory = directory
+        self._pools = pools
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change of any storage."""
+        return self._directory.generation
+
+    def rank(self, storage: str) -> int | None:
+        """Return the speed rank of a storage (lower is faster), None while it is not available here."""
+        rank = self._directory.rank(storage)
+        return self._pools.get(storage) if rank is None else rank
+
+    def is_writable(self, storage: str) -> bool:
+        """Return whether a new block can be expected to find room on a storage."""
+        return self._directory.is_writable(storage)
+
+    def is_draining(self, storage: str) -> bool:
+        """Return whether a storage is being emptied, so that nothing new may go there."""
+        return self._directory.is_draining(storage)
+
+    def type_of(self, storage: str) -> StorageType | None:
+        """Return the type of an open storage, None when there is none of that name."""
+        return self._directory.type_of(storage)
+
+    def backend(self, storage: str) -> StorageBackend | None:
+        """Return an open storage, enabled or not; None when there is none of that name."""
+        return self._directory.backend(storage)
+
 
 Opener = Callable[[StorageConfig, str], StorageBackend]
 """From (config, cluster id) to an open storage; raises KvcmError when it cannot be opened."""
-
 OPENERS: dict[StorageType, Opener] = {
     StorageType.ST_NFS: FILE,
     StorageType.ST_3FS: HF3FS,
@@ -132,7 +189,7 @@ class StorageDirectory:
         name = config.global_unique_name
         previous = self._backends.get(name) or self._closed.pop(name, None)
         if previous is not None:
-            backend.inherit(previous)
+            backend.take_over(previous)
         if name in self._backends:
             self._backends[name].close()
         self._backends[name] = backend
@@ -163,7 +220,7 @@ class StorageDirectory:
             self._enabled.add(name)
         else:
             self._enabled.discard(name)
-        self._rank_anew(name)
+        self._rebuild_ranks(name)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
         """Keep new blocks off an open storage, or take them again; reads go on either way."""
@@ -180,14 +237,14 @@ class StorageDirectory:
         was_usable = self._health[name].is_usable
         self._health[name] = health
         if health.is_usable is not was_usable:
-            self._rank_anew(name)
+            self._rebuild_ranks(name)
 
-    def note_unwritable(self, name: str) -> None:
+    def report_unwritable(self, name: str) -> None:
         """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
         if name in self._health:
             self._health[name] = replace(self._health[name], is_unwritable=True)
 
-    def _rank_anew(self, name: str) -> None:
+    def _rebuild_ranks(self, name: str) -> None:
         if name in self._enabled and self._health[name].is_usable:
             for ranks in self._rank_tables(name):
                 ranks[name] = _SPEED_RANK[self._types[name]]
@@ -256,9 +313,9 @@ class StorageDirectory:
         """Return how an open storage is, enabled or not; None when there is none of that name."""
         return self._health.get(storage)
 
-    def takes_writes(self, storage: str) -> bool:
+    def is_writable(self, storage: str) -> bool:
         """Return whether a new block can be expected to find room on a storage."""
-        return (storage in self._ranks or storage in self._pool_ranks) and self._health[storage].takes_writes
+        return (storage in self._ranks or storage in self._pool_ranks) and self._health[storage].is_writable
 
     def is_draining(self, storage: str) -> bool:
         """Return whether a storage is being emptied, so that nothing new may go there."""

@@ -6,15 +6,21 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvcm.model.names import path_component
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
-from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
-from kvcm.storage.packing import object_name, packed_uris
+from kvcm.model.uri import LocationUri, path_component
+from kvcm.storage.backend import (
+    Allocation,
+    ObjectBatch,
+    StorageBackend,
+    StorageSpace,
+    StoredObject,
+    object_name,
+    packed_uris,
+)
 
 __all__ = ["DummyStorage"]
 
-_PAGE_OBJECTS = 1000
+_BATCH_OBJECTS = 1000
 
 
 class DummyStorage:
@@ -70,10 +76,10 @@ class DummyStorage:
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return [uri in self._live for uri in uris]
 
-    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
+    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
         found = list(self._objects(cluster_id).values())
-        for start in range(0, len(found), _PAGE_OBJECTS):
-            yield ObjectPage(found[start : start + _PAGE_OBJECTS])
+        for start in range(0, len(found), _BATCH_OBJECTS):
+            yield ObjectBatch(found[start : start + _BATCH_OBJECTS])
 
     async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
         there = self._objects(cluster_id)
@@ -95,7 +101,7 @@ class DummyStorage:
     async def space(self) -> StorageSpace:
         return StorageSpace(1 << 62, 1 << 62)
 
-    def inherit(self, previous: StorageBackend) -> None:
+    def take_over(self, previous: StorageBackend) -> None:
         if isinstance(previous, DummyStorage):
             self._live.update(previous._live)
 

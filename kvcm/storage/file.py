@@ -18,29 +18,32 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TypeVar
 
-from kvcm.model.errors import StorageIOError
-from kvcm.model.names import path_component
-from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, ObjectPage, Parts, StorageBackend, StorageSpace, StoredObject
-from kvcm.storage.file_listing import object_pages, remove_objects
-from kvcm.storage.file_making import make_files
-from kvcm.storage.file_probe import PROBE_PREFIX, probe
-from kvcm.storage.file_reuse import SlotGiver
-from kvcm.storage.file_slots import PackedFiles, SlotsOfFile, is_complete, slots_by_file
-from kvcm.storage.folders import NoFolderError
-from kvcm.storage.packing import packed_uris
-from kvcm.storage.slots import FreeSlots, SlotReuse
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.storages import NfsStorageSpec, PathStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri, path_component
+from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, packed_uris
+from kvcm.storage.file_objects import PROBE_PREFIX, NoFolderError, make_files, object_batches, probe, remove_objects
+from kvcm.storage.file_slots import (
+    FreeSlots,
+    PackedFiles,
+    SlotAllocator,
+    SlotReuse,
+    SlotsOfFile,
+    is_complete,
+    slots_by_file,
+)
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["FileStorage"]
+__all__ = ["FILE", "FileStorage", "PathType"]
 
 Answer = TypeVar("Answer")
-
 _MOST_THREADS = 64  # more than ever delete at the same time
 _MOST_PROBES = 8  # that hang: with threads of their own they take none of those
 
@@ -80,7 +83,7 @@ class FileStorage:
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
         self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
-        self._giver = SlotGiver(name, self._files, self._threads)
+        self._giver = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
 
     async def allocate(self, allocation: Allocation) -> list[str]:
@@ -103,7 +106,7 @@ class FileStorage:
         if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
             return {}
         parts = Parts.of(allocation.parts)
-        places = await self._giver.give(path_component(allocation.instance_id), parts, location_id)
+        places = await self._giver.allocate(path_component(allocation.instance_id), parts, location_id)
         return {
             index: str(LocationUri(self._scheme, self._name, path, parts.sizes[index], slot, location_id=location_id))
             for index, (path, slot) in places.items()
@@ -119,11 +122,11 @@ class FileStorage:
 
     async def make_objects(self, uris: Sequence[str]) -> None:
         paths = [LocationUri.parse(uri).path for uri in uris]
-        await self._ask(lambda: make_files(self.directory, paths))
+        await self._run(lambda: make_files(self.directory, paths))
 
     async def probe(self) -> None:
         name = f"{self._probe_prefix}{next(self._probe_numbers)}"
-        await self._told(self._probe_threads, lambda: self._probe(name))
+        await self._run_on(self._probe_threads, lambda: self._probe(name))
 
     def _probe(self, name: str) -> None:
         try:
@@ -174,7 +177,7 @@ class FileStorage:
                 self._files.free.forgotten(file.path, [slot for slot, _ in file.slots])
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
-        return await self._ask(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
+        return await self._run(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
 
     def _exist(self, uris: Sequence[LocationUri]) -> list[bool]:
         found = list(map(is_complete, uris))
@@ -182,16 +185,16 @@ class FileStorage:
             self.check_mounted()
         return found
 
-    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
+    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
         directory = self._directory_of(cluster_id)
-        pages = object_pages(directory)
-        while (page := await self._ask(lambda: next(pages, None))) is not None:
+        pages = object_batches(directory)
+        while (page := await self._run(lambda: next(pages, None))) is not None:
             yield page
         if directory == self.directory:
-            await self._ask(self.check_mounted)
+            await self._run(self.check_mounted)
 
     async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
-        return await self._ask(lambda: self._remove_objects(self._directory_of(cluster_id), objects))
+        return await self._run(lambda: self._remove_objects(self._directory_of(cluster_id), objects))
 
     def _remove_objects(self, directory: str, objects: Sequence[StoredObject]) -> list[str | None]:
         if directory != self.directory:
@@ -220,10 +223,10 @@ class FileStorage:
     def _failure(self, reason: str) -> StorageIOError:
         return StorageIOError(f"storage {self._name}: {reason}")
 
-    async def _ask(self, question: Callable[[], Answer]) -> Answer:
-        return await self._told(self._threads, question)
+    async def _run(self, question: Callable[[], Answer]) -> Answer:
+        return await self._run_on(self._threads, question)
 
-    async def _told(self, threads: StorageThreads, question: Callable[[], Answer]) -> Answer:
+    async def _run_on(self, threads: StorageThreads, question: Callable[[], Answer]) -> Answer:
         """Run what asks the medium; its failures name the storage."""
         try:
             return await threads.run(question)
@@ -233,14 +236,14 @@ class FileStorage:
             raise self._not_mounted() from error
 
     async def space(self) -> StorageSpace:
-        status = await self._ask(lambda: os.statvfs(self._root))
+        status = await self._run(lambda: os.statvfs(self._root))
         return StorageSpace(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
-    def inherit(self, previous: StorageBackend) -> None:
+    def take_over(self, previous: StorageBackend) -> None:
         """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
         if isinstance(previous, FileStorage) and previous.directory == self.directory:
             self._files, previous._is_succeeded = previous._files, True
-            self._giver = SlotGiver(self._name, self._files, self._threads)
+            self._giver = SlotAllocator(self._name, self._files, self._threads)
             if previous._keys_per_file != self._keys_per_file:
                 self._files.free.clear()
 
@@ -265,3 +268,110 @@ def _reason(file: SlotsOfFile, work: Callable[[SlotsOfFile], None]) -> str | Non
     except (NoFolderError, StorageIOError) as error:
         return f"{file.path}: {error}"
     return None
+
+
+# Types of path storages: where the root is, and when the deployment's directory in it is made.
+#
+# A storage that is being configured gets its directory made. One that was configured earlier is only opened: where its
+# medium is not mounted yet, after a restart for example, there is an empty mount point. A directory made in that would
+# turn every deletion into one of a file that is gone already, and its bytes would stay for ever.
+#
+# One case looks the same and is none: a deployment that was moved, whose storages are configured and to which it has
+# never written. Its directory is made when the root holds blocks of another deployment: so it is mounted.
+
+
+@dataclass(frozen=True, slots=True)
+class PathType:
+    """Opens storages of a type, which is a call of it.
+
+    Attributes:
+        root_field: what of the config says where the root is, for messages.
+        check: raises KvcmError when something else is wrong with a config; may block.
+    """
+
+    root_field: str
+    check: Callable[[StorageConfig], None]
+
+    def make(self, config: StorageConfig, cluster_id: str) -> None:
+        """Make the directory of a deployment, for a storage that is being configured. Blocks.
+
+        Raises:
+            InvalidArgumentError: the root cannot be one.
+            StorageIOError: the directory cannot be made.
+        """
+        storage = self._storage(config, cluster_id)
+        try:
+            Path(storage.directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{self.root_field} {_root(config)!r} cannot be created: {error.strerror}"
+            raise StorageIOError(reason) from error
+
+    def __call__(self, config: StorageConfig, cluster_id: str, reuse: SlotReuse | None = None) -> FileStorage:
+        """Open a storage, and make nothing where its medium may not be mounted. Blocks.
+
+        Args:
+            config: of the storage.
+            cluster_id: of the deployment.
+            reuse: when slots of packed files are handed out again; None is never.
+
+        Raises:
+            InvalidArgumentError: the root cannot be one.
+            StorageIOError: the deployment's directory is not there or cannot be written.
+        """
+        storage = self._storage(config, cluster_id, reuse)
+        if not os.path.lexists(storage.directory.rstrip("/")) and _holds_blocks(_root(config)):
+            self.make(config, cluster_id)
+        # An engine that does not find the directory either knows that the storage is not mounted where it is.
+        storage.check_mounted()
+        if not os.access(storage.directory, os.W_OK | os.X_OK):
+            raise StorageIOError(f"{self.root_field} {_root(config)!r}: {storage.directory} is not writable")
+        return storage
+
+    def _storage(self, config: StorageConfig, cluster_id: str, reuse: SlotReuse | None = None) -> FileStorage:
+        spec = config.spec
+        assert isinstance(spec, PathStorageSpec)
+        self._check_text(spec.root)
+        self.check(config)
+        return FileStorage(
+            config.global_unique_name,
+            config.storage_type.scheme,
+            spec.root,
+            cluster_id,
+            spec.key_count_per_file,
+            makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
+            reuse=reuse,
+        )
+
+    def _check_text(self, root: str) -> None:
+        if not root.startswith("/"):
+            raise InvalidArgumentError(f"{self.root_field} {root!r} is not an absolute path")
+        if not os.path.normpath(root).strip("/"):
+            raise InvalidArgumentError(f"{self.root_field} is {root!r}, must be a directory below /")
+        if set(root) & set("?#") or not root.isprintable():
+            raise InvalidArgumentError(f"{self.root_field} {root!r} holds characters that a uri cannot carry")
+
+
+def _root(config: StorageConfig) -> str:
+    assert isinstance(config.spec, PathStorageSpec)
+    return config.spec.root
+
+
+def _holds_blocks(root: str) -> bool:
+    """Return whether there is a directory of any deployment with something in it: no mount point has that."""
+    with suppress(OSError), os.scandir(root) as entries:
+        return any(entry.is_dir(follow_symlinks=False) and _holds_folders(entry.path) for entry in entries)
+    return False
+
+
+def _holds_folders(directory: str) -> bool:
+    with suppress(OSError), os.scandir(directory) as entries:
+        return any(entry.is_dir(follow_symlinks=False) for entry in entries)
+    return False
+
+
+def _accept(_config: StorageConfig) -> None:
+    """The root is all there is to check."""
+
+
+FILE = PathType("root_path", _accept)
+"""Type `file`: NFS, or any directory that all engines have mounted at the same path."""

@@ -21,34 +21,465 @@ manager died or its client went away at that moment: their file stays until no b
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import StoredObject
-from kvcm.storage.file_listing import remove_objects
-from kvcm.storage.file_making import make_folders
-from kvcm.storage.packing import slot_count
-from kvcm.storage.slot_notes import (
-    DELETED,
-    beside,
-    note_owner,
-    note_slots,
-    noted_slots,
-    remove_notes,
-    shorten,
-    slot_owners,
-)
-from kvcm.storage.slots import FreeSlots, InFile, Pool
+import structlog
 
-__all__ = ["PackedFiles", "SlotsOfFile", "is_complete", "slots_by_file"]
+from kvcm.model.uri import LocationUri
+from kvcm.storage.backend import Parts, StoredObject, slot_count
+from kvcm.storage.file_objects import NEW_SUFFIX, NOTES_SUFFIX, make_folders, remove_objects, write_all
+from kvcm.storage.threads import StorageThreads
+
+__all__ = [
+    "DELETED",
+    "FreeSlots",
+    "InFile",
+    "PackedFiles",
+    "Pool",
+    "SlotAllocator",
+    "SlotReuse",
+    "SlotsOfFile",
+    "deleted_slots",
+    "is_complete",
+    "notes_path",
+    "record_deleted_slots",
+    "record_owner",
+    "remove_notes",
+    "shorten",
+    "slot_owners",
+    "slots_by_file",
+]
+
+# Free slots of packed files: which may be handed out again, and from when on (design.md decision 16).
+#
+# A slot comes here in two steps, both taken by this very process: its bytes were deleted (`deleted`), and then its
+# metadata (`forgotten`). Only what had served gets to the second step: its writer said that it was done, so nobody
+# writes there any more. Slots of expired or aborted sessions stop after the first one, for ever. Then a grace has to
+# pass, in which deletions and readers that hang somewhere come to their end.
+#
+# Between the two steps lies what it takes to drop metadata. A slot that stays there for more than a minute or two is
+# taken for lost. Until then it counts as one that will be free, and so does one that is taken out and not handed out
+# yet: those who write and evict at the same time must not take each other's slots for lost ones.
+#
+# All of it is in memory, and only a hint: whoever hands a slot out looks beside the file whether it is deleted
+# (file_slots.py). So nothing is harmed when it is forgotten, which happens when the process ends, when it leads no
+# more, when there are too many, and when a file goes. What is forgotten stays deleted, and its file goes with its last
+# slot.
+#
+# Best fit: the fullest file that has room for all that is wanted, else the one with the most room. What is written
+# together lies together, and costs few notes; files with few free slots fill up, and those with many are left for
+# large writes, or to empty. Rejected: the fullest file first, which scatters a write over as many files as it has
+# blocks.
+
+_MOST_SLOTS: Final = 1 << 20
+_MOST_ENDED: Final = 1000  # in one call, which holds the event loop; a batch of deletions is told file by file
+_MOST_ENDED_OF_A_FILE: Final = 10
+_PENDING_SECONDS: Final = 60.0  # metadata goes right after the bytes, unless the store is away
+
+
+def _no_term() -> int | None:
+    return None
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+@dataclass(slots=True)
+class SlotReuse:
+    """When slots may be handed out again.
+
+    Attributes:
+        grace_seconds: after their metadata is gone; 0 means never.
+        now: seconds, never running backwards.
+        term: number of the term for which this manager leads, None while it does not lead: then others delete.
+    """
+
+    grace_seconds: float = 0.0
+    now: Callable[[], float] = _no_time
+    term: Callable[[], int | None] = _no_term
+
+
+class Pool(NamedTuple):
+    """What slots must have in common to stand in for each other.
+
+    The spec is none of it: a packed file holds several where their sizes are equal (wire.md 8), and slots that could
+    not change over from one spec to another would pile up with one and be missing with the other.
+
+    Attributes:
+        instance: owner of the blocks, as a path component: a scrub looks for those who know a file nowhere else.
+        size_bytes: of a slot.
+    """
+
+    instance: str
+    size_bytes: int
+
+
+class InFile(NamedTuple):
+    """Slots of one file."""
+
+    path: str
+    pool: Pool
+    slots: Sequence[int]
+
+
+class _File:
+    """What is free in a file: sets of slots, as bits."""
+
+    __slots__ = ("_older", "_turn_at", "_younger", "deleted", "path", "pool", "ready", "taken", "tickets", "waiting")
+
+    def __init__(self, path: str, pool: Pool) -> None:
+        self.path = path
+        self.pool = pool
+        self.deleted = 0
+        self.waiting = 0
+        self.ready = 0
+        self.taken = 0
+        self.tickets: tuple[int, ...] = ()  # its entries in the quarantine, in their order
+        self._younger = 0  # deleted since the last turn, and in the one before that
+        self._older = 0
+        self._turn_at = 0.0
+
+    @property
+    def known(self) -> int:
+        return self.deleted | self.waiting | self.ready | self.taken
+
+    def mark_deleted(self, slots: int, now: float) -> None:
+        """Take note that slots were deleted just now."""
+        self._advance(now)
+        self._younger |= slots
+
+    def pending(self, now: float) -> int:
+        """Return the slots that were deleted not long ago, and whose metadata is still there."""
+        self._advance(now)
+        return self.deleted & (self._younger | self._older)
+
+    def _advance(self, now: float) -> None:
+        if now >= self._turn_at:
+            is_next = now < self._turn_at + _PENDING_SECONDS
+            self._older = self._younger if is_next else 0
+            self._younger, self._turn_at = 0, (self._turn_at if is_next else now) + _PENDING_SECONDS
+
+
+class FreeSlots:
+    """The free slots of one storage. Safe in any thread, and never blocks.
+
+    Args:
+        reuse: when slots may be handed out again.
+        most: slots that are remembered; what is more makes those of the file that came first forgotten.
+    """
+
+    def __init__(self, reuse: SlotReuse, most: int = _MOST_SLOTS) -> None:
+        self._reuse = reuse
+        self._most = most
+        self._lock = Lock()
+        self._term: int | None = None
+        self._files: dict[str, _File] = {}
+        self._pools: dict[Pool, dict[int, dict[str, _File]]] = {}  # those with ready slots, by their number
+        # Those whose grace is not over, by a number, in the order in which it ends. What an entry speaks of is waiting,
+        # so there are never more of them than slots: a file that goes takes its own along.
+        self._quarantine: OrderedDict[int, tuple[float, _File, int]] = OrderedDict()
+        self._tickets = count()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def deleted(self, path: str, pool: Pool, slots: Iterable[int]) -> None:
+        """Take note that the bytes of slots are deleted. Their metadata may still be there."""
+        with self._lock:
+            if not self._is_on():
+                return
+            file = self._files.setdefault(path, _File(path, pool))
+            if file.pool == pool:
+                fresh = _bits(slots) & ~file.known
+                file.mark_deleted(fresh, self._reuse.now())
+                self._change(file, deleted=file.deleted | fresh)
+            while self._count > self._most:
+                self._forget(next(iter(self._files)))
+
+    def forgotten(self, path: str, slots: Iterable[int]) -> None:
+        """Take note that the metadata of slots is gone, of those that this process deleted."""
+        with self._lock:
+            file = self._files.get(path) if self._is_on() else None
+            moved = file.deleted & _bits(slots) if file is not None else 0
+            if file is not None and moved:
+                self._change(file, deleted=file.deleted ^ moved, waiting=file.waiting | moved)
+                self._wait(file, moved)
+            self._end_quarantines(_MOST_ENDED_OF_A_FILE)
+
+    def acquire(self, pool: Pool, count: int) -> list[InFile]:
+        """Take out at most so many slots that may be handed out now. Who takes them says what became of them: they are
+        `ended`, or given back."""
+        taken: list[InFile] = []
+        with self._lock:
+            if not self._is_on():
+                return taken
+            self._end_quarantines(_MOST_ENDED)
+            while count > 0 and (by_number := self._pools.get(pool)):
+                number = min((each for each in by_number if each >= count), default=0) or max(by_number)
+                file = next(iter(by_number[number].values()))
+                slots = _lowest(file.ready, count)
+                bits = _bits(slots)
+                self._change(file, ready=file.ready ^ bits, taken=file.taken | bits)
+                taken.append(InFile(file.path, pool, slots))
+                count -= len(slots)
+        return taken
+
+    def release(self, untouched: InFile) -> None:
+        """Put back slots that were taken out and not handed out."""
+        with self._lock:
+            if self._is_on():
+                file = self._files.setdefault(untouched.path, _File(untouched.path, untouched.pool))
+                bits = _bits(untouched.slots)
+                self._change(file, ready=file.ready | bits, taken=file.taken & ~bits)
+
+    def settle(self, taken: InFile) -> None:
+        """Take note that slots which were taken out are somebody's, or nobody's for ever."""
+        with self._lock:
+            file = self._files.get(taken.path)
+            if file is not None:
+                self._change(file, taken=file.taken & ~_bits(taken.slots))
+
+    def usable(self, path: str) -> int:
+        """Return how many slots of a file are free or taken out, or will be free as far as anybody can tell: those
+        whose grace is not over, and those that were deleted so lately that their metadata may still be going."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is None:
+                return 0
+            return (file.waiting | file.ready | file.taken | file.pending(self._reuse.now())).bit_count()
+
+    def discard_file(self, path: str) -> None:
+        """Forget a file that is removed, or not filled any more."""
+        with self._lock:
+            self._forget(path)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._files.clear()
+        self._pools.clear()
+        self._quarantine.clear()
+        self._count = 0
+
+    def _is_on(self) -> bool:
+        """Return whether slots are handed out again at all; what was free in another term may not be any more."""
+        term = self._reuse.term() if self._reuse.grace_seconds > 0 else None
+        if term != self._term:
+            self._clear()
+            self._term = term
+        return term is not None
+
+    def _wait(self, file: _File, slots: int) -> None:
+        ticket = next(self._tickets)
+        self._quarantine[ticket] = self._reuse.now() + self._reuse.grace_seconds, file, slots
+        file.tickets += (ticket,)
+
+    def _end_quarantines(self, most: int) -> None:
+        """Make slots ready whose grace is over, some at a time: more are ended than begun."""
+        now = self._reuse.now()
+        for _ in range(min(len(self._quarantine), most)):
+            ticket, (until, file, slots) = next(iter(self._quarantine.items()))
+            if until > now:
+                return
+            del self._quarantine[ticket]
+            file.tickets = file.tickets[1:]
+            self._change(file, waiting=file.waiting & ~slots, ready=file.ready | slots)
+
+    def _forget(self, path: str) -> None:
+        file = self._files.get(path)
+        if file is not None:
+            for ticket in file.tickets:
+                del self._quarantine[ticket]
+            self._change(file, deleted=0, waiting=0, ready=0, taken=0)
+
+    def _change(
+        self,
+        file: _File,
+        *,
+        deleted: int | None = None,
+        waiting: int | None = None,
+        ready: int | None = None,
+        taken: int | None = None,
+    ) -> None:
+        before, ready_before = file.known.bit_count(), file.ready.bit_count()
+        file.deleted = file.deleted if deleted is None else deleted
+        file.waiting = file.waiting if waiting is None else waiting
+        file.ready = file.ready if ready is None else ready
+        file.taken = file.taken if taken is None else taken
+        self._count += file.known.bit_count() - before
+        if file.ready.bit_count() != ready_before:
+            self._move(file, ready_before, file.ready.bit_count())
+        if not file.known:
+            self._files.pop(file.path, None)
+
+    def _move(self, file: _File, before: int, after: int) -> None:
+        by_number = self._pools.setdefault(file.pool, {})
+        if before:
+            del by_number[before][file.path]
+            if not by_number[before]:
+                del by_number[before]
+        if after:
+            by_number.setdefault(after, {})[file.path] = file
+        if not by_number:
+            del self._pools[file.pool]
+
+
+def _bits(slots: Iterable[int]) -> int:
+    bits = 0
+    for slot in slots:
+        bits |= 1 << slot
+    return bits
+
+
+def _lowest(bits: int, count: int) -> list[int]:
+    slots: list[int] = []
+    while bits and len(slots) < count:
+        slots.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return slots
+
+
+# What became of the slots of a packed file, noted beside it in `<file>.deleted`.
+#
+# A note is a line break, the number of the slot and what happened: a full stop where the slot was deleted; `+`, the id
+# of a location and a full stop where it was handed out again, to that location. The last note of a slot counts, and a
+# slot without any is still its first owner's. A note counts only as a whole: where a write was cut off and repeated,
+# or another host wrote over a part of it, a note is lost, and never read as another slot's.
+#
+# Notes are appended. Where slots change hands often they are written anew, one for each slot, into a file that takes
+# the place of the old one; whoever does that, and whoever hands out a slot, must be alone with the file in this
+# process. What another process appends to the old one at that moment is lost.
+
+DELETED: Final = ""
+"""Owner of a slot that is deleted."""
+_RECORD: Final = re.compile(rb"\n([0-9]{1,9})(?:\+([0-9A-Za-z]{1,64}))?\.")
+_APPENDED: Final = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITTEN: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_SHORT_BYTES: Final = 3072  # so that they stay within one page of the medium
+_COMPACTION_FACTOR: Final = 2  # times as long as they have to be
+
+
+def notes_path(path: str) -> str:
+    """Return where the notes of a file are."""
+    return path + NOTES_SUFFIX
+
+
+def record_deleted_slots(path: str, slots: Iterable[int]) -> None:
+    """Note slots as deleted, by one write as a rule: on one host that is atomic for so few bytes. Blocks.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    descriptor = os.open(notes_path(path), _APPENDED | os.O_CREAT, 0o600)
+    try:
+        write_all(descriptor, _notes(dict.fromkeys(slots, DELETED)))
+    finally:
+        os.close(descriptor)
+
+
+def record_owner(path: str, slots: Iterable[int], location_id: str) -> bool:
+    """Note that slots were handed out again. Blocks.
+
+    Returns:
+        Whether that stands beside the file now; it does not where the notes were removed meanwhile, and the file with
+        them.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    with suppress(FileNotFoundError):
+        descriptor = os.open(notes_path(path), _APPENDED)
+        try:
+            write_all(descriptor, _notes(dict.fromkeys(slots, location_id)))
+            return os.path.samestat(os.fstat(descriptor), os.lstat(notes_path(path)))
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def slot_owners(path: str) -> dict[int, str]:
+    """Return the slots of a file that something is noted of: to whom they were handed out again, or `DELETED`. Blocks.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    try:
+        notes = Path(notes_path(path)).read_bytes()
+    except FileNotFoundError:
+        return {}
+    count = slot_count(path)
+    return {int(slot): owner.decode() for slot, owner in _RECORD.findall(notes) if int(slot) < count}
+
+
+def deleted_slots(path: str) -> set[int]:
+    """Return the slots of a file that are deleted. Blocks.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    return {slot for slot, owner in slot_owners(path).items() if owner == DELETED}
+
+
+def shorten(path: str) -> None:
+    """Write long notes anew, one for each slot, where that makes them much shorter. Blocks.
+
+    It only tidies up: where the storage is full, or fails otherwise, the notes stay as they were, and nobody need know.
+    """
+    with suppress(OSError):
+        size = os.lstat(notes_path(path)).st_size
+        if size <= _SHORT_BYTES:
+            return
+        notes = _notes(slot_owners(path))
+        if size > _COMPACTION_FACTOR * len(notes):
+            _replace(notes_path(path), notes)
+
+
+def _replace(name: str, notes: bytes) -> None:
+    new = name + NEW_SUFFIX
+    try:
+        descriptor = os.open(new, _WRITTEN, 0o600)
+        try:
+            write_all(descriptor, notes)
+        finally:
+            os.close(descriptor)
+        Path(new).replace(name)
+    except OSError:
+        Path(new).unlink(missing_ok=True)
+        raise
+
+
+def remove_notes(path: str) -> None:
+    """Remove the notes of a file, and what is left of an attempt to shorten them. Blocks.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    for name in (notes_path(path) + NEW_SUFFIX, notes_path(path)):  # what a scrub finds goes last
+        Path(name).unlink(missing_ok=True)
+
+
+def _notes(owners: Mapping[int, str]) -> bytes:
+    return "".join(f"\n{slot}+{owner}." if owner else f"\n{slot}." for slot, owner in owners.items()).encode()
+
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x03  # fallocate(2): FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _CANNOT_PUNCH: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -104,11 +535,11 @@ class PackedFiles:
             self._remove(path)
             return
         was_there = _is_there(path)
-        if not was_there and not _is_there(beside(path)):
+        if not was_there and not _is_there(notes_path(path)):
             return
         for slot in slots:
             _punch(path, slot * wanted.size_bytes, wanted.size_bytes)
-        noted = self._note_deleted(path, slots)
+        noted = self._record_deleted(path, slots)
         # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and
         # now they are noted once more: nobody would come for that.
         if _is_there(path):
@@ -130,7 +561,7 @@ class PackedFiles:
         elif 0 < len(wanted.slots) < slot_count(wanted.path):
             with self._lock_of(wanted.path):
                 make_folders(self._directory, wanted.path)
-                self._note_deleted(wanted.path, {slot for slot, _ in wanted.slots})
+                self._record_deleted(wanted.path, {slot for slot, _ in wanted.slots})
 
     def hand_out(self, wanted: InFile, location_id: str) -> Sequence[int]:
         """Give free slots of a file to a location. Returns which are its own now.
@@ -145,7 +576,7 @@ class PackedFiles:
             try:
                 return self._hand_out(wanted, location_id)
             finally:
-                self.free.ended(wanted)
+                self.free.settle(wanted)
 
     def _hand_out(self, wanted: InFile, location_id: str) -> Sequence[int]:
         path, owners = wanted.path, slot_owners(wanted.path)
@@ -154,10 +585,10 @@ class PackedFiles:
             return ()
         lost = len(_deleted(owners)) - self.free.usable(path)
         if lost * _MOST_LOST > slot_count(path):
-            self.free.gone(path)
+            self.free.discard_file(path)
             return ()
         shorten(path)
-        return slots if note_owner(path, slots, location_id) and _is_file(path) else ()
+        return slots if record_owner(path, slots, location_id) and _is_file(path) else ()
 
     def remove_objects(self, objects: Sequence[StoredObject]) -> list[str | None]:
         """Remove whole objects as they were listed, while nobody hands out slots of them.
@@ -172,16 +603,16 @@ class PackedFiles:
                 with self._lock_of(self._directory + each.name):
                     (reasons[each.name],) = remove_objects(self._directory, [each])
                     if reasons[each.name] is None:
-                        self.free.gone(self._directory + each.name)
+                        self.free.discard_file(self._directory + each.name)
         return [reasons[each.name] for each in objects]
 
     def _lock_of(self, path: str) -> Lock:
         return self._locks[hash(path) % _LOCKS]
 
-    def _note_deleted(self, path: str, slots: set[int]) -> set[int]:
+    def _record_deleted(self, path: str, slots: set[int]) -> set[int]:
         """Note slots, and remove the file with the last of them; return what is noted now."""
-        note_slots(path, slots)
-        noted = noted_slots(path)
+        record_deleted_slots(path, slots)
+        noted = deleted_slots(path)
         if len(noted) >= slot_count(path):
             self._remove(path)
         else:
@@ -195,7 +626,7 @@ class PackedFiles:
             self.free.deleted(wanted.path, Pool(instance, wanted.size_bytes), slots)
 
     def _remove(self, path: str) -> None:
-        self.free.gone(path)
+        self.free.discard_file(path)
         _unlink(path)
 
 
@@ -273,3 +704,148 @@ def _punch(path: str, offset: int, size: int) -> None:
             os.close(descriptor)
         if punched != 0 and code not in _CANNOT_PUNCH:
             raise OSError(code, os.strerror(code))
+
+
+# Handing out free slots of packed files while a writer waits for its addresses.
+#
+# Each file that slots are taken from has to be asked and told on the medium, so the time for that is bounded: what was
+# not reached in time is put back, and the writer gets fresh files. A medium that hangs holds one writer for a moment;
+# the others are not sent after it until it lets go.
+
+_WORK_SECONDS: Final = 0.25  # then no further file is begun
+_WAIT_SECONDS: Final = 0.5
+_log = structlog.get_logger("kvcm.storage")
+
+
+class SlotAllocator:
+    """Gives the free slots of one storage away.
+
+    Args:
+        name: of the storage.
+        files: its files.
+        threads: where the medium is asked.
+        seconds: time source of the bounds; a medium's time is real.
+    """
+
+    def __init__(
+        self, name: str, files: PackedFiles, threads: StorageThreads, seconds: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._files = files
+        self._threads = threads
+        self._seconds = seconds
+        self._hanging: _Handout | None = None
+
+    async def allocate(self, instance: str, parts: Parts, location_id: str) -> dict[int, tuple[str, int]]:
+        """Return path and slot of parts by their index; those that are left out need fresh ones.
+
+        Args:
+            instance: owner of the blocks, as a path component.
+            parts: what needs a place.
+            location_id: whose the slots will be.
+        """
+        taken = self._acquire(instance, parts)
+        if not taken:
+            return {}
+        given = await self._run(_Handout(self._files, taken, location_id, self._seconds))
+        slots: dict[int, list[tuple[str, int]]] = {}
+        for path, pool, numbers in given:
+            slots.setdefault(pool.size_bytes, []).extend((path, number) for number in numbers)
+        ways = {size: iter(found) for size, found in slots.items()}
+        found = ((index, next(ways.get(size, iter(())), None)) for index, size in enumerate(parts.sizes))
+        return {index: place for index, place in found if place is not None}
+
+    def _acquire(self, instance: str, parts: Parts) -> list[InFile]:
+        if not len(self._files.free) or (self._hanging is not None and not self._hanging.is_over):
+            return []
+        wanted = Counter(parts.sizes)
+        return [
+            each for size, count in wanted.items() for each in self._files.free.acquire(Pool(instance, size), count)
+        ]
+
+    async def _run(self, giving: _Handout) -> Sequence[InFile]:
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                # Also work that nobody waits for any more gets to a thread: it says that there are free ones again.
+                return await asyncio.shield(self._threads.run(giving.work))
+        except TimeoutError:
+            self._hanging = giving
+            _log.warning("free_slots_not_asked", storage=self._name, reason="no answer")
+        except BaseException:  # the writer is gone
+            giving.abandon()
+            raise
+        return giving.abandon()
+
+
+class _Handout:
+    """Slots being given to a location, by a thread that its client may leave behind."""
+
+    def __init__(
+        self, files: PackedFiles, taken: Sequence[InFile], location_id: str, seconds: Callable[[], float]
+    ) -> None:
+        self._files = files
+        self._taken = taken
+        self._location_id = location_id
+        self._seconds = seconds
+        self._until = seconds() + _WORK_SECONDS
+        self._lock = Lock()
+        self._given: list[InFile] = []
+        self._is_left = False
+        self._has_begun = False
+        self.is_over = False
+
+    def work(self) -> Sequence[InFile]:
+        """Give what can be given in time. Blocks."""
+        try:
+            return self._work()
+        finally:
+            self.is_over = True
+
+    def _work(self) -> Sequence[InFile]:
+        if not self._start():
+            return ()
+        given = [given for each in self._taken if (given := self._allocated(each)).slots]
+        if self._finish(given):
+            return given
+        for each in given:
+            self._undo(each)
+        return ()
+
+    def _start(self) -> bool:
+        with self._lock:
+            self._has_begun = not self._is_left
+            return self._has_begun
+
+    def _finish(self, given: list[InFile]) -> bool:
+        with self._lock:
+            self._given = [] if self._is_left else given
+            return not self._is_left
+
+    def abandon(self) -> Sequence[InFile]:
+        """Wait no longer. Returns what was given all the same, because it was just being told; the thread takes back
+        what it gives later."""
+        with self._lock:
+            if not self._has_begun:
+                for each in self._taken:
+                    self._files.free.release(each)
+            self._is_left = True
+            return self._given
+
+    def _allocated(self, each: InFile) -> InFile:
+        if self._seconds() >= self._until:
+            self._files.free.release(each)
+            return each._replace(slots=())
+        try:
+            return each._replace(slots=self._files.hand_out(each, self._location_id))
+        except OSError as error:
+            _log.warning("free_slots_not_asked", path=each.path, reason=error.strerror)
+            return each._replace(slots=())
+
+    def _undo(self, each: InFile) -> None:
+        slots: set[tuple[int, str | None]] = {(slot, self._location_id) for slot in each.slots}
+        try:
+            self._files.delete(SlotsOfFile(each.path, each.pool.size_bytes, slots))
+        except OSError as error:
+            _log.warning("free_slots_lost", path=each.path, reason=error.strerror)
+            return
+        self._files.free.forgotten(each.path, each.slots)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from kvcm.storage.backend import StorageSpace
 
-__all__ = ["HealthRules", "HealthState", "Probe", "ProbeEnd", "StorageHealth"]
+__all__ = ["HealthRules", "HealthState", "Probe", "ProbeOutcome", "StorageHealth"]
 
 
 class HealthState(IntEnum):
@@ -45,7 +45,7 @@ class HealthState(IntEnum):
         return self.name.removeprefix("SH_").lower()
 
 
-class ProbeEnd(Enum):
+class ProbeOutcome(Enum):
     """How a probe ended."""
 
     ANSWERED = "answered"
@@ -58,13 +58,13 @@ class Probe(NamedTuple):
     """One look at a storage.
 
     Attributes:
-        end: how it ended.
+        outcome: how it ended.
         seconds: from its begin to its end; so far, of a late one.
         reason: why it is not good, for people; "" where it answered.
         space: of the medium, where it answered.
     """
 
-    end: ProbeEnd
+    outcome: ProbeOutcome
     seconds: float
     reason: str = ""
     space: StorageSpace | None = None
@@ -119,7 +119,7 @@ class StorageHealth:
         return self.state is not HealthState.SH_DOWN
 
     @property
-    def takes_writes(self) -> bool:
+    def is_writable(self) -> bool:
         """Whether a new block can be expected to find room."""
         return self.is_usable and not self.is_unwritable
 
@@ -131,14 +131,14 @@ class StorageHealth:
             now: unix seconds.
             rules: when the state changes.
         """
-        failed = probe.end in {ProbeEnd.FAILED, ProbeEnd.LATE}
-        good = probe.end is ProbeEnd.ANSWERED and probe.seconds <= rules.slow_seconds
+        failed = probe.outcome in {ProbeOutcome.FAILED, ProbeOutcome.LATE}
+        good = probe.outcome is ProbeOutcome.ANSWERED and probe.seconds <= rules.slow_seconds
         counted = replace(
             self,
             probe_seconds=probe.seconds,
-            failed_probes=self.failed_probes + (probe.end is not ProbeEnd.ANSWERED),
+            failed_probes=self.failed_probes + (probe.outcome is not ProbeOutcome.ANSWERED),
             space=probe.space or self.space,
-            is_unwritable=self.is_unwritable if failed else probe.end is ProbeEnd.UNWRITABLE,
+            is_unwritable=self.is_unwritable if failed else probe.outcome is ProbeOutcome.UNWRITABLE,
             failures=self.failures + 1 if failed else 0,
             answers=0 if failed else self.answers + 1,
             good_answers=self.good_answers + 1 if good else 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import StorageConfig, ThreeFSStorageSpec, VcnsThreeFSStorageSpec
-from kvcm.storage.path_types import PathType
+from kvcm.storage.file import PathType
 
 __all__ = ["HF3FS"]
 

@@ -35,7 +35,7 @@ class _Worker:
         try:
             return {"codes": self._codes(question["call"], question.get("keys", []))}
         except KvcmError as error:
-            return {"error": str(error), "kind": type(error).__name__, "errno": _errno_behind(error)}
+            return {"error": str(error), "kind": type(error).__name__, "errno": _errno_of(error)}
 
     def _codes(self, call: str, keys: list[str]) -> list[int]:
         if call == "load":
@@ -77,7 +77,7 @@ def _probe(client: MooncakeClient, directory: str) -> None:
         raise StorageIOError(f"a small object cannot be removed: {explain(removed)}")
 
 
-def _errno_behind(error: KvcmError) -> int:
+def _errno_of(error: KvcmError) -> int:
     cause = error.__cause__
     return (cause.errno or 0) if isinstance(cause, OSError) else 0
 

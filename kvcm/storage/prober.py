@@ -22,16 +22,15 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.storage.backend import StorageBackend, is_full
 from kvcm.storage.directory import StorageDirectory
-from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd
-from kvcm.telemetry.metrics_values import Distribution, Histogram
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome
+from kvcm.telemetry.metrics import Distribution, Histogram
 
 __all__ = ["Prober"]
 
 _RETRY_SECONDS = 1.0  # of a storage that is not UP: three failures in a row are seen within some three seconds
-_LOOK_SECONDS = 0.1
+_TICK_SECONDS = 0.1
 _AT_ONCE = 8  # probes that one look begins,
 _PART = 5  # or this part of all, where they are more: twice what is due while none is UP
-
 _log = structlog.get_logger("kvcm.storage")
 
 
@@ -97,21 +96,21 @@ class Prober:
         """Probe for good."""
         try:
             while True:
-                self.look()
-                await asyncio.sleep(min(_LOOK_SECONDS, self._interval_seconds))
+                self.start_due()
+                await asyncio.sleep(min(_TICK_SECONDS, self._interval_seconds))
         finally:
             self.stop()
 
-    def look(self) -> None:
+    def start_due(self) -> None:
         """Begin the probes that are due, and count those that are late."""
         now = self._clock.now()
-        self._follow(now)
+        self._sync_watches(now)
         due = [(name, watch) for name, watch in self._watches.items() if watch.next_at <= now]
         for name, watch in due:
             if watch.probe is not None:
                 watch.is_late = True
                 seconds = now - watch.began_at
-                self._note(name, watch, Probe(ProbeEnd.LATE, seconds, f"no answer for {seconds:.1f} s"))
+                self._record(name, watch, Probe(ProbeOutcome.LATE, seconds, f"no answer for {seconds:.1f} s"))
         waiting = sorted((each for each in due if each[1].probe is None), key=lambda each: each[1].next_at)
         for name, watch in waiting[: self._most_at_once]:
             watch.is_late, watch.began_at, watch.next_at = False, now, now + self._timeout_seconds
@@ -128,7 +127,7 @@ class Prober:
             _abandon(watch)
         self._watches.clear()
 
-    def _follow(self, now: float) -> None:
+    def _sync_watches(self, now: float) -> None:
         """Watch what is open now, each storage from its beginning."""
         is_open = self._storages.open_backends()
         for name, watch in list(self._watches.items()):
@@ -140,21 +139,21 @@ class Prober:
                 self._watches[name] = _Watch(backend, now)
 
     async def _probe(self, name: str, watch: _Watch) -> None:
-        space, reason, end = None, "", ProbeEnd.ANSWERED
+        space, reason, end = None, "", ProbeOutcome.ANSWERED
         try:
             await watch.backend.probe()
             space = await watch.backend.space()
         except Exception as error:  # whatever it raises, it cannot be used
             reason = str(error) if isinstance(error, KvcmError) else f"{type(error).__name__}: {error}"
-            end = ProbeEnd.UNWRITABLE if is_full(error) else ProbeEnd.FAILED
+            end = ProbeOutcome.UNWRITABLE if is_full(error) else ProbeOutcome.FAILED
         probe = Probe(end, self._clock.now() - watch.began_at, reason, space)
         watch.probe = None
         if watch.is_late:  # it counted; what it says now is about a time long past
             watch.next_at = self._clock.now()
         else:
-            self._note(name, watch, probe)
+            self._record(name, watch, probe)
 
-    def _note(self, name: str, watch: _Watch, probe: Probe) -> None:
+    def _record(self, name: str, watch: _Watch, probe: Probe) -> None:
         before = self._storages.health(name)  # with what writes found out since the last probe
         if before is None or self._storages.backend(name) is not watch.backend:
             return  # it was closed or replaced a moment ago, and is not watched any more with the next look

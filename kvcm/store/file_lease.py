@@ -78,16 +78,16 @@ class FileLease:
         self._lock_tries = lock_tries
         self._token = 0
 
-    async def hold(self, node_id: str, seconds: float) -> LeaseState:
-        return await asyncio.to_thread(self._hold, node_id, seconds)
+    async def acquire(self, node_id: str, seconds: float) -> LeaseState:
+        return await asyncio.to_thread(self._acquire, node_id, seconds)
 
-    async def look(self) -> LeaseState:
-        return await asyncio.to_thread(self._look)
+    async def get(self) -> LeaseState:
+        return await asyncio.to_thread(self._get)
 
     async def release(self, node_id: str) -> None:
         await asyncio.to_thread(self._release, node_id)
 
-    def _hold(self, node_id: str, seconds: float) -> LeaseState:
+    def _acquire(self, node_id: str, seconds: float) -> LeaseState:
         with self._locked():
             entry, now = self._read(), self._clock.now()
             is_free = self._is_free(entry, now)
@@ -97,7 +97,7 @@ class FileLease:
             self._token = entry.token
             return LeaseState(entry.holder, entry.token)
 
-    def _look(self) -> LeaseState:
+    def _get(self) -> LeaseState:
         with self._locked():
             entry = self._read()
             return LeaseState("" if self._is_free(entry, self._clock.now()) else entry.holder, entry.token)

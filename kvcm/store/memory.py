@@ -5,14 +5,143 @@ No method suspends, so every call is atomic on one event loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice, repeat, takewhile
+from math import inf
+from typing import Generic, TypeVar
 
 from kvcm.model.clock import Clock
-from kvcm.store.due_queue import DueQueue
-from kvcm.store.outcomes import Outcomes
 from kvcm.store.store import LeaseState, Replacement
 
-__all__ = ["MemoryLease", "MemoryStore", "MemoryTable"]
+__all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
+
+# When things become due, earliest first: deadlines move and vanish at any time.
+#
+# Invariants:
+#
+# * A key with a deadline has one entry in the heap at least that bears exactly this deadline.
+# * The heap is at most twice as long as there are deadlines, plus a constant: whatever moved leaves a stale entry
+#   behind,
+#   and the heap is rebuilt when those prevail.
+
+Key = TypeVar("Key", int, str)
+_SPARE_ENTRIES = 64
+
+
+class DueQueue(Generic[Key]):
+    """Deadlines by key."""
+
+    __slots__ = ("_deadlines", "_heap", "_latest")
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+        self._latest = -inf  # no deadline in the heap is later
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    @property
+    def earliest(self) -> float:
+        """Unix seconds before which nothing is due, infinity when nothing ever is. It may be early, never late."""
+        return self._heap[0][0] if self._heap else inf
+
+    def put(self, key: Key, deadline: float) -> None:
+        """Set or move a deadline, unix seconds."""
+        if self._deadlines.get(key) == deadline:
+            return
+        self._deadlines[key] = deadline
+        heappush(self._heap, (deadline, key))
+        self._latest = max(self._latest, deadline)
+        self._tidy()
+
+    def discard(self, key: Key) -> None:
+        """Forget a key's deadline if it has one."""
+        if self._deadlines.pop(key, None) is not None:
+            self._tidy()
+
+    def put_all(self, keys: Sequence[Key], deadline: float) -> None:
+        """Set or move the deadlines of many keys."""
+        self._deadlines.update(dict.fromkeys(keys, deadline))
+        entries = [(deadline, key) for key in sorted(keys)]
+        if deadline > self._latest:  # the usual case: behind everything that is there they keep the order of the heap
+            self._heap += entries
+            self._latest = deadline
+        else:
+            for entry in entries:
+                heappush(self._heap, entry)
+        self._tidy()
+
+    def discard_all(self, keys: Iterable[Key]) -> None:
+        """Forget the deadlines of keys that have one."""
+        deque(map(self._deadlines.pop, keys, repeat(None)), maxlen=0)  # a loop in C
+        self._tidy()
+
+    def until(self, now: float, most: int) -> list[Key]:
+        """Return the keys whose deadline is not after `now`, the earliest first, at most so many. They stay."""
+        found: dict[Key, float] = {}
+        heap = self._heap
+        while heap and heap[0][0] <= now and len(found) < most:
+            deadline, key = heappop(heap)
+            if self._deadlines.get(key) == deadline:
+                found[key] = deadline
+        for key, deadline in found.items():
+            heappush(heap, (deadline, key))
+        return list(found)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._deadlines.clear()
+        self._heap.clear()
+        self._latest = -inf
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
+            self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
+            heapify(self._heap)
+            self._latest = max(self._deadlines.values(), default=-inf)
+
+
+# How documents ended, in memory: what the stores of one manager alone keep of `Table.conclude`.
+#
+# Invariants:
+#
+# * What is over is not told any more, whether it was forgotten by then or not.
+# * An outcome stays as long as it may be asked for. What is over goes when others come, a few at a time, those first
+#   that
+#   came first; nothing sweeps.
+
+_MOST_FORGOTTEN = 4
+"""More than come at a time, so that those which are over become fewer; few, so that no call pays for a long rest."""
+
+
+class Outcomes:
+    """Outcomes by name."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def store(self, name: str, outcome: bytes, until: float, now: float) -> list[str]:
+        """Keep an outcome until a unix time; return the names of some that are over, which are forgotten."""
+        self._kept.pop(name, None)  # it goes behind all others
+        over = takewhile(lambda each: self._kept[each][0] <= now, self._kept)
+        forgotten = list(islice(over, _MOST_FORGOTTEN))
+        for each in forgotten:
+            del self._kept[each]
+        self._kept[name] = until, outcome
+        return forgotten
+
+    def get(self, name: str, now: float) -> bytes | None:
+        """Return an outcome that is not over, None without one."""
+        until, outcome = self._kept.get(name, (now, b""))
+        return outcome if now < until else None
 
 
 class MemoryTable:
@@ -45,10 +174,10 @@ class MemoryTable:
         self._version += bool(replacements)
         return True
 
-    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+    async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
         if not await self.replace(name, old, None):
             return False
-        self._outcomes.keep(name, outcome, now + seconds, now)
+        self._outcomes.store(name, outcome, now + seconds, now)
         return True
 
     async def outcome(self, name: str, now: float) -> bytes | None:
@@ -101,7 +230,7 @@ class MemoryLease:
         self._state = LeaseState("", 0)
         self._expires = 0.0
 
-    async def hold(self, node_id: str, seconds: float) -> LeaseState:
+    async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         now = self._clock.now()
         if now >= self._expires or not self._state.holder:
             self._state = LeaseState(node_id, self._state.token + 1)
@@ -109,7 +238,7 @@ class MemoryLease:
             self._expires = now + seconds
         return self._state
 
-    async def look(self) -> LeaseState:
+    async def get(self) -> LeaseState:
         is_free = self._clock.now() >= self._expires
         return LeaseState("", self._state.token) if is_free else self._state
 

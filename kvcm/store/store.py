@@ -60,7 +60,7 @@ class Table(Protocol):
             Whether every `old` was there. False: nothing is changed.
         """
 
-    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+    async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
         """Remove `old`, and keep how it ended for a while, atomically. An outcome is no document: it is never due, no
         call but `outcome` tells it, and it goes by itself.
 
@@ -100,14 +100,14 @@ class LeaseState(NamedTuple):
 class Lease(Protocol):
     """The right to run the background duties; held by one manager at a time."""
 
-    async def hold(self, node_id: str, seconds: float) -> LeaseState:
+    async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         """Take the lease if it is free, renew it if it is held by `node_id`, and return who holds it now.
 
         Raises:
             StorageIOError: the place where the lease is kept cannot be asked.
         """
 
-    async def look(self) -> LeaseState:
+    async def get(self) -> LeaseState:
         """Return who holds the lease, without taking it.
 
         Raises:

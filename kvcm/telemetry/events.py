@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -26,21 +26,21 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import structlog
 
-__all__ = ["CACHE_MANAGER", "CACHE_RECLAIMER", "Event", "EventLog", "Subscription"]
+__all__ = ["CACHE_MANAGER", "CACHE_RECLAIMER", "EVENT_KEYS", "Event", "EventLog", "RecentAccesses", "Subscription"]
 
 CACHE_MANAGER = "cache_manager"
 CACHE_RECLAIMER = "cache_reclaimer"
-
-_MOST_WEIGHT = 1 << 20  # waiting keys: some 32 MiB
+_MAX_QUEUED_WEIGHT = 1 << 20  # waiting keys: some 32 MiB
 _EVENT_WEIGHT = 16
 _HEAVY = 4096  # some 100 µs of encoding: done beside the loop
-_MOST_BYTES = 16 << 20  # per listener
-_AT_ONCE = 4096  # weight that is handed out between two turns of others
-_LEAST_AT_ONCE = 64  # weight that even a small event counts as then
+_MAX_LINE_BYTES = 16 << 20  # per listener
+_BATCH = 4096  # weight that is handed out between two turns of others
+_MIN_BATCH = 64  # weight that even a small event counts as then
 _CLOSE_SECONDS = 5.0
-
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger("kvcm.telemetry")
 
@@ -82,7 +82,7 @@ class Subscription:
 
     def put(self, line: bytes, lost_line: Callable[[int], bytes]) -> None:
         """Add a line if there is room; the first one after a loss comes behind a line that tells of the loss."""
-        if self._lines and self._bytes + len(line) > _MOST_BYTES:
+        if self._lines and self._bytes + len(line) > _MAX_LINE_BYTES:
             self._missed += 1
             self.lost += 1
             return
@@ -114,12 +114,12 @@ class Subscription:
 
     async def __anext__(self) -> bytes:
         """Return the lines that wait, one at least, as soon as there is one."""
-        lines = await self.take()
+        lines = await self.pop_all()
         if not lines:
             raise StopAsyncIteration
         return b"".join(lines)
 
-    async def take(self) -> list[bytes]:
+    async def pop_all(self) -> list[bytes]:
         """Take the lines that wait, as soon as there is one; none at the end."""
         while not self._lines and not self._is_over:
             self._changed.clear()
@@ -180,7 +180,7 @@ class EventLog:
             return
         event = Event(self._now(), source, component, event_type, fields)
         weight = event.weight
-        if self._queue and self._weight + weight > _MOST_WEIGHT:
+        if self._queue and self._weight + weight > _MAX_QUEUED_WEIGHT:
             self.dropped += 1
             return
         self.published += 1
@@ -193,14 +193,14 @@ class EventLog:
 
         Whoever takes them too slowly loses some, and finds a line of type `dropped` with their `count` instead.
         """
-        subscription = Subscription(self._forget)
+        subscription = Subscription(self._unsubscribe)
         if self._is_over:
             subscription.close()
         else:
             self._listeners.append(subscription)
         return subscription
 
-    def _forget(self, subscription: Subscription) -> None:
+    def _unsubscribe(self, subscription: Subscription) -> None:
         with suppress(ValueError):  # closed twice
             self._listeners.remove(subscription)
 
@@ -211,9 +211,9 @@ class EventLog:
             while True:
                 await self._arrived.wait()
                 self._arrived.clear()
-                await self._hand_out()
+                await self._dispatch()
         except asyncio.CancelledError:
-            self._end()
+            self._stop()
             raise
         finally:
             writing.cancel()
@@ -222,31 +222,31 @@ class EventLog:
         """Write down what is left, for some seconds at most, when `run` has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await self._hand_out()
+                await self._dispatch()
                 if self._file is not None and self._for_file is not None:
                     await asyncio.to_thread(self._file.append, self._for_file.waiting())
-        self._end()
+        self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         """End everybody but the file, which still gets what happens while the manager stops; nobody new is let in."""
         self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:
                 listener.close()
 
-    async def _hand_out(self) -> None:
+    async def _dispatch(self) -> None:
         encoded = 0
         while self._queue:
             event, weight = self._queue.popleft()
             self._weight -= weight
             if weight < _HEAVY:
                 line = self._line(event)
-                encoded += max(weight, _LEAST_AT_ONCE)
+                encoded += max(weight, _MIN_BATCH)
             else:
                 line = await asyncio.to_thread(self._line, event)
             for listener in self._listeners:
                 listener.put(line, self._lost_line)
-            if encoded >= _AT_ONCE:
+            if encoded >= _BATCH:
                 encoded = 0
                 await asyncio.sleep(0)
 
@@ -265,7 +265,7 @@ class EventLog:
 
     async def _write_file(self) -> None:
         if self._file is not None and self._for_file is not None:
-            while lines := await self._for_file.take():
+            while lines := await self._for_file.pop_all():
                 await asyncio.to_thread(self._file.append, lines)
 
 
@@ -305,7 +305,7 @@ class _EventFile:
             for _ in batch:
                 left.popleft()
             if left:
-                is_stuck = not self._put_aside()
+                is_stuck = not self._rotate()
 
     def _fitting(self, lines: Iterable[bytes], size: int) -> list[bytes]:
         """Return the first lines that belong into a file of that size: one at least if it is empty."""
@@ -317,7 +317,7 @@ class _EventFile:
             size += len(line)
         return batch
 
-    def _put_aside(self) -> bool:
+    def _rotate(self) -> bool:
         """Rename the full file. Where only the file may be written, not its directory, it grows rather than ends."""
         try:
             self._path.replace(f"{self._path}.1")
@@ -333,3 +333,121 @@ class _EventFile:
         # Ids of write sessions are the right to finish them: not for everybody's eyes.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "ab")
+
+
+# The last accesses of engines, kept in memory so that whoever tunes a manager can replay them.
+#
+# A ring: what is new pushes out what is old, by the keys that are held. An access costs its request one copy of its
+# keys into an array, 8 bytes per key, and an append; nothing is encoded before somebody asks. While the ring is off
+# nothing is kept and nothing is built.
+#
+# Rejected: a listener of the event log, which encodes every event whether anybody asks for it or not; the lists of
+# keys as they came, at 40 bytes per key.
+#
+# Told in the format of events (wire.md 10.3), behind one line that says what is there: of type `recent`, with
+# `from_us` and `until_us` between which nothing is missing, `kept_events` and `kept_keys` that follow, and
+# `dropped_events` and `dropped_keys` that were pushed out since `started_us`.
+
+EVENT_KEYS = 80
+"""What an event takes beside its keys, in keys: some 600 bytes."""
+_SLICE_KEYS = 4096  # some 100 µs of encoding
+
+
+class _Access(NamedTuple):
+    at: float
+    source: str
+    type: str
+    fields: Mapping[str, Any]
+    keys: npt.NDArray[np.int64]
+    weight: int
+
+
+class RecentAccesses:
+    """The ring of one manager.
+
+    Args:
+        most_keys: how many keys it holds, an event counting as `EVENT_KEYS` more; 0 is off. It takes up to 8 bytes for
+            each.
+        now: time in unix seconds.
+        new_id: makes ids of 32 characters.
+    """
+
+    def __init__(
+        self,
+        most_keys: int,
+        now: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self._most_keys = most_keys
+        self._now = now
+        self._new_id = new_id
+        self._accesses: deque[_Access] = deque()
+        self._weight = 0
+        self._started = now()
+        self._from = self._started
+        self._dropped_events = self._dropped_keys = 0
+        self.is_active = most_keys > 0
+
+    def add(
+        self, source: str, event_type: str, fields: Mapping[str, Any], keys: Sequence[int] = (), *, flags: int = 0
+    ) -> None:
+        """Keep an access. Never waits and never fails.
+
+        Args:
+            source: the instance.
+            event_type: as in events.
+            fields: what the type has beside its keys; JSON values that nobody changes afterwards.
+            keys: of its blocks.
+            flags: how many there are in the fields, such as those of a mask; each counts as a key.
+        """
+        weight = EVENT_KEYS + len(keys) + flags
+        self._accesses.append(_Access(self._now(), source, event_type, fields, np.array(keys, np.int64), weight))
+        self._weight += weight
+        while self._weight > self._most_keys:
+            self._drop()
+
+    def _drop(self) -> None:
+        oldest = self._accesses.popleft()
+        self._weight -= oldest.weight
+        self._dropped_events += 1
+        self._dropped_keys += len(oldest.keys)
+        self._from = oldest.at  # what follows is complete from then on
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield what is there at the moment, oldest first, giving way to requests in between."""
+        accesses = list(self._accesses)
+        yield self._summary(accesses)
+        page: list[bytes] = []
+        weight = 0
+        for access in accesses:
+            page.append(self._line(access.at, access.source, CACHE_MANAGER, access.type, _format(access)))
+            weight += access.weight
+            if weight >= _SLICE_KEYS:
+                yield b"".join(page)
+                await asyncio.sleep(0)
+                page, weight = [], 0
+        yield b"".join(page)
+
+    def _summary(self, accesses: Sequence[_Access]) -> bytes:
+        now = self._now()
+        fields = {
+            "started_us": int(self._started * 1e6),
+            "from_us": int(self._from * 1e6),
+            "until_us": int(now * 1e6),
+            "most_keys": self._most_keys,
+            "kept_events": len(accesses),
+            "kept_keys": sum(len(access.keys) for access in accesses),
+            "dropped_events": self._dropped_events,
+            "dropped_keys": self._dropped_keys,
+        }
+        return self._line(now, "", "event_log", "recent", fields)
+
+    def _line(self, at: float, source: str, component: str, event_type: str, fields: Mapping[str, Any]) -> bytes:
+        envelope = {"id": self._new_id(), "source": source, "component": component, "type": event_type}
+        return _encode({**envelope, "trigger_time_us": int(at * 1e6), **fields}) + b"\n"
+
+
+def _format(access: _Access) -> Mapping[str, Any]:
+    if not len(access.keys):
+        return access.fields
+    return {**access.fields, "keys": access.keys.tolist(), "tokens": []}

@@ -7,29 +7,37 @@ traced that of the W3C trace it belongs to.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import structlog
 
-__all__ = ["LEVELS", "configure_logs", "is_logged", "request_in_hand", "set_format", "set_level", "trace_in_hand"]
+__all__ = [
+    "LEVELS",
+    "AuditLog",
+    "configure_logs",
+    "current_request_id",
+    "current_trace_id",
+    "is_enabled",
+    "set_format",
+    "set_level",
+]
 
 LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
-
-request_in_hand: ContextVar[Any] = ContextVar("request_in_hand", default=None)
+current_request_id: ContextVar[Any] = ContextVar("request_in_hand", default=None)
 """The request that is being handled, None outside of any. The whole request, so that its trace id is decoded only when
 there is a line to write."""
-
-trace_in_hand: ContextVar[str] = ContextVar("trace_in_hand", default="")
+current_trace_id: ContextVar[str] = ContextVar("trace_in_hand", default="")
 """W3C id of the trace that the request belongs to, "" for none or while calls are not traced."""
-
-_MOST_TRACE_ID = 256
-
+_MAX_TRACE_ID = 256
 _GRPC = "grpc._cython.cygrpc"
 _QUOTED = "Invalid encoding on"
-
 _level = logging.INFO
 
 
@@ -63,7 +71,7 @@ def set_format(form: str) -> None:
     foreign = [structlog.stdlib.add_logger_name, *shown]
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=finish, foreign_pre_chain=foreign))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger(_GRPC).addFilter(_quotes_nobody)
+    logging.getLogger(_GRPC).addFilter(_has_no_client_text)
 
 
 def set_level(level: int) -> None:
@@ -73,12 +81,12 @@ def set_level(level: int) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
 
 
-def is_logged(level: int) -> bool:
+def is_enabled(level: int) -> bool:
     """Whether events of a level are written, for those whose fields cost something to gather."""
     return level >= _level
 
 
-def _quotes_nobody(record: logging.LogRecord) -> bool:
+def _has_no_client_text(record: logging.LogRecord) -> bool:
     """Metadata that is no UTF-8 is shown by gRPC as it came: a key with a wrong character in it, or what a stranger
     wants to be written there."""
     return not str(record.msg).startswith(_QUOTED)
@@ -91,9 +99,68 @@ def _renderer(form: str) -> structlog.typing.Processor:
 
 
 def _add_trace_id(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    request = request_in_hand.get()
+    request = current_request_id.get()
     if request is not None and request.trace_id:
-        event.setdefault("trace_id", request.trace_id[:_MOST_TRACE_ID])
-    if trace := trace_in_hand.get():
+        event.setdefault("trace_id", request.trace_id[:_MAX_TRACE_ID])
+    if trace := current_trace_id.get():
         event.setdefault("w3c_trace_id", trace)
     return event
+
+
+# The audit log: what was changed, by whom, from what to what. JSON lines, only ever appended to.
+#
+# An entry is a log event at once, and a line of the file before the change is answered (`flushed`). The file is opened
+# anew for every batch, so whoever rotates it just renames it. A file that cannot be written does not undo a change
+# that was made: that is an error in the log, together with the entry.
+
+_encode = msgspec.json.Encoder().encode
+_log = structlog.get_logger("kvcm.audit")
+
+
+class AuditLog:
+    """Entries in order. To be used inside one event loop.
+
+    Args:
+        path: of the file, "" for none.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        self._path = path
+        self._waiting: list[Mapping[str, Any]] = []
+        self._writing = asyncio.Lock()
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Take an entry; its values are JSON values without secrets."""
+        _log.info("audit", **{name: value for name, value in entry.items() if name not in {"before", "after"}})
+        if self._path:
+            self._waiting.append(entry)
+
+    async def flushed(self) -> None:
+        """Return when every entry so far is in the file, or cannot be."""
+        if not self._waiting:
+            return
+        async with self._writing:
+            batch, self._waiting = self._waiting, []
+            if not batch:
+                return
+            try:
+                await asyncio.to_thread(_append, self._path, batch)
+            except OSError as error:
+                _log.error("audit_not_written", file=self._path, reason=error.strerror, entries=batch)
+
+    async def run(self) -> None:
+        """Write down what nobody waits for, for good."""
+        while True:
+            await asyncio.sleep(1.0)
+            await self.flushed()
+
+
+def _append(path: str, batch: list[Mapping[str, Any]]) -> None:
+    lines = b"".join(_encode(entry) + b"\n" for entry in batch)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while lines:
+            lines = lines[os.write(descriptor, lines) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,10 +2,289 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Container, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import accumulate
+from typing import Final, NamedTuple
 
-__all__ = ["ApiMetrics", "Series", "Tags"]
+__all__ = [
+    "AGES",
+    "DURATIONS",
+    "KEYS",
+    "METRICS",
+    "OTHER",
+    "ApiMetrics",
+    "BoundedLabels",
+    "Distribution",
+    "Histogram",
+    "Kind",
+    "Metric",
+    "Reading",
+    "Series",
+    "Tags",
+]
+
+# Every metric of `GET /metrics`: its name, what it counts, its labels. `docs/metrics.md` shows the same table.
+#
+# Base units, `_total` for counters, histograms for durations. No label holds a key, a token, a client or an instance.
+
+
+class Kind(Enum):
+    """Types of Prometheus."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: as scraped; counters end in `_total`.
+        kind: its type.
+        about: one sentence.
+        labels: their names.
+    """
+
+    name: str
+    kind: Kind
+    about: str
+    labels: tuple[str, ...] = ()
+
+
+def _counter(name: str, about: str, *labels: str) -> Metric:
+    return Metric(f"kvcm_{name}_total", Kind.COUNTER, about, labels)
+
+
+def _gauge(name: str, about: str, *labels: str) -> Metric:
+    return Metric(f"kvcm_{name}", Kind.GAUGE, about, labels)
+
+
+def _histogram(name: str, about: str, *labels: str) -> Metric:
+    return Metric(f"kvcm_{name}", Kind.HISTOGRAM, about, labels)
+
+
+RPC_REQUESTS: Final = _counter(
+    "rpc_requests",
+    "Requests answered, by call and code of the answer; CANCELLED where the client went away.",
+    "method",
+    "code",
+)
+RPC_DURATION: Final = _histogram("rpc_duration_seconds", "From the parsed request to its answer.", "method")
+RPC_INFLIGHT: Final = _gauge("rpc_inflight", "Requests that are being worked on.")
+RPC_REQUEST_KEYS: Final = _histogram(
+    "rpc_request_keys", "Block keys per request; requests that give token ids instead are left out.", "method"
+)
+RPC_REJECTED: Final = _counter("rpc_rejected", "Requests turned away before any work.", "reason")
+AUTH: Final = _counter("auth", "Credentials that were looked at, by what became of them.", "outcome")
+AUTHZ_DENIED: Final = _counter(
+    "authz_denied", "Requests of known principals that they may not make, by what they wanted to do.", "action"
+)
+CERTIFICATE_EXPIRY: Final = _gauge(
+    "certificate_expiry_seconds",
+    "When the certificate of the ports ends (`server`), or the first authority of clients (`client_ca`), in unix "
+    "seconds; 0 while there is none.",
+    "file",
+)
+LOOKUP_KEYS: Final = _counter(
+    "lookup_keys",
+    "Block keys asked for: handed out (hit), not (miss), left out by the request's mask (filtered), "
+    "or in a lookup that failed (error). Peeks do not count.",
+    "group",
+    "result",
+)
+LOOKUP_TOKENS: Final = _counter(
+    "lookup_tokens", "The same in tokens, where the block size is known.", "group", "result"
+)
+LOOKUP_PREFIX_BLOCKS: Final = _histogram("lookup_prefix_blocks", "Blocks that a prefix match found.", "group")
+REVISIT_INTERVAL: Final = _histogram(
+    "revisit_interval_seconds", "From one read of a block to the next, of one block in 64.", "group"
+)
+LOOKUP_MODE: Final = _counter("lookup_mode", "Lookups by match mode.", "mode")
+WRITE_SESSIONS: Final = _counter(
+    "write_sessions", "Write sessions ended: with all blocks, some, none, or by their deadline.", "outcome"
+)
+WRITE_SESSIONS_OPEN: Final = _gauge("write_sessions_open", "Write sessions that this manager opened and that are open.")
+WRITE_SESSION_SECONDS: Final = _histogram(
+    "write_session_seconds", "From the start of a session to its end, for those started and ended by this manager."
+)
+WRITE_MASKED_KEYS: Final = _counter("write_masked_keys", "Keys of writes that were there, or being written, already.")
+INDEX_KEYS: Final = _gauge("index_keys", "Blocks in the indexes, in any status.", "group")
+INDEX_BYTES: Final = _gauge("index_bytes", "Bytes of all locations in the indexes, in any status.")
+INDEX_LOCK_WAIT: Final = _histogram(
+    "index_lock_wait_seconds", "Waits for the lock shards of one sub-batch; only a shared store needs locks.", "op"
+)
+STORE_OP: Final = _histogram(
+    "store_op_duration_seconds", "Operations of the metadata store, failed ones included.", "backend", "op"
+)
+STORE_BACKLOG: Final = _gauge("store_backlog_items", "Reads of blocks that wait to be written to the metadata store.")
+STORE_DROPPED: Final = _counter("store_dropped", "Reads of blocks that were not recorded, the backlog being full.")
+GROUP_USED: Final = _gauge(
+    "group_used_bytes",
+    "Bytes that a group uses: on each kind of storage, and in total (tier `total`).",
+    "group",
+    "tier",
+)
+GROUP_QUOTA: Final = _gauge(
+    "group_quota_bytes", "What it may use: on kinds of storages that have a quota, and in total.", "group", "tier"
+)
+PINNED: Final = _gauge(
+    "pinned_bytes", "Bytes kept from eviction by pins; where they overlap each counts.", "group", "kind"
+)
+WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of room, wholly or partly.", "group")
+EVICTED_KEYS: Final = _counter("evicted_keys", "Blocks evicted.", "group", "policy", "reason")
+EVICTED_BYTES: Final = _counter("evicted_bytes", "Bytes evicted.", "group", "policy", "reason")
+EVICTION_AGE: Final = _histogram(
+    "eviction_age_seconds", "From the last read of a block, or its write, to its eviction; some of each batch."
+)
+EVICT_REUSE_GAP: Final = _histogram(
+    "evict_reuse_gap_seconds",
+    "From the eviction of a block to a prefix match that ends in front of it; of one block in 8, the latest ones.",
+)
+RECLAIM_ROUND: Final = _histogram("reclaim_round_seconds", "Looks for what is to be evicted, with its marking.")
+RECLAIM_UNMET: Final = _gauge(
+    "reclaim_unmet_need",
+    "What the last look could not bring below its mark: bytes, or blocks for reason `keys`.",
+    "reason",
+)
+RECLAIM_PENDING: Final = _gauge(
+    "reclaim_pending_deletes", "Locations that wait for their deletion or are being deleted.", "backend"
+)
+OPTIMIZER_ATTAINABLE: Final = _gauge(
+    "optimizer_attainable_ratio",
+    "Part of the blocks asked for that an unlimited cache would have found, estimated of a sample; halved every hour.",
+    "group",
+)
+OPTIMIZER_BYTES_NEEDED: Final = _gauge(
+    "optimizer_bytes_needed",
+    "Bytes that give this part of those hits under lru or leaf_lru, estimated in the same way.",
+    "group",
+    "attainable",
+)
+BACKEND_UP: Final = _gauge("backend_up", "1 while probes find the storage usable for this manager, else 0.", "backend")
+BACKEND_PROBE: Final = _histogram("backend_probe_seconds", "Probes of storages, late ones included.", "backend")
+BACKEND_USED: Final = _gauge("backend_used_bytes", "Bytes of all groups on a storage.", "backend")
+BACKEND_CAPACITY: Final = _gauge(
+    "backend_capacity_bytes",
+    "Limit of a storage, else the size of its medium; absent while neither is known.",
+    "backend",
+)
+DELETE_FAILURES: Final = _counter(
+    "delete_failures", "Locations that a storage did not delete when it was asked.", "backend"
+)
+ORPHANS: Final = _counter(
+    "orphans", "Found without use: blocks without their prefix or bytes, bytes without a block.", "kind"
+)
+CHECKSUM_MISMATCH: Final = _counter(
+    "checksum_mismatch", "Blocks whose bytes did not match their checksum.", "group", "backend"
+)
+LEADER: Final = _gauge("leader", "1 while this manager runs the background duties, else 0.")
+LEADER_TRANSITIONS: Final = _counter("leader_transitions", "Times that this manager began to lead.")
+LEASE_REMAINING: Final = _gauge(
+    "lease_remaining_seconds", "Until this manager's term ends unless renewed; 0 if it does not lead."
+)
+LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop wakes what is due.")
+BUILD_INFO: Final = _gauge("build_info", "Always 1.", "version", "python")
+METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""In the order of the document."""
+
+# What is counted between two scrapes: plain numbers of the event loop's thread.
+#
+# A request touches several of them, so they cost as little as numbers do: a histogram of prometheus-client takes some
+# ten times as long per value, for locks that one thread does not need. That library writes them down when somebody
+# asks (`kvcm/service/metrics_page.py`).
+
+DURATIONS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Seconds. From 100 µs, where the calls are; beyond 5 s nobody waits any more."""
+KEYS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0)
+"""Blocks of a request or a prefix; 128 is where the objective of latency ends."""
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0)
+"""Seconds that blocks live: from a second to a week."""
+OTHER = "other"
+"""Stands for every name beyond the bound."""
+
+
+class Distribution(NamedTuple):
+    """A histogram at one moment.
+
+    Attributes:
+        bounds: upper bounds, ascending, without infinity.
+        counts: values up to each bound and all of them: cumulative, one entry more than bounds.
+        total: sum of the values.
+    """
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    total: float
+
+
+class Histogram:
+    """Counts values by size.
+
+    Args:
+        bounds: upper bounds of the buckets, inclusive, ascending.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float] = DURATIONS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Upper bounds of the buckets."""
+        return tuple(self._bounds)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values in each bucket so far, and those beyond all bounds."""
+        return tuple(self._counts)
+
+    def read(self) -> Distribution:
+        """Return what was counted so far."""
+        return Distribution(self._bounds, tuple(accumulate(self._counts)), self._total)
+
+
+class Reading(NamedTuple):
+    """One series at one moment; labels are in the order of the metric's."""
+
+    metric: Metric
+    value: float | Distribution
+    labels: tuple[str, ...] = ()
+
+
+class BoundedLabels:
+    """Names that become labels: the first ones seen stay themselves, so that nobody grows the table without bound.
+
+    Args:
+        most: how many stay themselves.
+    """
+
+    def __init__(self, most: int = 1000) -> None:
+        self._most = most
+        self._names: set[str] = set()
+
+    def retain(self, names: Container[str]) -> None:
+        """Forget all others: there is room for new ones."""
+        self._names = {name for name in self._names if name in names}
+
+    def label(self, name: str) -> str:
+        """Return the name, or `OTHER` where there are too many."""
+        if name not in self._names:
+            if len(self._names) >= self._most:
+                return OTHER
+            self._names.add(name)
+        return name
+
 
 Tags = tuple[tuple[str, str], ...]
 

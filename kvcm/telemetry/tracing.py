@@ -7,21 +7,113 @@ what it cannot send in time is dropped.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
-__all__ = ["SpanExport", "TracingMissingError", "open_export"]
+__all__ = ["SpanExport", "Stage", "TracingMissingError", "open_export", "open_stage", "record_stage", "staged"]
+
+# Stages of a request: which pieces of work it consists of and how long each took.
+#
+# Whoever wants to know opens the outermost stage; the functions marked `staged` below it are then measured, as a tree.
+# While nobody does, a marked function costs one look at a context variable.
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+_MAX_STAGES = 64  # in one another; a request of many batches has as many stores
+
+
+@dataclass(slots=True)
+class Stage:
+    """A piece of work.
+
+    Attributes:
+        name: what is done, one of few words.
+        place: where, as `<file>:<function>`.
+        begin_ns: on the clock of `time.perf_counter_ns`.
+        end_ns: likewise; 0 while it goes on.
+        parts: the pieces within it, in the order of their begin.
+        notes: counts that say how much was done.
+    """
+
+    name: str
+    place: str
+    begin_ns: int
+    end_ns: int = 0
+    parts: list[Stage] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def microseconds(self) -> int:
+        """How long it took."""
+        return round((self.end_ns - self.begin_ns) / 1000)
+
+
+_current_stage: ContextVar[Stage | None] = ContextVar("stage_in_hand", default=None)
+
+
+@contextmanager
+def open_stage(name: str, place: str) -> Iterator[Stage]:
+    """Measure what happens inside the block; a stage within the one that is open already, if there is one."""
+    stage, outer = Stage(name, place, time.perf_counter_ns()), _current_stage.get()
+    if outer is not None and len(outer.parts) < _MAX_STAGES:
+        outer.parts.append(stage)
+    token = _current_stage.set(stage)
+    try:
+        yield stage
+    finally:
+        stage.end_ns = time.perf_counter_ns()
+        _current_stage.reset(token)
+
+
+def record_stage(**counts: int) -> None:
+    """Say how much is done in the stage that is open; nothing while nobody measures."""
+    stage = _current_stage.get()
+    if stage is not None:
+        stage.notes.update(counts)
+
+
+Work = Callable[Arguments, Coroutine[Any, Any, Result]]
+
+
+def staged(name: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Result]]:
+    """Mark a coroutine function as a stage.
+
+    Args:
+        name: what it does.
+    """
+
+    def mark(work: Work[Arguments, Result]) -> Work[Arguments, Result]:
+        place = f"{work.__module__.rpartition('.')[2]}.py:{work.__name__}"
+
+        async def measured(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            with open_stage(name, place):
+                return await work(*arguments, **named)
+
+        @functools.wraps(work)
+        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Coroutine[Any, Any, Result]:
+            return (work if _current_stage.get() is None else measured)(*arguments, **named)
+
+        return call
+
+    return mark
+
 
 _EXPORT_SECONDS = 3.0
-_MOST_SPANS = 4096
+_MAX_SPANS = 4096
 _DELAY_MS = 1000.0
 _PATH = "/v1/traces"
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _SCOPE = "kvcm"
 
 
@@ -44,10 +136,10 @@ class SpanExport:
         """Send what is left, for a bounded time."""
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
-        for _ in range(round((_EXPORT_SECONDS + 1) / _LOOK_SECONDS)):
+        for _ in range(round((_EXPORT_SECONDS + 1) / _POLL_SECONDS)):
             if not sending.is_alive():
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 def open_export(endpoint: str, version: str, instance: str) -> SpanExport:
@@ -75,7 +167,7 @@ def open_export(endpoint: str, version: str, instance: str) -> SpanExport:
     provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, span_limits=SpanLimits())
     exporter = OTLPSpanExporter(endpoint=_with_path(endpoint), timeout=_EXPORT_SECONDS)
     provider.add_span_processor(
-        BatchSpanProcessor(exporter, max_queue_size=_MOST_SPANS, schedule_delay_millis=_DELAY_MS)
+        BatchSpanProcessor(exporter, max_queue_size=_MAX_SPANS, schedule_delay_millis=_DELAY_MS)
     )
     return SpanExport(provider)
 

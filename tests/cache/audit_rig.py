@@ -13,26 +13,23 @@ from typing import Any
 import pytest
 from fake_clock import FakeClock
 
-from kvcm.cache.archive import ArchiveReader, ArchiveWriter
-from kvcm.cache.audit import IndexAuditor
-from kvcm.cache.audit_blocks import Pause
+from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Exported, Exporter, Imported, Importer, head_of
+from kvcm.cache.audit import IndexAuditor, Pause
 from kvcm.cache.audit_report import AuditReport, Repair
-from kvcm.cache.export import Exported, Exporter, head_of
-from kvcm.cache.importing import Imported, Importer
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.shared_usage import SharedLedger
+from kvcm.cache.instance_cache import OpenCaches
+from kvcm.cache.quotas import SharedLedger
+from kvcm.commands.index_tools import audited_store
+from kvcm.components import Metadata, open_metadata
 from kvcm.config import Settings
 from kvcm.index.backends.backend import Access, Change, IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.search_cache import CacheBudget
-from kvcm.index_tools import audited_store
-from kvcm.metadata import Metadata, open_metadata
 from kvcm.model.groups import CacheConfig, InstanceGroup, InstanceGroupQuota, MetaIndexerConfig
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
+from kvcm.registry.storages import ClosedStorages
 
 KINDS = ("memory", "rocksdb", "redis_standalone", "redis_cluster")
 SHARDS = 4
@@ -124,7 +121,7 @@ class IndexRig:
         rows = zip(keys, await backend.get_many(keys), await backend.accesses(keys), strict=True)
         return {key: (found, access) for key, found, access in rows if found is not None and access is not None}
 
-    async def usage(self, instance_id: str) -> dict[Place, int]:
+    async def usage(self, instance_id: str) -> dict[StorageKey, int]:
         backend = self.backend(instance_id)
         await backend.refresh()
         return {place: size for place, size in backend.usage_bytes.items() if size}
@@ -154,7 +151,7 @@ class IndexRig:
             self.registry, metadata.new_backend, metadata.usage, metadata.store, group, metadata.kind, dry_run=dry_run
         )
         for frame in ArchiveReader(BytesIO(archive), "file").frames():
-            await importer.take(frame)
+            await importer.load(frame)
         await self.settle()
         return importer.imported
 

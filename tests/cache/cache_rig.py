@@ -8,7 +8,7 @@ from at_once import now
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -19,11 +19,11 @@ from kvcm.model.groups import (
     QuotaConfig,
 )
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.protocol import meta_service_pb2
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
@@ -48,7 +48,7 @@ class TableView:
     def type_of(self, storage: str) -> StorageType | None:
         return self.types.get(storage)
 
-    def takes_writes(self, storage: str) -> bool:
+    def is_writable(self, storage: str) -> bool:
         return storage not in self.full
 
     def is_draining(self, storage: str) -> bool:

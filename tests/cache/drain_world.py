@@ -13,16 +13,16 @@ from fake_clock import FakeClock
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.removal import Remover
-from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.instances import Instance
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.store.memory import MemoryStore
@@ -159,7 +159,7 @@ class DrainWorld:
         """Let time pass, and do all that the leader does."""
         self.clock.time += seconds
         await self.manager.expire()
-        await self.drains.go_on()
+        await self.drains.resume()
         await self.executor.run_due()
 
     def close(self) -> None:

@@ -12,31 +12,39 @@ from audit_rig import KINDS, IndexRig, chain, location, opened, record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Document, Head, Row, Rows, Trailer
-from kvcm.cache.export import Exporter
-from kvcm.cache.imported_documents import decoded
-from kvcm.cache.importing import Importer
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.pin_transfer import ExportedPin, PinImport, exported_pins
-from kvcm.cache.pin_values import HeldPlace
+from kvcm.cache.archive import (
+    ArchiveReader,
+    ArchiveWriter,
+    Document,
+    ExportedPin,
+    Exporter,
+    Head,
+    Importer,
+    PinImport,
+    Row,
+    Rows,
+    Trailer,
+    decode_exported,
+    exported_pins,
+)
+from kvcm.cache.instance_cache import OpenCaches
+from kvcm.cache.pins import PinnedLocation
 from kvcm.index.backends.backend import Access
 from kvcm.index.search_cache import CacheBudget
-from kvcm.model.accounts import AccountRole
-from kvcm.model.api_keys import new_key
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.groups import GlobalQuota, MetaIndexerConfig, MetaStorageBackendConfig
-from kvcm.model.locations import BlockRecord, LocationStatus, Place
-from kvcm.model.principals import Role
+from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
+from kvcm.model.principals import AccountRole, Role, new_key
 from kvcm.model.storages import DummyStorageSpec, StorageType
-from kvcm.registry.closed import ClosedStorages
-from kvcm.registry.keys import NewKey
+from kvcm.registry.api_keys import NewKey
+from kvcm.registry.storages import ClosedStorages
 from kvcm.store.store import Table
 
 # ── Index archive ──
 
 
 HEAD = Head("0", "c", "", 1.0)
-ONE, TWO = (Place(name, StorageType.ST_DUMMY) for name in ("one", "two"))
+ONE, TWO = (StorageKey(name, StorageType.ST_DUMMY) for name in ("one", "two"))
 
 
 @pytest.fixture
@@ -103,10 +111,10 @@ async def test_a_group_of_a_redis_comes_to_a_store_of_one_manager_and_back(
         archive, _ = await there.exported()
         imported = await here.imported(archive)
         assert imported.stored == {"i": 5}
-        assert imported.fitted == [f"group 'g' names the store 'redis', this one is {kind}: stored as 'local'"]
+        assert imported.adapted == [f"group 'g' names the store 'redis', this one is {kind}: stored as 'local'"]
         assert _indexer(here).meta_storage_backend_config == MetaStorageBackendConfig()
         again = await here.imported(archive)
-        assert (again.skipped, again.created, again.fitted) == ({"i": 5}, {}, [])
+        assert (again.skipped, again.created, again.adapted) == ({"i": 5}, {}, [])
         back = await there.imported((await here.exported())[0])
         assert (back.skipped, _indexer(there).meta_storage_backend_config) == ({"i": 5}, named)
 
@@ -119,7 +127,7 @@ async def test_lock_shards_that_a_redis_does_not_take_become_fewer(
     async with opened("redis_standalone", request) as rig:
         dry = await rig.imported(archive, dry_run=True)
         imported = await rig.imported(archive)
-        assert dry.fitted == imported.fitted == ["group 'g' has 4096 lock shards, redis takes 1024"]
+        assert dry.adapted == imported.adapted == ["group 'g' has 4096 lock shards, redis takes 1024"]
         assert _indexer(rig).mutex_shard_num == 1024
 
 
@@ -155,7 +163,7 @@ async def test_what_is_being_written_is_left_out(source: IndexRig) -> None:
     writing = location("w", LocationStatus.WRITING, session_id="s", deadline=9e9)
     await source.put("i", {1: BlockRecord(None, 0, (writing,)), 2: BlockRecord(None, 0, (writing, location("x")))})
     archive, exported = await source.exported()
-    assert (exported.left_out, exported.records) == (1, {"i": 1, "j": 0})
+    assert (exported.skipped, exported.records) == (1, {"i": 1, "j": 0})
     assert [frame for frame in frames(archive) if isinstance(frame, Rows)] == [
         Rows("i", [Row(2, BlockRecord(None, 0, (location("x"),)), Access(1000, 0))])
     ]
@@ -211,7 +219,7 @@ async def test_an_import_is_run_again_without_harm(source: IndexRig, target: Ind
     kept = frames(archive)
     importer = Importer(target.registry, target.metadata.new_backend, target.metadata.usage, target.metadata.store)
     for frame in kept[:-2]:  # cut off before the last page
-        await importer.take(frame)
+        await importer.load(frame)
     again = await target.imported(archive)
     assert again.created == {}
     assert (again.stored["i"], again.skipped["i"]) == (3000 - 2048, 2048)
@@ -446,7 +454,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
 
 
 def _pin(rig: IndexRig, pin_id: str, keys: range, life: float = _LIFE) -> ExportedPin:
-    places = tuple(HeldPlace(key, f"l{key}", _BYTES) for key in keys)
+    places = tuple(PinnedLocation(key, f"l{key}", _BYTES) for key in keys)
     return ExportedPin(pin_id, "i", "me", rig.clock.now() + life, places)
 
 
@@ -474,7 +482,7 @@ async def test_a_pin_holds_the_same_again_and_a_second_import_changes_nothing(ri
     for _ in range(2):
         work = _import(rig)
         await work.restore([pin])
-        assert (work.restored, work.refused) == (["p"], [])
+        assert (work.restored, work.rejected) == (["p"], [])
         assert (await _there(rig), await _marked(rig)) == ([pin], [1, 2, 3])
     assert (await rig.verified()).is_clean
 
@@ -486,8 +494,8 @@ async def test_what_is_over_or_does_not_fit_or_has_no_blocks_is_left_out(rig: In
         [_pin(rig, "over", range(5, 7), -1.0), fits, _pin(rig, "large", range(5, 7)), _pin(rig, "gone", range(20, 21))]
     )
     assert work.restored == ["a"]
-    assert [sentence.split(" ")[1] for sentence in work.refused] == ["large", "gone"]
-    assert "pin_budget_bytes of group 'g' is 50, 40 bytes are pinned" in work.refused[0]
+    assert [sentence.split(" ")[1] for sentence in work.rejected] == ["large", "gone"]
+    assert "pin_budget_bytes of group 'g' is 50, 40 bytes are pinned" in work.rejected[0]
     assert (await _there(rig), await _marked(rig)) == ([fits], [1, 2, 3, 4])
     assert (await rig.verified()).is_clean
 
@@ -539,7 +547,7 @@ async def test_keys_move_with_accounts_and_stay_with_groups(rig: IndexRig, reque
     assert secret is not None
     await rig.registry.keys.log_in("nobody", Role.ROLE_ADMIN, 3600.0)
     admin = new_key()
-    await rig.registry.taken_keys.take_over("admin", admin)
+    await rig.registry.taken_keys.import_key("admin", admin)
     await rig.registry.keys.revoke(admin.id)
     kinds = {
         with_accounts: [type(value).__name__ for value in await _documents(rig, with_accounts=with_accounts)]
@@ -552,8 +560,8 @@ async def test_keys_move_with_accounts_and_stay_with_groups(rig: IndexRig, reque
         for _ in range(2):
             imported = await target.imported(archive)
             await target.registry.refresh()
-            assert target.registry.keys.shown(secret) == key
-            assert await target.registry.taken_keys.take_over("admin", admin) is None, "what was revoked stays revoked"
+            assert target.registry.keys.authenticate(secret) == key
+            assert await target.registry.taken_keys.import_key("admin", admin) is None, "what was revoked stays revoked"
         assert imported.created == {}
     async with opened("memory", request) as part:
         await part.imported(archive, "g")
@@ -569,11 +577,11 @@ async def test_pins_of_an_archive_are_those_of_instances_that_are_wanted(rig: In
     assert written.pins == 2
     importer = Importer(rig.registry, rig.metadata.new_backend, rig.metadata.usage, rig.metadata.store)
     for frame in ArchiveReader(BytesIO(file.getvalue()), "file").frames():
-        await importer.take(frame)
+        await importer.load(frame)
     assert importer.pins == pins
 
 
 async def _documents(rig: IndexRig, *, with_accounts: bool) -> list[object]:
     archive, _ = await rig.exported(with_accounts=with_accounts)
     frames = ArchiveReader(BytesIO(archive), "file").frames()
-    return [decoded(frame) for frame in frames if type(frame).__name__ == "Document"]  # type: ignore[arg-type]
+    return [decode_exported(frame) for frame in frames if type(frame).__name__ == "Document"]  # type: ignore[arg-type]

@@ -19,39 +19,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis_servers import Standalone
 
-from kvcm.cache import audit_blocks
-from kvcm.cache.audit_documents import DocumentAudit
+from kvcm.cache import audit
+from kvcm.cache.audit import DocumentAudit, ExtentPart, Owner, part_count
 from kvcm.cache.audit_report import AuditReport, Repair
-from kvcm.cache.extents import ExtentPart, Owner, part_count
-from kvcm.cache.leases import ReadLease
-from kvcm.cache.limits import Limits
-from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.pin_values import HeldPlace, HeldPlaces, Pin
-from kvcm.cache.recount import UsageRecount
-from kvcm.cache.shared_usage import SharedLedger
-from kvcm.cache.usage import Reservation
-from kvcm.cache.write_values import WriteSession
+from kvcm.cache.instance_cache import OpenCaches
+from kvcm.cache.pins import Pin, PinnedLocation, PinnedLocations
+from kvcm.cache.quotas import Limits, Reservation, SharedLedger
+from kvcm.cache.read_leases import ReadLease
+from kvcm.cache.usage_recount import UsageRecount
+from kvcm.cache.write_sessions import WriteSession
 from kvcm.index.backends.backend import Access
-from kvcm.index.backends.rocks_audit import drop_rows, look_at_rows
+from kvcm.index.backends.rocks import audit_rows, drop_rows
 from kvcm.index.codec import encode_payload
+from kvcm.index.locking import shard_of
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget
-from kvcm.index.shards import shard_of
 from kvcm.model.clock import SystemClock
 from kvcm.model.instances import Placement
-from kvcm.model.locations import BlockRecord, LocationStatus, Place, SpecUri, encode_chunk
-from kvcm.model.masks import NO_MASK
+from kvcm.model.keys import NO_MASK
+from kvcm.model.locations import BlockRecord, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
-from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
+from kvcm.registry.storages import ClosedStorages
 from kvcm.store.memory import MemoryStore
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 from kvcm.store.store import Table
 
 # ── Index audit ──
 
 
-ONE, TWO = (Place(name, StorageType.ST_DUMMY) for name in ("one", "two"))
+ONE, TWO = (StorageKey(name, StorageType.ST_DUMMY) for name in ("one", "two"))
 SHARED = KINDS[2:]
 NOW = 1_000_000.0  # what the clock of the rig says
 
@@ -97,7 +94,7 @@ async def _mended(rig: IndexRig, **options: bool) -> AuditReport:
     # What is wrong only because of something else is right as soon as that is mended.
     assert {each[:2] for each in repaired.findings} <= {each[:2] for each in found.findings} != set()
     assert not any(each.is_mended for each in found.findings)
-    assert repaired.is_mended, repaired.findings
+    assert repaired.is_repaired, repaired.findings
     assert (await rig.verified()).is_clean, (await rig.verified()).findings
     return found
 
@@ -123,10 +120,10 @@ def _where(rig: IndexRig, instance_id: str, key: int) -> str:
 
 async def test_a_sound_store_is_clean_at_once(rig: IndexRig) -> None:
     report = await rig.verified()
-    assert (report.findings, report.unsettled, rig.pauses) == ([], [], 0)
-    assert report.looked_at["records"] == 1500 + 1 + 20 + 1
-    assert report.looked_at["extents"] == 2 * (1500 + 2 + 20 + 1)
-    assert (report.looked_at["instances"], report.looked_at["documents"]) == (2, 8)
+    assert (report.findings, report.unconfirmed, rig.pauses) == ([], [], 0)
+    assert report.checked["records"] == 1500 + 1 + 20 + 1
+    assert report.checked["extents"] == 2 * (1500 + 2 + 20 + 1)
+    assert (report.checked["instances"], report.checked["documents"]) == (2, 8)
 
 
 async def test_verifying_changes_nothing(rig: IndexRig) -> None:
@@ -166,7 +163,7 @@ async def test_sessions_leases_and_pins_of_instances_that_are_gone_are_removed(r
     store = rig.metadata.store
     session = WriteSession("ab" * 16, 999, NOW + 30, "l", (1,))
     lease = ReadLease("cd" * 16, 998, NOW + 30, ((998, 1, "l"),))
-    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, HeldPlaces.of([HeldPlace(1, "l", 1)]))
+    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, PinnedLocations.of([PinnedLocation(1, "l", 1)]))
     await store.table("sessions", 16).replace(session.id, None, session.encoded(), session.deadline)
     await store.table("leases", 16).replace(lease.id, None, lease.encoded(), lease.deadline)
     await store.table("pins", 16).replace(pin.id, None, pin.encoded(), pin.deadline)
@@ -332,7 +329,7 @@ async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
         _where(shared, "j", 19): False,
         _where(shared, "j", 20): False,
     }
-    assert (await shared.verified(repair=True, drop_unreadable=True)).is_mended
+    assert (await shared.verified(repair=True, drop_unreadable=True)).is_repaired
     assert (await shared.verified()).is_clean
     assert sorted(await shared.blocks("j")) == list(range(1, 19))
     assert await shared.backend("j").children(18) == await shared.backend("j").children(19) == []
@@ -445,7 +442,7 @@ async def fill(ordered_rig: IndexRig) -> None:
 async def test_blocks_on_their_way_out_are_sound(ordered_rig: IndexRig) -> None:
     """Invariant 4: the sums of what is being deleted too."""
     report = await ordered_rig.verified()
-    assert (report.findings, report.unsettled) == ([], [])
+    assert (report.findings, report.unconfirmed) == ([], [])
     backend = ordered_rig.backend("i")
     await backend.refresh()
     assert {place.storage: size for place, size in backend.deleting_bytes.items() if size} == {"one": 10, "two": 10}
@@ -463,7 +460,7 @@ async def test_a_block_on_the_wrong_side_of_the_order_is_found_and_moved(
         "the access order has it among the blocks that can be evicted",
         "the access order has it behind the blocks that can be evicted",
     ]
-    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified(repair=True)).is_repaired
     assert (await shared_ordered.verified()).is_clean
     backend = shared_ordered.backend("i")
     assert await backend.accesses([1, 2]) == [Access(5, 1024), Access(7, 0)]
@@ -481,7 +478,7 @@ async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
     assert [each.what.partition(": ")[2] for each in found.findings] == [
         "-2 blocks that are being deleted, +7 bytes on storage 'one' (type 6) that are being deleted"
     ]
-    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified(repair=True)).is_repaired
     assert (await shared_ordered.verified()).is_clean
     backend = shared_ordered.backend("i")
     await backend.refresh()
@@ -495,7 +492,7 @@ async def test_a_sum_of_an_unknown_name_is_none(shared_ordered: IndexRig, redis_
         client.delete(*(_name(shared_ordered, "u", "i", key) for key in (1, 2, 3)))
         client.hset(_name(shared_ordered, "u", "i", 1), "6", 40)
     assert {each.check for each in (await shared_ordered.verified()).findings} >= {"usage"}
-    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified(repair=True)).is_repaired
     assert (await shared_ordered.verified()).is_clean
     backend = shared_ordered.backend("i")
     await backend.refresh()
@@ -521,9 +518,9 @@ async def test_due_times_are_asked_for_once_per_table_and_not_per_suspect(shared
     asked: list[str] = []
     report = AuditReport()
     documents = DocumentAudit(lambda: (), Repair(), report)
-    await documents.look_at_sessions(_Counted(sessions, asked))
+    await documents.check_sessions(_Counted(sessions, asked))
     asked.clear()
-    await documents.judge()
+    await documents.confirm()
     assert len(report.findings) == 40
     assert asked == ["due", "due"]
 
@@ -545,7 +542,7 @@ class _Counted:
 async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
     shared_chain: IndexRig, redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_blocks, "_MOST_SUSPECTS", 100)
+    monkeypatch.setattr(audit, "_MOST_SUSPECTS", 100)
     with redis_standalone.server.admin() as client:
         for key in range(1, 181):
             client.zadd(_name(shared_chain, "p", "i", key), {pack(">q", key): 5.0})
@@ -558,7 +555,7 @@ async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
 
 def test_what_could_not_be_checked_is_not_clean() -> None:
     assert AuditReport().is_clean
-    assert not AuditReport(unsettled=["usage"]).is_clean
+    assert not AuditReport(unconfirmed=["usage"]).is_clean
 
 
 # ── Index extents ──
@@ -625,7 +622,7 @@ def test_rows_are_looked_at_one_by_one(tmp_path: Path) -> None:
     )
     store.log.close_at_once()
     store = RocksStore(tmp_path / "db", "never", SystemClock())
-    found = look_at_rows(store.log)
+    found = audit_rows(store.log)
     assert found.records == {1: 3}
     assert [(row.where, row.holds_data, row.stops_loading) for row in found.bad] == [
         ("block 3 of registration 1", True, True),
@@ -638,7 +635,7 @@ def test_rows_are_looked_at_one_by_one(tmp_path: Path) -> None:
     drop_rows(store.log, found.bad)
     store.log.close_at_once()
     store = RocksStore(tmp_path / "db", "never", SystemClock())
-    found = look_at_rows(store.log)
+    found = audit_rows(store.log)
     store.log.close_at_once()
     assert (found.bad, found.records) == ([], {1: 3})
 
@@ -750,13 +747,13 @@ async def test_what_differs_in_two_looks_in_a_row_is_recounted(
     recount_rig: IndexRig, redis_standalone: Standalone, account: str, change: int
 ) -> None:
     recount = recount_of(recount_rig)
-    await recount.look()
+    await recount.check()
     spoil(recount_rig, redis_standalone, account, change)
     recount_rig.clock.time += 5
-    await recount.look()
+    await recount.check()
     assert (await used(recount_rig))[account] == USED + change, "perhaps a report is on its way"
     recount_rig.clock.time += 1
-    await recount.look()
+    await recount.check()
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
@@ -766,10 +763,10 @@ async def test_what_is_right_again_at_the_second_look_is_left_alone(
     recount = recount_of(recount_rig)
     for _ in range(3):
         spoil(recount_rig, redis_standalone, "s.one")
-        await recount.look()
+        await recount.check()
         spoil(recount_rig, redis_standalone, "s.one", -7)
         recount_rig.clock.time += 5
-        await recount.look()
+        await recount.check()
     assert await epochs(recount_rig) == {0}
 
 
@@ -783,7 +780,7 @@ async def test_a_limit_on_what_was_written_before_accounts_were_kept_is_right_af
             client.delete(f"{recount_rig.metadata.client.prefix}:q{{{account}}}")
     recount = recount_of(recount_rig)
     for _ in range(2):
-        await recount.look()
+        await recount.check()
         recount_rig.clock.time += 5
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
@@ -796,10 +793,10 @@ async def test_a_recount_counts_what_another_manager_registered_and_wrote_meanwh
     await leader.load()
     recount = recount_of(recount_rig, leader)
     spoil(recount_rig, redis_standalone, "a.all")
-    await recount.look()
+    await recount.check()
     await recount_rig.registry.instances.register(replace(recount_rig.registry.instances.get("i"), instance_id="new"))
     await recount_rig.put("new", chain(10, start=1000))
-    assert not await recount.different(["g.g", "s.one"]), "nothing is wrong with what was written"
+    assert not await recount.different_accounts(["g.g", "s.one"]), "nothing is wrong with what was written"
     recount_rig.clock.time += 1
     await recount.recount(list(ACCOUNTS))
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED + 100)
@@ -812,7 +809,7 @@ async def test_a_difference_that_is_another_one_at_the_second_look_is_left_alone
     recount = recount_of(recount_rig)
     for _ in range(4):
         spoil(recount_rig, redis_standalone, "a.all")
-        await recount.look()
+        await recount.check()
         recount_rig.clock.time += 5
     assert (await epochs(recount_rig), (await used(recount_rig))["a.all"]) == ({0}, USED + 4 * 7)
 
@@ -822,15 +819,15 @@ async def test_a_reservation_is_no_reason_for_a_recount_before_its_deadline(reco
     assert isinstance(usage, SharedLedger)
     limits = Limits(recount_rig.registry.groups.get("g"))
     index = MetaIndex(recount_rig.backend("i"), ClosedStorages(), shard_count=SHARDS)
-    wanted = {Place("one", StorageType.ST_DUMMY): 70}
+    wanted = {StorageKey("one", StorageType.ST_DUMMY): 70}
     assert await usage.reserve(Reservation("died", limits, 1, wanted, 7, recount_rig.clock.now() + 20), index)
     for _ in range(4):
-        await recount.look()
+        await recount.check()
         recount_rig.clock.time += 5
     assert await epochs(recount_rig) == {0}
     for _ in range(2):
         recount_rig.clock.time += 5
-        await recount.look()
+        await recount.check()
     heard = (await usage.refresh(["g.g"]))["g.g"]
     assert (heard.epoch, any(heard.reserved.values())) == (2, False)
 
@@ -841,7 +838,7 @@ async def test_reports_that_were_dropped_are_made_up_for(recount_rig: IndexRig, 
     with redis_standalone.server.admin() as client:
         client.hincrby(f"{recount_rig.metadata.client.prefix}:q{{s.one}}", "dropped", 1)
     for _ in range(2):
-        await recount.look()
+        await recount.check()
         recount_rig.clock.time += 5
     assert await epochs(recount_rig) == {0, 2}
 
@@ -859,7 +856,7 @@ class _Leader:
         self._pauses += 1
         self._clock.time += 1
         if self._pauses % self._every == 0:
-            await self._recount.look()
+            await self._recount.check()
 
 
 async def test_a_verification_leaves_the_leader_the_time_to_recount(
@@ -885,4 +882,4 @@ async def test_counters_that_change_all_the_time_are_said_to_be_unsettled(
         spoil(recount_rig, redis_standalone, "a.all", change=1)
 
     report = await recount_rig.verified(pause=pause)
-    assert (report.findings, report.unsettled) == ([], ["shared counters of all groups, which change all the time"])
+    assert (report.findings, report.unconfirmed) == ([], ["shared counters of all groups, which change all the time"])

@@ -20,24 +20,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from thoroughness import is_thorough
 
-from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Document, Head
-from kvcm.cache.drains import TAKE_BACK_SECONDS, DrainProgress, StorageDrains
-from kvcm.cache.export import Exporter
+from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Document, Exporter, Head
+from kvcm.cache.drains import CANCEL_SECONDS, DrainProgress, StorageDrains
 from kvcm.cache.pins import PinRequest
 from kvcm.cache.removal import Remover
-from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError
 from kvcm.model.instances import Instance
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import Location, LocationStatus, decode_chunk, encode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import StorageConfig, StorageType, TairMemPoolStorageSpec
-from kvcm.registry.codec import decode_document
+from kvcm.registry.document_cache import decode_document
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.directory import OPENERS
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.mempool import PoolOpener
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
 
 # ── Storage drains ──
@@ -66,7 +64,7 @@ async def opened(tmp_path: Path) -> AsyncIterator[Open]:
 
 
 async def progress(world: DrainWorld) -> DrainProgress:
-    (only,) = await world.drains.look(is_leader=True)
+    (only,) = await world.drains.progress(is_leader=True)
     return only
 
 
@@ -90,14 +88,14 @@ async def test_a_drained_storage_is_emptied_down_to_its_last_file_and_the_others
     await world.drains.drain("a")
     assert await world.write([10, 11]) == ["b", "b"]
     assert await world.hits([*KEYS, 10, 11]) == [*KEYS, 10, 11]  # read until they are evicted
-    await world.drains.go_on()
+    await world.drains.resume()
     assert await world.hits([*KEYS, 10, 11]) == [10, 11]
     assert len(files_below(tmp_path / "a")) == len(KEYS)  # invariant 6: the delay is not over
-    assert (await progress(world)).left_bytes == world.used_bytes("a") == len(KEYS) * BLOCK_BYTES
+    assert (await progress(world)).remaining_bytes == world.used_bytes("a") == len(KEYS) * BLOCK_BYTES
     assert not (await progress(world)).is_done
     await finish_drain(world)
     found = await progress(world)
-    assert (found.is_done, found.left_bytes, world.used_bytes("a")) == (True, 0, 0)
+    assert (found.is_done, found.remaining_bytes, world.used_bytes("a")) == (True, 0, 0)
     assert files_below(tmp_path / "a") == []
     assert len(files_below(tmp_path / "b")) == 2
     assert await world.hits([10, 11]) == [10, 11]
@@ -127,7 +125,7 @@ async def test_what_is_being_written_on_a_drained_storage_has_no_second_writer_i
     started = await world.start(KEYS)
     await world.drains.drain("a")
     assert (await world.start(KEYS)).chunks == []
-    await world.drains.go_on()
+    await world.drains.resume()
     found = await progress(world)
     assert (found.writing, found.is_done) == (len(KEYS), False)
     await world.finish(started)
@@ -142,7 +140,7 @@ async def test_a_replica_that_is_being_written_is_left_to_its_writer(opened: Ope
     await world.write([0])
     await world.manager.start_write("i", WriteRequest([0], min_replica_count=2))
     await world.drains.drain("a")
-    await world.drains.go_on()
+    await world.drains.resume()
     assert [place.status.name for place in await world.places("a")] == ["DELETING", "WRITING"]
 
 
@@ -155,7 +153,7 @@ async def test_what_is_pinned_waits_for_the_end_of_its_pin(opened: Open) -> None
     await finish_drain(world)
     assert await world.hits(KEYS) == [0, 1]
     found = await progress(world)
-    assert (found.pinned, found.left_bytes, found.is_done) == (2, 2 * BLOCK_BYTES, False)
+    assert (found.pinned, found.remaining_bytes, found.is_done) == (2, 2 * BLOCK_BYTES, False)
     await world.manager.unpin("i", pin.id)
     for _ in range(8):
         await world.pass_time(30.0)
@@ -168,10 +166,10 @@ async def test_a_cancelled_drain_leaves_what_is_left(opened: Open) -> None:
     pin = await world.manager.pin("i", PinRequest([0], "somebody", 5))
     assert pin is not None
     await world.drains.drain("a")
-    await world.drains.go_on()
+    await world.drains.resume()
     await world.drains.cancel("a")
     await world.drains.cancel("a")
-    assert await world.drains.look(is_leader=True) == []
+    assert await world.drains.progress(is_leader=True) == []
     for _ in range(4):
         await world.pass_time(30.0)
     assert await world.hits(KEYS) == [0]
@@ -222,7 +220,7 @@ async def test_parts_elsewhere_go_with_those_without_which_they_are_worth_nothin
     await _split(world)
     assert [place.spec_names for place in await world.places("b")] == [("tp1",)]
     await world.drains.drain("a")
-    await world.drains.go_on()
+    await world.drains.resume()
     assert await world.places("b", SERVING) == []
 
 
@@ -272,9 +270,9 @@ async def test_a_lap_is_slow_enough_for_requests_and_ends_with_the_leadership(op
     drains = paced(world, give_way=give_way, pause=pause)
     await drains.drain("a")
     answers = iter([True, True, False])
-    await drains.go_on(lambda: next(answers))
+    await drains.resume(lambda: next(answers))
     assert len(await world.places("a", SERVING)) == 600 - 512
-    await drains.go_on()
+    await drains.resume()
     assert (sum(pauses), turns) == (pytest.approx((512 + 600) / 20_000), 5)
     assert await world.places("a", SERVING) == []
 
@@ -294,7 +292,7 @@ async def test_laps_that_find_nothing_to_mark_become_rare(opened: Open) -> None:
     drains = paced(world, pause=count)
     for _ in range(300):
         world.clock.time += 1.0
-        await drains.go_on()
+        await drains.resume()
     assert 10 <= laps <= 20
 
 
@@ -348,12 +346,12 @@ def drains_that(full_world: DrainWorld, end: Callable[[], Awaitable[None]], when
 async def test_a_drain_that_is_cancelled_marks_nothing_more(full_world: DrainWorld, when: str, marked: int) -> None:
     drains = drains_that(full_world, lambda: full_world.drains.cancel("a"), when)
     await drains.drain("a")
-    await drains.go_on()
+    await drains.resume()
     assert len(await full_world.places("a", DELETING)) == marked
     assert len(await full_world.hits(range(BLOCKS))) == BLOCKS - marked
     await drains.drain("a")  # another one takes all
     full_world.clock.time += 1.0
-    await drains.go_on()
+    await drains.resume()
     assert await full_world.places("a", SERVING) == []
 
 
@@ -363,8 +361,8 @@ async def test_a_storage_that_comes_back_during_a_lap_has_what_is_left(
 ) -> None:
     drains = drains_that(full_world, lambda: full_world.registry.storages.add(full_world.config("a")), when)
     await drains.remove("a")
-    full_world.clock.time += TAKE_BACK_SECONDS
-    await drains.go_on()
+    full_world.clock.time += CANCEL_SECONDS
+    await drains.resume()
     full_world.clock.time += 5.0
     await full_world.executor.run_due()
     assert len(await full_world.hits(range(BLOCKS))) == BLOCKS - marked
@@ -394,7 +392,7 @@ async def test_the_removal_of_a_storage_that_hangs_comes_to_its_end(full_world: 
         if not full_world.registry.storages.drains():
             break
         full_world.clock.time += 1.0
-        await full_world.drains.go_on()
+        await full_world.drains.resume()
         await asyncio.sleep(0)
     deleting.cancel()
     await asyncio.gather(deleting, return_exceptions=True)
@@ -416,12 +414,12 @@ async def test_no_storage_is_forgotten_while_an_instance_cannot_be_read(full_wor
     assert await table.replace("instance/old", None, b"garbage")
     await full_world.registry.refresh()
     await full_world.drains.remove(name)
-    await full_world.pass_time(TAKE_BACK_SECONDS)
+    await full_world.pass_time(CANCEL_SECONDS)
     for _ in range(6):
         await full_world.pass_time(2.0)
-    (found,) = await full_world.drains.look(is_leader=True)
-    assert (found.left_bytes, found.is_done, found.unreadable) == (0, False, ["old"])
-    assert not (await full_world.drains.look(is_leader=False))[0].is_done
+    (found,) = await full_world.drains.progress(is_leader=True)
+    assert (found.remaining_bytes, found.is_done, found.unreadable) == (0, False, ["old"])
+    assert not (await full_world.drains.progress(is_leader=False))[0].is_done
     with pytest.raises(NotReadyError, match="is being forgotten"):
         await full_world.registry.storages.add(full_world.config(name, "2"))
     assert await table.replace("instance/old", b"garbage", None)
@@ -455,7 +453,7 @@ async def test_of_a_pool_that_is_forgotten_the_store_keeps_nothing(tmp_path: Pat
     await full_world.registry.storages.add(pool("m"))
     again = full_world.storages.pools()["p"]
     assert "no host agent has told" in (await again.refresh()).why_not_usable("m", full_world.clock.now())
-    assert ((await again.space()).free_bytes, again.taken_bytes) == (4 * MIB, 0)
+    assert ((await again.space()).free_bytes, again.allocated_bytes) == (4 * MIB, 0)
     full_world.close()
 
 
@@ -481,7 +479,7 @@ async def world(tmp_path: Path) -> AsyncIterator[DrainWorld]:
 
 async def purge(world: DrainWorld) -> None:
     """Let everything pass that a removal takes."""
-    await world.pass_time(TAKE_BACK_SECONDS)
+    await world.pass_time(CANCEL_SECONDS)
     for _ in range(6):
         await world.pass_time(2.0)
 
@@ -500,15 +498,15 @@ async def test_a_removal_goes_on_after_a_restart(world: DrainWorld) -> None:
     await world.drains.remove("a")
     world.close()
     await world.restart()
-    (found,) = await world.drains.look(is_leader=True)
-    assert (found.drain.is_removal, found.left_bytes, found.is_begun) == (True, len(KEYS) * BLOCK_BYTES, False)
+    (found,) = await world.drains.progress(is_leader=True)
+    assert (found.drain.is_removal, found.remaining_bytes, found.has_started) == (True, len(KEYS) * BLOCK_BYTES, False)
     await purge(world)
     assert await world.records() == {}
 
 
 async def test_added_again_soon_as_it_was_it_has_all_its_blocks(world: DrainWorld) -> None:
     await world.drains.remove("a")
-    await world.pass_time(TAKE_BACK_SECONDS - 0.1)
+    await world.pass_time(CANCEL_SECONDS - 0.1)
     await world.registry.storages.add(world.config("a"))
     await purge(world)
     assert await world.hits(KEYS) == KEYS
@@ -517,7 +515,7 @@ async def test_added_again_soon_as_it_was_it_has_all_its_blocks(world: DrainWorl
 
 async def test_added_again_late_it_has_what_is_left(world: DrainWorld) -> None:
     await world.drains.remove("a")
-    await world.pass_time(TAKE_BACK_SECONDS)  # marked, and the delay is not over
+    await world.pass_time(CANCEL_SECONDS)  # marked, and the delay is not over
     await world.registry.storages.add(world.config("a"))
     assert await world.hits(KEYS) == []
     assert await world.write([20]) == ["a"]
@@ -527,7 +525,7 @@ async def test_added_again_late_it_has_what_is_left(world: DrainWorld) -> None:
 
 async def test_the_name_is_not_given_to_another_medium_while_blocks_are_left(world: DrainWorld, tmp_path: Path) -> None:
     await world.drains.remove("a")
-    for seconds in (0.0, TAKE_BACK_SECONDS):
+    for seconds in (0.0, CANCEL_SECONDS):
         await world.pass_time(seconds)
         with pytest.raises(NotReadyError, match=r"'a' is being forgotten.*with the medium that it had"):
             await world.registry.storages.add(world.config("a", "2"))
@@ -555,7 +553,7 @@ async def test_a_write_that_ends_after_the_removal_does_not_come_back_invariant_
     early, late = await world.start([10]), await world.start([11])
     await world.drains.remove("a")
     await world.finish(early)  # before it is marked
-    await world.pass_time(TAKE_BACK_SECONDS)
+    await world.pass_time(CANCEL_SECONDS)
     await world.finish(late)
     await purge(world)
     assert (await world.records(), world.used_bytes("a")) == ({}, 0)
@@ -643,7 +641,7 @@ class Drains(RuleBasedStateMachine):
             self.directory.cleanup()
 
     @property
-    def takes_writes(self) -> set[str]:
+    def is_writable(self) -> set[str]:
         return set(self.media) - self.draining
 
     @rule(keys=FIRSTS, finishes=st.booleans())
@@ -654,9 +652,9 @@ class Drains(RuleBasedStateMachine):
         try:
             started = await self.world.start(keys)
         except NotReadyError:
-            assert not self.takes_writes
+            assert not self.is_writable
             return
-        assert {storage_of(chunk) for chunk in started.chunks} <= self.takes_writes
+        assert {storage_of(chunk) for chunk in started.chunks} <= self.is_writable
         self.open.append(started)
         if finishes:
             await self.do_finish(len(self.open) - 1)
@@ -693,7 +691,7 @@ class Drains(RuleBasedStateMachine):
             self.runner.run(self.world.manager.pin("i", PinRequest(keys, "somebody", seconds))) if self.media else None
         )
         if pin is not None:
-            held = set(pin.held.location_ids)
+            held = set(pin.pinned.location_ids)
             for key, uri in self.runner.run(self.serving()):
                 if key in keys[: pin.block_count] and uri.partition("?")[0].rpartition(".")[2] in held:
                     self.pinned[uri] = max(pin.deadline, self.pinned.get(uri, 0.0))
@@ -739,7 +737,7 @@ class Drains(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0, 11.0, 40.0]))
     def pass_time(self, seconds: float) -> None:
-        due = self.world.clock.now() + seconds - TAKE_BACK_SECONDS
+        due = self.world.clock.now() + seconds - CANCEL_SECONDS
         gone = self.draining | {name for name, (since, _) in self.removed.items() if since <= due}
         self.safe = {place: name for place, name in self.safe.items() if name not in gone}
         self.runner.run(self.world.pass_time(seconds))
@@ -782,16 +780,16 @@ class Drains(RuleBasedStateMachine):
         for _ in range(8):
             await self.world.pass_time(61.0)
         await self.world.pass_time(2.0)
-        left = {each.drain.name: each for each in await self.world.drains.look(is_leader=True)}
+        left = {each.drain.name: each for each in await self.world.drains.progress(is_leader=True)}
         assert set(left) == self.draining
         for name in self.draining:
-            assert (left[name].is_done, left[name].left_bytes) == (True, 0)
+            assert (left[name].is_done, left[name].remaining_bytes) == (True, 0)
             assert files_below(Path(self.directory.name) / name / self.media[name]) == []
         for name in {*self.draining, *self.removed}:
             assert await self.world.places(name) == []
             assert self.world.used_bytes(name) == 0
         for (_, uri), name in self.safe.items():
-            if name in self.takes_writes:
+            if name in self.is_writable:
                 assert file_of(uri).stat().st_size == BLOCK_BYTES
 
 

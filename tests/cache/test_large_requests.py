@@ -11,23 +11,22 @@ from typing import Any
 import pytest
 from cache_rig import Rig, group, instance, opened
 
-from kvcm.cache.checksums import ToldLocation
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.pages import PAGE_KEYS, page_keys, pages
-from kvcm.cache.pin_values import PinRequest
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.instance_cache import BATCH_KEYS, batch_keys, batches
+from kvcm.cache.pins import PinRequest
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import LocationChecksums, WriteRequest
 from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
-from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.block_calls import BlockCalls
-from kvcm.service.limits import RequestLimits
+from kvcm.service.meta_api import BlockCalls
+from kvcm.service.request_limits import RequestLimits
 
 # ── Large requests ──
 
 
 PAGES = 6
-KEYS = list(range(PAGES * PAGE_KEYS))
+KEYS = list(range(PAGES * BATCH_KEYS))
 
 
 async def turns_of_others(awaitable: Awaitable[Any]) -> tuple[Any, int]:
@@ -51,7 +50,7 @@ def of_parts(count: int) -> Instance:
     return instance({f"tp{number}": 10 for number in range(count)})
 
 
-@pytest.mark.parametrize(("registered", "keys"), [(instance(), KEYS), (of_parts(12), KEYS[:PAGE_KEYS])])
+@pytest.mark.parametrize(("registered", "keys"), [(instance(), KEYS), (of_parts(12), KEYS[:BATCH_KEYS])])
 async def test_every_call_over_many_blocks_lets_others_in_between(registered: Instance, keys: list[int]) -> None:
     """Also over few blocks of many parts: they take as long."""
     with opened(registered=registered) as rig:
@@ -73,7 +72,7 @@ async def test_every_call_over_many_blocks_lets_others_in_between(registered: In
 
 @pytest.mark.parametrize("mode", [MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA])
 async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mode: MatchMode) -> None:
-    keys, only = KEYS[:PAGE_KEYS], frozenset(["tp0"])
+    keys, only = KEYS[:BATCH_KEYS], frozenset(["tp0"])
     with opened(registered=of_parts(12)) as rig:
         await rig.store(keys)
         query = MatchQuery(mode, keys, spec_names=only if mode is MatchMode.PREFIX_MATCH else frozenset())
@@ -85,10 +84,10 @@ async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mo
 
 async def test_texts_of_many_blocks_let_others_in_between(rig: Rig) -> None:
     calls = BlockCalls(rig.manager, RequestLimits(), pb.GetCacheMetaResponse, pb.CommonResponse)
-    request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:PAGE_KEYS], detail_level=1)
+    request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:BATCH_KEYS], detail_level=1)
     reply, turns = await turns_of_others(calls.get_cache_meta(request))
-    assert len(reply.message.metas) == PAGE_KEYS
-    assert turns >= PAGE_KEYS // 100
+    assert len(reply.message.metas) == BATCH_KEYS
+    assert turns >= BATCH_KEYS // 100
 
 
 @pytest.mark.parametrize("mode", [MatchMode.BATCH_GET, MatchMode.REVERSE_ROLL_SW_MATCH])
@@ -118,17 +117,19 @@ async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
     """A turn of the loop is for some two thousand parts at most."""
     parts, most = 8, 2000
     with opened(registered=instance({f"tp{number}": 10 for number in range(parts)})) as rig:
-        started = await rig.start(KEYS[:PAGE_KEYS])
-        told = [ToldLocation([(f"tp{number}", 1 + key) for number in range(parts)]) for key in started.session.keys]
+        started = await rig.start(KEYS[:BATCH_KEYS])
+        told = [
+            LocationChecksums([(f"tp{number}", 1 + key) for number in range(parts)]) for key in started.session.keys
+        ]
         index, served = rig.manager.cache("i").index, [0]
         finish = asyncio.create_task(
-            rig.manager.finish_write("i", started.session.id, BlockMask(offset=PAGE_KEYS), told=told)
+            rig.manager.finish_write("i", started.session.id, BlockMask(offset=BATCH_KEYS), told=told)
         )
         while not finish.done():
-            served.append(sum(answer is not None for answer in await index.answers(KEYS[:PAGE_KEYS])))
+            served.append(sum(answer is not None for answer in await index.answers(KEYS[:BATCH_KEYS])))
             await asyncio.sleep(0)
-        served.append(sum(answer is not None for answer in await index.answers(KEYS[:PAGE_KEYS])))
-        assert (await finish).served == served[-1] == PAGE_KEYS
+        served.append(sum(answer is not None for answer in await index.answers(KEYS[:BATCH_KEYS])))
+        assert (await finish).served == served[-1] == BATCH_KEYS
         assert max(after - before for before, after in pairwise(served)) * parts <= most
 
 
@@ -159,17 +160,17 @@ async def test_two_large_writers_share_blocks_without_overlap(rig: Rig) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 12, 64, 1000])
 def test_a_page_of_many_parts_has_fewer_blocks(parts: int) -> None:
-    assert 16 <= page_keys(parts) <= PAGE_KEYS
-    assert page_keys(parts) == 16 or page_keys(parts) * (1 + parts) <= 2 * PAGE_KEYS
-    assert page_keys(parts).bit_count() == 1
+    assert 16 <= batch_keys(parts) <= BATCH_KEYS
+    assert batch_keys(parts) == 16 or batch_keys(parts) * (1 + parts) <= 2 * BATCH_KEYS
+    assert batch_keys(parts).bit_count() == 1
 
 
-@pytest.mark.parametrize("count", [0, 1, PAGE_KEYS, PAGE_KEYS + 1, 3 * PAGE_KEYS])
+@pytest.mark.parametrize("count", [0, 1, BATCH_KEYS, BATCH_KEYS + 1, 3 * BATCH_KEYS])
 def test_pages_hold_every_item_once_in_order(count: int) -> None:
     items = list(range(count))
-    cut = list(pages(items))
+    cut = list(batches(items))
     assert [item for page in cut for item in page] == items
-    assert all(0 < len(page) <= PAGE_KEYS for page in cut)
+    assert all(0 < len(page) <= BATCH_KEYS for page in cut)
 
 
 async def has_addresses(rig: Rig) -> bool:
@@ -237,6 +238,6 @@ async def test_what_is_opened_for_a_removal_that_is_over_does_not_stay(rig: Rig)
     await rig.registry.instances.forget_removal(removal.placement.uid)
     assert open_ids(rig) == []
     caches = rig.manager.open_caches
-    caches.of_removal(removal.instance, removal.placement)
+    caches.find_removed(removal.instance, removal.placement)
     assert open_ids(rig) == []
     assert caches.by_uid(removal.placement.uid) is None

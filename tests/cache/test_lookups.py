@@ -15,20 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.cache.access import AccessRecorder
-from kvcm.cache.instance_cache import InstanceCache
-from kvcm.cache.leases import MAX_LEASE_MS, ReadLease
-from kvcm.cache.match import Match, MatchMode, MatchQuery, match
-from kvcm.cache.observer import CacheObserver
-from kvcm.cache.pages import PAGE_KEYS
+from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache
+from kvcm.cache.prefix_match import AccessRecorder, CacheObserver, Match, MatchMode, MatchQuery, match
+from kvcm.cache.read_leases import MAX_LEASE_MS, ReadLease
 from kvcm.index.backends.backend import Access
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import CapacityError, InvalidArgumentError
 from kvcm.model.groups import EvictionPolicy
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.protocol import meta_service_pb2
 
 # ── Match modes ──
@@ -274,12 +271,12 @@ async def test_counts_are_merged_per_instance_and_none_is_lost(reads: list[tuple
         order[which] += keys[::-1]
         if drained:
             await recorder.drain()
-            assert recorder.waiting_count == 0
+            assert recorder.pending_count == 0
             for reads_in_order, (_, backend) in zip(order, caches, strict=True):
                 if reads_in_order:
                     assert list(backend.touched[-1]) == list(dict.fromkeys(reads_in_order[::-1]))[::-1]
                 reads_in_order.clear()
-    assert recorder.waiting_count <= sum(map(Counter.total, expected))
+    assert recorder.pending_count <= sum(map(Counter.total, expected))
     await recorder.drain()
     for counts, (_, backend) in zip(expected, caches, strict=True):
         told: Counter[int] = Counter()
@@ -292,13 +289,13 @@ async def test_counts_are_merged_per_instance_and_none_is_lost(reads: list[tuple
 async def test_many_reads_are_drained_in_pages() -> None:
     recorder, (cache, backend) = AccessRecorder(FakeClock()), new_cache(1)
     for _ in range(2):
-        recorder.record(cache, range(2 * PAGE_KEYS + 10))
+        recorder.record(cache, range(2 * BATCH_KEYS + 10))
     await recorder.drain()
-    assert [key for page in backend.touched for key in page] == [*range(2 * PAGE_KEYS + 10)][::-1]
+    assert [key for page in backend.touched for key in page] == [*range(2 * BATCH_KEYS + 10)][::-1]
     assert {count for page in backend.touched for count in page.values()} == {2}
 
 
-@pytest.mark.parametrize(("is_shared", "most"), [(False, 256), (True, PAGE_KEYS)])
+@pytest.mark.parametrize(("is_shared", "most"), [(False, 256), (True, BATCH_KEYS)])
 async def test_a_drain_gives_way(is_shared: bool, most: int) -> None:
     """Small requests and large ones: no more than about a slice of keys is worked on without a pause."""
     recorder, (cache, backend) = AccessRecorder(FakeClock()), new_cache(1)
@@ -347,15 +344,15 @@ async def test_the_policy_is_that_of_the_group_at_the_time_of_the_drain(rig: Rig
 
 
 async def test_what_waits_is_bounded_and_the_newest_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.cache.access._MOST_KEYS", 10)
+    monkeypatch.setattr("kvcm.cache.prefix_match._MOST_KEYS", 10)
     recorder, (cache, backend) = AccessRecorder(FakeClock()), new_cache(1)
     for keys in ([1] * 6, [2] * 5, [3] * 4):
         recorder.record(cache, keys)
-    assert (recorder.waiting_count, recorder.dropped) == (10, 5)
+    assert (recorder.pending_count, recorder.dropped) == (10, 5)
     await recorder.drain()
     assert backend.touched == [{1: 6, 3: 4}]
     recorder.record(cache, [2] * 10)
-    assert (recorder.waiting_count, recorder.dropped) == (10, 5)
+    assert (recorder.pending_count, recorder.dropped) == (10, 5)
 
 
 @pytest.mark.parametrize(("peek", "reads"), [(False, [1, 1, 0]), (True, [0, 0, 0])])
@@ -387,7 +384,7 @@ class Revisits:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def revisited(self, _instance: Instance, seconds: float) -> None:
+    def on_revisits(self, _instance: Instance, seconds: float) -> None:
         self.seconds.append(seconds)
 
 
@@ -424,7 +421,7 @@ async def test_a_lease_keeps_the_bytes_and_nothing_else() -> None:
         await rig.store([1, 2, 3])
         held = await lease(rig, [1, 2, 9], 60_000)
         uid = rig.manager.cache("i").placement.uid
-        assert [pin[:2] for pin in held.pins] == [(uid, 1), (uid, 2)]
+        assert [pin[:2] for pin in held.locations] == [(uid, 1), (uid, 2)]
         await rig.manager.trim("i")
         found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2, 3]))
         assert list(found.keys) == []
@@ -540,7 +537,7 @@ async def test_durations_are_bounded(rig: Rig, lease_ms: int) -> None:
 
 
 async def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.cache.leases._MAX_LEASES", 2)
+    monkeypatch.setattr("kvcm.cache.read_leases._MAX_LEASES", 2)
     with opened() as rig:
         await rig.store([1])
         for _ in range(2):
@@ -553,12 +550,12 @@ async def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_a_lease_on_nothing_pins_nothing(rig: Rig) -> None:
     held = await lease(rig, [1], 1_000)
-    assert held.pins == ()
+    assert held.locations == ()
     assert len(held.id) == 32
 
 
 async def test_pinned_locations_are_bounded_over_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.cache.leases._MAX_PINS", 5)
+    monkeypatch.setattr("kvcm.cache.read_leases._MAX_LEASED_LOCATIONS", 5)
     with opened() as rig:
         await rig.store([1, 2, 3])
         first = await lease(rig, [1, 2, 3], 60_000)

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 from cache_rig import Rig, group, opened
 
-from kvcm.cache.pin_budget import PinBudgets
-from kvcm.cache.pin_values import MAX_PIN_SECONDS, Pin, PinRequest
-from kvcm.cache.pins import Pins
-from kvcm.cache.write_values import Retention
+from kvcm.cache.pins import MAX_PIN_SECONDS, Pin, PinBudgets, PinRequest, Pins
+from kvcm.cache.write_sessions import Retention
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError, UnknownInstanceError
-from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.store.store import Table
 
 # ── Pins ──

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.cache.limits import LimitBook, Limits, SharedQuota, StorageLimit
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.sessions import StartedWrite, WriteRequest
-from kvcm.cache.usage import Reservation, Room, UsageLedger
+from kvcm.cache.quotas import FreeSpace, LimitCache, Limits, Reservation, SharedQuota, StorageLimit, UsageLedger
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import CapacityError
@@ -29,19 +28,19 @@ from kvcm.model.groups import (
     QuotaConfig,
     StorageGuarantee,
 )
-from kvcm.model.locations import BlockRecord, Place
-from kvcm.model.masks import BlockMask
+from kvcm.model.keys import BlockMask
+from kvcm.model.locations import BlockRecord, StorageKey
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageType
-from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
+from kvcm.registry.storages import ClosedStorages
 
 # ── Usage rooms ──
 
 
-NFS = Place("nfs", StorageType.ST_NFS)
-NFS2 = Place("nfs2", StorageType.ST_NFS)
-FS = Place("fs", StorageType.ST_3FS)
-POOL = Place("pool", StorageType.ST_TAIRMEMPOOL)
+NFS = StorageKey("nfs", StorageType.ST_NFS)
+NFS2 = StorageKey("nfs2", StorageType.ST_NFS)
+FS = StorageKey("fs", StorageType.ST_3FS)
+POOL = StorageKey("pool", StorageType.ST_TAIRMEMPOOL)
 UID = 1
 
 
@@ -52,7 +51,7 @@ def new_index(max_key_count: int = 1 << 62) -> MetaIndex:
 INDEX = new_index()
 
 
-def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> Room:
+def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> FreeSpace:
     limits = Limits(configured) if isinstance(configured, InstanceGroup) else configured
     return now(ledger.room(limits, UID, index))
 
@@ -60,7 +59,7 @@ def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaInd
 def reserve(
     ledger: UsageLedger,
     configured: InstanceGroup | Limits,
-    wanted: Mapping[Place, int],
+    wanted: Mapping[StorageKey, int],
     new_keys: int = 0,
     index: MetaIndex = INDEX,
 ) -> Reservation:
@@ -80,8 +79,8 @@ def test_usage_is_counted_by_group_and_place() -> None:
     assert dict(ledger.used("group")) == {NFS: 13, FS: 3}
     assert dict(ledger.used("other")) == {NFS: 100}
     assert dict(ledger.used("unknown")) == {}
-    assert [sum(ledger.held_on(name).values()) for name in ("nfs", "fs", "pool")] == [113, 3, 0]
-    assert [ledger.held_on("nfs").get(name, 0) for name in ("group", "other", "unknown")] == [13, 100, 0]
+    assert [sum(ledger.bytes_on_storage(name).values()) for name in ("nfs", "fs", "pool")] == [113, 3, 0]
+    assert [ledger.bytes_on_storage("nfs").get(name, 0) for name in ("group", "other", "unknown")] == [13, 100, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +101,10 @@ def test_the_room_is_exact_to_the_byte(size: int, refused_by: str | None) -> Non
 def test_what_a_plan_takes_is_gone_for_the_rest_of_it() -> None:
     ledger = UsageLedger()
     offered = room(ledger, group(capacity=50, quotas={NFS.storage_type: 30}))
-    offered.take(NFS, 25)
+    offered.add_planned(NFS, 25)
     assert offered.limit(NFS, 5) is None
     assert offered.limit(NFS, 6) is not None
-    offered.take(FS, 20)
+    offered.add_planned(FS, 20)
     assert offered.limit(FS, 5) is None
     assert offered.limit(FS, 6) is not None
     assert room(ledger, group(capacity=50)).limit(NFS, 50) is None, "planning takes nothing from the ledger"
@@ -140,7 +139,7 @@ def test_the_capacity_of_a_storage_counts_over_all_groups() -> None:
     assert offered.limit(NFS, 30) is None
     assert str(offered.limit(NFS, 31)) == "storage 'nfs' is full: 70 of its capacity_bytes of 100 are used"
     assert offered.limit(NFS2, 1000) is None, "another storage of that type"
-    offered.take(NFS, 20)
+    offered.add_planned(NFS, 20)
     assert offered.limit(NFS, 10) is None
     assert offered.limit(NFS, 11) is not None
 
@@ -174,7 +173,7 @@ def test_reservations_of_other_groups_count_towards_storages_and_global_quotas()
 
 async def test_limits_are_those_that_are_configured_right_now() -> None:
     registry = Registry(ClosedStorages())
-    book = LimitBook(registry)
+    book = LimitCache(registry)
     mine = InstanceGroup(
         "mine",
         ("nfs",),
@@ -206,10 +205,10 @@ PLACES = [NFS, NFS2, FS]
 GROUPS = ["a", "b", "c"]
 
 
-Taking = Mapping[str, Counter[Place]]
+Taking = Mapping[str, Counter[StorageKey]]
 
 
-def fits(limits: Limits, taken: Taking, place: Place, size: int) -> bool:
+def fits(limits: Limits, taken: Taking, place: StorageKey, size: int) -> bool:
     """The rules, spelled out."""
     name, quota = limits.group.name, limits.group.quota
     own, kind = taken[name], place.storage_type
@@ -228,7 +227,7 @@ def fits(limits: Limits, taken: Taking, place: Place, size: int) -> bool:
     return holds
 
 
-ROOM_STEPS: st.SearchStrategy[Sequence[tuple[str, Place, int, int]]] = st.lists(
+ROOM_STEPS: st.SearchStrategy[Sequence[tuple[str, StorageKey, int, int]]] = st.lists(
     st.tuples(st.sampled_from(GROUPS), st.sampled_from(PLACES), st.integers(0, 30), st.integers(0, 3)), max_size=16
 )
 SIZES = st.integers(0, 80)
@@ -237,7 +236,7 @@ SIZES = st.integers(0, 80)
 @settings(max_examples=examples(300))
 @given(steps=ROOM_STEPS, quotas=st.tuples(SIZES, SIZES, SIZES), on_type=SIZES, capacity=SIZES, kept=SIZES, shared=SIZES)
 def test_what_fits_is_within_every_limit(
-    steps: Sequence[tuple[str, Place, int, int]],
+    steps: Sequence[tuple[str, StorageKey, int, int]],
     quotas: tuple[int, int, int],
     on_type: int,
     capacity: int,
@@ -257,7 +256,7 @@ def test_what_fits_is_within_every_limit(
         for name, size in zip(GROUPS, quotas, strict=True)
     }
     ledger = UsageLedger()
-    taken: dict[str, Counter[Place]] = {name: Counter() for name in GROUPS}
+    taken: dict[str, Counter[StorageKey]] = {name: Counter() for name in GROUPS}
     open_reservations: list[Reservation] = []
     for name, place, size, what in steps:
         offered = room(ledger, limits[name]).limit(place, size) is None
@@ -306,15 +305,15 @@ async def test_a_full_storage_makes_way_for_the_next_and_a_full_group_for_nobody
     with opened(group(capacity=5 * BLOCK)) as rig:
         limit_storage(rig, 2)
         started = await rig.start(range(1, 8))
-        assert (len(started.chunks), started.refused) == (5, 2)
-        assert "group 'group' is full" in started.refusal
+        assert (len(started.chunks), started.rejected) == (5, 2)
+        assert "group 'group' is full" in started.rejection
         records = await rig.manager.cache("i").index.get(range(1, 6))
         assert [each.locations[0].storage for each in records if each] == ["slow"] * 2 + ["slow2"] * 3
         assert {place.storage: size for place, size in rig.manager.usage.used("group").items()} == {
             "slow": 2 * BLOCK,
             "slow2": 3 * BLOCK,
         }
-        assert sum(rig.manager.usage.held_on("slow").values()) == 2 * BLOCK
+        assert sum(rig.manager.usage.bytes_on_storage("slow").values()) == 2 * BLOCK
 
 
 Limiter = Callable[[Rig, int], None]
@@ -359,7 +358,7 @@ async def test_a_limit_holds_from_the_next_start_on(rig: Rig, limiter: Limiter, 
     assert named in str(refusal.value)
     limiter(rig, 4)
     started = await rig.start([1, 2, 3, 4, 5])
-    assert (len(started.chunks), started.refused) == (2, 1)
+    assert (len(started.chunks), started.rejected) == (2, 1)
     limiter(rig, 1)
     with pytest.raises(CapacityError, match="is full"):
         await rig.start([9])
@@ -405,18 +404,18 @@ async def test_refused_writes_are_counted_and_told_by_group() -> None:
             rig.registry, rig.storages, rig.clock, crossed=lambda _group: above, on_pressure=told.append
         )
         await manager.start_write("i", WriteRequest([1, 2]))
-        assert (told, manager.usage.refusals) == ([], Counter())
+        assert (told, manager.usage.rejections) == ([], Counter())
         await manager.start_write("i", WriteRequest([1, 2, 3, 4, 5]))
-        assert (told, manager.usage.refusals) == (["group"], Counter(group=1))
+        assert (told, manager.usage.rejections) == (["group"], Counter(group=1))
         with pytest.raises(CapacityError):
             await manager.start_write("i", WriteRequest([6]))
-        assert (told, manager.usage.refusals) == (["group"] * 2, Counter(group=2))
+        assert (told, manager.usage.rejections) == (["group"] * 2, Counter(group=2))
         above = True
         await manager.start_write("i", WriteRequest([1, 2]))
         assert len(told) == 2, "it wrote nothing"
         change(rig, quota=InstanceGroupQuota(9 * BLOCK))
         await manager.start_write("i", WriteRequest([7]))
-        assert (told, manager.usage.refusals) == (["group"] * 3, Counter(group=2))
+        assert (told, manager.usage.rejections) == (["group"] * 3, Counter(group=2))
 
 
 STEPS = st.lists(
@@ -465,12 +464,12 @@ def test_no_limit_is_ever_exceeded(
         assert totals["group"] <= quota * BLOCK
         assert totals["group"] + totals["b"] <= shared * BLOCK
         for storage, blocks in zip(("slow", "slow2"), capacities, strict=True):
-            on = usage.held_on(storage)
+            on = usage.bytes_on_storage(storage)
             for name in totals:
                 used = [size for place, size in usage.used(name).items() if place.storage == storage]
                 assert on.get(name, 0) == sum(used)
             assert sum(on.values()) <= blocks * BLOCK
-        others = sum(usage.held_on("slow").get(name, 0) for name in ("group", "b"))
+        others = sum(usage.bytes_on_storage("slow").get(name, 0) for name in ("group", "b"))
         assert others <= max(0, capacities[0] - kept) * BLOCK
 
     asyncio.run(play())

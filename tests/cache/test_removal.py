@@ -13,30 +13,24 @@ from at_once import now
 from cache_rig import STAND_INS, Rig, group, instance, opened, uris
 from fake_clock import FakeClock
 
-from kvcm.cache.checksums import ToldLocation
-from kvcm.cache.garbage_custody import GarbageCustody
-from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.missing import MissingPart, MissingReport
+from kvcm.cache.manager import CacheManager, GarbageSource
 from kvcm.cache.pins import PinRequest
-from kvcm.cache.pool_purges import PoolPurges
-from kvcm.cache.removal import Remover
-from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.removal import MissingPart, MissingReport, PoolPurges, Remover
+from kvcm.cache.write_sessions import LocationChecksums, StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, StorageIOError, UnknownInstanceError
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import LocationStatus, decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.pool_leaks import PoolLeaks
-from kvcm.reclaim.scrub import StorageScrubber
+from kvcm.reclaim.deletion_executor import DeletionExecutor
+from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
 from kvcm.registry.registry import Registry
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
 from kvcm.storage.file import FileStorage
-from kvcm.storage.mempool import MempoolStorage, PoolOpener
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryStore
 
 # ── Removal delays ──
@@ -465,7 +459,7 @@ FIRST, SECOND = 2**64 - 1, 7
 async def store(rig: Rig, keys: Sequence[int], **fields: object) -> None:
     """Write blocks of two parts, each with a checksum."""
     started = await rig.start(keys, **fields)
-    told = [ToldLocation([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
+    told = [LocationChecksums([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
     await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)), told=told)
 
 
@@ -547,7 +541,7 @@ async def test_the_rest_of_a_block_goes_when_it_is_of_no_use() -> None:
     with opened(registered=instance(groups={"both": ("tp0", "tp1"), "first": ("tp0",)})) as rig:
         for groups in (["first"], []):
             started = await rig.start([1], spec_groups=groups)
-            told = [ToldLocation([], FIRST)]
+            told = [LocationChecksums([], FIRST)]
             await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), told=told)
         (first, _) = await checked_parts_of(rig, 1)
         assert await report(rig, first) == MissingReport(2, 0)
@@ -615,12 +609,12 @@ class PoolRig:
         self.executor.serve(self.manager)
         remover = Remover(self.clock, self.registry.groups.find)
         self.purges = PoolPurges(self.storages.pools, self.manager.open_caches, remover, self.clock)
-        custody = GarbageCustody(self.manager, self.registry, self.store)
+        custody = GarbageSource(self.manager, self.registry, self.store)
         scrubber = StorageScrubber(custody, self.storages, self.clock, "cluster")
         self.leaks = PoolLeaks(self.storages.pools, self.used, scrubber, self.clock)
 
     def used(self, storage: str) -> int:
-        return sum(self.manager.usage.held_on(storage).values())
+        return sum(self.manager.usage.bytes_on_storage(storage).values())
 
     @property
     def pool(self) -> MempoolStorage:
@@ -656,17 +650,17 @@ async def test_a_write_that_was_under_way_is_found_by_the_second_look(pool_rig: 
     (record,) = await pool_rig.manager.cache("i").index.get([3])
     await pool_rig.manager.cache("i").index.delete([3])
     await pool_rig.pool.report(PoolReport("n", 2, MIB))
-    await pool_rig.purges.go_on()
+    await pool_rig.purges.resume()
     assert await pool_rig.statuses([1, 2]) == [[LocationStatus.DELETING]] * 2
     assert record is not None
     await pool_rig.manager.cache("i").index.put({3: record})
     pool_rig.clock.time += 59
-    await pool_rig.purges.go_on()
-    assert await pool_rig.pool.lost()
+    await pool_rig.purges.resume()
+    assert await pool_rig.pool.lost_stamp()
     assert await pool_rig.statuses([3]) == [[LocationStatus.WRITING]]
     pool_rig.clock.time += 2
-    await pool_rig.purges.go_on()
-    assert await pool_rig.pool.lost() == 0
+    await pool_rig.purges.resume()
+    assert await pool_rig.pool.lost_stamp() == 0
     assert await pool_rig.statuses([3]) == [[LocationStatus.DELETING]]
     await pool_rig.manager.endings.expire()
     pool_rig.clock.time += 60
@@ -679,45 +673,45 @@ async def test_a_manager_that_no_longer_leads_does_not_say_that_it_is_done(pool_
     await pool_rig.store_blocks([1])
     await pool_rig.pool.report(PoolReport("n", 2, MIB))
     for _ in range(3):
-        await pool_rig.purges.go_on(lambda: False)
+        await pool_rig.purges.resume(lambda: False)
         pool_rig.clock.time += 100
-    assert await pool_rig.pool.lost()
+    assert await pool_rig.pool.lost_stamp()
     assert await pool_rig.statuses([1]) == [[LocationStatus.SERVING]]
 
 
 async def test_the_second_generation_while_the_first_is_being_purged_is_purged_too(pool_rig: PoolRig) -> None:
     await pool_rig.store_blocks([1])
     await pool_rig.pool.report(PoolReport("n", 2, MIB))
-    await pool_rig.purges.go_on()
+    await pool_rig.purges.resume()
     await pool_rig.store_blocks([2])
     pool_rig.clock.time += 61
     await pool_rig.pool.report(PoolReport("n", 3, MIB))
-    await pool_rig.purges.go_on()
+    await pool_rig.purges.resume()
     assert await pool_rig.statuses([2]) == [[LocationStatus.DELETING]]
-    assert await pool_rig.pool.lost(), "the newer floor has had its first look only"
+    assert await pool_rig.pool.lost_stamp(), "the newer floor has had its first look only"
     pool_rig.clock.time += 61
-    await pool_rig.purges.go_on()
-    assert await pool_rig.pool.lost() == 0
+    await pool_rig.purges.resume()
+    assert await pool_rig.pool.lost_stamp() == 0
 
 
 async def test_memory_of_a_manager_that_died_is_found_and_freed_once_it_is_old(pool_rig: PoolRig) -> None:
     await pool_rig.store_blocks([1, 2])
     await pool_rig.pool.allocate(Allocation("i", "x", [Part("tp0", key, PAGE) for key in range(5)]))
-    assert pool_rig.pool.taken_bytes == 7 * PAGE
+    assert pool_rig.pool.allocated_bytes == 7 * PAGE
     for _ in range(3):
-        await pool_rig.leaks.look()
+        await pool_rig.leaks.check()
         pool_rig.clock.time += 61
-    assert pool_rig.pool.taken_bytes == 7 * PAGE, "a writer may be at it"
+    assert pool_rig.pool.allocated_bytes == 7 * PAGE, "a writer may be at it"
     pool_rig.clock.time += 3600
-    await pool_rig.leaks.look()
-    assert pool_rig.pool.taken_bytes == pool_rig.used("p") == 2 * PAGE
+    await pool_rig.leaks.check()
+    assert pool_rig.pool.allocated_bytes == pool_rig.used("p") == 2 * PAGE
     assert await pool_rig.statuses([1, 2]) == [[LocationStatus.SERVING]] * 2
 
 
 async def test_a_pool_without_leaks_is_not_scrubbed(pool_rig: PoolRig, capsys: pytest.CaptureFixture[str]) -> None:
     await pool_rig.store_blocks([1, 2])
     for _ in range(5):
-        await pool_rig.leaks.look()
+        await pool_rig.leaks.check()
         pool_rig.clock.time += 3601
     assert "storage_scrubbed" not in capsys.readouterr().out
 
@@ -730,19 +724,19 @@ async def test_parts_that_are_not_whole_pages_are_no_leak_and_hide_none(
     async def scrubs_within(hours: int) -> int:
         for _ in range(hours):
             pool_rig.clock.time += 3601
-            await pool_rig.leaks.look()
+            await pool_rig.leaks.check()
         return capsys.readouterr().out.count("storage_scrubbed")
 
     await pool_rig.manager.register_instance(replace(instance({"tp0": 100}), instance_id="small"))
     await pool_rig.store_blocks(range(3), "small")
-    await pool_rig.leaks.look()
+    await pool_rig.leaks.check()
     assert await scrubs_within(10) == 1
     await pool_rig.store_blocks(range(3, 50), "small")
     assert await scrubs_within(10) == 0
     await pool_rig.pool.allocate(Allocation("i", "x", [Part("tp0", 0, PAGE)]))
-    assert pool_rig.pool.taken_bytes == 51 * PAGE
+    assert pool_rig.pool.allocated_bytes == 51 * PAGE
     assert await scrubs_within(3) == 1
-    assert pool_rig.pool.taken_bytes == 50 * PAGE
+    assert pool_rig.pool.allocated_bytes == 50 * PAGE
     assert await scrubs_within(20) == 0
     assert await scrubs_within(10) == 1, "once a day it looks whether that is still so"
 
@@ -752,7 +746,7 @@ async def test_a_write_for_which_there_is_no_memory_after_all_presses_and_goes_e
     started = await pool_rig.start([1, 2])
     assert [decode_chunk(chunk).storage_type for chunk in started.chunks] == [StorageType.ST_DUMMY] * 2
     assert pool_rig.pressed == ["group"]
-    assert pool_rig.pool.taken_bytes == MIB - PAGE, "all or nothing"
+    assert pool_rig.pool.allocated_bytes == MIB - PAGE, "all or nothing"
     assert pool_rig.used("p") == 0
     pool_rig.storages.set_enabled("d", enabled=False)
     with pytest.raises(CapacityError, match="no room for 4096 bytes: retry shortly"):

@@ -14,14 +14,22 @@ import pytest
 from redis_servers import Standalone
 from thoroughness import is_thorough
 
-from kvcm.cache.accounts import OVERALL, Census, counted, group_account, storage_account
-from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
-from kvcm.cache.shared_usage import SharedLedger
-from kvcm.cache.usage import Reservation
+from kvcm.cache.quotas import (
+    OVERALL,
+    InstanceIndexes,
+    Limits,
+    Reservation,
+    SharedLedger,
+    SharedQuota,
+    StorageLimit,
+    count_usage,
+    group_account,
+    storage_account,
+)
 from kvcm.index.backends.redis import RedisBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import GlobalQuota, InstanceGroup, InstanceGroupQuota, QuotaConfig
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.quota import QuotaCounters
@@ -32,9 +40,9 @@ from kvcm.store.redis.uri import parse_redis_uri
 
 UID = 1
 SIZE = 10
-NFS = Place("s", StorageType.ST_NFS)
-NFS2 = Place("s2", StorageType.ST_NFS)
-DUMMY = Place("d", StorageType.ST_DUMMY)
+NFS = StorageKey("s", StorageType.ST_NFS)
+NFS2 = StorageKey("s2", StorageType.ST_NFS)
+DUMMY = StorageKey("d", StorageType.ST_DUMMY)
 
 
 class AnyStorage:
@@ -54,7 +62,7 @@ def group(capacity: int = 40 * SIZE, nfs: int = 30 * SIZE) -> InstanceGroup:
 OWN = group_account(group().name)
 
 
-def block(place: Place) -> BlockRecord:
+def block(place: StorageKey) -> BlockRecord:
     chunk = encode_chunk(place.storage_type, 1, [SpecUri("tp0", f"dummy://{place.storage}/x?size={SIZE}")])
     return BlockRecord(None, 0, (Location("x", *place, LocationStatus.SERVING, ("tp0",), chunk, SIZE, 1.0),))
 
@@ -91,7 +99,7 @@ class Managers:
         self._keys = iter(range(1, 1 << 40))
         self._nodes = iter(range(1 << 20))
         self.truth = {name: MetaIndex(self._backend(name), AnyStorage(), shard_count=4) for name in groups}
-        self.census: Census = {name: {uid: self.truth[name]} for name, uid in groups.items()}
+        self.census: InstanceIndexes = {name: {uid: self.truth[name]} for name, uid in groups.items()}
 
     def _backend(self, name: str) -> RedisBackend:
         return RedisBackend(self._client, self.groups[name], 4)
@@ -110,7 +118,7 @@ class Managers:
         }
         return Manager(ledger, indexes)
 
-    async def take(self, manager: Manager, limits: Limits, place: Place, count: int, deadline: float) -> bool:
+    async def take(self, manager: Manager, limits: Limits, place: StorageKey, count: int, deadline: float) -> bool:
         """Reserve room for blocks."""
         name = limits.group.name
         wanted = {place: count * SIZE}
@@ -127,7 +135,7 @@ class Managers:
         await index.put({next(self._keys): block(place) for _ in range(reservation.new_keys)})
         manager.ledger.settle(reservation, index)
 
-    async def counted_indexes(self) -> Census:
+    async def counted_indexes(self) -> InstanceIndexes:
         return self.census
 
     async def keys(self, name: str) -> list[int]:
@@ -140,12 +148,12 @@ class World(Managers):
     def __init__(self, client: RedisClient, max_key_count: int = 1 << 62) -> None:
         super().__init__(client, {group().name: UID}, max_key_count)
 
-    async def reserve(self, manager: Manager, count: int, place: Place, deadline: float = math.inf) -> bool:
+    async def reserve(self, manager: Manager, count: int, place: StorageKey, deadline: float = math.inf) -> bool:
         return await self.take(manager, Limits(group()), place, count, deadline)
 
     async def check(self) -> None:
         """Counters are at least the truth, and the truth is within the limits."""
-        counters, truth = await self.counters.read(OWN), (await counted(self.census))[OWN]
+        counters, truth = await self.counters.read(OWN), (await count_usage(self.census))[OWN]
         for name, value in truth.items():
             assert counters.used.get(name, 0) + counters.reserved.get(name, 0) >= value, name
         assert sum(truth.get(name, 0) for name in ("b4/s", "b4/s2")) <= 30 * SIZE
@@ -194,7 +202,7 @@ async def test_limits_hold_whatever_managers_do_and_lose(client: RedisClient, se
         await step(world, managers, random)
         if begun is None and random.random() < 0.15:
             begun = await world.counters.begin_recount(OWN, now=0.0)
-            seen = (await counted(world.census))[OWN]
+            seen = (await count_usage(world.census))[OWN]
         elif begun is not None and random.random() < 0.4:
             assert await world.counters.end_recount(OWN, begun, seen)
             begun = None
@@ -202,7 +210,7 @@ async def test_limits_hold_whatever_managers_do_and_lose(client: RedisClient, se
     for manager in managers:
         await manager.ledger.flush()
     await recounted(managers[0], world, math.inf)
-    for account, truth in (await counted(world.census)).items():
+    for account, truth in (await count_usage(world.census)).items():
         counters = await world.counters.read(account)
         assert {name: used for name, used in counters.used.items() if used} == {n: v for n, v in truth.items() if v}
         assert not any(value for value in counters.reserved.values() if value < 0)
@@ -289,8 +297,8 @@ async def test_of_two_recounts_at_once_the_later_counts(client: RedisClient) -> 
 # ── Shared limits ──
 
 
-ON_NFS = Place("s", StorageType.ST_NFS)
-POOL = Place("p", StorageType.ST_TAIRMEMPOOL)
+ON_NFS = StorageKey("s", StorageType.ST_NFS)
+POOL = StorageKey("p", StorageType.ST_TAIRMEMPOOL)
 GROUPS = {"a": 1, "a {b}*": 2, "c": 3}
 A, B, C = GROUPS
 STORAGES = {"s": StorageLimit(30 * SIZE, {A: 12 * SIZE, C: 5 * SIZE}), "p": StorageLimit(20 * SIZE, {})}
@@ -309,7 +317,7 @@ class SharedWorld(Managers):
         super().__init__(client, GROUPS)
 
     async def reserve(
-        self, manager: Manager, name: str, place: Place, count: int, limits: Limits | None = None
+        self, manager: Manager, name: str, place: StorageKey, count: int, limits: Limits | None = None
     ) -> bool:
         return await self.take(manager, limits or limits_of(name), place, count, math.inf)
 
@@ -322,7 +330,7 @@ class SharedWorld(Managers):
 
     async def check(self) -> None:
         """Counters are at least the truth, and the truth is within the limits."""
-        truth = await counted(self.census)
+        truth = await count_usage(self.census)
         for account, fields in truth.items():
             counters = await self.counters.read(account)
             for name, value in fields.items():
@@ -443,10 +451,10 @@ async def test_what_is_used_is_heard_by_group_and_storage(client: RedisClient) -
         assert await world.reserve(writer, name, place, count)
         await world.store(writer)
     await writer.ledger.flush()
-    assert (other.ledger.used(A), other.ledger.held_on("s")) == ({}, {})
-    await other.ledger.hear(A, ["s"])
+    assert (other.ledger.used(A), other.ledger.bytes_on_storage("s")) == ({}, {})
+    await other.ledger.refresh_group(A, ["s"])
     assert other.ledger.used(A) == {ON_NFS: 30, POOL: 20}
-    assert other.ledger.held_on("s") == {A: 30, C: 10}
+    assert other.ledger.bytes_on_storage("s") == {A: 30, C: 10}
 
 
 async def test_what_was_just_stored_is_held_before_it_is_reported(client: RedisClient) -> None:
@@ -456,8 +464,8 @@ async def test_what_was_just_stored_is_held_before_it_is_reported(client: RedisC
     for manager, name in ((one, A), (two, B)):
         assert await world.reserve(manager, name, ON_NFS, 4)
         await world.store(manager)
-    assert one.ledger.held(A) == two.ledger.held(B) == {ON_NFS: 40}
+    assert one.ledger.group_bytes(A) == two.ledger.group_bytes(B) == {ON_NFS: 40}
     assert two.ledger.used(B) == {}
-    assert two.ledger.held_on("s") == two.ledger.held_by_group() == {A: 40, B: 40}
+    assert two.ledger.bytes_on_storage("s") == two.ledger.bytes_by_group() == {A: 40, B: 40}
     await two.ledger.flush()
-    assert two.ledger.held_on("s") == two.ledger.held_by_group() == {A: 40, B: 40}
+    assert two.ledger.bytes_on_storage("s") == two.ledger.bytes_by_group() == {A: 40, B: 40}

@@ -21,29 +21,34 @@ from hypothesis import strategies as st
 from redis_servers import Standalone
 from thoroughness import examples
 
-from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
+from kvcm.cache.instance_cache import BATCH_KEYS
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.pages import PAGE_KEYS
-from kvcm.cache.selection import candidates
-from kvcm.cache.sessions import StartedWrite, WriteRequest
-from kvcm.cache.shared_usage import SharedLedger
-from kvcm.cache.usage import Ledger, Room, Taken, UsageLedger
-from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.quotas import (
+    FreeSpace,
+    Ledger,
+    Limits,
+    SharedLedger,
+    SharedQuota,
+    StorageLimit,
+    TakenBytes,
+    UsageLedger,
+)
+from kvcm.cache.write_plan import Specs, WritePlan, WritePlanner, candidates, missing_specs, plan_write
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import CachePreferStrategy, GlobalQuota
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.keys import NO_MASK, BlockMask
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey, decode_chunk
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec, ThreeFSStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
-from kvcm.storage.mempool import MempoolStorage, PoolOpener
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome, StorageHealth
+from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryStore
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.quota import QuotaCounters
@@ -108,7 +113,7 @@ def plan(
     quotas: dict[StorageType, int] | None = None,
     used: dict[StorageType, int] | None = None,
     storages: dict[str, int] | None = None,
-    candidates: Sequence[Place] = (),
+    candidates: Sequence[StorageKey] = (),
     free_keys: int = 100,
     head: tuple[int | None, int] = (None, 0),
     wanted: Sequence[tuple[LocationSpecInfo, ...]] | None = None,
@@ -120,10 +125,10 @@ def plan(
         group(capacity=capacity, quotas=quotas),
         {name: StorageLimit(size, {}) for name, size in (storages or {}).items()},
     )
-    places = {Place("a" if kind is DUMMY else "b", kind): size for kind, size in (used or {}).items()}
+    places = {StorageKey("a" if kind is DUMMY else "b", kind): size for kind, size in (used or {}).items()}
     on_storages = {place.storage: {"group": size} for place, size in places.items()}
-    room = Room(limits, Taken(places, on_storages, {}), free_keys)
-    planner = Planner(candidates or [Place("a", DUMMY), Place("b", POOL)], room, 100)
+    room = FreeSpace(limits, TakenBytes(places, on_storages, {}), free_keys)
+    planner = WritePlanner(candidates or [StorageKey("a", DUMMY), StorageKey("b", POOL)], room, 100)
     return plan_write(planner, keys, lacking, found, head)
 
 
@@ -135,7 +140,7 @@ class Block(NamedTuple):
     parent: int | None
     depth: int
     specs: Specs
-    place: Place
+    place: StorageKey
     size_bytes: int
     is_fresh: bool
 
@@ -173,36 +178,36 @@ def test_a_full_type_makes_way_for_the_next_candidate() -> None:
 
 
 def test_a_full_storage_makes_way_for_the_next_candidate_of_the_same_type_too() -> None:
-    places = [Place("a", DUMMY), Place("b", DUMMY), Place("c", POOL)]
+    places = [StorageKey("a", DUMMY), StorageKey("b", DUMMY), StorageKey("c", POOL)]
     result = plan([1, 2, 3, 4], storages={"a": 25, "b": 45}, candidates=places)
     assert [b.place.storage for b in blocks_of(result)] == ["a", "b", "b", "c"]
 
 
 def test_a_refusal_names_the_limit_of_every_candidate() -> None:
     result = plan([1, 2], quotas={POOL: 5}, storages={"a": 25})
-    assert ([b.key for b in blocks_of(result)], result.refused) == ([1], 1)
+    assert ([b.key for b in blocks_of(result)], result.rejected) == ([1], 1)
     for text in ("storage 'a' is full", "capacity_bytes of 25", "'group' is full on pace", "quota of 5 bytes"):
-        assert text in result.refusal, result.refusal
+        assert text in result.rejection, result.rejection
 
 
 def test_the_suffix_of_a_refused_block_is_refused_too() -> None:
     """The third would fit on its own, being smaller."""
     result = plan([1, 2, 3], capacity=45, wanted=[INFOS, (*INFOS, LocationSpecInfo("big", 90)), INFOS[:1]])
     assert [b.key for b in blocks_of(result)] == [1]
-    assert result.refused == 2
-    assert "45 bytes" in result.refusal
+    assert result.rejected == 2
+    assert "45 bytes" in result.rejection
 
 
 def test_masked_blocks_behind_a_refused_one_are_not_refused() -> None:
     result = plan([1, 2, 3], {3: BlockRecord(2, 2, (location("a"),))}, capacity=20)
-    assert ([b.key for b in blocks_of(result)], result.refused) == ([1], 1)
+    assert ([b.key for b in blocks_of(result)], result.rejected) == ([1], 1)
 
 
 def test_the_key_limit_refuses_new_blocks_only() -> None:
     known = {1: BlockRecord(None, 0, (location("a", TP0),)), 2: BlockRecord(1, 1, (location("a", TP0),))}
     result = plan([1, 2, 3, 4], known, free_keys=1)
-    assert ([b.key for b in blocks_of(result)], result.refused) == ([1, 2, 3], 1)
-    assert "max_key_count of 100" in result.refusal
+    assert ([b.key for b in blocks_of(result)], result.rejected) == ([1, 2, 3], 1)
+    assert "max_key_count of 100" in result.rejection
 
 
 def test_nothing_to_write_is_never_refused() -> None:
@@ -229,14 +234,14 @@ def test_a_plan_is_a_prefix_that_fits(
     wanted = [key for key in dict.fromkeys(keys) if key not in known]
     planned = [block.key for block in blocks_of(result)]
     assert planned == wanted[: len(planned)]
-    assert result.refused == len(wanted) - len(planned)
-    assert bool(result.refusal) == bool(result.refused)
+    assert result.rejected == len(wanted) - len(planned)
+    assert bool(result.rejection) == bool(result.rejected)
     assert [keys.index(block.key) for block in blocks_of(result)] == [block.position for block in blocks_of(result)]
     on_dummy = sum(block.size_bytes for block in blocks_of(result) if block.place.storage_type is DUMMY)
     total = used + sum(block.size_bytes for block in blocks_of(result))
     assert not planned or (total <= capacity and len(planned) <= free_keys)
     assert on_dummy == 0 or used + on_dummy <= quota
-    if result.refused:
+    if result.rejected:
         assert total + 20 > capacity or len(planned) == free_keys
 
 
@@ -268,16 +273,16 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
     known = [None, BlockRecord(3, 9, (location("b", TP1, storage_type=POOL),)), BlockRecord(None, 4, ())]
     keys, lacking = list(range(100, 100 + len(blocks))), [specs for specs, _ in blocks]
     records = [known[number] for _, number in blocks]
-    place = Place("a", DUMMY)
+    place = StorageKey("a", DUMMY)
     limits = Limits(
         group(capacity=capacity, quotas={DUMMY: on_dummy}),
         {"a": StorageLimit(on_a, {"other": kept})},
         SharedQuota(GlobalQuota("all", shared), ("group",)),
     )
 
-    def planner() -> Planner:
-        room = Room(limits, Taken({place: used}, {"a": {"group": used}}, {"group": used}), free_keys)
-        return Planner([place, Place("b", POOL), Place("c", DUMMY)], room, 100)
+    def planner() -> WritePlanner:
+        room = FreeSpace(limits, TakenBytes({place: used}, {"a": {"group": used}}, {"group": used}), free_keys)
+        return WritePlanner([place, StorageKey("b", POOL), StorageKey("c", DUMMY)], room, 100)
 
     each = planner()
     parent: int | None = 7
@@ -306,7 +311,7 @@ def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     keys = list(range(1, len(fresh) + 1))
     records = {key: BlockRecord(None, key, ()) for key, is_fresh in zip(keys, fresh, strict=True) if not is_fresh}
     whole = plan(keys, records)
-    pages = [WritePlan(runs) for runs in whole.pages(most)]
+    pages = [WritePlan(runs) for runs in whole.batches(most)]
     assert [block for page in pages for block in blocks_of(page)] == blocks_of(whole)
     assert [len(page.keys) for page in pages[:-1]] == [most] * (len(pages) - 1)
     assert all(0 < len(page.keys) <= most for page in pages)
@@ -503,14 +508,14 @@ async def test_the_next_candidate_takes_the_blocks_in_the_same_call(world: World
     await world.begin("p", "f")
     assert await world.goes_to([1, 2]) == ["p", "p"]
     await FAULTS[fault](world, "p")
-    before = world.pool().taken_bytes
+    before = world.pool().allocated_bytes
     assert await world.goes_to([3, 4]) == ["f", "f"]
     assert await world.places([3, 4]) == [[("f", IS_WRITING)]] * 2
-    assert world.pool().taken_bytes == before
+    assert world.pool().allocated_bytes == before
     assert world.pressed == (["group"] if fault == "full" else []), "room can be made where there is none, only there"
-    assert world.manager.usage.refusals["group"] == 0
+    assert world.manager.usage.rejections["group"] == 0
     assert world.manager.endings.open_count == 2
-    assert dict(world.manager.usage.held_on("f")) == {"group": 2 * PAGE}
+    assert dict(world.manager.usage.bytes_on_storage("f")) == {"group": 2 * PAGE}
 
 
 async def test_what_refused_is_asked_last_until_a_probe_of_it_is_answered(world: World) -> None:
@@ -519,14 +524,14 @@ async def test_what_refused_is_asked_last_until_a_probe_of_it_is_answered(world:
     await world.lose_agent()
     assert await world.goes_to([1]) == ["f"]
     await world.tell("p", HOUR_MS)
-    for key, end in enumerate((ProbeEnd.FAILED, ProbeEnd.LATE), start=2):
+    for key, end in enumerate((ProbeOutcome.FAILED, ProbeOutcome.LATE), start=2):
         _probed(world, end)
         assert await world.goes_to([key]) == ["f"]
-    _probed(world, ProbeEnd.ANSWERED)
+    _probed(world, ProbeOutcome.ANSWERED)
     assert await world.goes_to([9]) == ["p"]
 
 
-def _probed(world: World, end: ProbeEnd) -> None:
+def _probed(world: World, end: ProbeOutcome) -> None:
     health = world.storages.health("p")
     assert health is not None
     world.storages.set_health("p", health.after(Probe(end, 0.1, "reason"), world.clock.now(), HealthRules(9, 9)))
@@ -536,20 +541,20 @@ async def test_a_write_of_many_pages_goes_as_a_whole_and_leaves_nothing_behind(w
     """The first page of blocks has room in the pool, the second has not, though the pool's limit allows it."""
     await world.begin("p", "f")
     keys = range(POOL_BYTES // PAGE)
-    await world.fill(but=PAGE_KEYS + 10)
-    before = world.pool().taken_bytes
+    await world.fill(but=BATCH_KEYS + 10)
+    before = world.pool().allocated_bytes
     assert before > 0
     assert await world.goes_to(keys) == ["f"] * len(keys)
-    assert world.pool().taken_bytes == before
+    assert world.pool().allocated_bytes == before
     assert await world.places(keys) == [[("f", IS_WRITING)]] * len(keys)
-    assert not world.manager.usage.held_on("p").get("group", 0)
+    assert not world.manager.usage.bytes_on_storage("p").get("group", 0)
 
 
 async def test_what_one_storage_gave_is_given_back_where_another_one_refuses(world: World) -> None:
     await world.begin("p", "q", "f", limits={"p": 2})
     await world.fill("q")
     assert await world.goes_to(range(5)) == ["p"] * 2 + ["f"] * 3
-    assert world.pool().taken_bytes == 2 * PAGE
+    assert world.pool().allocated_bytes == 2 * PAGE
     assert (await world.pool("q").space()).free_bytes == 0
 
 
@@ -590,7 +595,7 @@ async def test_only_when_no_candidate_is_left_the_write_is_refused_and_told_why(
     assert [text for text in texts if text not in str(refusal.value)] == []
     assert await world.places([1, 2]) == [[], []]
     assert world.manager.endings.open_count == 0
-    assert world.manager.usage.refusals["group"] == (kind is CapacityError)
+    assert world.manager.usage.rejections["group"] == (kind is CapacityError)
     assert set(world.pressed) == ({"group"} if kind is CapacityError else set())
 
 
@@ -600,7 +605,7 @@ async def test_a_next_candidate_without_room_in_its_limits_is_named_beside_the_o
     assert await world.goes_to([1, 2]) == ["f"], "what fits of them"
     with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no room"):
         await world.start([3])
-    assert world.manager.usage.refusals["group"] == 2
+    assert world.manager.usage.rejections["group"] == 2
 
 
 async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_others_refuse(world: World) -> None:

@@ -19,20 +19,30 @@ from hypothesis import strategies as st
 from redis_servers import Standalone, standalone
 from thoroughness import examples
 
-from kvcm.cache import ended_sessions
-from kvcm.cache.checksums import NO_CHECKSUMS, Checksums, ToldLocation, checksums_of
+from kvcm.cache import write_sessions
 from kvcm.cache.deadlines import DeadlineTable
-from kvcm.cache.ended_sessions import REPEAT_SECONDS, EndedSession, EndedSessions
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession
-from kvcm.cache.write_values import Retention
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import (
+    NO_CHECKSUMS,
+    REPEAT_SECONDS,
+    Checksums,
+    EndedSession,
+    EndedSessions,
+    FinishedWrite,
+    LocationChecksums,
+    Retention,
+    StartedWrite,
+    WriteRequest,
+    WriteSession,
+    checksums_of,
+)
+from kvcm.components import Metadata, open_metadata
 from kvcm.config import Settings
-from kvcm.metadata import Metadata, open_metadata
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError, UnknownInstanceError
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
-from kvcm.model.principals import Errand, Principal, Verb, errand
+from kvcm.model.principals import CallContext, Principal, Verb, call_context
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryTable
 
@@ -176,8 +186,8 @@ async def test_replicas_go_to_whoever_asks_for_them(rig: Rig) -> None:
 async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
     with opened(group(capacity=50)) as rig:
         started = await rig.start([1, 2, 3, 4])
-        assert (started.mask, started.refused) == (BlockMask(flags=(False, False, True, True)), 2)
-        assert "50 bytes" in started.refusal
+        assert (started.mask, started.rejected) == (BlockMask(flags=(False, False, True, True)), 2)
+        assert "50 bytes" in started.rejection
         assert rig.used_bytes == 40
         with pytest.raises(CapacityError, match=r"quota\.capacity"):
             await rig.start([5])
@@ -207,7 +217,7 @@ async def test_a_removed_group_refuses_writes(rig: Rig) -> None:
 
 
 async def test_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.cache.sessions._MAX_SESSIONS", 3)
+    monkeypatch.setattr("kvcm.cache.write_sessions._MAX_SESSIONS", 3)
     with opened() as rig:
         for key in range(3):
             await rig.start([key], timeout_seconds=5)
@@ -312,11 +322,11 @@ UNKNOWN = "unknown, finished or expired"
 @contextmanager
 def asking_as(name: str) -> Iterator[None]:
     """Ask as a principal of that name."""
-    before = errand.set(Errand(Principal(name, frozenset({Verb.WRITE}), frozenset({"*"}))))
+    before = call_context.set(CallContext(Principal(name, frozenset({Verb.WRITE}), frozenset({"*"}))))
     try:
         yield
     finally:
-        errand.reset(before)
+        call_context.reset(before)
 
 
 async def test_a_repeated_finish_is_told_what_the_first_one_was_told_for_a_minute(rig: Rig) -> None:
@@ -417,7 +427,7 @@ async def test_of_two_who_carry_out_one_decision_the_first_tells_for_both() -> N
 
 
 async def test_what_is_remembered_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sessions, "_MOST", 2)
+    monkeypatch.setattr(write_sessions, "_MOST", 2)
     with opened() as rig:
         ids = [(await rig.store([3 * at, 3 * at + 1, 3 * at + 2])).session.id for at in range(3)]
         for session_id in ids[:2]:
@@ -503,7 +513,7 @@ async def test_two_managers_on_one_store_tell_the_same(shared: Deployment) -> No
         assert await second.finish_write("i", started.session.id, BlockMask(offset=2)) == told
         with pytest.raises(InvalidArgumentError, match="2 of 3 succeeded, position 2 did not"):
             await second.finish_write("i", started.session.id, ALL_THREE)
-        assert await second.open_sessions.look() == []
+        assert await second.open_sessions.find_all() == []
         assert await first.endings.due_count() == 0
         await rigs[0].settle()
         await rigs[1].settle()
@@ -576,19 +586,21 @@ async def recorded(rig: Rig, keys: Sequence[int]) -> list[dict[str, int]]:
 
 
 async def finish_with_checksums(
-    rig: Rig, started: StartedWrite, told: Sequence[ToldLocation], success: BlockMask | None = None
+    rig: Rig, started: StartedWrite, told: Sequence[LocationChecksums], success: BlockMask | None = None
 ) -> FinishedWrite:
     success = success or BlockMask(offset=len(started.chunks))
     return await rig.manager.finish_write("i", started.session.id, success, told=told)
 
 
-def of_both(first: int, second: int) -> ToldLocation:
-    return ToldLocation([("tp1", second), ("tp0", first)])
+def of_both(first: int, second: int) -> LocationChecksums:
+    return LocationChecksums([("tp1", second), ("tp0", first)])
 
 
 async def test_checksums_are_kept_by_the_name_of_the_spec(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
-    await finish_with_checksums(rig, started, [of_both(1, MOST), ToldLocation([("tp1", 5)]), ToldLocation([])])
+    await finish_with_checksums(
+        rig, started, [of_both(1, MOST), LocationChecksums([("tp1", 5)]), LocationChecksums([])]
+    )
     assert await recorded(rig, [1, 2, 3]) == [
         {"tp0": 1, "tp1": MOST},
         {"tp0": 0, "tp1": 5},
@@ -605,7 +617,7 @@ async def test_blocks_of_one_session_may_have_different_parts() -> None:
     with opened(registered=instance(groups=GROUPS)) as rig:
         started = await rig.start([1, 2, 3], spec_groups=["first", "both", "second"])
         await finish_with_checksums(
-            rig, started, [ToldLocation([("tp0", 1)]), of_both(2, 3), ToldLocation([("tp1", 4)])]
+            rig, started, [LocationChecksums([("tp0", 1)]), of_both(2, 3), LocationChecksums([("tp1", 4)])]
         )
         assert await recorded(rig, [1, 2, 3]) == [{"tp0": 1}, {"tp0": 2, "tp1": 3}, {"tp1": 4}]
 
@@ -615,10 +627,10 @@ async def test_the_checksum_of_a_location_is_that_of_its_only_part() -> None:
     with opened(registered=instance(groups=GROUPS)) as rig:
         started = await rig.start([1, 2, 3, 4], spec_groups=["first", "second", "first", "both"])
         told = [
-            ToldLocation([], 7),
-            ToldLocation([("tp1", 0)], MOST),
-            ToldLocation([("tp0", 8)], 9),
-            ToldLocation([("tp0", 0)], 10),
+            LocationChecksums([], 7),
+            LocationChecksums([("tp1", 0)], MOST),
+            LocationChecksums([("tp0", 8)], 9),
+            LocationChecksums([("tp0", 0)], 10),
         ]
         await finish_with_checksums(rig, started, told)
         assert await recorded(rig, [1, 2, 3, 4]) == [{"tp0": 7}, {"tp1": MOST}, {"tp0": 8}, {"tp0": 0, "tp1": 0}]
@@ -634,15 +646,21 @@ async def test_a_part_that_the_location_does_not_have_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ([ToldLocation([], 5)], "locations has 1 entries, must have none, or one per location .* returned: 2"),
-        ([ToldLocation([], 5)] * 3, "locations has 3 entries, .*: 2"),
-        ([ToldLocation([]), ToldLocation([("tp2", 1)])], r"locations\[1\] names the spec 'tp2', .*'tp0', 'tp1'"),
-        ([ToldLocation([("", 1)]), ToldLocation([])], r"locations\[0\] names the spec ''"),
-        ([ToldLocation([("tp0", 1), ("tp0", 0)]), ToldLocation([])], r"locations\[0\] names the spec 'tp0' twice"),
+        ([LocationChecksums([], 5)], "locations has 1 entries, must have none, or one per location .* returned: 2"),
+        ([LocationChecksums([], 5)] * 3, "locations has 3 entries, .*: 2"),
+        (
+            [LocationChecksums([]), LocationChecksums([("tp2", 1)])],
+            r"locations\[1\] names the spec 'tp2', .*'tp0', 'tp1'",
+        ),
+        ([LocationChecksums([("", 1)]), LocationChecksums([])], r"locations\[0\] names the spec ''"),
+        (
+            [LocationChecksums([("tp0", 1), ("tp0", 0)]), LocationChecksums([])],
+            r"locations\[0\] names the spec 'tp0' twice",
+        ),
     ],
 )
 async def test_what_does_not_fit_is_refused_and_the_session_stays_open(
-    rig: Rig, told: list[ToldLocation], message: str
+    rig: Rig, told: list[LocationChecksums], message: str
 ) -> None:
     started = await rig.start([1, 2])
     with pytest.raises(InvalidArgumentError, match=message):
@@ -654,7 +672,7 @@ async def test_what_does_not_fit_is_refused_and_the_session_stays_open(
 
 async def test_what_is_told_of_blocks_that_were_not_written_does_not_count(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
-    told = [ToldLocation([("nonsense", 1)]), of_both(3, 4), ToldLocation([("tp0", 1), ("tp0", 2)])]
+    told = [LocationChecksums([("nonsense", 1)]), of_both(3, 4), LocationChecksums([("tp0", 1), ("tp0", 2)])]
     await finish_with_checksums(rig, started, told, BlockMask(flags=(False, True, False)))
     assert await recorded(rig, [2]) == [{"tp0": 3, "tp1": 4}]
 
@@ -712,7 +730,7 @@ def test_they_are_stored_with_the_session() -> None:
 def test_a_session_without_checksums_is_stored_as_ever() -> None:
     old = msgspec.msgpack.encode([1, 7, 12.5, "l", b"\1" + b"\0" * 7 + b"\xfe" + b"\xff" * 7, b"\1\0"])
     assert SESSION.encoded() == old
-    told_nothing = asyncio.run(checksums_of([ToldLocation([("tp0", 0)])] * 2, (True, True), ("tp0", "tp1")))
+    told_nothing = asyncio.run(checksums_of([LocationChecksums([("tp0", 0)])] * 2, (True, True), ("tp0", "tp1")))
     assert told_nothing is NO_CHECKSUMS
     hinted = replace(SESSION, priority=1)
     assert len(msgspec.msgpack.decode(hinted.encoded())) == 8
@@ -734,7 +752,7 @@ def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
     most=st.integers(1, 7),
 )
 def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
-    told = [ToldLocation(list(row.items()), of_only) for _, row, of_only in rows]
+    told = [LocationChecksums(list(row.items()), of_only) for _, row, of_only in rows]
     keys = range(100, 100 + len(rows))
     stored = asyncio.run(checksums_of(told, [is_written for is_written, _, _ in rows], ("a", "b", "c")))
     assert len(stored.values) == 8 * len(keys) * len(stored.names)
@@ -888,7 +906,7 @@ def test_the_table_is_what_a_dict_would_be(steps: list[tuple[str, str, int]]) ->
             table.put(entry)
             expected[entry_id] = entry
         elif verb == "take":
-            assert table.take(entry_id) == expected.pop(entry_id, None)
+            assert table.pop(entry_id) == expected.pop(entry_id, None)
         else:
             now += number
             due = {key: entry for key, entry in expected.items() if entry.deadline <= now}

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from connectors.layout.engine_kv import EngineKv
-from connectors.layout.shard import Shard, Span
-from connectors.layout.stored import AXES, StoredFormat
+from connectors.layout.gather import EngineKv
+from connectors.layout.stored_format import AXES, IndexRange, Shard, StoredFormat
 from connectors.layout.tensors import dtype_name
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -120,10 +119,10 @@ def ordered(box: np.ndarray, stored: StoredFormat) -> np.ndarray:
 
 
 @st.composite
-def spans(draw: st.DrawFn, within: Span) -> Span:
+def spans(draw: st.DrawFn, within: IndexRange) -> IndexRange:
     """Return a range inside a range."""
     first = draw(st.integers(within.first, within.end - 1))
-    return Span(first, draw(st.integers(first + 1, within.end)))
+    return IndexRange(first, draw(st.integers(first + 1, within.end)))
 
 
 @st.composite

@@ -8,8 +8,8 @@ import numpy as np
 
 from connectors.transfer import TransferItem, TransferResult
 from connectors.transfer.mempool import MemPoolMover
-from connectors.transfer.pool_access import PoolAccess
-from kvcm.model.memory_pool import PAGE_BYTES
+from connectors.transfer.pool_segment import PoolAccess
+from kvcm.model.storages import PAGE_BYTES
 from kvcm.model.uri import LocationUri
 
 STORAGE, NODE = "pool", "node-a"

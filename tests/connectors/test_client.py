@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from manager_process import ManagerProcess
 
-from connectors.answers import MalformedAnswerError, read_grant, read_locations
+from connectors.calls import RetrySettings
 from connectors.client import AsyncManagerClient, ManagerClient
 from connectors.exchanges import ClientSettings
-from connectors.policy import RetrySettings
 from connectors.results import MatchMode, MatchResult, MissingReport, Outcome, RegistrationState, WriteGrant
-from connectors.storages import read_storage_configs
+from connectors.wire import MalformedAnswerError, parse_match_locations, parse_storage_configs, parse_write_grant
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec
@@ -481,7 +480,7 @@ def match(*locations: meta.CacheLocation) -> meta.GetCacheLocationResponse:
 
 
 def test_uris_are_read() -> None:
-    (found,) = read_locations(match(location(tp0=URI)), MatchMode.PREFIX, 1, ["tp0"])
+    (found,) = parse_match_locations(match(location(tp0=URI)), MatchMode.PREFIX, 1, ["tp0"])
     assert found is not None
     assert str(found.uris["tp0"]) == URI
     assert (found.uris["tp0"].offset, found.uris["tp0"].size, found.storage_type) == (192, 64, meta.ST_NFS)
@@ -490,35 +489,35 @@ def test_uris_are_read() -> None:
 def test_checksums_are_read_by_part_and_0_is_none() -> None:
     message = location(tp0=URI, tp1=URI)
     message.location_specs[1].checksum = 2**64 - 1
-    (found,) = read_locations(match(message), MatchMode.PREFIX, 1, [])
+    (found,) = parse_match_locations(match(message), MatchMode.PREFIX, 1, [])
     assert found is not None
     assert found.checksums == {"tp1": 2**64 - 1}
 
 
 def test_more_locations_than_keys_are_refused() -> None:
     with pytest.raises(MalformedAnswerError, match="2 locations for 1 keys"):
-        read_locations(match(location(tp0=URI), location(tp0=URI)), MatchMode.PREFIX, 1, [])
+        parse_match_locations(match(location(tp0=URI), location(tp0=URI)), MatchMode.PREFIX, 1, [])
 
 
 def test_batch_answers_have_one_entry_per_key() -> None:
-    both = read_locations(match(location(tp0=""), location(tp0=URI)), MatchMode.BATCH, 2, ["tp0"])
+    both = parse_match_locations(match(location(tp0=""), location(tp0=URI)), MatchMode.BATCH, 2, ["tp0"])
     assert both[0] is None
     assert both[1] is not None
     with pytest.raises(MalformedAnswerError, match="1 locations for 2 keys"):
-        read_locations(match(location(tp0=URI)), MatchMode.BATCH, 2, [])
+        parse_match_locations(match(location(tp0=URI)), MatchMode.BATCH, 2, [])
 
 
 def test_a_prefix_ends_where_a_part_is_missing() -> None:
     complete, partial = location(tp0=URI, tp1=URI), location(tp0=URI)
-    assert len(read_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0", "tp1"])) == 1
-    assert len(read_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0"])) == 3
-    assert read_locations(match(location()), MatchMode.PREFIX, 1, []) == ()
+    assert len(parse_match_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0", "tp1"])) == 1
+    assert len(parse_match_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0"])) == 3
+    assert parse_match_locations(match(location()), MatchMode.PREFIX, 1, []) == ()
 
 
 @pytest.mark.parametrize("uri", ["nonsense", "file://nfs_01/x", "file://nfs_01/x?size=-1", "file:///x?size=1"])
 def test_garbage_uris_are_refused(uri: str) -> None:
     with pytest.raises(MalformedAnswerError):
-        read_locations(match(location(tp0=uri)), MatchMode.PREFIX, 1, [])
+        parse_match_locations(match(location(tp0=uri)), MatchMode.PREFIX, 1, [])
 
 
 def grant(mask: meta.BlockMask, locations: int, session: str = "s") -> meta.StartWriteCacheResponse:
@@ -532,9 +531,9 @@ def flags(*values: bool) -> meta.BlockMask:
 
 
 def test_masks_of_grants() -> None:
-    assert read_grant(grant(meta.BlockMask(offset=1), 2), 3).mask == (True, False, False)
-    assert read_grant(grant(flags(False, True), 2), 3).mask == (False, True, False)
-    assert read_grant(grant(meta.BlockMask(), 3), 3).mask == (False, False, False)
+    assert parse_write_grant(grant(meta.BlockMask(offset=1), 2), 3).mask == (True, False, False)
+    assert parse_write_grant(grant(flags(False, True), 2), 3).mask == (False, True, False)
+    assert parse_write_grant(grant(meta.BlockMask(), 3), 3).mask == (False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +550,7 @@ def test_masks_of_grants() -> None:
 )
 def test_grants_that_contradict_the_request_are_refused(answer: meta.StartWriteCacheResponse) -> None:
     with pytest.raises(MalformedAnswerError):
-        read_grant(answer, 3)
+        parse_write_grant(answer, 3)
 
 
 def test_storage_configs_are_read_and_unknown_kinds_left_out() -> None:
@@ -559,11 +558,11 @@ def test_storage_configs_are_read_and_unknown_kinds_left_out() -> None:
                 "storage_spec":{"root_path":"/nfs/","key_count_per_file":8,"later":1}},
                {"type":"mooncake","global_unique_name":"mc","storage_spec":{"master_server_entry":"10.0.0.1:1"}},
                {"type":"tape","global_unique_name":"t"}]"""
-    nfs, mooncake = read_storage_configs(text)
+    nfs, mooncake = parse_storage_configs(text)
     assert nfs.spec == NfsStorageSpec("/nfs/", 8)
     assert not nfs.is_available
     assert mooncake.spec == MooncakeStorageSpec(master_service_entry="10.0.0.1:1")
-    assert read_storage_configs("") == ()
+    assert parse_storage_configs("") == ()
 
 
 @pytest.mark.parametrize(
@@ -572,4 +571,4 @@ def test_storage_configs_are_read_and_unknown_kinds_left_out() -> None:
 )
 def test_malformed_storage_configs_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        read_storage_configs(text)
+        parse_storage_configs(text)

@@ -17,7 +17,7 @@ from manager_process import ManagerProcess, start_manager
 from connectors.client import AsyncManagerClient, ManagerClient
 from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
-from connectors.pool_agent import read_arguments
+from connectors.pool_agent import parse_arguments
 from connectors.results import MatchMode, Outcome
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
@@ -183,7 +183,7 @@ def test_credentials_do_not_show_their_key() -> None:
     assert WRONG not in repr(settings)
     with closing(ManagerClient("127.0.0.1:1", "i", settings)) as client:
         assert WRONG not in repr(vars(client))
-        assert WRONG not in repr(client._login.shown)
+        assert WRONG not in repr(client._login.presented)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_the_pool_agent_takes_credentials(
     (tmp_path / "key").write_text(WRONG)
     monkeypatch.setenv("KVCM_TLS", "1")
     arguments = ["--storage", "s", "--capacity", "1M", "--manager", "h:1", "--node-id", "n", "--key-file"]
-    settings = read_arguments([*arguments, str(tmp_path / "key")])
+    settings = parse_arguments([*arguments, str(tmp_path / "key")])
     assert settings.credentials == ClientCredentials(key_file=tmp_path / "key", has_tls=True)
     with pytest.raises(SystemExit):
-        read_arguments([*arguments, "/nowhere"])
+        parse_arguments([*arguments, "/nowhere"])
     assert "key_file '/nowhere' cannot be read" in capsys.readouterr().err

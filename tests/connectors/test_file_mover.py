@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thoroughness import examples
 
 from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.vectored import MAX_PIECES
+from connectors.transfer.memory import MAX_PIECES
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from connectors.keys import HashKeys, KeyChain
-from connectors.reuse.identity import KvIdentity
-from connectors.reuse.weights import weights_fingerprint
-from connectors.sglang.chain_links import ChainLinks
-from connectors.sglang.model_identity import weights_of
+from connectors.reuse.registration import KvIdentity, weights_fingerprint
+from connectors.sglang.identity import weights_of
 from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_keys import PageKeys
+from connectors.sglang.page_store import PageKeys, PageParents
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 
@@ -243,16 +241,16 @@ def test_what_is_no_hash_is_refused() -> None:
 
 
 def test_parents_are_those_that_were_seen() -> None:
-    links = ChainLinks()
-    links.note([BlockKey(1), BlockKey(2), BlockKey(3)])
-    links.note([BlockKey(2), BlockKey(5)])
-    links.note([])
+    links = PageParents()
+    links.record_chain([BlockKey(1), BlockKey(2), BlockKey(3)])
+    links.record_chain([BlockKey(2), BlockKey(5)])
+    links.record_chain([])
     assert [links.parent(BlockKey(key)) for key in (1, 2, 3, 5, 6)] == [None, 1, 2, 2, None]
 
 
 def test_only_the_last_parents_are_remembered() -> None:
-    links = ChainLinks(most=3)
-    links.note([BlockKey(key) for key in range(10)])
+    links = PageParents(most=3)
+    links.record_chain([BlockKey(key) for key in range(10)])
     assert [links.parent(BlockKey(key)) for key in (6, 7, 8, 9)] == [None, None, 7, 8]
-    links.note([BlockKey(key) for key in range(20, 22)])
+    links.record_chain([BlockKey(key) for key in range(20, 22)])
     assert [links.parent(BlockKey(key)) for key in (7, 8, 9, 21)] == [None, 7, 8, 20]

@@ -20,15 +20,22 @@ from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shard
 from thoroughness import examples
 
 from connectors.layout import BlockLayout, contiguous_runs
-from connectors.layout.engine_kv import EngineKv
-from connectors.layout.gather import block_memory, gather, scatter
+from connectors.layout.gather import EngineKv, block_memory, gather, scatter
 from connectors.layout.paged import Axis, PagedKv
-from connectors.layout.sequence import sequence_block
-from connectors.layout.shard import Shard, Span, rank_heads
-from connectors.layout.staging import Staging
-from connectors.layout.stored import AXES, KV_PACKED, LAYER_FIRST, PAGE_HEAD, ByteRange, StoredFormat
-from connectors.layout.stored_text import format_text, parse_format
-from connectors.layout.tensors import dtype_name, iovec, run_count
+from connectors.layout.stored_format import (
+    AXES,
+    KV_PACKED,
+    LAYER_FIRST,
+    PAGE_HEAD,
+    ByteRange,
+    IndexRange,
+    Shard,
+    StoredFormat,
+    format_text,
+    parse_format,
+    rank_heads,
+)
+from connectors.layout.tensors import StagingBuffers, dtype_name, iovec, run_count, sequence_block
 from kvcm.model.errors import InvalidArgumentError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -104,7 +111,7 @@ LAYOUT = BlockLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=5, dtype="fl
 
 def test_block_format_is_layer_kv_head_token_dim() -> None:
     pairs = [(torch.randn(3, 17, 4), torch.randn(3, 17, 4)) for _ in range(2)]
-    block = Staging(LAYOUT).host_block(sequence_block(pairs, 2, 5), 0)
+    block = StagingBuffers(LAYOUT).host_block(sequence_block(pairs, 2, 5), 0)
     stored = torch.frombuffer(bytearray(b"".join(block.buffers)), dtype=torch.float32).view(2, 2, 3, 5, 4)
     for layer, pair in enumerate(pairs):
         for part, tensor in enumerate(pair):
@@ -122,7 +129,7 @@ def test_staged_blocks_are_the_same_bytes(dtype: torch.dtype, order: list[int], 
     shape = [layout.piece_shape[dimension] for dimension in order]
     inverse = [order.index(dimension) for dimension in range(3)]
     pieces = [torch.randn(shape).to(dtype).permute(inverse)[:, :, :] for _ in range(2)]
-    staging = Staging(layout, slots=2)
+    staging = StagingBuffers(layout, slots=2)
     block = staging.host_block(pieces, slot)
     block.gather()
     stored = b"".join(block.buffers)
@@ -140,13 +147,13 @@ def test_staged_blocks_are_the_same_bytes(dtype: torch.dtype, order: list[int], 
 
 
 def test_staged_blocks_are_limited_by_slots_and_direct_ones_are_not() -> None:
-    direct = Staging(LAYOUT, slots=2)
+    direct = StagingBuffers(LAYOUT, slots=2)
     pairs = [(torch.randn(3, 50, 4), torch.randn(3, 50, 4)) for _ in range(2)]
     assert len(direct.host_blocks(sequence_block(pairs, index, 5) for index in range(10))) == 10
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=1100, dtype="float32")
     scattered = [(torch.randn(1, 2, 4400).transpose(1, 2), torch.randn(1, 2, 4400).transpose(1, 2))]
-    staged = Staging(layout, slots=3)
+    staged = StagingBuffers(layout, slots=3)
     blocks = staged.host_blocks(sequence_block(scattered, index, 1100) for index in range(4))
     assert len(blocks) == 3
     for block in blocks:
@@ -156,14 +163,14 @@ def test_staged_blocks_are_limited_by_slots_and_direct_ones_are_not() -> None:
 
 
 def test_pieces_must_fit_the_layout() -> None:
-    staging = Staging(LAYOUT)
+    staging = StagingBuffers(LAYOUT)
     good = [torch.zeros(3, 5, 4) for _ in range(4)]
     staging.host_block(good, 0)
     for bad in (good[:3], [torch.zeros(3, 5, 5)] * 4, [piece.double() for piece in good]):
         with pytest.raises(InvalidArgumentError, match="must be"):
             staging.host_block(bad, 0)
     with pytest.raises(InvalidArgumentError, match="slots"):
-        Staging(LAYOUT, slots=0)
+        StagingBuffers(LAYOUT, slots=0)
 
 
 def test_fingerprints_differ_with_every_field() -> None:
@@ -350,18 +357,18 @@ def test_ranks_of_any_group_write_and_read_specs_of_one_head(heads: int, writers
     for rank in range(writers):
         mine, replica = rank_heads(heads, rank, writers)
         if replica == 0:
-            written += stored.specs_within(Shard(Span(0, 4), mine))
+            written += stored.specs_within(Shard(IndexRange(0, 4), mine))
     assert sorted(written) == sorted(stored.specs)
     for rank in range(readers):
         mine = rank_heads(heads, rank, readers).heads
-        reads = stored.reads(Shard(Span(0, 4), mine))
+        reads = stored.reads(Shard(IndexRange(0, 4), mine))
         assert len(reads) == mine.size
         assert all(read.ranges == (ByteRange(0, read.spec.size_bytes),) for read in reads)
 
 
 def test_half_of_a_larger_ranks_spec_is_one_range_when_heads_are_outermost() -> None:
     """TP=2 wrote, TP=4 reads: one range of half a spec; layer first, it is one per layer and K and V."""
-    quarter = Shard(Span(0, 16), rank_heads(8, 1, 4).heads)
+    quarter = Shard(IndexRange(0, 16), rank_heads(8, 1, 4).heads)
     by_head, by_layer = replace(FORMAT, order=PAGE_HEAD), FORMAT
     (read,) = by_head.reads(quarter)
     assert read.spec.name == "layers0-16.heads0-4"
@@ -371,8 +378,8 @@ def test_half_of_a_larger_ranks_spec_is_one_range_when_heads_are_outermost() -> 
 
 
 @FIXED
-@given(spans(Span(0, 16)))
-def test_layers_are_one_range_when_layers_are_outermost(layers: Span) -> None:
+@given(spans(IndexRange(0, 16)))
+def test_layers_are_one_range_when_layers_are_outermost(layers: IndexRange) -> None:
     """A rank that reads layer by layer reads one range each time, and one per head when heads are outermost."""
     spec = FORMAT.specs[0]
     layer_bytes = spec.size_bytes // 16
@@ -384,19 +391,23 @@ def test_layers_are_one_range_when_layers_are_outermost(layers: Span) -> None:
 
 def test_a_rank_writes_what_it_has_all_of() -> None:
     """A rank of a larger group than the specs are cut for has no whole spec and writes nothing."""
-    assert [spec.name for spec in FORMAT.specs_within(Shard(Span(0, 16), Span(0, 8)))] == [
+    assert [spec.name for spec in FORMAT.specs_within(Shard(IndexRange(0, 16), IndexRange(0, 8)))] == [
         "layers0-16.heads0-4",
         "layers0-16.heads4-8",
     ]
-    assert FORMAT.specs_within(Shard(Span(0, 32), Span(0, 2))) == ()
+    assert FORMAT.specs_within(Shard(IndexRange(0, 32), IndexRange(0, 2))) == ()
 
 
 def test_shards_outside_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"shard is layers0-33\.heads0-8, must lie in layers0-32\.heads0-8"):
-        FORMAT.reads(Shard(Span(0, 33), Span(0, 8)))
+        FORMAT.reads(Shard(IndexRange(0, 33), IndexRange(0, 8)))
     with pytest.raises(InvalidArgumentError, match=r"must lie in layers0-16\.heads0-4"):
         FORMAT.byte_ranges(FORMAT.specs[0].shard, FORMAT.specs[1].shard)
-    for layers, heads in [(Span(0, 0), Span(0, 1)), (Span(0, 1), Span(-1, 1)), (Span(2, 1), Span(0, 1))]:
+    for layers, heads in [
+        (IndexRange(0, 0), IndexRange(0, 1)),
+        (IndexRange(0, 1), IndexRange(-1, 1)),
+        (IndexRange(2, 1), IndexRange(0, 1)),
+    ]:
         with pytest.raises(InvalidArgumentError, match="must be 0 <= first < end"):
             Shard(layers, heads)
 
@@ -561,7 +572,7 @@ def test_what_one_group_stored_another_loads(writers: int, readers: int, heads: 
         mine = rank_heads(heads, rank, ranks).heads
         layers = [[layer[:, mine.first : mine.end]] for layer in memory]
         axes = ("block", "head", "token", "kv_dim" if kv_parts == 2 else "dim")
-        return EngineKv(stored, Shard(Span(0, 3), mine), layers, axes)
+        return EngineKv(stored, Shard(IndexRange(0, 3), mine), layers, axes)
 
     written: dict[str, torch.Tensor] = {}
     for rank in range(writers):
@@ -640,7 +651,7 @@ def test_ids_that_are_not_blocks_are_refused_before_anything_is_copied() -> None
 def test_memory_that_does_not_fit_is_refused() -> None:
     """Rows have the shard's bytes, uint8, contiguous, on the engine's device; the shard is one that the rank has."""
     stored = stored_format(LAYER_FIRST)
-    half = Shard(Span(0, 3), Span(0, 2))
+    half = Shard(IndexRange(0, 3), IndexRange(0, 2))
     layers = [[torch.zeros(10, 2, 32, 64)] for _ in range(3)]
     engine = EngineKv(stored, half, layers, ("block", "head", "token", "kv_dim"))
     size = stored.shard_bytes(half)
@@ -680,7 +691,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         with pytest.raises(InvalidArgumentError, match=text):
             EngineKv(stored, stored.model, tensors, axes)
     with pytest.raises(InvalidArgumentError, match=r"must lie in layers0-3\.heads0-4"):
-        EngineKv(stored, Shard(Span(0, 4), Span(0, 4)), [[good]] * 4, axes)
+        EngineKv(stored, Shard(IndexRange(0, 4), IndexRange(0, 4)), [[good]] * 4, axes)
 
 
 # ---- The Triton kernel against the torch reference, in Triton's interpreter ----

@@ -19,7 +19,7 @@ from connectors.node import NodeSettings
 from connectors.pool_reports import PoolReports
 from connectors.results import Location, MatchMode, PoolReport, WriteGrant
 from connectors.transfer import Failure, TransferEngine, TransferItem
-from connectors.transfer.pool_making import segment_path
+from connectors.transfer.pool_segment import segment_path
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
@@ -67,10 +67,10 @@ def engine(
     assert registration.ok, registration.message
     engine = TransferEngine.for_storages(registration.storages)
     reports = PoolReports(client)
-    due = reports.due(engine.pools())
+    due = reports.due_pools(engine.pools())
     assert [pool.node_id for pool in due] == [NODE]
-    reports.tell(due, 10.0)
-    assert reports.due(engine.pools()) == []  # told, and taken
+    reports.report(due, 10.0)
+    assert reports.due_pools(engine.pools()) == []  # told, and taken
     yield engine
     engine.close()
 
@@ -193,10 +193,10 @@ def test_reports_of_what_is_not_the_storage_are_refused(
         is_new_generation=False
     )
     reports = PoolReports(client)
-    due = reports.due(engine.pools())
+    due = reports.due_pools(engine.pools())
     client.close()
-    reports.tell(due, 1.0)
-    assert reports.due(engine.pools()) == due  # nobody took it, so it is told again
+    reports.report(due, 1.0)
+    assert reports.due_pools(engine.pools()) == due  # nobody took it, so it is told again
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,8 @@ from connectors.node import NodeSettings
 from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from connectors.transfer.breaker import BreakerState
 from connectors.transfer.mempool import AttachedPool, MemPoolMover
-from connectors.transfer.pool_making import make_segment, open_segment, segment_path
-from connectors.transfer.pool_segment import stamps_of
-from kvcm.model.memory_pool import extent_bytes
-from kvcm.model.storages import NfsStorageSpec, StorageConfig, TairMemPoolStorageSpec
+from connectors.transfer.pool_segment import create_segment, open_segment, segment_path, stamps_of
+from kvcm.model.storages import NfsStorageSpec, StorageConfig, TairMemPoolStorageSpec, extent_bytes
 from kvcm.model.uri import LocationUri
 
 
@@ -153,8 +151,8 @@ def test_a_write_may_be_repeated(mover: MemPoolMover) -> None:
 
 
 def test_locked_pages_are_busy_at_once_for_them_alone(pool_directory: Path, mover: MemPoolMover) -> None:
-    segment = access_at(pool_directory).find_or_make()
-    with segment.claim() as claim:
+    segment = access_at(pool_directory).find_or_create()
+    with segment.write_lock() as claim:
         assert claim.lock(PAGE_BYTES, PAGE_BYTES)
         results = mover.save([save_item(page * PAGE_BYTES, PAGE_BYTES, 7) for page in range(3)], DEADLINE)
         assert [result.failure for result in results] == [None, Failure.BUSY, None]
@@ -216,7 +214,7 @@ def test_a_pool_that_others_made_again_is_noticed(mover: MemPoolMover, pool_dire
 def test_a_pool_that_is_replaced_during_a_save_does_not_count_as_written(
     mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment = access_at(pool_directory).find_or_make()
+    segment = access_at(pool_directory).find_or_create()
     copy_in = type(segment).copy_in
 
     def replaced(self: object, offset: int, views: list[memoryview]) -> None:
@@ -231,7 +229,7 @@ def test_an_engine_that_must_not_make_it_waits_for_the_agent(pool_directory: Pat
     mover = mover_at(pool_directory, creates=False)
     assert is_failure(save_one(mover, 0, 100, 5), Failure.ERROR, "is the host agent running?")
     assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "not there")
-    make_segment(pool_directory / "segment", CAPACITY, lambda: 3)
+    create_segment(pool_directory / "segment", CAPACITY, lambda: 3)
     assert save_one(mover, 0, 100, 5).ok
 
 
@@ -284,7 +282,9 @@ def test_against_a_plain_model_of_pages(pool_directory: Path, calls: list[list[O
             assert result.ok == all(stamps[each] == stamp for each in pages)
     segment = mover._access.find()
     if segment is not None:
-        assert all(segment.holds(page * PAGE_BYTES, stamps_of(stamp, PAGE_BYTES)) for page, stamp in stamps.items())
+        assert all(
+            segment.has_stamps(page * PAGE_BYTES, stamps_of(stamp, PAGE_BYTES)) for page, stamp in stamps.items()
+        )
 
 
 # ---- Memory pools in an engine: which it has, when their memory is looked for and made, and what happens withou ----
@@ -393,7 +393,7 @@ def test_locked_pages_do_not_have_the_pool_left_alone(engine: TransferEngine, pa
     engine.pools()
     segment = open_segment(path, CAPACITY)
     assert segment is not None
-    with segment.claim() as claim:
+    with segment.write_lock() as claim:
         assert claim.lock(0, PAGE_BYTES)
         for _ in range(10):
             assert engine.save([save_item(0, 100, 5)], DEADLINE)[0].failure is Failure.BUSY

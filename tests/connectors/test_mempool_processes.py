@@ -19,7 +19,7 @@ from pool_parts import CAPACITY, MIB, PAGE_BYTES, access_at, load_one, mover_at,
 from connectors.transfer import Failure
 from connectors.transfer.mempool import MemPoolMover
 from connectors.transfer.pool_segment import PoolSegment, stamps_of
-from kvcm.model.memory_pool import chunk_bytes
+from kvcm.model.storages import chunk_bytes
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +93,7 @@ def mover(pool_directory: Path) -> MemPoolMover:
 
 @pytest.fixture
 def segment(mover: MemPoolMover, pool_directory: Path) -> PoolSegment:
-    return access_at(pool_directory, LARGE_POOL).find_or_make()
+    return access_at(pool_directory, LARGE_POOL).find_or_create()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -106,12 +106,12 @@ def catch_in_a_copy(worker: Worker, segment: PoolSegment, number: signal.Signals
     """Send a signal as soon as a worker's save has put its stamps, which is before its copy."""
     worker.tell(f"save 0 {LARGE} {stamp}")
     stamps = stamps_of(stamp, LARGE)
-    wait_until(lambda: segment.holds(0, stamps))
+    wait_until(lambda: segment.has_stamps(0, stamps))
     worker.send(number)
 
 
 def is_locked(segment: PoolSegment) -> bool:
-    with segment.claim() as claim:
+    with segment.write_lock() as claim:
         return not claim.lock(0, LARGE)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from connectors.transfer import Failure, FileMover, TransferItem, paths
-from connectors.transfer.folders import OpenFolders
 from connectors.transfer.mover import BatchingMover
+from connectors.transfer.paths import OpenFolders
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from connectors.node import NodeSettings
-from connectors.reuse.options import read_options
+from connectors.reuse.options import parse_options
 from connectors.vllm.options import VllmOptions
 from kvcm.model.errors import InvalidArgumentError
 
@@ -61,7 +61,7 @@ class Options:
 
 
 def test_values_are_taken_and_others_keep_their_default() -> None:
-    read = read_options(Options, {"manager": "a:1", "load_seconds": 3, "load_async": False})
+    read = parse_options(Options, {"manager": "a:1", "load_seconds": 3, "load_async": False})
     assert read == Options("a:1", load_async=False, load_seconds=3.0, save_batch_bytes=64)
     assert type(read.load_seconds) is float
 
@@ -82,12 +82,14 @@ def test_values_are_taken_and_others_keep_their_default() -> None:
 )
 def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        read_options(Options, given)
+        parse_options(Options, given)
     assert message in str(caught.value)
 
 
 def test_names_of_others_are_passed_over() -> None:
-    assert read_options(Options, {"manager": "a:1", "prefetch_threshold": 16}, {"prefetch_threshold"}) == Options("a:1")
+    assert parse_options(Options, {"manager": "a:1", "prefetch_threshold": 16}, {"prefetch_threshold"}) == Options(
+        "a:1"
+    )
 
 
 # ---- Options of the vLLM connector: what is not allowed is refused before an engine starts, and named ----

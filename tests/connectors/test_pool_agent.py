@@ -20,13 +20,12 @@ from waiting import until
 
 from connectors.client import ManagerClient
 from connectors.node import NodeSettings
-from connectors.pool_agent import AgentSettings, PoolAgent, main, read_arguments
-from connectors.pool_reports import PoolReports, PoolTeller
+from connectors.pool_agent import AgentSettings, PoolAgent, main, parse_arguments
+from connectors.pool_reports import PoolReporter, PoolReports
 from connectors.results import PoolReport
 from connectors.transfer import TransferEngine
 from connectors.transfer.mempool import AttachedPool
-from connectors.transfer.pool_access import PoolAccess
-from connectors.transfer.pool_making import make_segment, open_segment, segment_path
+from connectors.transfer.pool_segment import PoolAccess, create_segment, open_segment, segment_path
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 
@@ -87,7 +86,7 @@ def test_it_makes_the_memory_and_tells_of_it(
 
 
 def test_it_uses_the_memory_that_is_there(path: Path, managers: Managers, new_agent: Callable[..., PoolAgent]) -> None:
-    make_segment(path, CAPACITY, lambda: 77)
+    create_segment(path, CAPACITY, lambda: 77)
     agent = new_agent()
     agent.start()
     assert agent.tick()
@@ -177,11 +176,11 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arguments_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCM_NODE_ID", "node-7")
     monkeypatch.setenv("KVCM_CLUSTER_ID", "c0ffee")
-    settings = read_arguments(NEEDED)
+    settings = parse_arguments(NEEDED)
     assert settings.node == NodeSettings("node-7", Path("/dev/shm"), "c0ffee")
     assert (settings.capacity_bytes, settings.managers, settings.valid_ms) == (1 << 30, "127.0.0.1:6381", 15_000)
     more = ["--node-id", "n", "--directory", "/mnt", "--cluster-id", "", "--interval", "0.5", "--prefault"]
-    settings = read_arguments([*NEEDED, *more, "--remove-on-exit"])
+    settings = parse_arguments([*NEEDED, *more, "--remove-on-exit"])
     assert settings.node == NodeSettings("n", Path("/mnt"), "")
     assert (settings.valid_ms, settings.touches, settings.removes_on_exit) == (1_500, True, True)
 
@@ -195,7 +194,7 @@ def test_the_command_is_installed_under_its_name() -> None:
     ("size", "expected"), [("1M", MIB), ("1048576", MIB), ("8g", 8 << 30), ("2T", 2 << 40), ("64GiB", 64 << 30)]
 )
 def test_sizes(size: str, expected: int) -> None:
-    assert read_arguments([*NEEDED, "--capacity", size]).capacity_bytes == expected
+    assert parse_arguments([*NEEDED, "--capacity", size]).capacity_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_sizes(size: str, expected: int) -> None:
 )
 def test_wrong_arguments_are_named(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        read_arguments([*NEEDED, *arguments])
+        parse_arguments([*NEEDED, *arguments])
     assert exited.value.code == 2
     assert why in capsys.readouterr().err
 
@@ -307,9 +306,9 @@ def client(manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]
 
 
 @pytest.fixture
-def teller(client: ManagerClient, pool_directory: Path) -> Iterator[PoolTeller]:
+def teller(client: ManagerClient, pool_directory: Path) -> Iterator[PoolReporter]:
     """Closed before the directory is removed, in which its thread may just be making a pool."""
-    teller = PoolTeller(PoolReports(client), SECONDS)
+    teller = PoolReporter(PoolReports(client), SECONDS)
     yield teller
     teller.close()
 
@@ -329,11 +328,11 @@ def test_a_pool_is_told_of_again_every_minute_since_a_manager_may_forget(client:
     clock, engine = Clock(), engine_of(pool)
     reports, pools = PoolReports(client, clock), engine.pools()
     assert len(pools) == 1
-    reports.tell(reports.due(pools), SECONDS)
+    reports.report(reports.due_pools(pools), SECONDS)
     for clock.now, due in ((59.9, []), (60.0, pools), (60.1, []), (119.9, []), (120.0, pools)):
-        assert reports.due(pools) == due
-    reports.forget()
-    assert reports.due(pools) == pools
+        assert reports.due_pools(pools) == due
+    reports.reset()
+    assert reports.due_pools(pools) == pools
     engine.close()
 
 
@@ -343,49 +342,49 @@ def test_whatever_goes_wrong_what_nobody_took_is_due_again(client: ManagerClient
     bad = AttachedPool(pool, NODE, 0, CAPACITY)
     reports = PoolReports(client)
     with pytest.raises(InvalidArgumentError, match="generation is 0"):
-        reports.tell(reports.due([good, bad, AttachedPool("other", NODE, 1, CAPACITY)]), SECONDS)
-    assert reports.due([good]) == []
-    assert reports.due([bad, AttachedPool("other", NODE, 1, CAPACITY)])
+        reports.report(reports.due_pools([good, bad, AttachedPool("other", NODE, 1, CAPACITY)]), SECONDS)
+    assert reports.due_pools([good]) == []
+    assert reports.due_pools([bad, AttachedPool("other", NODE, 1, CAPACITY)])
     engine.close()
 
 
 def test_the_engine_of_another_registration_is_told_of_anew(
-    client: ManagerClient, teller: PoolTeller, pool: str
+    client: ManagerClient, teller: PoolReporter, pool: str
 ) -> None:
     """The manager that registers an instance anew has lost its state, and what it was told of pools with it."""
     before, after = engine_of(pool), engine_of(pool)
-    teller.look_after(before)
+    teller.report_pools(before)
     until(lambda: told(client) == 1)
     for _ in range(3):
-        teller.look_after(before)
-    teller.look_after(after)
+        teller.report_pools(before)
+    teller.report_pools(after)
     until(lambda: told(client) == 2)
     before.close()
     after.close()
 
 
 def test_a_pool_that_comes_later_is_told_of_by_whoever_uses_the_engine(
-    client: ManagerClient, teller: PoolTeller, pool: str, pool_directory: Path
+    client: ManagerClient, teller: PoolReporter, pool: str, pool_directory: Path
 ) -> None:
     path = segment_path(pool_directory, "", pool)
     path.write_bytes(b"something else")
     path.chmod(0o600)
     engine = engine_of(pool)
-    teller.look_after(engine)
+    teller.report_pools(engine)
     assert told(client) == 0
     path.unlink()
 
     def is_told() -> bool:
-        teller.look_after(engine)
+        teller.report_pools(engine)
         return told(client) == 1
 
     until(is_told)
     engine.close()
 
 
-def test_an_engine_without_pools_needs_no_thread(client: ManagerClient, teller: PoolTeller) -> None:
+def test_an_engine_without_pools_needs_no_thread(client: ManagerClient, teller: PoolReporter) -> None:
     engine = TransferEngine({})
-    teller.look_after(engine)
+    teller.report_pools(engine)
     assert not engine.has_pools
     assert teller._last is None
     engine.close()

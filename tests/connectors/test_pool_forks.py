@@ -62,7 +62,7 @@ with segment.claim() as claim:
 
 @pytest.fixture
 def segment(pool_directory: Path) -> PoolSegment:
-    return access_at(pool_directory).find_or_make()
+    return access_at(pool_directory).find_or_create()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 def is_locked(segment: PoolSegment) -> bool:
-    with segment.claim() as claim:
+    with segment.write_lock() as claim:
         return not claim.lock(0, PAGE_BYTES)
 
 

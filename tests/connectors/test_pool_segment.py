@@ -18,20 +18,23 @@ from hypothesis import strategies as st
 from pool_parts import CAPACITY, DEADLINE, MIB, NODE, access_at, content, mover_at, save_one, uri
 from thoroughness import examples
 
-from connectors.transfer import Failure, TransferItem, pool_header, pool_making
-from connectors.transfer.mempool import MemPoolMover
+from connectors.transfer import Failure, TransferItem, pool_segment
+from connectors.transfer.mempool import ItemChecks, MemPoolMover, PoolRun, adjacent_runs
 from connectors.transfer.mover import Direction
-from connectors.transfer.pool_checks import PartChecks
-from connectors.transfer.pool_header import SegmentHeader
-from connectors.transfer.pool_making import make_segment, open_segment, segment_path
-from connectors.transfer.pool_runs import Run, runs
-from connectors.transfer.pool_segment import PoolSegment, stamps_of
+from connectors.transfer.pool_segment import (
+    PoolSegment,
+    SegmentHeader,
+    create_segment,
+    open_segment,
+    segment_path,
+    stamps_of,
+)
 from kvcm.model.errors import StorageIOError
-from kvcm.model.memory_pool import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
+from kvcm.model.storages import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
 
 
 def make(path: Path, capacity: int = CAPACITY, generation: int = 7) -> None:
-    make_segment(path, capacity, lambda: generation)
+    create_segment(path, capacity, lambda: generation)
 
 
 def opened(path: Path, capacity: int = CAPACITY) -> PoolSegment:
@@ -163,7 +166,7 @@ def test_what_is_not_whole_or_not_ours_is_refused_and_left_alone(
     before = path.lstat()
     for _ in range(2):  # making does not make good either
         with pytest.raises(StorageIOError, match=f"memory pool {path}: .*{why}"):
-            access_at(pool_directory).find_or_make()
+            access_at(pool_directory).find_or_create()
     assert path.lstat().st_ino == before.st_ino
     with pytest.raises(StorageIOError, match=why):
         make(path)
@@ -183,7 +186,7 @@ def test_a_segment_of_another_boot_counts_as_missing_and_is_replaced(
 ) -> None:
     path = pool_directory / "segment"
     with monkeypatch.context() as patch:
-        patch.setattr(pool_header, "boot_id", lambda: b"an earlier boot!")
+        patch.setattr(pool_segment, "boot_id", lambda: b"an earlier boot!")
         make(path, generation=1)
     assert open_segment(path, CAPACITY) is None
     make(path, generation=2)
@@ -259,7 +262,7 @@ def test_a_medium_that_fills_up_meanwhile_keeps_nothing(pool_directory: Path, mo
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(pool_making.os, "posix_fallocate", full)
+    monkeypatch.setattr(pool_segment.os, "posix_fallocate", full)
     with pytest.raises(StorageIOError, match=r"has no room for it .*: enlarge it"):
         make(pool_directory / "segment")
     assert list(pool_directory.iterdir()) == []
@@ -290,11 +293,11 @@ def test_names_of_other_clusters_and_storages_differ() -> None:
 def test_locks_of_two_claims_of_one_process_exclude_each_other(pool_directory: Path) -> None:
     make(pool_directory / "segment")
     segment = opened(pool_directory / "segment")
-    with segment.claim() as one, segment.claim() as other:
+    with segment.write_lock() as one, segment.write_lock() as other:
         assert one.lock(0, 2 * PAGE_BYTES)
         assert not other.lock(PAGE_BYTES, PAGE_BYTES)
         assert other.lock(2 * PAGE_BYTES, PAGE_BYTES)
-    with segment.claim() as one:
+    with segment.write_lock() as one:
         assert one.lock(0, CAPACITY)
 
 
@@ -302,7 +305,7 @@ def test_a_dropped_segment_closes_its_descriptors(pool_directory: Path) -> None:
     make(pool_directory / "segment")
     before = set(Path("/proc/self/fd").iterdir())
     segment = opened(pool_directory / "segment")
-    with segment.claim() as claim:
+    with segment.write_lock() as claim:
         claim.lock(0, PAGE_BYTES)
     del segment, claim
     assert set(Path("/proc/self/fd").iterdir()) == before
@@ -331,14 +334,14 @@ def rows(memory: memoryview, size: int, stamp: int = STAMP) -> list[TransferItem
     ]
 
 
-def cut(items: Sequence[TransferItem], capacity: int = CAPACITY) -> list[Run]:
+def cut(items: Sequence[TransferItem], capacity: int = CAPACITY) -> list[PoolRun]:
     def fail(_: int, error: Exception) -> None:
         raise error
 
-    return list(runs(items, PartChecks(NODE, capacity, Direction.LOAD), fail))
+    return list(adjacent_runs(items, ItemChecks(NODE, capacity, Direction.LOAD), fail))
 
 
-def shape(found: Sequence[Run]) -> list[list[list[int]]]:
+def shape(found: Sequence[PoolRun]) -> list[list[list[int]]]:
     """Return the positions of each piece of each run."""
     return [[[part[0] for part in piece.parts] for piece in run.pieces] for run in found]
 
@@ -497,7 +500,7 @@ def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover)
     assert all(result.ok for result in mover.save(items, DEADLINE))
     segment = mover._access.find()
     assert segment is not None
-    assert segment.holds(0, b"".join(stamps_of(item.uri.range_id or 0, PAGE_BYTES) for item in items))
+    assert segment.has_stamps(0, b"".join(stamps_of(item.uri.range_id or 0, PAGE_BYTES) for item in items))
     expected, memory[:] = bytes(memory), bytes(len(memory))
     assert all(result.ok for result in mover.load(items, DEADLINE))
     assert memory == expected
@@ -515,7 +518,7 @@ def test_the_deadline_is_looked_at_between_runs(pool_directory: Path, direction:
     memory = memoryview(bytearray(content(STAMP, 0, 20 * MIB)))
     items = rows(memory, MIB)
     assert all(result.ok for result in mover.save(items, DEADLINE))
-    segment = access.find_or_make()
+    segment = access.find_or_create()
     slow = _taking_a_second(segment, direction, now)
     results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
     assert slow == [8 * MIB, 8 * MIB]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.policy import Conversation, Pause, Policy, Reply, RetrySettings, Send, Verdict
+from connectors.calls import CallSteps, Pause, Policy, Reply, RetrySettings, Send, Verdict
 from connectors.results import Outcome
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
@@ -54,7 +54,7 @@ def carry_out(
 ) -> Verdict[Common]:
     """Carry out the steps of one call: an answer takes no time, a timeout and a pause all of theirs."""
     clock.steps.clear()
-    steps: Conversation[Common] = policy.converse(budget_seconds)
+    steps: CallSteps[Common] = policy.steps(budget_seconds)
     result: Reply[Common] | None = None
     while True:
         try:
@@ -226,7 +226,7 @@ def test_only_one_probe_at_a_time() -> None:
     broken = policy(clock, settings=settings)
     carry_out(broken, clock, lambda _: UNAVAILABLE)
     clock.seconds = 10.0
-    probe: Conversation[Common] = broken.converse(1.0)
+    probe: CallSteps[Common] = broken.steps(1.0)
     assert isinstance(probe.send(None), Send)
     assert carry_out(broken, clock, lambda _: OK).outcome is Outcome.MISS_ON_ERROR
 
@@ -276,6 +276,6 @@ def test_a_probe_that_sends_nothing_leaves_the_probe_to_the_next() -> None:
     carry_out(broken, clock, lambda _: UNAVAILABLE)
     clock.seconds = 10.0
     carry_out(broken, clock, lambda _: OK, budget_seconds=0.0)
-    probe: Conversation[Common] = broken.converse(1.0)
+    probe: CallSteps[Common] = broken.steps(1.0)
     assert isinstance(probe.send(None), Send)
     assert carry_out(broken, clock, lambda _: OK).outcome is Outcome.MISS_ON_ERROR  # still open for all others

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from connectors.client import ManagerClient
 from connectors.results import RegistrationState
 from connectors.transformers import KVReuse, ReuseSettings
-from connectors.transformers.loader import PrefixLoad
+from connectors.transformers.prefix_load import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 
 

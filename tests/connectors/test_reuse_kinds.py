@@ -32,12 +32,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from connectors.client import ManagerClient
-from connectors.layout import staging
+from connectors.layout import tensors
 from connectors.results import Location, MatchMode
 from connectors.transformers import KVReuse
-from connectors.transformers.parts import STATE
-from connectors.transformers.probing import inspect_model
-from connectors.transformers.states import pack_state
+from connectors.transformers.model_kv import STATE, pack_state, probe_model
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 
@@ -362,7 +360,7 @@ def test_an_answer_leaves_one_state(connect: Connect, find: Find, kind: str) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_that_does_not_go_on_is_refused(dtype: torch.dtype, std: float) -> None:
     with pytest.raises(InvalidArgumentError, match="JambaForCausalLM does not go on from the state"):
-        inspect_model(jamba(std).to(dtype), BLOCK)
+        probe_model(jamba(std).to(dtype), BLOCK)
 
 
 @pytest.mark.feature("transformers", "refuses what it does not support")
@@ -398,7 +396,7 @@ def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.Monkey
     ids, model = prompt(180), model_of(kind)
     expected = plain(ids, model)
     patience = replace(PATIENT, staging_blocks=3)
-    monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+    monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
     output, report = run(connect(model, settings=patience), ids)
     assert torch.equal(output, expected)
     assert report.blocks_saved == 203 // BLOCK
@@ -406,7 +404,7 @@ def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.Monkey
     output, report = run(connect(model), ids)  # what was staged is stored like everything else
     assert torch.equal(output, expected)
     assert report.loaded_tokens == 176
-    monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+    monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
     output, report = run(connect(model, settings=patience), ids)
     assert torch.equal(output, expected)
     assert report.loaded_tokens == 176

@@ -14,17 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manager_process import ManagerProcess
 
+from connectors.calls import RetrySettings
 from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings
-from connectors.policy import RetrySettings
 from connectors.results import MatchMode
-from connectors.reuse.link import InstanceSpecs, ManagerLink
-from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
-from connectors.reuse.lookups import Found, LookupPlan, Lookups, LookupSettings
-from connectors.reuse.saving import SavedBlocks, save_blocks
-from connectors.reuse.sessions import SessionSettings, WriteSessions
-from connectors.reuse.staging import Bytes, StagingTrays, Tray
+from connectors.reuse.loads import Bytes, LoadReport, PartToLoad, StagingTray, StagingTrays, load_parts, missing_report
+from connectors.reuse.lookups import FoundPrefix, LookupPlan, Lookups, LookupSettings
+from connectors.reuse.registration import InstanceSpecs, ManagerLink
 from connectors.reuse.statistics import BUCKETS_SECONDS, ReuseStatistics, Snapshot, merged
+from connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
 from connectors.transfer import TransferEngine
 from kvcm.model.errors import ErrorCode
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
@@ -109,8 +107,8 @@ def load(link: ManagerLink, keys: Sequence[BlockKey]) -> tuple[dict[int, bytes],
 
     trays, statistics = StagingTrays(3 * PART_BYTES, 1), ReuseStatistics()
     results = load_parts(engine_of(link), trays, parts, PART_BYTES, deliver, SECONDS)
-    assert trays.lost == 0
-    return got, report_of(parts, results, statistics), statistics
+    assert trays.abandoned == 0
+    return got, missing_report(parts, results, statistics), statistics
 
 
 def test_what_is_saved_is_loaded_in_trays(manager: ManagerProcess, new_link: Link) -> None:
@@ -180,12 +178,12 @@ def test_a_closed_table_aborts_what_is_open(manager: ManagerProcess, new_link: L
     link, keys = new_link(manager.address), keys_of(1, 2)
     assert link.register()
     sessions = WriteSessions(link.client, SessionSettings())
-    grant = sessions.begin(keys, None)
+    grant = sessions.start(keys, None)
     assert grant is not None
     assert sessions.count == 1
     sessions.close()
     assert not sessions.finish(grant.session_id, [True, True])
-    assert sessions.begin(keys, None) is None
+    assert sessions.start(keys, None) is None
     assert save(link, keys).saved == 2
 
 
@@ -194,7 +192,7 @@ def test_an_open_session_is_renewed(manager: ManagerProcess, new_link: Link) -> 
     link, keys = new_link(manager.address), keys_of(1, 2)
     assert link.register()
     sessions = WriteSessions(link.client, SessionSettings(session_seconds=1))
-    grant = sessions.begin(keys, None)
+    grant = sessions.start(keys, None)
     assert grant is not None
     deadline = time.monotonic() + SECONDS
     while link.client.counters().get("renew_write") is None or link.client.counters()["renew_write"].ok < 5:
@@ -205,7 +203,7 @@ def test_an_open_session_is_renewed(manager: ManagerProcess, new_link: Link) -> 
     assert len(link.client.match(keys).locations) == 2
 
 
-def answered(lookups: Lookups, request_id: str) -> Found:
+def answered(lookups: Lookups, request_id: str) -> FoundPrefix:
     deadline = time.monotonic() + SECONDS
     while (found := lookups.poll(request_id)) is None:
         assert time.monotonic() < deadline
@@ -242,13 +240,13 @@ def test_a_lookup_finds_the_prefix_and_releases_its_lease(
     link, keys = new_link(manager.address), keys_of(1, 2, 3, 4)
     save(link, keys[:3])
     lookups = new_lookups(link)
-    lookups.begin("r", keys)
-    lookups.begin("r", keys)  # asked again before it is answered: one lookup, one lease
+    lookups.start("r", keys)
+    lookups.start("r", keys)  # asked again before it is answered: one lookup, one lease
     found = answered(lookups, "r")
-    assert (found.blocks, len(found.locations), found.is_known) == (3, 3, True)
+    assert (found.blocks, len(found.locations), found.is_answered) == (3, 3, True)
     assert len(found.lease_ids) == 1
-    lookups.forget("r")
-    lookups.forget("r")
+    lookups.release("r")
+    lookups.release("r")
     lookups.close(5.0)
     counters = link.client.counters()
     assert (counters["match"].ok, counters["release_lease"].ok) == (1, 1)
@@ -262,12 +260,12 @@ def test_leases_that_end_together_are_released_with_few_calls_and_at_the_latest_
     for number in range(12):
         keys = keys_of(10 * number + 1, 10 * number + 2)
         save(link, keys)
-        lookups.begin(f"r{number}", keys)
+        lookups.start(f"r{number}", keys)
         leases += answered(lookups, f"r{number}").lease_ids
     assert len(set(leases)) == 12
     assert all(is_open(manager, instance_id, lease_id) for lease_id in leases)
     for number in range(12):
-        lookups.forget(f"r{number}")
+        lookups.release(f"r{number}")
     lookups.close(5.0)
     counters = link.client.counters()["release_lease"]
     assert (counters.ok <= 3, counters.miss_on_error, counters.timeout) == (True, 0, 0)
@@ -281,14 +279,14 @@ def test_requests_that_ask_for_the_same_share_one_call(
     save(link, keys)
     lookups = new_lookups(link, share_seconds=60.0)
     for number in range(5):
-        lookups.begin(f"r{number}", keys)
+        lookups.start(f"r{number}", keys)
     assert [answered(lookups, f"r{number}").blocks for number in range(5)] == [2] * 5
     for number in range(5):
-        lookups.forget(f"r{number}")
+        lookups.release(f"r{number}")
     assert link.client.counters()["match"].ok == 1
     assert "release_lease" not in link.client.counters()
     lookups.clear()  # what others publish makes shared answers stale
-    lookups.begin("later", keys)
+    lookups.start("later", keys)
     assert answered(lookups, "later").blocks == 2
     assert link.client.counters()["match"].ok == 2
 
@@ -301,11 +299,11 @@ def test_of_a_sliding_window_only_the_last_blocks_are_needed(
     groups = ["full", "full", "all", "all", "full", "all", "full", "full"]
     save(link, keys, groups)
     lookups = new_lookups(link, LookupPlan(("full",), ("window",), 2))
-    lookups.begin("r", keys)
+    lookups.start("r", keys)
     found = answered(lookups, "r")
     assert found.blocks == 4  # 3 and 4 are the right-most two in a row with their window
     assert (len(found.locations), len(found.window_locations)) == (4, 2)
-    lookups.begin("short", keys[:2])
+    lookups.start("short", keys[:2])
     assert answered(lookups, "short").blocks == 0
 
 
@@ -315,7 +313,7 @@ def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(
     link, keys = new_link(manager.address), keys_of(1, 2)
     save(link, keys, ["all", "all"])
     lookups = new_lookups(link, LookupPlan(("full",), ("window",), 5))
-    lookups.begin("r", keys)
+    lookups.start("r", keys)
     found = answered(lookups, "r")
     assert (found.blocks, len(found.window_locations)) == (2, 2)
 
@@ -326,10 +324,10 @@ def test_without_a_manager_every_lookup_is_a_miss_at_once(
     link = new_link(f"127.0.0.1:{closed_port}")
     lookups = new_lookups(link)
     for number in range(50):
-        lookups.begin(f"r{number}", keys_of(number))
+        lookups.start(f"r{number}", keys_of(number))
         found = lookups.poll(f"r{number}")
         assert found is not None
-        assert (found.blocks, found.is_known) == (0, False)
+        assert (found.blocks, found.is_answered) == (0, False)
 
 
 def test_a_manager_that_dies_and_comes_back(
@@ -339,21 +337,21 @@ def test_a_manager_that_dies_and_comes_back(
     link, keys = new_link(running.address), keys_of(1, 2)
     save(link, keys)
     lookups = new_lookups(link)
-    lookups.begin("before", keys)
+    lookups.start("before", keys)
     assert answered(lookups, "before").blocks == 2
     running.kill()
     for number in range(4):  # the breaker opens
-        lookups.begin(f"dead{number}", keys_of(number))
-        assert not answered(lookups, f"dead{number}").is_known
+        lookups.start(f"dead{number}", keys_of(number))
+        assert not answered(lookups, f"dead{number}").is_answered
     assert link.client.is_suspended
-    lookups.begin("at-once", keys)
+    lookups.start("at-once", keys)
     assert lookups.poll("at-once") is not None
     new_manager(running.ports)
     deadline = time.monotonic() + 3 * SECONDS
     number = 0
     while True:
         assert time.monotonic() < deadline
-        lookups.begin(f"back{number}", keys)
+        lookups.start(f"back{number}", keys)
         if answered(lookups, f"back{number}").blocks == 2:
             break
         number += 1
@@ -366,10 +364,10 @@ def test_a_late_answer_is_a_miss_and_its_lease_is_released(
     link, keys = new_link(manager.address), keys_of(1, 2)
     save(link, keys)
     lookups = new_lookups(link, lookup_seconds=0.0)
-    lookups.begin("r", keys)
+    lookups.start("r", keys)
     found = lookups.poll("r")
     assert found is not None
-    assert (found.blocks, found.is_known) == (0, False)
+    assert (found.blocks, found.is_answered) == (0, False)
     assert lookups.poll("r") is found
 
 
@@ -380,7 +378,7 @@ def test_a_refused_registration_is_final_and_loud(
     other = new_link(manager.address, model="another")
     assert not other.register()
     assert not other.is_ready()
-    assert other.engine_now() is None
+    assert other.engine_if_ready() is None
     assert "refuses to register" in caplog.text
     assert other.client.counters()["register_instance"].miss_on_error == 1
 
@@ -399,7 +397,7 @@ def test_an_absent_manager_is_registered_with_when_it_comes(
     while not link.is_ready():
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
-    assert link.engine_now() is not None
+    assert link.engine_if_ready() is not None
 
 
 # ---- Staging memory: bounded, reused, and never lent again while a storage may still write to it ----
@@ -407,15 +405,15 @@ def test_an_absent_manager_is_registered_with_when_it_comes(
 
 def test_a_tray_comes_back_and_is_lent_again() -> None:
     trays = StagingTrays(64, 1)
-    first = trays.take(0)
+    first = trays.acquire(0)
     assert first is not None
-    assert trays.take(0) is None
-    trays.give_back(first)
-    assert trays.take(0) is first
+    assert trays.acquire(0) is None
+    trays.release(first)
+    assert trays.acquire(0) is first
 
 
 def test_rows_share_the_memory_and_are_as_many_as_fit() -> None:
-    tray = StagingTrays(64, 1).take(0)
+    tray = StagingTrays(64, 1).acquire(0)
     assert tray is not None
     assert tray.rows(16, 10).shape == (4, 16)
     assert tray.rows(16, 2).shape == (2, 16)
@@ -433,8 +431,8 @@ class Storage:
         return self.hangs
 
 
-def _lend(trays: StagingTrays) -> Tray:
-    tray = trays.take(0)
+def _lend(trays: StagingTrays) -> StagingTray:
+    tray = trays.acquire(0)
     assert tray is not None
     return tray
 
@@ -444,25 +442,25 @@ def test_a_lost_tray_is_replaced_until_too_many_are_lost() -> None:
     seen = []
     for _ in range(3):
         seen.append(_lend(trays))
-        trays.lose(seen[-1], storage.may_change)
+        trays.abandon(seen[-1], storage.may_change)
     assert len(set(map(id, seen))) == 3
-    assert trays.take(0) is None  # three are lost, of which two were replaced
-    assert trays.lost == 3
+    assert trays.acquire(0) is None  # three are lost, of which two were replaced
+    assert trays.abandoned == 3
     storage.hangs = False
     _lend(trays)
-    assert trays.lost == 0
-    assert trays.take(0) is None  # as many as at the beginning
+    assert trays.abandoned == 0
+    assert trays.acquire(0) is None  # as many as at the beginning
 
 
 def test_a_tray_is_not_lent_while_the_storage_that_hangs_on_to_it_does() -> None:
     trays = StagingTrays(8, 2, most_lost=0)
     old, new = Storage(), Storage()  # the group's storages were changed while one of them hung
     kept, freed = _lend(trays), _lend(trays)
-    trays.lose(kept, old.may_change)
-    trays.lose(freed, new.may_change)
+    trays.abandon(kept, old.may_change)
+    trays.abandon(freed, new.may_change)
     new.hangs = False
     assert _lend(trays) is freed
-    assert trays.take(0) is None
+    assert trays.acquire(0) is None
     old.hangs = False
     assert _lend(trays) is kept
 
@@ -472,19 +470,19 @@ def test_after_a_recovery_as_many_may_be_lost_again() -> None:
     for _ in range(5):
         storage = Storage()
         for _ in range(2):
-            trays.lose(_lend(trays), storage.may_change)
-        assert trays.take(0) is None
+            trays.abandon(_lend(trays), storage.may_change)
+        assert trays.acquire(0) is None
         storage.hangs = False
 
 
 def test_who_waits_gets_the_tray_that_comes_back() -> None:
     trays = StagingTrays(8, 1)
-    first = trays.take(0)
+    first = trays.acquire(0)
     assert first is not None
     got: list[object] = []
-    waiter = threading.Thread(target=lambda: got.append(trays.take(10)))
+    waiter = threading.Thread(target=lambda: got.append(trays.acquire(10)))
     waiter.start()
-    trays.give_back(first)
+    trays.release(first)
     waiter.join(10)
     assert got == [first]
 
@@ -512,8 +510,8 @@ def test_the_takings_add_up_to_the_total(deeds: list[tuple[str, str, float]]) ->
             counted.observe(name, value)
             seconds.append(value)
         else:
-            taken = merged(taken, counted.take())
-    taken = merged(taken, counted.take())
+            taken = merged(taken, counted.drain())
+    taken = merged(taken, counted.drain())
     total = counted.total()
     assert {name: total.get(name, 0) for name in NAMES} == model == {name: taken.get(name, 0) for name in NAMES}
     for snapshot in (total, taken):
@@ -521,7 +519,7 @@ def test_the_takings_add_up_to_the_total(deeds: list[tuple[str, str, float]]) ->
         assert isinstance(times, list)
         assert sum(times[:-1]) == len(seconds)
         assert abs(times[-1] - sum(seconds)) < 1e-6
-    assert counted.take() == {}
+    assert counted.drain() == {}
 
 
 def test_a_time_is_counted_in_its_bucket() -> None:

@@ -12,7 +12,7 @@ from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, make_model, plain, prompt, run
 
 from connectors.transformers import KVReuse
-from connectors.transformers.block_pool import BlockPool
+from connectors.transformers.paged_cache import BlockPool
 
 POOL = replace(PATIENT, pool_blocks=40)
 
@@ -26,7 +26,7 @@ def in_pool(reuse: KVReuse, ids: torch.Tensor) -> list[bytes]:
     """Return the stored form of the blocks that the pool keeps for some tokens, by plain indexing."""
     pool = pool_of(reuse)
     blocks = pool.find(reuse.block_keys(ids[0].tolist()))
-    pool.give_back(blocks)
+    pool.release(blocks)
     return [
         torch.stack([tensor[block] for layer in sorted(pool.memory) for tensor in pool.memory[layer]]).numpy().tobytes()
         for block in blocks

@@ -34,7 +34,7 @@ from script_process import run_script
 from transformers import DynamicCache
 
 from connectors.client import ManagerClient
-from connectors.layout import staging
+from connectors.layout import tensors
 from connectors.results import Location
 from connectors.transformers import KVReuse, ReuseSettings
 from kvcm.model.uri import LocationUri
@@ -85,7 +85,7 @@ def test_each_block_is_loaded_to_its_place(
     connect: Connect, stored: Stored, monkeypatch: pytest.MonkeyPatch, most_pieces: int
 ) -> None:
     """Equal tokens do not show it (see below): the cache that was used is compared with the store, block by block."""
-    monkeypatch.setattr(staging, "_MAX_PIECES", most_pieces)  # with 1, blocks go through the staging buffer
+    monkeypatch.setattr(tensors, "_MAX_PIECES", most_pieces)  # with 1, blocks go through the staging buffer
     reuse, ids = connect(), prompt(300)
     run(reuse, ids)
     output, report = run(reuse, ids, return_dict_in_generate=True)
@@ -195,7 +195,7 @@ def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
 def any_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks move from and to the cache itself, or through the staging buffer."""
     if request.param == "staging":
-        monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+        monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
 
 
 def locations_of(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor) -> list[Location]:

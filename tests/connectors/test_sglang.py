@@ -25,14 +25,11 @@ from connectors import calls
 from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings
 from connectors.results import CallCounters, Location, MatchMode, RegistrationState
-from connectors.reuse.link import InstanceSpecs, ManagerLink
-from connectors.sglang.match_book import Lease, MatchBook
-from connectors.sglang.model_identity import page_identity
+from connectors.reuse.registration import InstanceSpecs, ManagerLink
+from connectors.sglang.host_pool import PageMemory
+from connectors.sglang.identity import page_identity
 from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_keys import PageKeys
-from connectors.sglang.page_memory import PageMemory
-from connectors.sglang.page_store import PageStore
-from connectors.sglang.rank import RankParts
+from connectors.sglang.page_store import MatchCache, PageKeys, PageStore, RankParts, ReadLease
 from connectors.transfer import TransferEngine
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
@@ -295,7 +292,7 @@ def test_nothing_is_stored_when_it_is_not_to_be(open_store: Open) -> None:
 def test_closing_aborts_what_is_open(open_store: Open) -> None:
     store, other = open_store(), open_store()
     keys = store.keys.keys(_HASHES[:2])
-    assert store._sessions.begin(keys, None) is not None
+    assert store._sessions.start(keys, None) is not None
     assert other.save(_HASHES[:2], slots(0, 1)).pages == 0  # somebody is at it
     store.close()
     assert other.save(_HASHES[:2], slots(0, 1)).pages == 2
@@ -446,32 +443,32 @@ class Book:
     def __init__(self, most: int = 100) -> None:
         self.clock = FakeClock()
         self.released: list[str] = []
-        self.book = MatchBook(self.released.append, self.clock.now, most)
+        self.book = MatchCache(self.released.append, self.clock.now, most)
 
     def enter(self, name: str, *numbers: int, seconds: float = 10.0) -> None:
-        lease = Lease(name, self.clock.time + seconds)
-        self.book.enter(keys(*numbers), [place(number) for number in numbers], lease)
+        lease = ReadLease(name, self.clock.time + seconds)
+        self.book.add(keys(*numbers), [place(number) for number in numbers], lease)
 
 
 def test_a_lease_is_given_back_when_its_last_page_is_loaded() -> None:
     site = Book()
     site.enter("a", 1, 2, 3)
-    first, rest = site.book.take(keys(1, 2)), site.book.take(keys(3))
+    first, rest = site.book.pop(keys(1, 2)), site.book.pop(keys(3))
     assert first.locations == (place(1), place(2))
-    site.book.done(rest)
+    site.book.release(rest)
     assert site.released == []
-    site.book.done(first)
+    site.book.release(first)
     assert site.released == ["a"]
 
 
 def test_only_leading_pages_are_taken() -> None:
     site = Book()
     site.enter("a", 1, 2, 4)
-    found = site.book.take(keys(1, 2, 3, 4))
+    found = site.book.pop(keys(1, 2, 3, 4))
     assert len(found.locations) == 2
-    assert site.book.take(keys(5)).locations == ()
+    assert site.book.pop(keys(5)).locations == ()
     assert len(site.book) == 1
-    site.book.done(found)
+    site.book.release(found)
     assert site.released == []
     site.book.clear()
     assert site.released == ["a"]
@@ -482,19 +479,19 @@ def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
     site.enter("a", 1, 2)
     site.enter("b", 1, 2, 3)
     assert site.released == ["a"]
-    found = site.book.take(keys(1, 2, 3))
+    found = site.book.pop(keys(1, 2, 3))
     assert {lease.id for lease in found.leases} == {"b"}
-    site.book.done(found)
+    site.book.release(found)
     assert site.released == ["a", "b"]
 
 
 def test_a_lease_whose_pages_are_being_loaded_stays() -> None:
     site = Book()
     site.enter("a", 1)
-    found = site.book.take(keys(1))
+    found = site.book.pop(keys(1))
     site.enter("b", 1)
     assert site.released == []
-    site.book.done(found)
+    site.book.release(found)
     assert site.released == ["a"]
 
 
@@ -502,7 +499,7 @@ def test_pages_are_dropped_when_their_lease_ends() -> None:
     site = Book()
     site.enter("a", 1, seconds=5)
     site.clock.time += 6
-    assert site.book.take(keys(1)).locations == ()
+    assert site.book.pop(keys(1)).locations == ()
     site.enter("b", 2)
     assert len(site.book) == 1
     assert site.released == []  # it has ended by itself
@@ -523,13 +520,13 @@ def test_every_lease_is_given_back_once_whatever_happens() -> None:
         if random.random() < 0.5:
             site.enter(f"lease-{number}", *range(first, first + random.randrange(1, 8)), seconds=1e6)
         else:
-            taken.append(site.book.take(keys(*range(first, first + 5))))
+            taken.append(site.book.pop(keys(*range(first, first + 5))))
         while taken and random.random() < 0.5:
-            site.book.done(taken.pop(random.randrange(len(taken))))
+            site.book.release(taken.pop(random.randrange(len(taken))))
     held = {lease.id for found in taken for lease in found.leases}
     assert not held & set(site.released)
     for found in taken:
-        site.book.done(found)
+        site.book.release(found)
     site.book.clear()
     assert len(site.released) == len(set(site.released))
     entered = {f"lease-{number}" for number in range(500)} & set(site.released)

@@ -17,8 +17,7 @@ from script_process import run_script
 from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
 
 from connectors.client import ManagerClient
-from connectors.gpu_tier.identity import BlockParts
-from connectors.gpu_tier.settings import TierSettings
+from connectors.gpu_tier.connector import BlockParts, TierSettings
 from connectors.results import Location, MatchMode, RegistrationState
 from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
 from gpu_tier.connector import KV_SPEC
@@ -58,7 +57,7 @@ def test_what_one_engine_publishes_another_attaches(
         prefix = second.attach(TOKENS)
         assert prefix.n_tokens == second.store.counters.storage_tokens == 6 * PAGE
         assert len(sidecars_of(prefix)) == (6 if sidecar else 0)
-        second.store.give_back(prefix)
+        second.store.release(prefix)
         assert second.host.allocator.in_use == 0
 
 

@@ -18,15 +18,12 @@ from thoroughness import examples
 from transfer_parts import DEADLINE, SCHEME, HeldStorage, failures
 from transfer_parts import item as held_item
 
-from connectors.layout import Shard, Span, StoredFormat
-from connectors.layout.dtypes import item_bytes
-from connectors.layout.stored import AXES
-from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult, checksum_of, checksums
+from connectors.layout import IndexRange, Shard, StoredFormat
+from connectors.layout.stored_format import AXES, item_bytes
+from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult, checksum_of, mover
 from connectors.transfer.breaker import BreakerState
-from connectors.transfer.checksums import recorded
-from connectors.transfer.mover import moved, not_moved
-from connectors.transfer.ranges import range_items
-from connectors.transfer.work import cut
+from connectors.transfer.lanes import group_items
+from connectors.transfer.mover import moved, not_moved, range_items, record_checksums
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 
@@ -119,8 +116,8 @@ def test_a_digest_of_0_is_told_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
         def intdigest(self) -> int:
             return 0
 
-    monkeypatch.setattr(checksums, "xxh3_64_intdigest", lambda _data: 0)
-    monkeypatch.setattr(checksums, "xxh3_64", Zero)
+    monkeypatch.setattr(mover, "xxh3_64_intdigest", lambda _data: 0)
+    monkeypatch.setattr(mover, "xxh3_64", Zero)
     assert [checksum_of([memoryview(b"x")] * count) for count in (1, 2)] == [1, 1]
 
 
@@ -187,7 +184,7 @@ def test_the_time_that_it_takes_is_the_callers() -> None:
         now[0] += 2.0
         return now[0]
 
-    first, second = recorded(save, clock)([held_item("/1"), held_item("/2")], 5.0)
+    first, second = record_checksums(save, clock)([held_item("/1"), held_item("/2")], 5.0)
     assert given_seconds == [3.0]
     assert (first.checksum, second) == (checksum_of([memoryview(bytes(8))]), not_moved(Failure.ERROR, "full"))
 
@@ -324,7 +321,7 @@ def test_reading_layer_ranges_equals_slicing_the_whole(
 ) -> None:
     stored = data.draw(formats())
     first = data.draw(st.integers(0, stored.layers - 1))
-    wanted = Shard(Span(first, data.draw(st.integers(first + 1, stored.layers))), stored.model.heads)
+    wanted = Shard(IndexRange(first, data.draw(st.integers(first + 1, stored.layers))), stored.model.heads)
     item = np.dtype((np.void, item_bytes(stored.dtype)))
     shape = tuple(stored.shape(stored.model).values())
     whole = np.frombuffer(os.urandom(math.prod(shape) * item.itemsize), item).reshape(shape)
@@ -373,7 +370,7 @@ def test_each_range_ends_as_if_it_was_alone_and_never_leaves_the_part(
 def test_ranges_of_a_part_reach_the_storage_in_order_however_they_were_asked_for(starts: list[int]) -> None:
     place = uri(Path("/r/c/f"), PART_BYTES)
     items = [TransferItem(place, [memoryview(bytearray(8))], start) for start in starts]
-    [group] = cut(items, range(len(items)), 1 << 20)
+    [group] = group_items(items, range(len(items)), 1 << 20)
     assert [item.offset for item in group.items] == list(range(0, PART_BYTES, 8))
     assert [items[position] for position in group.positions] == group.items
 

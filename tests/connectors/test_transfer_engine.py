@@ -18,14 +18,11 @@ from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, fail
 from waiting import until
 
 from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.breaker import Breaker, BreakerState, Passage
-from connectors.transfer.budget import ByteBudget
-from connectors.transfer.gate import Gate
-from connectors.transfer.lane import Lane
+from connectors.transfer.breaker import BreakerState, CallAdmission, StorageBreaker
+from connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
 from connectors.transfer.mover import Direction
-from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from connectors.transfer.statistics import BUCKETS_SECONDS
-from connectors.transfer.work import Transfer, Visit
+from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from kvcm.model.errors import InvalidArgumentError
 
 CANCELLED, PENDING, ERROR, UNAVAILABLE = Failure.CANCELLED, Failure.PENDING, Failure.ERROR, Failure.UNAVAILABLE
@@ -388,12 +385,12 @@ def storage() -> Iterator[HeldStorage]:
 
 @pytest.mark.parametrize("behind", list(Direction))
 def test_what_waits_behind_a_load_begins_when_the_load_is_taken_back(storage: HeldStorage, behind: Direction) -> None:
-    gate = Gate(ByteBudget(50, ["s"]))
-    lane = Lane("s", storage, 2, gate, time.monotonic)
+    gate = TransferAdmission(ByteBudget(50, ["s"]))
+    lane = StorageLane("s", storage, 2, gate, time.monotonic)
 
-    def begin(direction: Direction, path: str, size: int) -> Visit:
-        visit = lane.visit(Transfer(direction, 1, time.monotonic() + DEADLINE), [item(path, size)], [0])
-        lane.begin(visit)
+    def begin(direction: Direction, path: str, size: int) -> StorageTransfer:
+        visit = lane.create_visit(TransferCall(direction, 1, time.monotonic() + DEADLINE), [item(path, size)], [0])
+        lane.submit(visit)
         return visit
 
     storage.hold("/1")
@@ -405,10 +402,10 @@ def test_what_waits_behind_a_load_begins_when_the_load_is_taken_back(storage: He
         fits = begin(behind, "/3", 8)
     until(lambda: too_large.batches[0].is_held_back)
     with gate.lock:  # the other thread sleeps now: it has let go of the lock
-        assert len(lane.withdraw(too_large, "the call was cancelled")) == 1
+        assert len(lane.cancel(too_large, "the call was cancelled")) == 1
     fits.transfer.wait(5.0)
     with gate.lock:
-        lane.shut()
+        lane.close()
     assert storage.begun == ["load /1", f"{behind} /3"]
     storage.let_go()
     lane.join(time.monotonic() + WAIT)
@@ -445,9 +442,9 @@ class BreakerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.breaker = Breaker(FAILURES_TO_OPEN, FIRST_PAUSE, LONGEST_PAUSE)
+        self.breaker = StorageBreaker(FAILURES_TO_OPEN, FIRST_PAUSE, LONGEST_PAUSE)
         self.now = 0.0
-        self.under_way: list[Passage] = []
+        self.under_way: list[CallAdmission] = []
         # The model: failures in a row, or how long it is open and the next pause.
         self.failures = 0
         self.open_until: float | None = None
@@ -459,13 +456,13 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @rule()
     def call_comes(self) -> None:
-        passage = self.breaker.enter(self.now)
+        passage = self.breaker.admit(self.now)
         if self.open_until is None:
-            assert passage is Passage.ORDINARY
-        elif Passage.TRIAL in self.under_way or self.now < self.open_until:
+            assert passage is CallAdmission.ORDINARY
+        elif CallAdmission.TRIAL in self.under_way or self.now < self.open_until:
             assert passage is None
         else:
-            assert passage is Passage.TRIAL
+            assert passage is CallAdmission.TRIAL
         if passage is not None:
             self.under_way.append(passage)
 
@@ -473,8 +470,8 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), succeeded=st.sampled_from([True, False, None]))
     def call_ends(self, data: st.DataObject, succeeded: bool | None) -> None:
         passage = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        self.breaker.leave(passage, succeeded, self.now)
-        if passage is Passage.TRIAL:
+        self.breaker.record_result(passage, succeeded, self.now)
+        if passage is CallAdmission.TRIAL:
             if succeeded:
                 self.open_until, self.failures = None, 0
             elif succeeded is False:
@@ -487,7 +484,7 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @rule()
     def sign_of_life(self) -> None:
-        self.breaker.hurry(self.now)
+        self.breaker.end_pause(self.now)
         if self.open_until is not None:
             self.open_until = min(self.open_until, self.now)
 
@@ -495,8 +492,8 @@ class BreakerMachine(RuleBasedStateMachine):
     def shows_its_state(self) -> None:
         if self.open_until is None:
             assert self.breaker.state is BreakerState.CLOSED
-        elif Passage.TRIAL in self.under_way:
-            assert self.breaker.state is BreakerState.TRIAL
+        elif CallAdmission.TRIAL in self.under_way:
+            assert self.breaker.state is BreakerState.HALF_OPEN
         else:
             assert self.breaker.state is BreakerState.OPEN
 
@@ -506,32 +503,32 @@ TestBreaker = BreakerMachine.TestCase
 
 
 def test_a_single_failure_between_successes_opens_nothing() -> None:
-    breaker = Breaker()
+    breaker = StorageBreaker()
     for _ in range(50):
         for succeeded in (False, False, True):
-            passage = breaker.enter(0.0)
-            assert passage is Passage.ORDINARY
-            breaker.leave(passage, succeeded, 0.0)
+            passage = breaker.admit(0.0)
+            assert passage is CallAdmission.ORDINARY
+            breaker.record_result(passage, succeeded, 0.0)
     assert breaker.state is BreakerState.CLOSED
 
 
 def test_pauses_double_up_to_a_minute_and_start_anew_after_a_success() -> None:
-    breaker, now = Breaker(), 0.0
+    breaker, now = StorageBreaker(), 0.0
     for _ in range(3):
-        breaker.leave(Passage.ORDINARY, False, now)
+        breaker.record_result(CallAdmission.ORDINARY, False, now)
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        assert breaker.enter(now + pause - 0.001) is None
+        assert breaker.admit(now + pause - 0.001) is None
         now += pause
-        assert breaker.enter(now) is Passage.TRIAL
-        assert breaker.enter(now + 1000.0) is None
-        breaker.leave(Passage.TRIAL, False, now)
-    assert breaker.enter(now + 60.0) is Passage.TRIAL
-    breaker.leave(Passage.TRIAL, True, now)
-    assert breaker.enter(now) is Passage.ORDINARY
+        assert breaker.admit(now) is CallAdmission.TRIAL
+        assert breaker.admit(now + 1000.0) is None
+        breaker.record_result(CallAdmission.TRIAL, False, now)
+    assert breaker.admit(now + 60.0) is CallAdmission.TRIAL
+    breaker.record_result(CallAdmission.TRIAL, True, now)
+    assert breaker.admit(now) is CallAdmission.ORDINARY
     for _ in range(3):
-        breaker.leave(Passage.ORDINARY, False, now)
-    assert breaker.enter(now + 0.999) is None
-    assert breaker.enter(now + 1.0) is Passage.TRIAL
+        breaker.record_result(CallAdmission.ORDINARY, False, now)
+    assert breaker.admit(now + 0.999) is None
+    assert breaker.admit(now + 1.0) is CallAdmission.TRIAL
 
 
 # ---- Bytes in flight: never more than the limit, and never one storage at the cost of all others ----
@@ -546,13 +543,13 @@ def test_the_budget_is_never_exceeded_and_everything_gets_in(
     limit: int, wanted: list[tuple[str, Direction, int]], data: st.DataObject
 ) -> None:
     """Whoever is turned away gets in once there is room; only a piece larger than the budget goes beyond it, alone."""
-    gate = Gate(ByteBudget(limit, STORAGES))
+    gate = TransferAdmission(ByteBudget(limit, STORAGES))
     condition = threading.Condition(gate.lock)
     inside: list[tuple[str, int]] = []
     while wanted or inside:
         with gate.lock:
             for piece in list(wanted):
-                if gate.enter(*piece, condition):
+                if gate.try_acquire(*piece, condition):
                     wanted.remove(piece)
                     inside.append((piece[0], piece[2]))
                     total = sum(size for _, size in inside)
@@ -561,21 +558,21 @@ def test_the_budget_is_never_exceeded_and_everything_gets_in(
                     held = [size for storage, size in inside if storage == piece[0]]
                     assert sum(held) <= max(1, limit // len(STORAGES)) or len(held) == 1
             assert inside, "something always gets in when nothing is in flight"
-            gate.leave(*inside.pop(data.draw(st.integers(0, len(inside) - 1))))
+            gate.release(*inside.pop(data.draw(st.integers(0, len(inside) - 1))))
     assert gate.budget.total_bytes == 0
 
 
 def test_no_save_begins_while_a_load_waits_for_room() -> None:
-    gate = Gate(ByteBudget(100, ["a", "b"]))
+    gate = TransferAdmission(ByteBudget(100, ["a", "b"]))
     condition = threading.Condition(gate.lock)
     with gate.lock:
-        assert gate.enter("a", Direction.LOAD, 60, condition)
-        assert not gate.enter("b", Direction.LOAD, 50, condition)
-        assert not gate.enter("b", Direction.SAVE, 10, condition)
-        gate.leave("a", 60)
-        assert not gate.enter("a", Direction.SAVE, 10, condition)
-        assert gate.enter("b", Direction.LOAD, 50, condition)
-        assert gate.enter("a", Direction.SAVE, 10, condition)
+        assert gate.try_acquire("a", Direction.LOAD, 60, condition)
+        assert not gate.try_acquire("b", Direction.LOAD, 50, condition)
+        assert not gate.try_acquire("b", Direction.SAVE, 10, condition)
+        gate.release("a", 60)
+        assert not gate.try_acquire("a", Direction.SAVE, 10, condition)
+        assert gate.try_acquire("b", Direction.LOAD, 50, condition)
+        assert gate.try_acquire("a", Direction.SAVE, 10, condition)
 
 
 class Bell(threading.Condition):
@@ -589,40 +586,40 @@ class Bell(threading.Condition):
 
 
 def test_a_load_that_waits_for_its_own_share_holds_up_no_save() -> None:
-    gate = Gate(ByteBudget(100, ["a", "b"]))
+    gate = TransferAdmission(ByteBudget(100, ["a", "b"]))
     condition = threading.Condition(gate.lock)
     with gate.lock:
-        assert gate.enter("a", Direction.LOAD, 50, condition)
-        assert gate.enter("b", Direction.LOAD, 50, condition)
-        assert not gate.enter("a", Direction.LOAD, 40, condition)
-        gate.leave("b", 50)
-        assert gate.enter("b", Direction.SAVE, 8, condition)
+        assert gate.try_acquire("a", Direction.LOAD, 50, condition)
+        assert gate.try_acquire("b", Direction.LOAD, 50, condition)
+        assert not gate.try_acquire("a", Direction.LOAD, 40, condition)
+        gate.release("b", 50)
+        assert gate.try_acquire("b", Direction.SAVE, 8, condition)
 
 
 def test_saves_are_woken_when_a_load_that_room_would_help_gives_way_to_one_that_it_would_not() -> None:
-    gate = Gate(ByteBudget(99, ["a", "b", "c"]))
+    gate = TransferAdmission(ByteBudget(99, ["a", "b", "c"]))
     condition, bell = threading.Condition(gate.lock), Bell(gate.lock)
     with gate.lock:
-        assert gate.enter("b", Direction.LOAD, 70, condition)
-        assert gate.enter("a", Direction.LOAD, 20, condition)
-        assert not gate.enter("a", Direction.LOAD, 12, condition)
-        assert not gate.enter("c", Direction.SAVE, 5, bell)
-        assert not gate.enter("a", Direction.LOAD, 20, condition)
+        assert gate.try_acquire("b", Direction.LOAD, 70, condition)
+        assert gate.try_acquire("a", Direction.LOAD, 20, condition)
+        assert not gate.try_acquire("a", Direction.LOAD, 12, condition)
+        assert not gate.try_acquire("c", Direction.SAVE, 5, bell)
+        assert not gate.try_acquire("a", Direction.LOAD, 20, condition)
         assert bell.rung == 1
-        assert gate.enter("c", Direction.SAVE, 5, bell)
+        assert gate.try_acquire("c", Direction.SAVE, 5, bell)
 
 
 def test_a_storage_that_keeps_its_share_leaves_the_rest_to_the_others() -> None:
-    gate = Gate(ByteBudget(100, ["hung", "well"]))
+    gate = TransferAdmission(ByteBudget(100, ["hung", "well"]))
     condition = threading.Condition(gate.lock)
     with gate.lock:
-        assert gate.enter("hung", Direction.LOAD, 50, condition)
-        assert not gate.enter("hung", Direction.LOAD, 10, condition)
+        assert gate.try_acquire("hung", Direction.LOAD, 50, condition)
+        assert not gate.try_acquire("hung", Direction.LOAD, 10, condition)
         for _ in range(10):
-            assert gate.enter("well", Direction.LOAD, 50, condition)
-            gate.leave("well", 50)
-            assert gate.enter("well", Direction.SAVE, 50, condition)
-            gate.leave("well", 50)
+            assert gate.try_acquire("well", Direction.LOAD, 50, condition)
+            gate.release("well", 50)
+            assert gate.try_acquire("well", Direction.SAVE, 50, condition)
+            gate.release("well", 50)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

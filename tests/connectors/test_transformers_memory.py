@@ -14,12 +14,10 @@ from reuse_models import HYBRIDS, WINDOWS
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from connectors.layout import BlockLayout
-from connectors.transformers.block_pool import BlockPool
 from connectors.transformers.cache import PreallocatedLayer, WindowLayer
-from connectors.transformers.checksum import _CHUNK_WORDS, _weights, tensor_checksum
-from connectors.transformers.paged import PagedLayer, Table
-from connectors.transformers.parts import KVPart, ModelParts
-from connectors.transformers.probing import inspect_model
+from connectors.transformers.identity import _CHUNK_WORDS, _weights, tensor_checksum
+from connectors.transformers.model_kv import KVPart, ModelParts, probe_model
+from connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 
@@ -116,40 +114,40 @@ def test_the_memory_is_there_once_and_never_more() -> None:
     pool = BlockPool(parts(3), BLOCKS)
     tensors = [tensor for pair in pool.memory.values() for tensor in pair]
     assert sum(tensor.nbytes for tensor in tensors) == BLOCKS * parts(3).block_bytes
-    assert pool.take(BLOCKS + 1) is None
-    assert sorted(pool.take(BLOCKS) or []) == list(range(BLOCKS))
-    assert pool.take(1) is None
+    assert pool.acquire(BLOCKS + 1) is None
+    assert sorted(pool.acquire(BLOCKS) or []) == list(range(BLOCKS))
+    assert pool.acquire(1) is None
 
 
 def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
     pool = BlockPool(parts(), 4)
-    first = pool.take(3)
+    first = pool.acquire(3)
     assert first is not None
     pool.keep(keys(1, 3), first)
-    pool.give_back(first)
+    pool.release(first)
     assert pool.available == 4
     assert pool.find([*keys(1, 2), BlockKey(9), BlockKey(3)]) == first[:2]
     assert pool.available == 2
-    assert pool.take(3) is None
-    others = pool.take(2)  # the free one, and the idle one
+    assert pool.acquire(3) is None
+    others = pool.acquire(2)  # the free one, and the idle one
     assert others is not None
     assert pool.find(keys(3, 1)) == []
-    pool.give_back(first[:2])
-    pool.give_back(others)
-    more = pool.take(3)
+    pool.release(first[:2])
+    pool.release(others)
+    more = pool.acquire(3)
     assert more is not None
     assert pool.find(keys(1, 2)) == first[:1]  # the end of a prefix goes first
 
 
 def test_what_two_calls_computed_is_kept_once() -> None:
     pool = BlockPool(parts(), 4)
-    one, other = pool.take(1), pool.take(1)
+    one, other = pool.acquire(1), pool.acquire(1)
     assert one is not None
     assert other is not None
     pool.keep(keys(1, 1), one)
     pool.keep(keys(1, 1), other)
-    pool.give_back(other)
-    pool.give_back(one)
+    pool.release(other)
+    pool.release(one)
     assert pool.find(keys(1, 1)) == one
 
 
@@ -165,7 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 5))
     def take(self, count: int) -> None:
-        taken = self.pool.take(count)
+        taken = self.pool.acquire(count)
         if taken is not None:
             held = {block for blocks in self.taken + self.shared for block in blocks}
             assert not held & set(taken)
@@ -197,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
     def give_back(self, number: int, is_shared: bool) -> None:
         owners = self.shared if is_shared else self.taken
         if owners:
-            self.pool.give_back(owners.pop(number % len(owners)))
+            self.pool.release(owners.pop(number % len(owners)))
 
     @invariant()
     def everything_that_nobody_holds_can_be_taken(self) -> None:
@@ -221,7 +219,9 @@ def test_a_paged_layer_behaves_like_the_layer_it_replaces(
     pool = BlockPool(parts(1), 48)
     order = list(range(48))
     random.shuffle(order)
-    tables = [Table(order[row * 16 : row * 16 + -(-columns // 4)], padding) for row, padding in enumerate(paddings)]
+    tables = [
+        BlockTable(order[row * 16 : row * 16 + -(-columns // 4)], padding) for row, padding in enumerate(paddings)
+    ]
     layer, reference = PagedLayer(pool.memory[0], tables), DynamicLayer()
     for step in steps:
         states = torch.randn(2, rows, 2, step, 4)
@@ -237,7 +237,7 @@ def test_a_paged_layer_behaves_like_the_layer_it_replaces(
 @pytest.mark.parametrize("kind", ["gemma3", "bamba"])
 def test_models_with_windows_or_states_have_no_pool(kind: str) -> None:
     with pytest.raises(InvalidArgumentError, match="must be 0 for a model with windows or states"):
-        BlockPool(inspect_model((WINDOWS | HYBRIDS)[kind](), 16).parts, 4)
+        BlockPool(probe_model((WINDOWS | HYBRIDS)[kind](), 16).parts, 4)
     with pytest.raises(InvalidArgumentError, match="pool_blocks is -1"):
         BlockPool(parts(), -1)
 

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.layout.stored import ByteRange
-from connectors.reuse.loading import Deliver, PartToLoad, load_parts
-from connectors.reuse.staging import Bytes, StagingTrays
+from connectors.layout.stored_format import ByteRange
+from connectors.reuse.loads import Bytes, Deliver, PartToLoad, StagingTrays, load_parts
 from connectors.transfer import Failure, TransferEngine, TransferResult
-from connectors.transfer.checksums import checksum_of
 from connectors.transfer.file import FileMover
-from connectors.vllm.layers import LayerProgress, load_layers
+from connectors.transfer.mover import checksum_of
+from connectors.vllm.layerwise_load import LayerProgress, load_layers
 from kvcm.model.keys import BlockKey
 from kvcm.model.uri import LocationUri
 
@@ -134,10 +133,10 @@ def test_a_layer_waits_for_every_load_and_for_none_that_has_ended() -> None:
         waiting = thread.submit(progress.wait, "a")
         assert not waiting.done()
         over: Future[None] = Future()
-        over.add_done_callback(lambda load: progress.end(1, load))
+        over.add_done_callback(lambda load: progress.finish(1, load))
         over.cancel()
         waiting.result(10)
         waiting = thread.submit(progress.wait, "b")
         assert not waiting.done()
-        progress.end(0, over)
+        progress.finish(0, over)
         waiting.result(10)

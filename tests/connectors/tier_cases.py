@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from prefix_cases import MHA, PAGE, SIDECAR_BYTES, block_bytes, format_of, sidecars_of
 
-from connectors.gpu_tier.connector import ManagerConnector
-from connectors.gpu_tier.identity import BlockParts
-from connectors.gpu_tier.settings import TierSettings
+from connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
 from gpu_tier.connector import KV_SPEC
 from gpu_tier.geometry import KVGeometry, Layout
 from gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
@@ -97,7 +95,7 @@ class TierEngine:
     def attached_tokens(self, tokens: Sequence[int]) -> int:
         """Attach what is known of a prompt, check its bytes, and give it back."""
         prefix = self.attach(tokens)
-        self.store.give_back(prefix)
+        self.store.release(prefix)
         return prefix.n_tokens
 
     def digest(self, prefix: AttachedPrefix) -> str:

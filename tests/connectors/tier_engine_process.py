@@ -11,9 +11,7 @@ import sys
 
 from sharing_rig import SHORT, Rig, prompt_of
 
-from connectors.gpu_tier.connector import ManagerConnector
-from connectors.gpu_tier.identity import BlockParts
-from connectors.gpu_tier.settings import TierSettings
+from connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
 from gpu_tier.connector import KVFormat
 
 TOKENS = prompt_of(200)

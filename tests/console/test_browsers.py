@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcm.console.browsers import foreign_request, is_encrypted
+from kvcm.console.visits import foreign_request, is_encrypted
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.console.views.chains import MOST_SHOWN, Chain, ChainFold
-from kvcm.console.views.numbers import NumbersError, numbers_in
+from kvcm.console.pages.explorer import MAX_SHOWN, Chain, ChainFold, NumbersError, numbers_in
 
 INT64 = 1 << 63
 
@@ -104,7 +103,7 @@ def test_blocks_that_are_alike_are_one_run() -> None:
     assert chain.runs[2].reason.startswith("they are not there")
     first = chain.runs[0]
     assert (first.size_bytes, first.oldest_ms, first.newest_ms) == (640 * 64, 1000, 1639)
-    assert (first.places, first.left_out, len(first.blocks)) == ("disk (file)", 640 - MOST_SHOWN, MOST_SHOWN)
+    assert (first.places, first.left_out, len(first.blocks)) == ("disk (file)", 640 - MAX_SHOWN, MAX_SHOWN)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +148,10 @@ def test_a_chain_told_in_pieces_is_the_same(states: list[str], size: int) -> Non
 
 
 def test_of_a_long_run_in_pieces_as_much_is_listed() -> None:
-    blocks = [block(place) for place in range(MOST_SHOWN + 100)]
+    blocks = [block(place) for place in range(MAX_SHOWN + 100)]
     chain = in_pieces(blocks, 100)
     assert chain == in_pieces(blocks, len(blocks))
-    assert len(chain.runs[0].blocks) == MOST_SHOWN
+    assert len(chain.runs[0].blocks) == MAX_SHOWN
 
 
 def test_of_very_many_runs_the_first_are_shown() -> None:

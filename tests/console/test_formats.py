@@ -12,8 +12,8 @@ from thoroughness import examples
 
 from kvcm.console import formats
 from kvcm.console.charts import chart, sparkline
-from kvcm.console.views.history import History, charts_of_all, charts_of_group
-from kvcm.console.views.overview import tiles
+from kvcm.console.deployment import History, charts_of_all, charts_of_group
+from kvcm.console.pages.overview import tiles
 
 
 @pytest.mark.parametrize(

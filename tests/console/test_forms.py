@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcm.console.forms import Field, Sheet, exact_size
+from kvcm.console.pages.groups import changes_of, consequences, limit_fields, patch_of, sheet_of, storage_types
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.limit_fields import limit_fields, sheet_of, storage_types
-from kvcm.console.views.limits import changes_of, consequences, patch_of
-from kvcm.service.rest.group_documents import GroupDocument
-from kvcm.service.rest.merge_patch import merge_patch
-from kvcm.sizes import parse_size
+from kvcm.model.units import parse_size
+from kvcm.service.rest.conversion import merge_patch
+from kvcm.service.rest.group_resource import GroupDocument
 
 FIELDS = (
     Field("name", "Name", is_required=True),

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 from history_documents import alert, group_usage, history, usage
 
-from kvcm.console.views.curves import curve_of
-from kvcm.console.views.groups import GroupCard, group_card, group_cards, losses_of
-from kvcm.console.views.history import History, charts_of_all, charts_of_group
-from kvcm.console.views.instances import instance_views
-from kvcm.console.views.keys import key_views
-from kvcm.console.views.overview import headline, tiles
-from kvcm.console.views.roles import shown_role
-from kvcm.console.views.sessions import sessions_of
-from kvcm.console.views.storages import shares_of, storage_views
-from kvcm.console.views.tasks import outcome_of
+from kvcm.console.deployment import History, charts_of_all, charts_of_group
+from kvcm.console.formats import shown_role
+from kvcm.console.pages.curve import curve_of
+from kvcm.console.pages.groups import GroupCard, group_card, group_cards, losses_of
+from kvcm.console.pages.instances import instance_views, sessions_of
+from kvcm.console.pages.keys import key_views
+from kvcm.console.pages.overview import headline, tiles
+from kvcm.console.pages.storages import shares_of, storage_views
+from kvcm.console.pages.tasks import outcome_of
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from kvcm.index.backends.rocks import load_index
 from kvcm.model.clock import SystemClock
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import parse_redis_uri
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 
 __all__ = ["ALONE", "KINDS", "RIGS", "SHARED", "Rig", "connected", "opened"]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvcm.index.backends.backend import Change, IndexBackend
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 
 __all__ = ["check_sums", "listed", "place", "record", "recount", "used", "write"]
@@ -32,7 +32,7 @@ def record(parent: int | None = None, depth: int = 0, size: int = 10, due: float
     return BlockRecord(parent, depth, (place("ab", LocationStatus.WRITING, size, deadline=due), place("cd", size=size)))
 
 
-async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[Place, int]:
+async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[StorageKey, int]:
     """Store or remove, telling the backend what was there before as MetaIndex does; return how usage changed."""
     olds = await backend.get_many(list(records))
     changes = [Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)]
@@ -46,18 +46,18 @@ async def listed(backend: IndexBackend, page_size: int) -> list[int]:
     return [key async for page in backend.scan(page_size) for key in page]
 
 
-def used(usage: Mapping[Place, int]) -> dict[Place, int]:
+def used(usage: Mapping[StorageKey, int]) -> dict[StorageKey, int]:
     """Usage without the places that hold nothing."""
     return {where: size_bytes for where, size_bytes in usage.items() if size_bytes}
 
 
-async def recount(backend: IndexBackend, *, deleting: bool = False) -> dict[Place, int]:
+async def recount(backend: IndexBackend, *, deleting: bool = False) -> dict[StorageKey, int]:
     """Usage as the records say; only that of what is being deleted if asked so."""
-    usage: Counter[Place] = Counter()
+    usage: Counter[StorageKey] = Counter()
     for found in await backend.get_many(sorted(set(await listed(backend, 1000)))):
         for location in found.locations if found is not None else ():
             if not deleting or location.status is LocationStatus.DELETING:
-                usage[Place(location.storage, location.storage_type)] += location.size_bytes
+                usage[StorageKey(location.storage, location.storage_type)] += location.size_bytes
     return used(usage)
 
 

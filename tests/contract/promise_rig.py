@@ -17,8 +17,7 @@ from connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import StorageBackend
-from kvcm.storage.mempool import MempoolStorage, PoolOpener
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
 
 __all__ = ["NODE", "POOL_BYTES", "STORAGE", "PathSetting", "PoolSetting", "Setting", "saved_items"]

@@ -13,12 +13,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-import kvcm.storage.file_reuse
 from kvcm.model.uri import LocationUri
+from kvcm.storage import file_slots
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.file import FileStorage
-from kvcm.storage.slot_notes import beside
-from kvcm.storage.slots import SlotReuse
+from kvcm.storage.file_slots import SlotReuse, notes_path
 
 if TYPE_CHECKING:  # benchmarks do without
     import pytest
@@ -36,13 +35,13 @@ def slots(uris: Sequence[str]) -> list[tuple[str, int | None]]:
 
 def notes_of(uri: str, suffix: str = "") -> Path:
     """Return the file that tells of the slots of a part's file."""
-    return Path(beside(LocationUri.parse(uri).path) + suffix)
+    return Path(notes_path(LocationUri.parse(uri).path) + suffix)
 
 
 def wait_for_slots(patch: "pytest.MonkeyPatch", seconds: float = 60.0) -> None:
     """Have writers wait so long for free slots. The default says that a busy machine is no medium that hangs."""
-    patch.setattr(kvcm.storage.file_reuse, "_WORK_SECONDS", seconds)
-    patch.setattr(kvcm.storage.file_reuse, "_WAIT_SECONDS", seconds)
+    patch.setattr(file_slots, "_WORK_SECONDS", seconds)
+    patch.setattr(file_slots, "_WAIT_SECONDS", seconds)
 
 
 class HandClock:

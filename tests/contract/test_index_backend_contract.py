@@ -18,9 +18,9 @@ from thoroughness import examples
 
 from kvcm.index.backends.backend import Access, Change, IndexBackend
 from kvcm.index.meta_index import MetaIndex
-from kvcm.model.locations import BlockRecord, LocationStatus, Place
+from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.dead_chains import Chain, Freed, orphans
+from kvcm.reclaim.garbage import FreedSpace, OrphanChain, orphans
 
 # ── Index backend contract ──
 
@@ -214,7 +214,7 @@ async def test_samples_are_fair(backend: IndexBackend, history: Callable) -> Non
 # ── Index backend changes ──
 
 
-NFS, MOONCAKE = Place("nfs", StorageType.ST_NFS), Place("nfs", StorageType.ST_MOONCAKE)
+NFS, MOONCAKE = StorageKey("nfs", StorageType.ST_NFS), StorageKey("nfs", StorageType.ST_MOONCAKE)
 SERVED = BlockRecord(None, 0, (place(),))
 
 
@@ -424,7 +424,7 @@ async def test_no_update_is_lost_between_managers(shared: Rig) -> None:
 
 
 WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
-POOL = Place("pool", StorageType.ST_NFS)
+POOL = StorageKey("pool", StorageType.ST_NFS)
 KEYS = range(6)
 
 
@@ -671,7 +671,7 @@ async def test_families_of_many_parents_come_in_their_order(backend: IndexBacken
 
 async def test_only_what_lies_in_this_process_can_be_followed(rig: Rig) -> None:
     backend = rig.fresh()
-    rows = backend.follow(None)
+    rows = backend.observe(None)
     assert (rows is None) == backend.is_shared
 
 
@@ -706,7 +706,7 @@ async def statuses(index: MetaIndex, keys: list[int]) -> list[LocationStatus]:
 
 
 async def mark(index: MetaIndex, top: int) -> list[int]:
-    chain = Chain(index, top, FakeClock(NOW), DELAY)
+    chain = OrphanChain(index, top, FakeClock(NOW), DELAY)
     return [change.key async for changes in chain.mark() for change in changes]
 
 
@@ -729,7 +729,7 @@ async def test_a_parent_counts_while_it_serves_or_is_written(index: MetaIndex, i
 async def test_a_chain_is_marked_with_all_its_branches(index: MetaIndex) -> None:
     await index.delete([CHAIN[1]])
     behind = [*CHAIN[2:], 100, 101]
-    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(7, 70)
+    assert await OrphanChain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == FreedSpace(7, 70)
     assert await statuses(index, behind) == [LocationStatus.SERVING] * 7
     assert set(await mark(index, CHAIN[2])) == set(behind)
     records = [record for record in await index.get(behind) if record is not None]
@@ -739,20 +739,20 @@ async def test_a_chain_is_marked_with_all_its_branches(index: MetaIndex) -> None
     assert await statuses(index, CHAIN[:1]) == [LocationStatus.SERVING]
     assert await mark(index, CHAIN[2]) == []
     await index.refresh()
-    assert index.usage_bytes[Place("nfs", StorageType.ST_NFS)] == 80, "invariant 4: until the bytes are freed"
+    assert index.usage_bytes[StorageKey("nfs", StorageType.ST_NFS)] == 80, "invariant 4: until the bytes are freed"
 
 
 async def test_a_pinned_block_and_what_is_before_it_stay(index: MetaIndex) -> None:
     await index.delete([CHAIN[1]])
     await index.put({CHAIN[5]: BlockRecord(CHAIN[4], 5, (place()._replace(pinned_until=NOW + 1),))})
-    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(3, 30)
+    assert await OrphanChain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == FreedSpace(3, 30)
     assert set(await mark(index, CHAIN[2])) == {CHAIN[6], 100, 101}
     await index.put({CHAIN[5]: BlockRecord(CHAIN[4], 5, (place()._replace(pinned_until=NOW),))})
     assert set(await mark(index, CHAIN[2])) == set(CHAIN[2:6])
 
 
 async def test_a_chain_whose_prefix_is_there_is_left_alone(index: MetaIndex) -> None:
-    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(0, 0)
+    assert await OrphanChain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == FreedSpace(0, 0)
     assert await mark(index, CHAIN[2]) == []
     assert await mark(index, 999) == []
 
@@ -762,7 +762,7 @@ async def test_a_prefix_that_comes_back_stops_the_marking(backend: IndexBackend)
     index = MetaIndex(backend, View(), shard_count=4)
     await index.put({key: BlockRecord(key - 1, key, (place(),)) for key in range(1, 101)})
     marked: list[int] = []
-    async for changes in Chain(index, 1, FakeClock(NOW), DELAY).mark():
+    async for changes in OrphanChain(index, 1, FakeClock(NOW), DELAY).mark():
         marked += [change.key for change in changes]
         if len(marked) == 64:
             await index.put({0: BlockRecord(None, 0, (place(status=LocationStatus.WRITING, deadline=NOW),))})

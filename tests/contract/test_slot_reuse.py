@@ -26,12 +26,18 @@ from storage_rig import can_punch_holes, files_below
 
 import kvcm.storage.file_slots
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part, Parts
-from kvcm.storage.file_reuse import SlotGiver
-from kvcm.storage.file_slots import PackedFiles
-from kvcm.storage.packing import slot_count
-from kvcm.storage.slot_notes import beside, note_slots, noted_slots, slot_owners
-from kvcm.storage.slots import FreeSlots, Pool, SlotReuse
+from kvcm.storage.backend import Allocation, Part, Parts, slot_count
+from kvcm.storage.file_slots import (
+    FreeSlots,
+    PackedFiles,
+    Pool,
+    SlotAllocator,
+    SlotReuse,
+    deleted_slots,
+    notes_path,
+    record_deleted_slots,
+    slot_owners,
+)
 from kvcm.storage.threads import StorageThreads
 
 # ── Slot reuse ──
@@ -144,7 +150,7 @@ async def test_a_file_goes_with_its_last_slot_whoever_had_it(world: SlotWorld) -
     again = await world.create(3)
     await world.delete(uris[7:])
     assert path.exists()
-    assert noted_slots(str(path)) == {3, 4, 5, 6, 7}
+    assert deleted_slots(str(path)) == {3, 4, 5, 6, 7}
     await world.check_all()
     await world.delete(again)
     assert files_below(world.root) == []
@@ -206,9 +212,9 @@ async def test_what_was_not_handed_on_is_deleted_again(world: SlotWorld) -> None
     let_grace_pass(world)
     again = await world.allocate(2)
     path = LocationUri.parse(uris[0]).path
-    assert noted_slots(path) == {2, 3}
+    assert deleted_slots(path) == {2, 3}
     assert await world.storage.discard(again) == [None, None]
-    assert noted_slots(path) == {0, 1, 2, 3}
+    assert deleted_slots(path) == {0, 1, 2, 3}
     assert await world.storage.delete(uris[4:]) == [None] * 4
     assert files_below(world.root) == []
 
@@ -281,7 +287,7 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     wait_for_slots(monkeypatch)
     answers.set()
     path, notes, until = str(path_of(uris[0])), notes_of(uris[0]), time.monotonic() + 60
-    while noted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():
+    while deleted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():
         assert time.monotonic() < until, slot_owners(path)
         await asyncio.sleep(0)
     while world.counts.reused == 0:  # the thread is about to say that it is over
@@ -316,15 +322,15 @@ async def test_what_is_free_stays_free_when_the_storage_is_configured_anew(world
     await world.delete(uris[:4])
     let_grace_pass(world)
     same = world.opened()
-    same.inherit(world.storage)
+    same.take_over(world.storage)
     elsewhere = SlotWorld(tmp_path / "elsewhere", Random(0), slot_bytes=512, slots_per_file=8)
-    elsewhere.storage.inherit(world.storage)
+    elsewhere.storage.take_over(world.storage)
     assert not {*slots(await elsewhere.create(2))} & {*slots(uris)}
     world.storage = same
     assert slots(await world.create(2)) == slots(uris[:2])
     world.slots_per_file = 4
     otherwise = world.opened()
-    otherwise.inherit(world.storage)
+    otherwise.take_over(world.storage)
     world.storage = otherwise
     assert not {*slots(await world.create(2))} & {*slots(uris)}
 
@@ -350,7 +356,7 @@ async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: Slot
     let_grace_pass(world)
     world.storage.close()
     again = world.opened()
-    again.inherit(world.storage)
+    again.take_over(world.storage)
     world.storage = again
     assert not {*slots(await world.create(2))} & {*slots(uris)}
 
@@ -436,27 +442,27 @@ async def test_while_all_threads_are_busy_only_the_first_writer_waits(
     wait_for_slots(monkeypatch, HELD_SECONDS)
     free = FreeSlots(SlotReuse(GRACE_SECONDS, lambda: clock[0], lambda: 1))
     clock, path, pool = [0.0], f"{tmp_path}/1_32x0123456789abcdef.aa", Pool("inst", 512)
-    for name in (path, beside(path)):
+    for name in (path, notes_path(path)):
         await asyncio.to_thread(Path(name).write_bytes, b"")
-    note_slots(path, range(8))
+    record_deleted_slots(path, range(8))
     free.deleted(path, pool, range(8))
     free.forgotten(path, range(8))
     clock[0] += GRACE_SECONDS
     threads, end = StorageThreads("busy", 1), threading.Event()
-    giver = SlotGiver("s-1", PackedFiles(f"{tmp_path}/", free), threads)
+    giver = SlotAllocator("s-1", PackedFiles(f"{tmp_path}/", free), threads)
     one = Parts.of([Part("tp0", 1, 512)])
     busy = asyncio.create_task(threads.run(lambda: end.wait(60)))
     await asyncio.sleep(0)
-    assert await giver.give("inst", one, "a1") == {}
+    assert await giver.allocate("inst", one, "a1") == {}
     began = time.monotonic()
     for _ in range(3):
-        assert await giver.give("inst", one, "a2") == {}
+        assert await giver.allocate("inst", one, "a2") == {}
     assert time.monotonic() - began < HELD_SECONDS
     wait_for_slots(monkeypatch)
     end.set()
     assert await busy
     until = time.monotonic() + 60
-    while not await giver.give("inst", one, "a3"):
+    while not await giver.allocate("inst", one, "a3"):
         assert time.monotonic() < until
         await asyncio.sleep(0)
     assert free.usable(path) == 7

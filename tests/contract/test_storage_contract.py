@@ -37,15 +37,12 @@ from thoroughness import examples
 
 import kvcm.storage.file_slots
 from kvcm.model.errors import StorageIOError
-from kvcm.model.names import path_component
 from kvcm.model.storages import StorageType
-from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, StorageBackend, StoredObject
+from kvcm.model.uri import LocationUri, path_component
+from kvcm.storage.backend import Allocation, StorageBackend, StoredObject, object_name, owner_of
 from kvcm.storage.directory import StorageDirectory
-from kvcm.storage.file_listing import object_pages
-from kvcm.storage.file_probe import PROBE_PREFIX
-from kvcm.storage.packing import object_name, owner_of
-from kvcm.storage.slot_notes import beside, note_slots, noted_slots
+from kvcm.storage.file_objects import PROBE_PREFIX, object_batches
+from kvcm.storage.file_slots import deleted_slots, notes_path, record_deleted_slots
 
 # ── Storage contract ──
 
@@ -299,7 +296,7 @@ def test_holes_take_up_nothing(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x" * (1 << 20))
     os.truncate(path, 8 << 20)
-    ((found,), _) = next(object_pages(f"{tmp_path}/cluster"))
+    ((found,), _) = next(object_batches(f"{tmp_path}/cluster"))
     assert found.size_bytes <= 2 << 20
 
 
@@ -588,7 +585,7 @@ async def test_probes_that_hang_hold_up_no_deletion_and_end_with_the_fault(
 SIZES = [{"tp0": 100, "tp1": 100}, {"tp0": 4096, "tp1": 300}]
 
 
-@pytest.mark.parametrize("specs", SIZES, ids=["equal", "different"])
+@pytest.mark.parametrize("specs", SIZES, ids=["equal", "different_accounts"])
 async def test_a_deletion_harms_no_neighbour(path_kind: Kind, tmp_path: Path, specs: dict[str, int]) -> None:
     """In any order, twice each, every part that is not deleted yet keeps its bytes."""
     written = await Written.into(path_kind.open(tmp_path), allocation(specs, range(11)))
@@ -675,17 +672,17 @@ async def test_what_is_missing_because_the_mount_went_away_meanwhile_is_not_dele
 
 def test_a_note_that_was_cut_off_is_not_read_as_another_slot(tmp_path: Path) -> None:
     path = str(tmp_path / "1_16x0123456789abcdef.aa")
-    note_slots(path, [1, 2, 12])
-    notes = Path(beside(path))
+    record_deleted_slots(path, [1, 2, 12])
+    notes = Path(notes_path(path))
     for end in range(len(notes.read_bytes())):
         whole = notes.read_bytes()
         notes.write_bytes(whole[:end])
-        assert noted_slots(path) <= {1, 2, 12}
-        note_slots(path, [12, 2, 1])  # again
-        assert noted_slots(path) == {1, 2, 12}
+        assert deleted_slots(path) <= {1, 2, 12}
+        record_deleted_slots(path, [12, 2, 1])  # again
+        assert deleted_slots(path) == {1, 2, 12}
         notes.write_bytes(whole)
     notes.write_bytes(b"\n4." + notes.read_bytes()[3:] + b"\n16.\n99.")
-    assert noted_slots(path) <= {2, 4, 12}
+    assert deleted_slots(path) <= {2, 4, 12}
 
 
 async def test_a_deletion_that_is_repeated_while_another_one_ends_the_file_leaves_nothing(

@@ -21,8 +21,7 @@ from thoroughness import is_thorough
 
 from kvcm.model.errors import UnsupportedError
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import StorageBackend
-from kvcm.storage.packing import object_name
+from kvcm.storage.backend import StorageBackend, object_name
 
 SIZE = 4096
 SPECS = {"tp0": SIZE, "tp1": SIZE}
@@ -177,7 +176,7 @@ async def test_a_restarted_manager_and_a_replaced_storage_know_what_is_there(
     await save(setting, uris)
     await until_deleted(storage, uris[:3])
     successor = await setting.open(is_new=False)
-    successor.inherit(storage)
+    successor.take_over(storage)
     storage.close()
     if setting.holds_bytes:  # names without bytes are gone with who knew them
         restarted = await setting.open(is_new=False)

@@ -19,10 +19,9 @@ from kvcm.model.clock import SystemClock
 from kvcm.store.file_lease import FileLease
 from kvcm.store.memory import MemoryLease, MemoryStore
 from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.lease import RedisLease
-from kvcm.store.redis.store import RedisStore
+from kvcm.store.redis.store import RedisLease, RedisStore
 from kvcm.store.redis.uri import parse_redis_uri
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 from kvcm.store.store import Lease, LeaseState, Replacement, Store
 
 # ── Table contract ──
@@ -212,7 +211,7 @@ async def test_how_documents_ended_is_told_beside_those_that_are_there(
                 continue
             old = documents.get(name, b"?") if is_right else b"other"
             before = await table.version()
-            concluded = await table.conclude(name, old, body, now, 60.0)
+            concluded = await table.finish(name, old, body, now, 60.0)
             assert concluded == (old == documents.get(name))
             assert (await table.version() > before) == concluded
             if concluded:
@@ -231,7 +230,7 @@ async def test_of_many_who_end_a_document_one_does_and_its_outcome_is_told(kind:
         tables = [store.table("things", 4), other.table("things", 4)]
         for name in ("a", "b", "c"):
             assert await tables[0].replace(name, None, b"open", 5.0)
-            ends = [tables[at % 2].conclude(name, b"open", b"%d" % at, 1.0, 60.0) for at in range(8)]
+            ends = [tables[at % 2].finish(name, b"open", b"%d" % at, 1.0, 60.0) for at in range(8)]
             won = await asyncio.gather(*ends)
             assert sum(won) == 1
             assert await tables[1].outcome(name, 1.0) == b"%d" % won.index(True)
@@ -241,7 +240,7 @@ async def test_an_outcome_is_forgotten_in_time(kind: Kind) -> None:
     async with kind.open() as (store, other):
         table, begun = store.table("things"), time.time()
         assert await table.replace("name", None, b"x")
-        assert await table.conclude("name", b"x", b"short", begun, 0.2)
+        assert await table.finish("name", b"x", b"short", begun, 0.2)
         while True:
             if await other.table("things").outcome("name", time.time()) is None:
                 break
@@ -345,64 +344,64 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
 
 
 async def test_the_first_takes_it_and_the_others_hear_who_holds_it(rig: Rig) -> None:
-    taken = await rig.lease.hold("a", LONG_SECONDS)
+    taken = await rig.lease.acquire("a", LONG_SECONDS)
     assert taken.holder == "a"
-    assert await rig.other.hold("b", LONG_SECONDS) == taken
+    assert await rig.other.acquire("b", LONG_SECONDS) == taken
 
 
 async def test_looking_takes_nothing(rig: Rig) -> None:
-    assert (await rig.other.look()).holder == ""
-    taken = await rig.lease.hold("a", MODERATE_SECONDS)
-    assert await rig.other.look() == taken
+    assert (await rig.other.get()).holder == ""
+    taken = await rig.lease.acquire("a", MODERATE_SECONDS)
+    assert await rig.other.get() == taken
     await rig.pass_more_than(MODERATE_SECONDS)
-    assert (await rig.other.look()).holder == ""
-    assert (await rig.other.hold("b", LONG_SECONDS)).holder == "b"
+    assert (await rig.other.get()).holder == ""
+    assert (await rig.other.acquire("b", LONG_SECONDS)).holder == "b"
 
 
 async def test_renewing_keeps_it_and_its_token(rig: Rig) -> None:
-    taken = await rig.lease.hold("a", MODERATE_SECONDS)
-    assert await rig.lease.hold("a", LONG_SECONDS) == taken
+    taken = await rig.lease.acquire("a", MODERATE_SECONDS)
+    assert await rig.lease.acquire("a", LONG_SECONDS) == taken
     await rig.pass_more_than(MODERATE_SECONDS)
-    assert await rig.other.hold("b", LONG_SECONDS) == taken
+    assert await rig.other.acquire("b", LONG_SECONDS) == taken
 
 
 async def test_asking_in_vain_does_not_prolong_it(rig: Rig) -> None:
-    await rig.lease.hold("a", SHORT_SECONDS)
-    await rig.other.hold("b", LONG_SECONDS)
+    await rig.lease.acquire("a", SHORT_SECONDS)
+    await rig.other.acquire("b", LONG_SECONDS)
     await rig.pass_more_than(SHORT_SECONDS)
-    assert (await rig.other.hold("b", LONG_SECONDS)).holder == "b"
+    assert (await rig.other.acquire("b", LONG_SECONDS)).holder == "b"
 
 
 async def test_after_it_ran_out_another_takes_it_with_a_greater_token(rig: Rig) -> None:
-    first = await rig.lease.hold("a", SHORT_SECONDS)
+    first = await rig.lease.acquire("a", SHORT_SECONDS)
     await rig.pass_more_than(SHORT_SECONDS)
-    second = await rig.other.hold("b", LONG_SECONDS)
+    second = await rig.other.acquire("b", LONG_SECONDS)
     assert second.holder == "b"
     assert second.token > first.token
-    assert await rig.lease.hold("a", LONG_SECONDS) == second
+    assert await rig.lease.acquire("a", LONG_SECONDS) == second
 
 
 async def test_what_is_released_is_free_at_once(rig: Rig) -> None:
-    first = await rig.lease.hold("a", LONG_SECONDS)
+    first = await rig.lease.acquire("a", LONG_SECONDS)
     await rig.lease.release("a")
-    second = await rig.other.hold("b", LONG_SECONDS)
+    second = await rig.other.acquire("b", LONG_SECONDS)
     assert second == LeaseState("b", second.token)
     assert second.token > first.token
 
 
 async def test_only_the_holder_releases_it(rig: Rig) -> None:
-    taken = await rig.lease.hold("a", LONG_SECONDS)
+    taken = await rig.lease.acquire("a", LONG_SECONDS)
     await rig.other.release("b")
-    assert await rig.other.hold("b", LONG_SECONDS) == taken
+    assert await rig.other.acquire("b", LONG_SECONDS) == taken
 
 
 async def test_releasing_what_nobody_holds_is_nothing(rig: Rig) -> None:
     await rig.lease.release("a")
-    assert (await rig.lease.hold("a", LONG_SECONDS)).holder == "a"
+    assert (await rig.lease.acquire("a", LONG_SECONDS)).holder == "a"
 
 
 async def test_of_many_exactly_one_gets_it(rig: Rig) -> None:
-    contenders = [(rig.lease, rig.other)[at % 2].hold(f"node{at}", LONG_SECONDS) for at in range(10)]
+    contenders = [(rig.lease, rig.other)[at % 2].acquire(f"node{at}", LONG_SECONDS) for at in range(10)]
     assert len(set(await asyncio.gather(*contenders))) == 1
 
 
@@ -410,6 +409,6 @@ async def test_tokens_never_repeat_over_holders(rig: Rig) -> None:
     tokens = []
     for turn in range(6):
         lease = (rig.lease, rig.other)[turn % 2]
-        tokens.append((await lease.hold(f"node{turn % 2}", LONG_SECONDS)).token)
+        tokens.append((await lease.acquire(f"node{turn % 2}", LONG_SECONDS)).token)
         await lease.release(f"node{turn % 2}")
     assert tokens == sorted(set(tokens))

@@ -193,7 +193,7 @@ class Pod:
         """
         address = (self.address, port)
         connection = (
-            http.client.HTTPSConnection(*address, timeout=seconds, context=self._shown())
+            http.client.HTTPSConnection(*address, timeout=seconds, context=self._key_of_header())
             if self.has_tls
             else http.client.HTTPConnection(*address, timeout=seconds)
         )
@@ -202,7 +202,7 @@ class Pod:
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
-    def _shown(self) -> ssl.SSLContext:
+    def _key_of_header(self) -> ssl.SSLContext:
         """The managers' own certificate, for those that demand one."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

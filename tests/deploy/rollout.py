@@ -101,7 +101,7 @@ class Traffic:
         """Have clients go on during the block."""
         over = threading.Event()
         threads = [
-            threading.Thread(target=self._go_on, args=(engine.client(), number, over)) for number in range(clients)
+            threading.Thread(target=self._resume_one, args=(engine.client(), number, over)) for number in range(clients)
         ]
         for thread in threads:
             thread.start()
@@ -112,7 +112,7 @@ class Traffic:
             for thread in threads:
                 thread.join()
 
-    def _go_on(self, client: ManagerClient, number: int, over: threading.Event) -> None:
+    def _resume_one(self, client: ManagerClient, number: int, over: threading.Event) -> None:
         with client:
             turn = 0
             while not over.wait(_PAUSE_SECONDS):

@@ -26,7 +26,7 @@ from manifests import (
 )
 from schemas import VERSIONS, check_object
 
-from kvcm.registry.documents import parse_startup_document
+from kvcm.registry.startup_document import parse_startup_document
 
 pytestmark = pytest.mark.skipif(not has_helm(), reason="Helm is missing: make helm")
 

@@ -15,7 +15,7 @@ from composed import COMPOSE_FILE, JOBS, MANAGERS, ROOT, bind_mounts, composed, 
 
 from kvcm.config import Settings
 from kvcm.model.storages import NfsStorageSpec
-from kvcm.registry.documents import parse_startup_document
+from kvcm.registry.startup_document import parse_startup_document
 
 Service = dict[str, Any]
 Rule = Callable[[str, Service], Iterator[str]]

@@ -51,7 +51,7 @@ class Reader:
         self.unread.remove(block)
         return "".join(self._typed(line) for line in block.replace("\\\n", " ").splitlines())
 
-    def asks(self, line: str) -> str:
+    def requires_credentials(self, line: str) -> str:
         """Type a command that the document does not have; it succeeds."""
         return self._typed(line)
 
@@ -95,7 +95,7 @@ def _reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         import_stand_ins(engine, directory)
         reader = Reader(engine, clone)
         yield reader
-        reader.asks("docker compose --profile demo down --volumes --remove-orphans")
+        reader.requires_credentials("docker compose --profile demo down --volumes --remove-orphans")
     finally:
         engine.close()
 
@@ -112,7 +112,7 @@ def test_from_zero_to_three_managers(reader: Reader) -> None:
 def test_the_hardening_is_docker_s_too(reader: Reader) -> None:
     hardened = [r"Uid:\s+[1-9]", r"CapEff:\s+0{16}\b", r"CapBnd:\s+0{16}\b", r"NoNewPrivs:\s+1"]
     for name in (*MANAGERS, "valkey", "prometheus", "grafana"):
-        status = reader.asks(f"docker compose exec {name} cat /proc/1/status")
+        status = reader.requires_credentials(f"docker compose exec {name} cat /proc/1/status")
         assert all(re.search(pattern, status) for pattern in hardened), status
         refused = reader.engine.run("docker", "exec", "--user", "0", f"kvcm-{name}-1", "touch", "/x")
         assert "Read-only file system" in refused.stderr, refused
@@ -126,7 +126,7 @@ def test_an_engine_that_is_restarted_loads_what_it_stored(reader: Reader) -> Non
 
 def test_somebody_signs_in_to_the_console(reader: Reader) -> None:
     reader.types_password("docker compose exec manager-1 kvcm account add grace")
-    accounts = reader.asks("docker compose exec manager-1 kvcm account list")
+    accounts = reader.requires_credentials("docker compose exec manager-1 kvcm account list")
     assert re.search(r"grace.*operator", accounts), accounts
     assert "sign in" in _answer(reader, "http://127.0.0.1:6492/").lower()
     assert len(reader.types("docker compose exec grafana cat /secrets/grafana.password").strip()) > 16
@@ -143,11 +143,11 @@ def test_prometheus_scrapes_every_manager(reader: Reader) -> None:
 
 
 def test_a_manager_goes_and_the_engine_goes_on(reader: Reader) -> None:
-    started = reader.asks("docker inspect --format '{{.State.StartedAt}}' kvcm-engine-1")
+    started = reader.requires_credentials("docker inspect --format '{{.State.StartedAt}}' kvcm-engine-1")
     reader.types("docker compose stop manager-1")
     turns = _turns(reader)
     until(lambda: _turns(reader) > turns + 1, "the engine talks", 120)
-    assert reader.asks("docker inspect --format '{{.State.StartedAt}}' kvcm-engine-1") == started
+    assert reader.requires_credentials("docker inspect --format '{{.State.StartedAt}}' kvcm-engine-1") == started
     until(lambda: set(_health(reader)) == {"healthy"}, "every service is healthy again", 180)
 
 
@@ -159,13 +159,13 @@ def test_a_key_leaves_for_the_host_and_serves_there(reader: Reader) -> None:
 
 def test_a_backup_is_written_and_the_index_is_clean(reader: Reader) -> None:
     reader.types("docker compose exec -T manager-1 kvcm index export")
-    assert int(reader.asks("stat --format %s backup.kvcm")) > 1000
+    assert int(reader.requires_credentials("stat --format %s backup.kvcm")) > 1000
 
 
 def test_an_upgrade_replaces_one_manager_at_a_time(reader: Reader) -> None:
     reader.types("git pull")
     for name in MANAGERS:
-        assert "0.2.1" in reader.asks(f"docker compose exec {name} kvcm --version")
+        assert "0.2.1" in reader.requires_credentials(f"docker compose exec {name} kvcm --version")
     until(lambda: set(_health(reader)) == {"healthy"}, "every service is healthy", 180)
     before = _turns(reader)
     until(lambda: _turns(reader) > before, "the engine goes on", 120)
@@ -173,7 +173,9 @@ def test_an_upgrade_replaces_one_manager_at_a_time(reader: Reader) -> None:
 
 def test_the_end_and_the_end_of_all_data(reader: Reader) -> None:
     reader.types("docker compose --profile demo down\n")
-    assert not reader.asks("docker volume ls --quiet --filter label=com.docker.compose.project=kvcm").strip()
+    assert not reader.requires_credentials(
+        "docker volume ls --quiet --filter label=com.docker.compose.project=kvcm"
+    ).strip()
 
 
 def test_a_manager_alone_keeps_its_metadata_in_the_volume(reader: Reader) -> None:
@@ -181,12 +183,16 @@ def test_a_manager_alone_keeps_its_metadata_in_the_volume(reader: Reader) -> Non
     block = next(each for each in reader.unread if each.startswith("docker run --detach"))
     start, ask = (each.strip() for each in block.replace("\\\n", " ").splitlines())
     reader.unread.remove(block)
-    reader.asks(start)
-    until(lambda: "healthy" in reader.asks("docker inspect --format '{{.State.Health.Status}}' manager"), "", 120)
-    assert "admin" in reader.asks(ask)
-    reader.asks("docker stop manager")
-    assert reader.asks("docker inspect --format '{{.State.ExitCode}}' manager").strip() == "0"
-    reader.asks("docker rm --volumes manager && docker volume rm kvcm-data")
+    reader.requires_credentials(start)
+    until(
+        lambda: "healthy" in reader.requires_credentials("docker inspect --format '{{.State.Health.Status}}' manager"),
+        "",
+        120,
+    )
+    assert "admin" in reader.requires_credentials(ask)
+    reader.requires_credentials("docker stop manager")
+    assert reader.requires_credentials("docker inspect --format '{{.State.ExitCode}}' manager").strip() == "0"
+    reader.requires_credentials("docker rm --volumes manager && docker volume rm kvcm-data")
 
 
 def test_every_block_of_the_document_was_typed(reader: Reader) -> None:
@@ -204,7 +210,9 @@ def _health(reader: Reader) -> list[str]:
 
 
 def _answer(reader: Reader, url: str) -> Any:
-    return reader.asks(f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{url}\").read().decode())'")
+    return reader.requires_credentials(
+        f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{url}\").read().decode())'"
+    )
 
 
 def _log(reader: Reader) -> str:

@@ -14,7 +14,7 @@ import pytest
 from cluster_stand_in import Cluster, stand_in_cluster
 from manifests import KUSTOMIZED, ROOT, kustomized
 
-from kvcm.model.api_keys import PresentedKey
+from kvcm.model.principals import PresentedKey
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH")
 

@@ -17,7 +17,7 @@ from invariants import RULES, settings_of
 from manifests import KUSTOMIZED, ROOT, Object, built, kustomized, one, run_kustomize, source_hash
 from schemas import VERSIONS, SchemaError, check_object
 
-from kvcm.registry.documents import parse_startup_document
+from kvcm.registry.startup_document import parse_startup_document
 
 
 @functools.cache

@@ -18,21 +18,29 @@ import pytest
 from redis_servers import Standalone
 
 from kvcm.config import Settings
-from kvcm.doctor.certificates import check_authorities, check_certificate, check_expiry, shown_certificate
-from kvcm.doctor.findings import Finding, Level
-from kvcm.doctor.manager import above_marks, check_storage, readiness, status_of
-from kvcm.doctor.places import check_directory, check_metadata_directory, lock_holder, room
-from kvcm.doctor.ports import check_ports
-from kvcm.doctor.reachable import check_reachable
-from kvcm.doctor.settings import combinations, read_settings, redis_settings
-from kvcm.doctor.shared_store import Seen, check_shared_store, findings_of
-from kvcm.doctor.skew import check_skew
+from kvcm.doctor.checks import StoreFacts, check_shared_store, findings_of
+from kvcm.doctor.findings import Finding, Level, check_skew
+from kvcm.doctor.host import (
+    certificate_of,
+    check_authorities,
+    check_certificate,
+    check_directory,
+    check_expiry,
+    check_metadata_directory,
+    check_ports,
+    combinations,
+    free_space,
+    lock_holder,
+    read_settings,
+    redis_settings,
+)
+from kvcm.doctor.manager import above_watermarks, check_reachable, check_storage, readiness, status_of
 from kvcm.model.clock import SystemClock
 from kvcm.model.storages import DummyStorageSpec, MooncakeStorageSpec, NfsStorageSpec, StorageConfig, ThreeFSStorageSpec
 from kvcm.service.usage_values import GroupUsage, StorageStatus, Usage, UsageReport
 from kvcm.storage.health import HealthState
 from kvcm.store.redis.uri import Address, parse_redis_uri
-from kvcm.store.rocks.log import CommitLog, Fsync
+from kvcm.store.rocks import CommitLog, Fsync
 
 DAY = 86_400.0
 
@@ -69,7 +77,7 @@ def test_a_good_certificate_tells_its_names_and_its_end(pair: Pair) -> None:
     (finding,) = _findings(pair)
     assert (finding.level, "kvcm.example, 10.0.0.1" in finding.found) == (Level.OK, True)
     assert "ends in 36" in finding.found
-    assert "notAfter" in shown_certificate(pair.cert, pair.key)
+    assert "notAfter" in certificate_of(pair.cert, pair.key)
 
 
 def test_one_that_ends_soon_or_has_ended_is_told(pair: Pair) -> None:
@@ -159,7 +167,7 @@ def test_a_file_in_the_place_of_a_directory_is_a_failure(tmp_path: Path) -> None
     ],
 )
 def test_room(free: int, whole: int, level: Level) -> None:
-    assert room("place", "it", free, whole).level is level
+    assert free_space("place", "it", free, whole).level is level
 
 
 def test_who_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) -> None:
@@ -322,7 +330,9 @@ GOOD = {"redis_version": "7.2.4", "maxmemory": "0", "maxmemory_policy": "noevict
 
 
 def _bad(save: str | None = "", ahead: float = 0.0, **changes: str) -> list[Finding]:
-    return [each for each in findings_of(WHERE, Seen({**GOOD, **changes}, save, ahead)) if each.level is not Level.OK]
+    return [
+        each for each in findings_of(WHERE, StoreFacts({**GOOD, **changes}, save, ahead)) if each.level is not Level.OK
+    ]
 
 
 def test_a_good_server_has_nothing_wrong() -> None:
@@ -349,7 +359,7 @@ def test_what_is_wrong_with_a_server(changes: dict[str, object], level: Level, f
 
 
 def test_a_valkey_is_good_enough() -> None:
-    found = findings_of(WHERE, Seen({**GOOD, "valkey_version": "8.0.1"}, "", 0.0))
+    found = findings_of(WHERE, StoreFacts({**GOOD, "valkey_version": "8.0.1"}, "", 0.0))
     assert next(iter(found)).found == "host:6379 answers, Valkey 8.0.1"
 
 
@@ -406,9 +416,9 @@ def _group(used: int, deleting: int = 0) -> UsageReport:
 
 
 def test_a_group_above_its_mark_is_told_unless_it_is_full_which_is_told_elsewhere() -> None:
-    assert [each.level for each in above_marks(_group(81))] == [Level.WARN]
-    assert above_marks(_group(81, deleting=1)) == []
-    assert above_marks(_group(100)) == []
+    assert [each.level for each in above_watermarks(_group(81))] == [Level.WARN]
+    assert above_watermarks(_group(81, deleting=1)) == []
+    assert above_watermarks(_group(100)) == []
 
 
 def test_roots_are_looked_at_from_this_host(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def registered(client: ManagerClient, group: str) -> TransferEngine:
     registration = client.register_instance(group, 4, SPECS, ModelDeployment("model", "bf16"), timeout_seconds=20)
     assert registration.ok, registration
     engine = TransferEngine.for_storages(registration.storages)
-    PoolReports(client).tell(engine.pools(), 20)
+    PoolReports(client).report(engine.pools(), 20)
     return engine
 
 

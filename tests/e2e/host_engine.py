@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 from asked_process import serve
 from host_figures import GROUP, INSTANCE, SPECS, HostFigures, added
 
+from connectors.calls import RetrySettings
 from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings
 from connectors.node import NodeSettings
-from connectors.policy import RetrySettings
 from connectors.results import Location, MatchMode, Outcome, WriteGrant
 from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment

@@ -20,7 +20,7 @@ from host_engine import CHAIN_BLOCKS
 from host_figures import SHARED, HostFigures, added, pool_of
 from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
 
-from kvcm.model.memory_pool import extent_bytes
+from kvcm.model.storages import extent_bytes
 
 __all__ = ["PHASES", "HostsReport", "run_hosts"]
 

@@ -24,8 +24,8 @@ from store_look import look_at, verified
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.storage.packing import slot_count
-from kvcm.storage.slot_notes import noted_slots
+from kvcm.storage.backend import slot_count
+from kvcm.storage.file_slots import deleted_slots
 
 __all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
 
@@ -257,7 +257,7 @@ def _slot(uri: str) -> Slot:
 
 def _slots_left(path: str) -> Iterator[Slot]:
     """Yield what was not deleted of a file."""
-    deleted = noted_slots(path)
+    deleted = deleted_slots(path)
     yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
 
 

@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcm.cache.accounts import group_account
-from kvcm.cache.write_values import WriteSession
+from kvcm.cache.quotas import group_account
+from kvcm.cache.write_sessions import WriteSession
+from kvcm.components import Metadata, open_metadata
 from kvcm.config import Settings, load_settings
 from kvcm.index.backends.backend import IndexBackend
-from kvcm.metadata import Metadata, open_metadata
 from kvcm.model.clock import SystemClock
 from kvcm.model.instances import Instance, Placement
-from kvcm.model.locations import BlockRecord, LocationStatus, Place, decode_chunk
+from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey, decode_chunk
 from kvcm.model.uri import LocationUri
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
@@ -72,7 +72,7 @@ class Look:
         await backend.refresh()
         kept, kept_count = +Counter(backend.usage_bytes), backend.key_count
         kept_deleting = +Counter(backend.deleting_bytes), backend.deleting_keys
-        used, deleting = Counter[Place](), Counter[Place]()
+        used, deleting = Counter[StorageKey](), Counter[StorageKey]()
         keys = list(dict.fromkeys([key async for page in backend.scan(1024) for key in page]))
         records = [record for record in await backend.get_many(keys) if record is not None]
         for key, record in zip(keys, await backend.get_many(keys), strict=True):
@@ -95,7 +95,9 @@ class Look:
         )
         self._fields[group][f"k{placement.uid}"] += len(records)
 
-    def _record(self, where: str, record: BlockRecord, used: Counter[Place], deleting: Counter[Place]) -> None:
+    def _record(
+        self, where: str, record: BlockRecord, used: Counter[StorageKey], deleting: Counter[StorageKey]
+    ) -> None:
         now = time.time()
         for location in record.locations:
             self.statuses[location.status] += 1

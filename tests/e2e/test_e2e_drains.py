@@ -28,7 +28,7 @@ from reclaim_site import command
 from connectors.client import ManagerClient
 from connectors.results import MatchMode, WriteGrant
 from connectors.transfer import TransferEngine, TransferItem
-from kvcm.cache.drains import TAKE_BACK_SECONDS
+from kvcm.cache.drains import CANCEL_SECONDS
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
@@ -267,7 +267,7 @@ def test_a_storage_that_is_removed_under_load_takes_nothing_else_along(world: Wo
     assert world.load(_PINNED) == [None] * len(_PINNED)
     begin = time.monotonic()
     world.until(lambda: not world.used().get(AWAY, 0), "its blocks are forgotten")
-    assert time.monotonic() - begin > TAKE_BACK_SECONDS / 2, "nobody could have taken the removal back"
+    assert time.monotonic() - begin > CANCEL_SECONDS / 2, "nobody could have taken the removal back"
     world.until(lambda: world.watcher.ask("drain", storage=AWAY) is None, "the removal is over")
     world.work(STAYS)
     seen = _ended(world)

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from connectors.keys import HashKeys
 from connectors.reuse.statistics import merged
-from connectors.vllm.identity import identity_of
+from connectors.vllm.connector import identity_of
 from connectors.vllm.options import VllmOptions
 
 __all__ = ["block_keys", "counts", "namespace", "plain"]

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.storage import KVCMStorage
+from connectors.sglang.hicache_storage import KVCMStorage
 from connectors.transfer import file as file_mover
 
 
@@ -45,7 +45,7 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
         super().on_host_pools_registered()
         if self._hold is not None:
             assert self._store is not None
-            self._store._sessions.begin = self._held(self._store._sessions.begin)  # type: ignore[method-assign]
+            self._store._sessions.start = self._held(self._store._sessions.start)  # type: ignore[method-assign]
 
     def _held(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         def held(keys: Any, *arguments: Any) -> None:

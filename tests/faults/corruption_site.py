@@ -57,7 +57,7 @@ class BlockSite:
 
     def tell_of_pools(self) -> None:
         """Tell the manager of memory that it does not know, as engines do after their transfers."""
-        self._reports.tell(self._reports.due(self.engine.pools()), 10.0)
+        self._reports.report(self._reports.due_pools(self.engine.pools()), 10.0)
 
     def save(self, keys: Sequence[int]) -> list[int]:
         """Save the blocks that the manager has no location of, and return them; all of it succeeds."""

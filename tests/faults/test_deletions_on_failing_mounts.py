@@ -13,7 +13,7 @@ from fault_mount import FaultMount
 from reclaim_rig import Rig
 from storage_rig import FILE_1, FILE_8, Kind, files_below, write
 
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 
 STORAGE = "s-1"  # as storage_rig calls it
 KEYS = range(12)

@@ -12,7 +12,7 @@ from storage_rig import FILE_1, FILE_8, Kind, Written, allocation, files_below, 
 
 from kvcm.model.errors import StorageIOError
 from kvcm.storage.backend import StorageBackend, StoredObject
-from kvcm.storage.file_listing import BESIDE_SUFFIX
+from kvcm.storage.file_objects import NOTES_SUFFIX
 
 KINDS = {"file-1": FILE_1, "file-8": FILE_8}
 SIZE = 5000
@@ -39,11 +39,11 @@ async def listed(backend: StorageBackend) -> tuple[list[StoredObject], int]:
 
 def kept(mount: FaultMount) -> list[Path]:
     """Return the files that hold blocks."""
-    return [path for path in files_below(mount.directory) if path.suffix != BESIDE_SUFFIX]
+    return [path for path in files_below(mount.directory) if path.suffix != NOTES_SUFFIX]
 
 
 def kept_notes(mount: FaultMount) -> list[Path]:
-    return [path for path in files_below(mount.directory) if path.suffix == BESIDE_SUFFIX]
+    return [path for path in files_below(mount.directory) if path.suffix == NOTES_SUFFIX]
 
 
 # Every operation of a deletion may fail: of whole files, and of slots.
@@ -99,7 +99,7 @@ async def test_what_counts_as_deleted_is(fault_mount: FaultMount, error: str, af
 async def test_notes_that_could_not_be_removed_go_with_the_next_try(fault_mount: FaultMount) -> None:
     written = await written_to(fault_mount, FILE_8)
     assert await written.backend.delete(written.uris[:7]) == [None] * 7
-    fault_mount.inject("unlink", path=f"*{BESIDE_SUFFIX}", error="EIO", times=1)
+    fault_mount.inject("unlink", path=f"*{NOTES_SUFFIX}", error="EIO", times=1)
     assert all(await written.backend.delete(written.uris[7:8]))
     assert await written.backend.delete(written.uris[7:8]) == [None]
     assert kept_notes(fault_mount) == []

@@ -26,8 +26,7 @@ from waiting import until
 
 from connectors.results import Location, MissingReport
 from connectors.transfer import Failure, TransferEngine, TransferItem
-from connectors.transfer.pool_making import open_segment
-from connectors.transfer.pool_segment import PoolSegment
+from connectors.transfer.pool_segment import PoolSegment, open_segment
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
 
@@ -167,7 +166,7 @@ def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, st
     before = saved(site)
     places = site.places(before)
     hit = places[5, "tp0"]
-    mapped(path).put_stamps(hit.offset, stamp.to_bytes(8, "little"))
+    mapped(path).write_stamps(hit.offset, stamp.to_bytes(8, "little"))
     failures = site.load(before)
     assert {part for part, failure in failures.items() if failure} == {(5, "tp0")}
     assert failures[5, "tp0"] is Failure.LOST
@@ -181,7 +180,7 @@ def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, st
 def test_the_largest_stamp_keeps_writers_away_until_the_memory_is_made_anew(site: BlockSite, path: Path) -> None:
     before = saved(site)
     segment = mapped(path)
-    segment.put_stamps(0, b"\xff" * (segment.header.pages * 8))
+    segment.write_stamps(0, b"\xff" * (segment.header.pages * 8))
     assert set(site.load(before).values()) == {Failure.LOST}
     assert site.try_to_save([77], 10.0) == []
     path.unlink()
@@ -191,7 +190,7 @@ def test_the_largest_stamp_keeps_writers_away_until_the_memory_is_made_anew(site
 def test_all_memory_that_is_wiped_is_a_miss_and_is_written_again(site: BlockSite, path: Path) -> None:
     before = saved(site)
     segment = mapped(path)
-    segment.put_stamps(0, bytes(segment.header.pages * 8))
+    segment.write_stamps(0, bytes(segment.header.pages * 8))
     segment.data[:] = 0
     assert set(site.load(before).values()) == {Failure.LOST}
     others = [key + 100 for key in KEYS]
@@ -262,7 +261,7 @@ def harm(site: BlockSite, path: Path, uri: LocationUri, random: Random) -> None:
     elif what == "bytes":
         mapped(path).data[uri.offset + random.randrange(PART_BYTES)] ^= 0x20
     else:
-        mapped(path).put_stamps(uri.offset, bytes(8))
+        mapped(path).write_stamps(uri.offset, bytes(8))
 
 
 def test_whatever_happens_to_the_memory_no_bytes_are_wrong_and_it_ends_well(site: BlockSite, path: Path) -> None:

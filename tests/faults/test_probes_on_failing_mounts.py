@@ -112,7 +112,7 @@ class Probed:
         async with asyncio.timeout(2 * TURN_SECONDS):
             while not condition():
                 self.clock.time += step_seconds
-                self.prober.look()
+                self.prober.start_due()
                 await asyncio.sleep(0)
                 probes = asyncio.all_tasks() - {asyncio.current_task()}
                 if probes:

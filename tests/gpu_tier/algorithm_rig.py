@@ -15,10 +15,9 @@ from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
 from gpu_tier.algorithms.pqcache import PQCache
 from gpu_tier.algorithms.retroinfer import RetroInfer
 from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 from gpu_tier.index import pq
-from gpu_tier.index.wave_segment import WaveSegment
-from gpu_tier.rows import KVDtype
+from gpu_tier.index.wave_index import WaveSegment
 from gpu_tier.runtime import runtime_for
 from gpu_tier.types import ForwardBatch, Mode, Partial, Selection
 

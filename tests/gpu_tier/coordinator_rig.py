@@ -10,10 +10,8 @@ from retrieval_cases import PQ, WAVE
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.rows import KVDtype
+from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
+from gpu_tier.geometry import KVDtype, KVGeometry
 
 __all__ = ["MODELS", "PAGE", "WHOLE", "config_of", "coordinator_of", "nothing_is_held", "prompt", "whole"]
 

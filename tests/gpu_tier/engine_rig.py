@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.engine.model import DecoderModel, ModelState
+from gpu_tier.engine.interfaces import DecoderModel, ModelState
 from gpu_tier.errors import PoolExhaustedError
 from gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial
 

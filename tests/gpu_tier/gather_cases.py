@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout, PartStrides
-from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, PartStrides
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.types import CopyRuns
 
 __all__ = ["Gather", "random_gather"]

@@ -24,12 +24,11 @@ from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.errors import PoolExhaustedError
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
-from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from gpu_tier.index.wave_index import SegmentSink, WaveSegment
+from gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
+from gpu_tier.request_lifecycle import RequestState
 from gpu_tier.runtime import DeviceRuntime, Event
-from gpu_tier.trackers import RequestState
 from gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
 
 __all__ = [
@@ -515,7 +514,7 @@ def prefix_of(traffic: Traffic, seed: int, n_tokens: int, *, has_sidecar: bool =
     manager, algorithm = traffic.coordinator.manager, traffic.coordinator.algorithm
     request = traffic.begin(n_tokens + 5, seed)
     traffic.prompt([request], chunk=40)
-    manager.settle(request)
+    manager.wait_for_copies(request)
     pages = manager.host_tokens.pages(request)[: n_tokens // traffic.shape.page]
     manager.host.allocator.share(pages)
     sidecar = algorithm.export_sidecar(request, 0, n_tokens) if has_sidecar else None
@@ -538,7 +537,7 @@ def diverging(traffic: Traffic, first: int, second: int, at: int) -> Tokens:
 def host_rows_are_right(traffic: Traffic, request: int) -> int:
     """Check that host pages hold exactly the KV of a request; return how many tokens were compared."""
     manager, sequence = traffic.coordinator.manager, traffic.sequences[request]
-    manager.settle(request)
+    manager.wait_for_copies(request)
     n = traffic.coordinator.trackers[request].seq_len
     assert manager.host_tokens.backed_up(request) == n
     slots = manager.host_tokens.slots(request, 0, n)

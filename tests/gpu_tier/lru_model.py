@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, LayerState
-from gpu_tier.manager.lru_state import LruDiffPolicy
-from gpu_tier.rows import KVDtype
+from gpu_tier.manager.residency import LruDiffPolicy
 from gpu_tier.runtime import NullRuntime
 from gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
 

@@ -156,8 +156,8 @@ class MemoryConnector:
         if self.is_down:
             lookup.match = PrefixMatch(0, reason="down")
             return
-        blocks = self._leading(lookup.keys, lookup.required)
-        optional = {name: self._leading(lookup.keys[:blocks], [name]) for name in lookup.optional}
+        blocks = self._if_leader(lookup.keys, lookup.required)
+        optional = {name: self._if_leader(lookup.keys[:blocks], [name]) for name in lookup.optional}
         lookup.match = PrefixMatch(blocks, optional)
         self.storage.pin(lookup.keys[:blocks], 1)
 
@@ -217,7 +217,7 @@ class MemoryConnector:
     def _has(self, page: PageSrc) -> bool:
         return self.storage.blocks.get(page.key, {}).keys() >= page.parts.keys()
 
-    def _leading(self, keys: Sequence[int], names: Sequence[str]) -> int:
+    def _if_leader(self, keys: Sequence[int], names: Sequence[str]) -> int:
         has_all = (set(names) <= self.storage.blocks.get(key, {}).keys() for key in keys)
         return next((n for n, has in enumerate(has_all) if not has), len(keys))
 

@@ -10,10 +10,9 @@ from memory_connector import MemoryConnector, MemoryStorage
 from torch import Tensor
 
 from gpu_tier.connector import KV_SPEC, KVFormat
-from gpu_tier.geometry import KVGeometry, KVKind, Layout
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
 from gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach, PrefixStore, SidecarSpec
 from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime
 
 PAGE = 4
@@ -117,7 +116,7 @@ class Tier:
 
     def end(self, prefix: AttachedPrefix) -> None:
         """Give a prefix back; nothing else is held."""
-        self.store.give_back(prefix)
+        self.store.release(prefix)
         self.check_nothing_is_held()
 
     def attach(self, tokens: Sequence[int]) -> AttachedPrefix:

@@ -14,9 +14,8 @@ from gpu_tier.connector import KVConnector, KVFormat
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.sharing_engine import SharingEngine, sidecar_of
-from gpu_tier.geometry import KVGeometry
+from gpu_tier.geometry import KVDtype, KVGeometry
 from gpu_tier.manager.prefixes import PrefixStore
-from gpu_tier.rows import KVDtype
 
 __all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "SHORT", "Rig", "continued", "prompt_of"]
 

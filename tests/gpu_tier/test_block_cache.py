@@ -16,17 +16,13 @@ from lru_model import decode_batch
 from thoroughness import examples
 from torch import Tensor
 
+from gpu_tier.config import CACHE_POLICIES
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVGeometry, KVKind, Layout
-from gpu_tier.manager.block_residency import BlockResidency
-from gpu_tier.manager.buffers import SparseBuffers
-from gpu_tier.manager.cache_places import CachePlaces
-from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.steady_runs import SteadyPlaces
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer, SteadyPlaces
+from gpu_tier.manager.residency import SparseBuffers
+from gpu_tier.manager.token_blocks import CachePlaces, TokenBlockPolicy
 from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.retrieval_config import CACHE_POLICIES
-from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime
 from gpu_tier.types import Selection, Source, SteadyRing, SteadyZone, Unit
 

@@ -20,12 +20,9 @@ from thoroughness import examples
 from torch import Tensor
 
 import gpu_tier.assembly
-from gpu_tier.backend.adaptor import BackendAdaptor, DenseRows
-from gpu_tier.backend.engine_metadata import EngineMetadata
-from gpu_tier.backend.flash_adaptor import FlashAdaptor
-from gpu_tier.backend.token_adaptor import TokenAdaptor
+from gpu_tier.backend import BackendAdaptor, DenseRows, EngineMetadata, FlashAdaptor, TokenAdaptor
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.trackers import RequestState
+from gpu_tier.request_lifecycle import RequestState
 from gpu_tier.types import PagedMeta, ResidencyPlan, Selection, TokenMeta
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

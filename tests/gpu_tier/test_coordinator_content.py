@@ -14,9 +14,8 @@ from retrieval_cases import BLOCKS, PQ, WAVE
 from retrieval_cases import CASES as RETRIEVAL
 
 from gpu_tier.algorithms import registry
-from gpu_tier.geometry import KVKind, Layout
-from gpu_tier.manager import cluster_resident
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVKind, Layout
+from gpu_tier.manager import resident_clusters
 
 LENGTHS = (1, 17, 60, 100, 33)
 
@@ -221,7 +220,7 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     # So that requests have several pages of clusters on the device, with parts of segments.
-    monkeypatch.setattr(cluster_resident, "_PAGE_TOKENS", 24)
+    monkeypatch.setattr(resident_clusters, "_PAGE_TOKENS", 24)
 
 
 def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11) -> None:

@@ -14,7 +14,7 @@ import gpu_tier.assembly
 from gpu_tier.algorithms import registry
 from gpu_tier.manager import stream
 from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.trackers import RequestState
+from gpu_tier.request_lifecycle import RequestState
 
 LRU: dict[str, dict[str, Any]] = {
     "oracle": {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20},

@@ -169,7 +169,7 @@ def test_a_step_does_not_wait_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPat
             c.attention_begin(q.cuda(), k.cuda(), v.cuda(), layer, batch, **moved)
             c.attention_end(q.cuda(), layer, batch)
         c.forward_end(batch)
-        c.manager.settle(request)
+        c.manager.wait_for_copies(request)
         c.prompt_finished(request)
         requests.append(request)
     for _ in range(9):  # whatever is compiled or allocated once

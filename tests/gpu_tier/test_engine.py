@@ -18,18 +18,23 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gpu_tier.engine.batch_engine import generate
 from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.generation import generate
-from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.engine.layers import rms_norm, rotate
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
-from gpu_tier.engine.model import DecoderModel, ModelState
-from gpu_tier.engine.recall_data import KEYS, SEPARATOR, VOCAB, QuestionPosition, recall_batch
-from gpu_tier.engine.recall_model import RecallModel, load_recall_model, save_recall_model
+from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape, rms_norm, rotate
+from gpu_tier.engine.interfaces import DecoderModel, ModelState
+from gpu_tier.engine.recall_model import (
+    KEYS,
+    SEPARATOR,
+    VOCAB,
+    QuestionPosition,
+    RecallModel,
+    load_recall_model,
+    recall_batch,
+    save_recall_model,
+)
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.index.lightning_indexer import LightningIndexer
-from gpu_tier.index.quantise import hadamard, index_rows, quantise
-from gpu_tier.rows import KVDtype, RowFormat
+from gpu_tier.geometry import KVDtype, RowFormat
+from gpu_tier.index.lightning_indexer import LightningIndexer, hadamard, index_rows, quantise
 from gpu_tier.types import Mode
 
 LLAMA = LlamaDecoder.random(LlamaShape(num_layers=2))

@@ -21,18 +21,17 @@ from gpu_tier.algorithms.pqcache import PQCache
 from gpu_tier.algorithms.retroinfer import RetroInfer
 from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.engine.batch_engine import generate
 from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.generation import generate
-from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.engine.prefill import PrefillAttention
+from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape
+from gpu_tier.engine.layer_attention import BlockSparse, PrefillAttention, chosen_blocks
 from gpu_tier.engine.sharing_engine import SharingEngine
-from gpu_tier.engine.sparse_prefill import BlockSparse, chosen_blocks
 from gpu_tier.errors import ConfigError, PoolExhaustedError
+from gpu_tier.geometry import KVDtype
 from gpu_tier.index import pq
 from gpu_tier.index.wave_index import build_segment, prompt_segments
-from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
-from gpu_tier.rows import KVDtype
-from gpu_tier.trackers import RequestState
+from gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
+from gpu_tier.request_lifecycle import RequestState
 
 LLAMA, LATENT = MODELS["llama"], MODELS["latent"]
 
@@ -149,7 +148,7 @@ def test_prompts_that_share_a_prefix_compute_only_what_differs(algorithm: str, n
 def prefix_of(coordinator: SparseCoordinator, request: int, tokens: int) -> AttachedPrefix:
     """The first tokens of a request in host memory, held once more."""
     manager = coordinator.manager
-    manager.settle(request)
+    manager.wait_for_copies(request)
     pages = manager.host_tokens.pages(request)[: tokens // PAGE]
     manager.host.allocator.share(list(pages))
     sidecar = coordinator.algorithm.export_sidecar(request, 0, tokens)

@@ -20,16 +20,31 @@ from gpu_tier.algorithms.base import AlgorithmContext
 from gpu_tier.cli import main
 from gpu_tier.config import ALGORITHMS, PQCacheConfig, SparseConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.eval.claims import CLAIMS, Status, claims_table
-from gpu_tier.eval.footprint import footprint, representation_bytes
+from gpu_tier.eval.capacity_plan import (
+    Limits,
+    Plan,
+    Workload,
+    advise,
+    fixed_bytes,
+    footprint,
+    plan,
+    representation_bytes,
+    time_of,
+)
 from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
-from gpu_tier.eval.plan import Limits, Plan, Workload, advise, fixed_bytes, plan, time_of
-from gpu_tier.eval.plots import plot_lines
-from gpu_tier.eval.report import ResultTable, write
-from gpu_tier.eval.retrieval_claims import RETRIEVAL_CLAIMS, left_out_table
+from gpu_tier.eval.report import (
+    CLAIMS,
+    RETRIEVAL_CLAIMS,
+    ResultTable,
+    Status,
+    claims_table,
+    left_out_table,
+    plot_lines,
+    write,
+)
 from gpu_tier.eval.roofline import Traffic, step_time, traffic, wave_traffic
 from gpu_tier.kernels.lru_diff import DiffScratch
-from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.manager.residency import LruDiffPolicy
 from gpu_tier.runtime import NullRuntime
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")

@@ -14,19 +14,30 @@ from hypothesis import strategies as st
 from thoroughness import examples
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.recall_data import RecallBatch, recall_batch
-from gpu_tier.engine.recall_model import RecallModel, load_recall_model
+from gpu_tier.engine.recall_model import RecallBatch, RecallModel, load_recall_model, recall_batch
 from gpu_tier.errors import ConfigError
-from gpu_tier.eval.block_caches import pq_hits, wave_hits
-from gpu_tier.eval.concentration import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
-from gpu_tier.eval.driven import Driven
-from gpu_tier.eval.hitrate import exact_selections, hit_rates
+from gpu_tier.eval.hit_rates import exact_selections, hit_rates, pq_hits, simulate, trace, wave_hits
 from gpu_tier.eval.methods import METHODS, OBSERVED, RETRIEVAL, method, pq_top, retrieving, wave_share
-from gpu_tier.eval.metrics import attended, attention_weights, errors, mass_recall, recall_at, steady_tokens
-from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes, selections
+from gpu_tier.eval.quality import (
+    ERROR_TOLERANCE,
+    EXPECTED,
+    TOLERANCE,
+    Driven,
+    QualityResult,
+    attended,
+    attention_weights,
+    concentration,
+    errors,
+    evaluate,
+    kv_bytes,
+    mass_recall,
+    method_for_bytes,
+    recall_at,
+    selections,
+    steady_tokens,
+)
 from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv, rotated
-from gpu_tier.eval.traces import simulate, trace
 from gpu_tier.types import Selection, TokenRanges
 
 pytestmark = pytest.mark.ci

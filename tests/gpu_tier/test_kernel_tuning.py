@@ -11,13 +11,13 @@ import pytest
 import torch
 from attention_cases import Shape, expected, random_kv, random_query
 
+from gpu_tier.geometry import KVDtype
 from gpu_tier.kernels import tuning
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.indexer_score import indexer_score
+from gpu_tier.kernels.operands import scratch
 from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
-from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV
 
 CPU = torch.device("cpu")

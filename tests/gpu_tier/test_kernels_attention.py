@@ -16,14 +16,14 @@ from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
+from gpu_tier.geometry import KVDtype
 from gpu_tier.kernels import dense
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.dense import causal_partial, empty_partial, merge_partials
 from gpu_tier.kernels.lse_merge import lse_merge
-from gpu_tier.kernels.split_decode.splits import plan_splits
+from gpu_tier.kernels.split_decode import plan_splits
 from gpu_tier.kernels.tuning import Tiling
-from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV, Partial
 
 SLOTS = 96

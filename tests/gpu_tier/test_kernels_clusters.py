@@ -17,7 +17,7 @@ from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.index.meta_pages import MetaViews, empty_meta_page
+from gpu_tier.index.meta_index import MetaViews, empty_meta_page
 from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
 from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand

@@ -18,17 +18,14 @@ from torch import Tensor
 
 from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
 from gpu_tier.kernels.dma_copy import dma_copy
 from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.io_transfer import io_transfer
-from gpu_tier.kernels.io_transfer.plan import layer_runs, part_copies
-from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
+from gpu_tier.kernels.io_transfer import io_transfer, layer_runs, part_copies
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import Engine, KVTransfer
-from gpu_tier.rows import KVDtype
+from gpu_tier.pools.transfer import Engine, KVTransfer, Runs, copy_runs, slot_pairs
 from gpu_tier.runtime import NullRuntime, runtime_for
 from gpu_tier.types import CopyRuns
 

@@ -21,13 +21,12 @@ from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
 from gpu_tier.kernels import cuda_build
 from gpu_tier.kernels.gather_copy import cuda as gather_cuda
 from gpu_tier.kernels.io_transfer import cuda as transfer_cuda
 from gpu_tier.kernels.io_transfer import ref as transfer_ref
 from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
-from gpu_tier.rows import KVDtype
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

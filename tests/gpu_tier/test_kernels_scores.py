@@ -15,15 +15,14 @@ from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
+from gpu_tier.geometry import KVDtype, RowFormat
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.kmeans_assign import kmeans_assign
 from gpu_tier.kernels.kmeans_update import kmeans_update
 from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.quest_score.bounds import page_bounds, round_down, round_up
+from gpu_tier.kernels.quest_score import page_bounds, quest_score, round_down, round_up
 from gpu_tier.kernels.segment_sum import segment_sum
 from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.rows import KVDtype, RowFormat
 
 IMPLEMENTATIONS = ["reference", "triton"]
 

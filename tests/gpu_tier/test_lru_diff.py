@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, lru_diff, ref
-from gpu_tier.manager.lru_state import LruCounters, LruDiffPolicy
+from gpu_tier.manager.residency import LruCounters, LruDiffPolicy
 from gpu_tier.runtime import NullRuntime
 from gpu_tier.types import ResidencyPlan
 

@@ -21,12 +21,10 @@ from gpu_tier.geometry import Layout
 from gpu_tier.pools import pinned
 from gpu_tier.pools.allocator import PagedAllocator
 from gpu_tier.pools.code_pages import Appending, CodePages
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pages import HostPages, PageState
-from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
+from gpu_tier.pools.host_pool import HostKVPool, HostPages, PageState
 from gpu_tier.pools.pinned import PinnedMemory, chunks
 from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.pools.req_to_token import ReqToTokenPool
 from gpu_tier.runtime import CudaRuntime, NullRuntime, runtime_for, upload
 
 PAGES = 8

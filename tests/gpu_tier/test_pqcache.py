@@ -33,16 +33,16 @@ from thoroughness import examples
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gpu_tier.algorithms import pq_clustering
 from gpu_tier.algorithms.base import Sidecar
-from gpu_tier.algorithms.pq_sidecars import CodebookImport, PQSidecars
 from gpu_tier.algorithms.pqcache import PQCache
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.errors import AllocationError, ConfigError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index import iterations, pq
+from gpu_tier.geometry import KVDtype, KVGeometry
+from gpu_tier.index import pq
+from gpu_tier.index.pq import CodebookImport, PQSidecars
 from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.rows import KVDtype
-from gpu_tier.trackers import RequestState
+from gpu_tier.request_lifecycle import RequestState
 from gpu_tier.types import Mode, Selection, SteadyRing
 
 
@@ -811,7 +811,7 @@ def test_iterations_that_do_not_fit_are_the_fewest_of_the_settings() -> None:
 
 
 def test_without_a_profile_a_stand_in_layer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iterations, "_measured", {})
+    monkeypatch.setattr(pq_clustering, "_measured", {})
     rig = PQRig(mha(1, 4, layers=1), iterations=0)
     rig.add({0: 80})
     assert isinstance(rig.algorithm, PQCache)

@@ -18,9 +18,8 @@ from thoroughness import examples
 
 from gpu_tier.connector import KV_SPEC, fingerprint8
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry, Layout
+from gpu_tier.geometry import KVDtype, KVGeometry, Layout
 from gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach
-from gpu_tier.rows import KVDtype
 
 TOKENS = list(range(100, 100 + 4 * PAGE + 1))  # four full pages and the token that has to be computed
 
@@ -85,11 +84,11 @@ def test_pages_in_the_pool_need_no_storage(storage: MemoryStorage) -> None:
     assert second.pages == first.pages
     assert tier.store.counters.host_tokens == 4 * PAGE
     tier.check(TOKENS, second)
-    tier.store.give_back(first)
-    tier.store.give_back(second)
+    tier.store.release(first)
+    tier.store.release(second)
     third = tier.attach(TOKENS)  # nobody holds the pages now, and nobody has needed them either
     assert third.pages == first.pages
-    tier.store.give_back(third)
+    tier.store.release(third)
     tier.check_nothing_is_held()
 
 
@@ -105,7 +104,7 @@ def test_a_tier_without_a_storage_shares_inside_its_pool() -> None:
 def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage)
-    tier.store.give_back(tier.attach(TOKENS[: 2 * PAGE + 1]))
+    tier.store.release(tier.attach(TOKENS[: 2 * PAGE + 1]))
     prefix = tier.attach(TOKENS)
     tier.check(TOKENS, prefix)
     assert (tier.store.counters.host_tokens, tier.store.counters.storage_tokens) == (2 * PAGE, 4 * PAGE)
@@ -131,7 +130,7 @@ def test_a_block_without_its_optional_sidecar_is_attached(storage: MemoryStorage
         assert prefix.n_tokens == 4 * PAGE
         assert len(sidecars_of(prefix)) == 2
         tier.check(TOKENS, prefix)
-        tier.store.give_back(prefix)
+        tier.store.release(prefix)
     assert tier.store.counters.sidecar_misses == 2 * 2 * PAGE
     tier.check_nothing_is_held()
 
@@ -214,7 +213,7 @@ def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: Memo
     tier.check(TOKENS, prefix)
     tier.store.publish(TOKENS, prefix.pages, len(TOKENS), first_page=2, sidecar=tier.sidecar(TOKENS, 2))
     assert not tier.connector.writes
-    tier.store.give_back(prefix)
+    tier.store.release(prefix)
     others = tier.allocator.alloc(tier.allocator.available)
     assert len(others) == 16 - 2  # the storage still writes beside two of them
     tier.allocator.free(others)
@@ -267,8 +266,8 @@ def test_a_block_is_loaded_once_for_two_requests(storage: MemoryStorage) -> None
     assert mine is not None
     assert found.pages == mine.pages
     tier.check(TOKENS, found)
-    tier.store.give_back(found)
-    tier.store.give_back(mine)
+    tier.store.release(found)
+    tier.store.release(mine)
     tier.check_nothing_is_held()
 
 
@@ -294,7 +293,7 @@ def test_a_pool_with_little_room_attaches_less(storage: MemoryStorage) -> None:
     prefix = tier.attach(TOKENS)
     assert prefix.n_tokens == 2 * PAGE
     tier.check(TOKENS, prefix)
-    tier.store.give_back(prefix)
+    tier.store.release(prefix)
     tier.allocator.free([held])
     tier.check_nothing_is_held()
 
@@ -308,12 +307,12 @@ def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
         assert len(prefix.pages) == 4
         taken = tier.allocator.alloc(4 - pages)
         tier.allocator.free(taken)
-        tier.store.give_back(prefix)
+        tier.store.release(prefix)
         prefix = tier.attach(TOKENS)
         assert len(prefix.pages) == pages
         tier.check(TOKENS, prefix)
-        tier.store.give_back(prefix)
-        tier.store.give_back(tier.attach([token + 1000 for token in TOKENS]))
+        tier.store.release(prefix)
+        tier.store.release(tier.attach([token + 1000 for token in TOKENS]))
 
 
 def test_attach_waits_for_its_time_and_no_longer(storage: MemoryStorage) -> None:

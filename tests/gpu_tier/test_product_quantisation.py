@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
+from gpu_tier.algorithms import pq_clustering
+from gpu_tier.algorithms.pq_clustering import CostModel, Profile, dense_layer_seconds
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry, KVKind
-from gpu_tier.index import iterations, pq
-from gpu_tier.index.iterations import CostModel, Profile
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from gpu_tier.index import pq
 from gpu_tier.index.kmeans import lloyd, spherical_kmeans
-from gpu_tier.index.layer_time import dense_layer_seconds
 from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime, runtime_for
 
 
@@ -136,7 +135,7 @@ PLANTED = CostModel(alpha1=2e-3, beta1=3e-7, delta=5e-7, alpha2=1e-3, beta2=2e-6
 SIZES, COUNTS = (1024, 2048, 4096, 8192, 16384), (1, 3, 10, 30)
 
 
-OF = iterations.fingerprint("some device", 4, {"heads": 8, "dims": 128, "m": 4, "b": 8})
+OF = pq_clustering.fingerprint("some device", 4, {"heads": 8, "dims": 128, "m": 4, "b": 8})
 
 
 def measured(model: CostModel, noise: float, seed: int = 0) -> Profile:
@@ -147,7 +146,7 @@ def measured(model: CostModel, noise: float, seed: int = 0) -> Profile:
 
     clustering = [(s, t, noisy(model.clustering_seconds(s, t))) for s in SIZES for t in COUNTS]
     layers = [(s, noisy(model.layer_seconds(s))) for s in SIZES for _ in range(4)]
-    return iterations.fit(clustering, layers, OF)
+    return pq_clustering.fit(clustering, layers, OF)
 
 
 def test_planted_coefficients_are_found() -> None:
@@ -184,9 +183,9 @@ def test_the_most_iterations_that_fit_into_a_layer_are_taken(tokens: int) -> Non
 
 def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(ConfigError, match="three different sizes"):
-        iterations.fit_layer([(128, 1.0), (128, 1.1), (256, 2.0)])
+        pq_clustering.fit_layer([(128, 1.0), (128, 1.1), (256, 2.0)])
     with pytest.raises(ConfigError, match="took some time"):
-        iterations.fit_layer([(128, 1.0), (256, 0.0), (512, 2.0)])
+        pq_clustering.fit_layer([(128, 1.0), (256, 0.0), (512, 2.0)])
 
 
 def test_measuring_asks_for_enough_tokens_and_ends_in_time() -> None:
@@ -200,7 +199,7 @@ def test_measuring_asks_for_enough_tokens_and_ends_in_time() -> None:
         layers.append(tokens)
         return 1e-3 * tokens
 
-    found = iterations.measure(cluster, layer, OF, fewest=2048)
+    found = pq_clustering.measure(cluster, layer, OF, fewest=2048)
     assert min(tokens for tokens, _ in clustered) >= 2048
     assert found.model.beta1 == pytest.approx(PLANTED.beta1, rel=1e-4)
     assert max(layers) <= 4096  # a slow layer is not asked for longer and longer prompts
@@ -209,8 +208,8 @@ def test_measuring_asks_for_enough_tokens_and_ends_in_time() -> None:
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path, profile = tmp_path / "profile.json", measured(PLANTED, 0.05)
-    iterations.save(path, profile)
-    assert iterations.load(path, OF) == profile
+    pq_clustering.save(path, profile)
+    assert pq_clustering.load(path, OF) == profile
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
     assert "processor" in json.loads(path.read_text())["fingerprint"]
 
@@ -218,11 +217,11 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
 def test_another_machines_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile = measured(PLANTED, 0.0)
-    iterations.save(path, profile)
+    pq_clustering.save(path, profile)
     for changed in ({"device": "another"}, {"threads": 8}, {"m": 2}, {"new": 1}):
         with pytest.raises(ConfigError, match=next(iter(changed))):
-            iterations.load(path, {**OF, **changed})
-    assert iterations.load(path, OF) == profile  # and left as it was
+            pq_clustering.load(path, {**OF, **changed})
+    assert pq_clustering.load(path, OF) == profile  # and left as it was
 
 
 @pytest.mark.parametrize(
@@ -242,11 +241,11 @@ def test_another_machines_profile_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_profile_is_refused(tmp_path: Path, damage: object) -> None:
     path = tmp_path / "profile.json"
-    iterations.save(path, measured(PLANTED, 0.0))
+    pq_clustering.save(path, measured(PLANTED, 0.0))
     assert callable(damage)
     path.write_text(damage(path.read_text()))
     with pytest.raises(ConfigError, match="delete it"):
-        iterations.obtain(str(path), OF, lambda: measured(PLANTED, 0.0))
+        pq_clustering.obtain(str(path), OF, lambda: measured(PLANTED, 0.0))
 
 
 def test_a_profile_that_does_not_exist_is_measured_and_kept(tmp_path: Path) -> None:
@@ -256,8 +255,8 @@ def test_a_profile_that_does_not_exist_is_measured_and_kept(tmp_path: Path) -> N
         taken.append(1)
         return measured(PLANTED, 0.0)
 
-    first = iterations.obtain(str(path), OF, take)
-    assert iterations.obtain(str(path), OF, take) == first
+    first = pq_clustering.obtain(str(path), OF, take)
+    assert pq_clustering.obtain(str(path), OF, take) == first
     assert len(taken) == 1
 
 
@@ -266,7 +265,7 @@ def test_a_profile_that_cannot_be_written_is_refused_before_it_is_measured(tmp_p
         raise AssertionError("measured in vain")
 
     with pytest.raises(ConfigError, match="must be a folder in which it can be written"):
-        iterations.obtain(str(tmp_path / "missing" / "profile.json"), OF, take)
+        pq_clustering.obtain(str(tmp_path / "missing" / "profile.json"), OF, take)
 
 
 def test_without_a_file_it_is_measured_once_in_a_process() -> None:
@@ -277,7 +276,7 @@ def test_without_a_file_it_is_measured_once_in_a_process() -> None:
         return measured(PLANTED, 0.0)
 
     of = {**OF, "device": "that of this test"}
-    assert iterations.obtain("", of, take) is iterations.obtain("", of, take)
+    assert pq_clustering.obtain("", of, take) is pq_clustering.obtain("", of, take)
     assert len(taken) == 1
 
 

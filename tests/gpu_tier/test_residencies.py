@@ -11,15 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from retrieval_cases import PQ, WAVE
 
 from gpu_tier.algorithms import registry
-from gpu_tier.assembly import build
+from gpu_tier.assembly import build, host_split, resolved
 from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.manager.block_residency import BlockResidency
-from gpu_tier.manager.device_resident import DeviceResidentPolicy
+from gpu_tier.manager.execution_buffer import BlockResidency
 from gpu_tier.manager.prefixes import PrefixCounters
+from gpu_tier.manager.residency import DeviceResidentPolicy
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
 from gpu_tier.metrics import figures, prometheus_text
-from gpu_tier.residencies import host_split, resolved
 
 SHAPE = Shape(max_requests=2, max_tokens=64)
 

@@ -17,10 +17,8 @@ from torch import Tensor
 from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
 from gpu_tier.config import RetroInferConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import clusters_of, most_clusters, prompt_segments
-from gpu_tier.index.wave_sidecar import SegmentRows
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry
+from gpu_tier.index.wave_index import SegmentRows, clusters_of, most_clusters, prompt_segments
 from gpu_tier.types import Mode
 
 CONFIG = RetroInferConfig(**SMALL)

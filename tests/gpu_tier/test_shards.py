@@ -98,10 +98,10 @@ def test_ranks_go_on_from_the_shortest_prefix() -> None:
         assert shorter.n_tokens == n_tokens
         tier.check(tokens, shorter)
         assert tier.allocator.in_use == n_tokens // size
-        tier.store.give_back(shorter)
+        tier.store.release(shorter)
     prefix = tier.attach(tokens)
     for n_tokens in (-size, 1, 6 * size):
         with pytest.raises(ConfigError, match="n_tokens"):
             tier.store.shorten(prefix, n_tokens)
-    tier.store.give_back(prefix)
+    tier.store.release(prefix)
     tier.check_nothing_is_held()

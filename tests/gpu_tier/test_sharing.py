@@ -19,13 +19,11 @@ from sharing_rig import ALGORITHMS, NEW, OTHER_RESIDENCIES, SHORT, Rig, continue
 
 from gpu_tier.assembly import build
 from gpu_tier.connector import KV_SPEC, KVFormat
-from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
+from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
 from gpu_tier.engine.sharing_engine import sidecar_of
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVGeometry, KVKind, Layout
-from gpu_tier.rows import KVDtype
-from gpu_tier.trackers import RequestState
+from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from gpu_tier.request_lifecycle import RequestState
 
 QUEST = {"page": 4, "token_budget": 24}
 

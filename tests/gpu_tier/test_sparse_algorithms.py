@@ -20,13 +20,11 @@ from torch import Tensor
 from gpu_tier.algorithms import registry
 from gpu_tier.algorithms.base import Sidecar
 from gpu_tier.algorithms.dsa import DSA
-from gpu_tier.algorithms.observation import ObservationWindows
 from gpu_tier.algorithms.quest import Quest
-from gpu_tier.algorithms.snapkv import SnapKV
+from gpu_tier.algorithms.snapkv import ObservationWindows, SnapKV
 from gpu_tier.errors import AllocationError, ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.kernels.quest_score.bounds import round_down, round_up
-from gpu_tier.rows import KVDtype
+from gpu_tier.geometry import KVDtype, KVGeometry
+from gpu_tier.kernels.quest_score import round_down, round_up
 from gpu_tier.types import ForwardBatch, Mode, Unit
 
 

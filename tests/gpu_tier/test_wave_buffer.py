@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
+from gpu_tier.config import CACHE_POLICIES
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.index.wave_segment import WaveSegment
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.index.wave_index import WaveSegment
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.manager.wave_buffer import WaveBuffer, WaveCounters
 from gpu_tier.manager.wave_gpu import WaveGpuBuffer, WaveGpuCounters
-from gpu_tier.retrieval_config import CACHE_POLICIES
 from gpu_tier.types import Selection, Source, Unit
 
 CONTROLS = ("native", "reference")

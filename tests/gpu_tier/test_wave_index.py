@@ -15,7 +15,16 @@ from torch import Tensor
 from gpu_tier.config import RetroInferConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.synth import Regime, kv
-from gpu_tier.index.meta_pages import PAGE_CLUSTERS, MetaViews, empty_meta_page, meta_page_bytes
+from gpu_tier.index.meta_index import (
+    PAGE_CLUSTERS,
+    MetaViews,
+    ZoneSizes,
+    cluster_sizes,
+    divide,
+    empty_meta_page,
+    meta_page_bytes,
+    rank,
+)
 from gpu_tier.index.wave_index import (
     build_global,
     build_segment,
@@ -27,7 +36,6 @@ from gpu_tier.index.wave_index import (
     prompt_segments,
     whole_segments,
 )
-from gpu_tier.index.wave_zones import Asked, cluster_sizes, divide, rank
 
 
 def config(**changes: Any) -> RetroInferConfig:
@@ -219,10 +227,10 @@ def test_all_keys_the_same_make_one_cluster_and_no_nan() -> None:
 Row = tuple[int, int, int, int]  # clusters, retrieved, ranked, room
 
 
-def asked(rows: list[Row]) -> Asked:
+def asked(rows: list[Row]) -> ZoneSizes:
     columns = [torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)]
     most = [max(column) for column in zip(*rows, strict=True)]
-    return Asked(columns[0], columns[1], columns[2], columns[3], most[0], most[1], most[2])
+    return ZoneSizes(columns[0], columns[1], columns[2], columns[3], most[0], most[1], most[2])
 
 
 def pages_of(sizes: Tensor) -> tuple[Tensor, Tensor]:

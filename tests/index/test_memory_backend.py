@@ -15,20 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from index_rig import TableView, location, record
 from thoroughness import examples
 
-from kvcm.index.backends.alike import Alike
-from kvcm.index.backends.backend import Access, Change, IndexBackend
-from kvcm.index.backends.columns import BlockColumns
-from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.backends.packed import HeaderPool
+from kvcm.index.backends.backend import Access, Change, IndexBackend, Rows, UniformRun
+from kvcm.index.backends.memory import BlockColumns, HeaderPool, MemoryBackend, WrittenColumns
 from kvcm.index.backends.rocks import load_index
-from kvcm.index.backends.rows import Rows
-from kvcm.index.backends.written_columns import WrittenColumns
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.clock import SystemClock
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 
 KEYS = st.sampled_from([*range(8), -1, 2**63 - 1, -(2**63)])
 PARENTS = st.sampled_from([None, 0, 0, 0, 1, -1, 2**63 - 1])  # few, so that blocks have many siblings
@@ -69,11 +63,11 @@ class Ends(NamedTuple):
     priority: int = 0
     addition: bytes = b""
 
-    def __call__(self, blocks: Alike) -> Alike | None:
+    def __call__(self, blocks: UniformRun) -> UniformRun | None:
         if blocks.location.session_id != self.session:
             return None
         served = self.serving(blocks.location)._replace(chunk=b"")
-        return Alike(blocks.keys, served, [chunk + self.addition for chunk in blocks.chunks])
+        return UniformRun(blocks.keys, served, [chunk + self.addition for chunk in blocks.chunks])
 
     def serving(self, one: Location) -> Location:
         served = one._replace(status=LocationStatus.SERVING, session_id="", deadline=self.deadline)
@@ -152,7 +146,7 @@ class ColumnsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.columns = WrittenColumns()
-        self.follower = Follower(self.columns.follow, self.columns)
+        self.follower = Follower(self.columns.observe, self.columns)
         self.records: dict[int, BlockRecord] = {}
         self.accesses: dict[int, Access] = {}
 
@@ -219,7 +213,7 @@ class ColumnsMachine(RuleBasedStateMachine):
         self.serve(keys, ends)
 
     @rule(key=KEYS, old=st.one_of(st.none(), RECORDS), new=st.one_of(st.none(), RECORDS))
-    def lose(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
+    def abandon(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
         """Expect something else than what is there."""
         if self.records.get(key) != old:
             assert not self.columns.swap(key, old, new)
@@ -333,7 +327,7 @@ def test_blocks_of_several_kinds_serve_together() -> None:
     for first, alike in ((1, one), (3, other), (5, one)):
         keys = [first, first + 1]
         assert columns.begin(BlockRun(keys, first - 1 or None, first - 1, alike, [b"%d" % key for key in keys]))
-    follower = Follower(columns.follow, columns)
+    follower = Follower(columns.observe, columns)
     served = columns.serve([6, 5, 4, 3, 2, 1], Ends("a1", priority=3))
     assert served is not None
     assert [(list(blocks.keys), list(blocks.chunks)) for blocks in served] == [
@@ -350,7 +344,7 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     assert columns.begin(BlockRun([1], None, 0, run_location(), [b"1"]))
     ends, others = Ends("a1"), {"storage": "b", "size_bytes": 9, "spec_names": (), "written_at": 1.0}
 
-    def moving(blocks: Alike) -> Alike | None:
+    def moving(blocks: UniformRun) -> UniformRun | None:
         served = ends(blocks)
         assert served is not None
         return served._replace(location=served.location._replace(**{field: others.get(field, "x")}))
@@ -371,7 +365,7 @@ async def test_a_block_that_loses_takes_nobody_along() -> None:
     """What lost to another change is not told."""
     backend = MemoryBackend()
     await write(backend, {1: record()})
-    follower = Follower(backend.follow)
+    follower = Follower(backend.observe)
     written = await backend.write_many([Change(1, record(parent=3), None), Change(2, record(), None)])
     assert sorted(written.lost) == [1, 2]
     assert follower.told(without_moves=False) == []
@@ -379,10 +373,10 @@ async def test_a_block_that_loses_takes_nobody_along() -> None:
 
 async def test_only_the_last_who_asked_is_told() -> None:
     backend = MemoryBackend()
-    first = Follower(backend.follow)
-    second = Follower(backend.follow)
+    first = Follower(backend.observe)
+    second = Follower(backend.observe)
     await write(backend, {1: record()})
-    backend.follow(None)
+    backend.observe(None)
     await write(backend, {2: record()})
     assert (first.told(), second.told()) == ([], [("added", 1, 0)])
 
@@ -394,7 +388,7 @@ async def test_what_was_loaded_is_followed_too(tmp_path: Path) -> None:
     await store.close()
     store = RocksStore(tmp_path, "never", SystemClock())
     backend = load_index(store).backend(1)
-    follower = Follower(backend.follow)
+    follower = Follower(backend.observe)
     assert sorted(follower.blocks.values()) == [key for key in made if is_resident(made[key])]
     await backend.drop()
     assert follower.blocks == {}
@@ -409,13 +403,13 @@ class SharedMemory(MemoryBackend):
 
 async def test_an_index_that_others_change_cannot_be_followed() -> None:
     alone = MetaIndex(MemoryBackend(), TableView({"nfs": 1}))
-    follower = Follower(alone.follow)
+    follower = Follower(alone.observe)
     await alone.put({1: record()})
     await alone.touch({1: 3}, 5.0)
     assert follower.told() == [("added", 1, 0), ("touched", 1, 3)]
     assert not alone.is_shared
     shared = MetaIndex(SharedMemory(), TableView({"nfs": 1}))
-    assert shared.follow(follower) is None
+    assert shared.observe(follower) is None
     await shared.put({2: record()})
     assert (follower.told(), shared.is_shared) == ([], True)
 
@@ -423,7 +417,7 @@ async def test_an_index_that_others_change_cannot_be_followed() -> None:
 # ── What the memory backend promises beyond the contract ──
 
 
-NFS = Place("nfs", StorageType.ST_NFS)
+NFS = StorageKey("nfs", StorageType.ST_NFS)
 
 PAGE = 1024
 STATUSES = (LocationStatus.WRITING, LocationStatus.DELETING, LocationStatus.SERVING)

@@ -16,24 +16,23 @@ from thoroughness import examples
 from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.change_events import ChangeEvents
+from kvcm.index.locking import ShardLocks, plan_sub_batches, shard_of, uninterrupted
 from kvcm.index.meta_index import MetaIndex
-from kvcm.index.shards import ShardLocks, plan_sub_batches, shard_of
-from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.errors import StorageIOError
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.telemetry.events import EventLog
-from kvcm.telemetry.metrics_values import Histogram
+from kvcm.telemetry.metrics import Histogram
 
-NFS, FS = Place("nfs", StorageType.ST_NFS), Place("fs", StorageType.ST_3FS)
+NFS, FS = StorageKey("nfs", StorageType.ST_NFS), StorageKey("fs", StorageType.ST_3FS)
 
 
 class Rig:
     def __init__(self, max_key_count: int = 1 << 62) -> None:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.backend = CountingBackend()
-        self.told: list[tuple[dict[Place, int], int]] = []
+        self.told: list[tuple[dict[StorageKey, int], int]] = []
         self.index = MetaIndex(
             self.backend,
             self.view,
@@ -220,11 +219,11 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
     rig = Rig(max_key_count=limit)
     for batch in batches:
         await rig.index.read_modify_write(batch, lambda key, _old, batch=batch: batch[key])
-        recount: Counter[Place] = Counter()
+        recount: Counter[StorageKey] = Counter()
         for stored in await rig.index.get(range(7)):
             for place in stored.locations if stored is not None else ():
                 recount[place.place] += place.size_bytes
-        told: Counter[Place] = Counter()
+        told: Counter[StorageKey] = Counter()
         for usage, _ in rig.told:
             told.update(usage)
         assert +recount == +Counter(rig.index.usage_bytes) == +told
@@ -266,12 +265,12 @@ class Told:
     """An index and the sum of what it told of usage."""
 
     def __init__(self) -> None:
-        self.usage: Counter[Place] = Counter()
+        self.usage: Counter[StorageKey] = Counter()
         self.keys = 0
         self.backend = UnheardBackend()
         self.index = MetaIndex(self.backend, TableView({"nfs": 1}), on_usage=lambda: self._add)
 
-    def _add(self, usage: dict[Place, int], keys: int) -> None:
+    def _add(self, usage: dict[StorageKey, int], keys: int) -> None:
         self.usage.update(usage)
         self.keys += keys
 

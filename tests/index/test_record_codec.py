@@ -15,8 +15,7 @@ from kvcm.index.codec import (
     encode_record,
 )
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
 NAMES = st.text(max_size=12)

@@ -18,19 +18,14 @@ from redis_servers import Standalone, standalone
 from thoroughness import examples
 from waiting import until
 
-from kvcm.index.backends.backend import Access, Change
-from kvcm.index.backends.redis import RedisBackend
-from kvcm.index.backends.redis_keys import BlockKeys, ShardKeys
-from kvcm.index.backends.redis_sums import SharedSums
-from kvcm.index.backends.tally import Sum
+from kvcm.index.backends.backend import Access, Change, Sum
+from kvcm.index.backends.redis import BlockKeys, RedisBackend, ShardKeys, SharedSums
 from kvcm.index.codec import decode_record
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
-from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.lease import RedisLease
-from kvcm.store.redis.script import Script, ScriptCall
-from kvcm.store.redis.tables import RedisTable
+from kvcm.store.redis.client import RedisClient, Script, ScriptCall
+from kvcm.store.redis.store import RedisLease, RedisTable
 from kvcm.store.redis.uri import parse_redis_uri
 
 SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.9)
@@ -298,7 +293,7 @@ async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:
 # ── A server at its `maxmemory` ──
 
 
-NFS = Place("nfs", StorageType.ST_NFS)
+NFS = StorageKey("nfs", StorageType.ST_NFS)
 FULL_SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
 FULL_WRITING = FULL_SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.0)
 DELETING = FULL_SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
@@ -403,11 +398,11 @@ async def test_documents_are_decided_and_ended_on_a_full_server(full: FullServer
 async def test_leadership_changes_hands_on_a_full_server(full: FullServer) -> None:
     full.fill()
     lease = RedisLease(full.client)
-    assert await lease.hold("first", 60.0) == ("first", 1)
-    assert await lease.hold("first", 60.0) == ("first", 1)
-    assert await lease.hold("second", 60.0) == ("first", 1)
+    assert await lease.acquire("first", 60.0) == ("first", 1)
+    assert await lease.acquire("first", 60.0) == ("first", 1)
+    assert await lease.acquire("second", 60.0) == ("first", 1)
     await lease.release("first")
-    assert await lease.hold("second", 60.0) == ("second", 2)
+    assert await lease.acquire("second", 60.0) == ("second", 2)
 
 
 async def test_only_scripts_that_say_so_run_on_a_full_server(full: FullServer) -> None:
@@ -422,7 +417,7 @@ async def test_only_scripts_that_say_so_run_on_a_full_server(full: FullServer) -
 # ── Invariant 4 as one manager sees it ──
 
 
-PLACE = Place("nfs", StorageType.ST_NFS)
+PLACE = StorageKey("nfs", StorageType.ST_NFS)
 USED = Sum(PLACE, is_deleting=False)
 SUMMED = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
 SHARDS = [ShardKeys.of("p", 1, shard) for shard in range(2)]
@@ -493,7 +488,7 @@ async def play(events: list[tuple[str, int, int]]) -> None:
 
 def hear(server: Server, sums: SharedSums, index: int) -> None:
     shard, turn, size = server.unheard.pop(index)
-    sums.note(shard, turn, {USED: size}, 1)
+    sums.record(shard, turn, {USED: size}, 1)
 
 
 async def settle() -> None:
@@ -513,10 +508,10 @@ async def test_a_write_that_ends_after_the_sums_were_heard_counts_once() -> None
     asking = asyncio.create_task(sums.refresh(server.run))
     await settle()
     server.write(1, 5, is_ours=True)
-    sums.note(1, 1, {USED: 5}, 1)  # told while the answer, which is of before, is under way
+    sums.record(1, 1, {USED: 5}, 1)  # told while the answer, which is of before, is under way
     server.answer()
     await asking
-    sums.note(0, 1, {USED: 10}, 1)
+    sums.record(0, 1, {USED: 10}, 1)
     assert sums.usage[PLACE] == 15
 
 

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.index.backends.alike import Alike
-from kvcm.index.backends.backend import Access, Change
+from kvcm.index.backends.backend import Access, Change, UniformRun
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks import RocksStore
 
 KEYS = [0, -1, 2**63 - 1, -(2**63)]
 UIDS = [0, 2**32 - 1]
@@ -127,7 +125,7 @@ class Model:
         for now in (29.0, 32.0, 99.0):
             due = {key for key, record in self.records.items() if record.due is not None and record.due <= now}
             assert set(await backend.due(now, 10)) == due
-        usage, deleting = Counter[Place](), Counter[Place]()
+        usage, deleting = Counter[StorageKey](), Counter[StorageKey]()
         for record in self.records.values():
             for place in record.locations:
                 usage[place.place] += place.size_bytes
@@ -147,7 +145,7 @@ def served(place: Location, deadline: float) -> Location:
     return place._replace(status=LocationStatus.SERVING, session_id="", deadline=deadline)
 
 
-def serving(deadline: float, blocks: Alike) -> Alike:
+def serving(deadline: float, blocks: UniformRun) -> UniformRun:
     return blocks._replace(location=served(blocks.location, deadline))
 
 

@@ -10,11 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from index_rig import TableView, location, record
 from thoroughness import examples
 
-from kvcm.index.answers import compose_answer, filter_specs
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.index.meta_index import MetaIndex
-from kvcm.index.search_cache import CacheBudget, ReadInFlight, SearchCache
+from kvcm.index.search_cache import CacheBudget, ChunkCache, ReadInFlight, SearchCache, compose_answer, filter_specs
 from kvcm.model.locations import (
     BlockRecord,
     Location,
@@ -53,7 +51,7 @@ class Rig:
         self.cache = SearchCache(self.view, self.budget, compose_answer)
 
     def read(self, key: int, found: BlockRecord | None) -> None:
-        self.cache.end(self.cache.begin([key]), [found])
+        self.cache.end_read(self.cache.begin_read([key]), [found])
 
     def known(self, keys: Sequence[int]) -> list[int]:
         """Which keys the cache knows; asking keeps them."""
@@ -62,7 +60,7 @@ class Rig:
 
 def test_what_was_read_or_noted_is_known_and_nothing_else() -> None:
     rig = Rig()
-    answer = rig.cache.note(1, version(0))
+    answer = rig.cache.store(1, version(0))
     assert answer == version(0).locations[0].chunk
     rig.read(2, version(1))
     assert rig.cache.lookup([3, 1, 2]) == [None, answer, version(1).locations[0].chunk]
@@ -71,34 +69,34 @@ def test_what_was_read_or_noted_is_known_and_nothing_else() -> None:
 @pytest.mark.parametrize("after", [None, hidden(0), record(location(storage="off"))])
 def test_what_cannot_be_read_any_more_is_forgotten(after: BlockRecord | None) -> None:
     rig = Rig()
-    rig.cache.note(1, version(0))
+    rig.cache.store(1, version(0))
     rig.cache.age()
-    assert rig.cache.note(1, after) is None
+    assert rig.cache.store(1, after) is None
     assert rig.known([1]) == []
-    assert rig.cache.note(1, after) is None
+    assert rig.cache.store(1, after) is None
 
 
 def test_a_read_shows_what_it_found_even_where_it_may_not_be_kept() -> None:
     rig = Rig()
-    read = rig.cache.begin([1, 2])
+    read = rig.cache.begin_read([1, 2])
     rig.cache.forget([1])
     chunk = version(0).locations[0].chunk
-    assert rig.cache.end(read, [version(0), version(0)]) == [chunk, chunk]
+    assert rig.cache.end_read(read, [version(0), version(0)]) == [chunk, chunk]
     assert rig.known([1, 2]) == [2]
 
 
 def test_a_storage_that_changes_empties_everything() -> None:
     """Reads under way included: their answers were composed, or will be, for other storages."""
     rig = Rig()
-    rig.cache.note(1, version(0))
+    rig.cache.store(1, version(0))
     rig.cache.age()
-    rig.cache.note(2, version(0))
-    before, chunk = rig.cache.begin([3]), version(0).locations[0].chunk
+    rig.cache.store(2, version(0))
+    before, chunk = rig.cache.begin_read([3]), version(0).locations[0].chunk
     rig.view.change("fs", None)
-    assert rig.cache.end(before, [version(0)]) == [chunk]
+    assert rig.cache.end_read(before, [version(0)]) == [chunk]
     assert rig.known([1, 2, 3]) == []
     rig.view.change("nfs", None)
-    assert rig.cache.note(1, version(0)) is None
+    assert rig.cache.store(1, version(0)) is None
 
 
 def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:
@@ -107,12 +105,12 @@ def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:
     rig.is_coherent = False
     rig.cache.clear()
     rig.read(1, version(0))
-    rig.cache.note(2, version(0))
+    rig.cache.store(2, version(0))
     assert rig.known([1, 2]) == []
-    under_way = rig.cache.begin([3])
+    under_way = rig.cache.begin_read([3])
     rig.cache.clear()
     rig.is_coherent = True
-    rig.cache.end(under_way, [version(0)])
+    rig.cache.end_read(under_way, [version(0)])
     assert rig.known([3]) == [], "it began before anybody listened"
     rig.read(1, version(0))
     assert rig.known([1]) == [1]
@@ -120,9 +118,9 @@ def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:
 
 def test_a_failed_read_leaves_nothing_behind() -> None:
     rig = Rig()
-    other = rig.cache.begin([1])
-    rig.cache.abandon(rig.cache.begin([1, 2]))
-    rig.cache.end(other, [version(0)])
+    other = rig.cache.begin_read([1])
+    rig.cache.abandon(rig.cache.begin_read([1, 2]))
+    rig.cache.end_read(other, [version(0)])
     assert rig.known([1, 2]) == [], "whose placeholder was taken over keeps nothing"
     assert rig.cache._reading == {}
 
@@ -139,7 +137,7 @@ def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: lis
     for second, key in accesses:
         cache = caches[second]
         if cache.lookup([key]) == [None]:
-            cache.end(cache.begin([key]), [version(0)])
+            cache.end_read(cache.begin_read([key]), [version(0)])
         held = sum(len(each._young) + len(each._old) for each in caches)
         # One entry of each generation may be the one that fills it.
         assert held <= capacity + 2
@@ -180,13 +178,13 @@ class SearchCacheMachine(RuleBasedStateMachine):
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def begin(self, keys: list[int]) -> None:
         """The store answers at the same step: whatever happens until the end makes it old."""
-        self.reading.append(Reading(self.cache.begin(keys), [self.stored.get(key) for key in keys]))
+        self.reading.append(Reading(self.cache.begin_read(keys), [self.stored.get(key) for key in keys]))
 
     @precondition(lambda self: self.reading)
     @rule(pick=st.integers(0, 30))
     def end(self, pick: int) -> None:
         reading = self.reading.pop(pick % len(self.reading))
-        answers = self.cache.end(reading.read, reading.found)
+        answers = self.cache.end_read(reading.read, reading.found)
         assert answers == [compose_answer(found, self.rig.view) if found else None for found in reading.found]
 
     @precondition(lambda self: self.reading)
@@ -209,7 +207,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
         key = sorted(self.unheard)[pick % len(self.unheard)]
         self.unheard.remove(key)
         if noted:
-            self.cache.note(key, self.stored.get(key))
+            self.cache.store(key, self.stored.get(key))
         else:
             self.cache.forget([key])
 
@@ -238,7 +236,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
         self.cache.age()
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
-    def look_up(self, keys: list[int]) -> None:
+    def lookup(self, keys: list[int]) -> None:
         self.check(keys)
 
     @invariant()
@@ -382,7 +380,7 @@ class Time:
 @given(batches=CHUNKS, most_bytes=st.integers(0, 2000), pause=st.sampled_from([0.0, 25.0, 90.0]))
 def test_results_are_those_of_the_function_in_order(batches: list[list[bytes]], most_bytes: int, pause: float) -> None:
     time = Time()
-    memo = ChunkMemo(bytes.upper, most_bytes, time)
+    memo = ChunkCache(bytes.upper, most_bytes, time)
     for batch in batches:
         assert memo.map(batch) == [chunk.upper() for chunk in batch]
         time.seconds += pause
@@ -390,14 +388,14 @@ def test_results_are_those_of_the_function_in_order(batches: list[list[bytes]], 
 
 def test_a_known_chunk_is_not_computed_again() -> None:
     calls: list[bytes] = []
-    memo = ChunkMemo(lambda chunk: calls.append(chunk) or chunk.upper())  # type: ignore[func-returns-value]
+    memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper())  # type: ignore[func-returns-value]
     assert memo.map([b"a", b"b", b"a"]) == [b"A", b"B", b"A"]
     assert memo.map([b"b", b"a"]) == [b"B", b"A"]
     assert calls == [b"a", b"b"]
 
 
 def test_memory_is_bounded() -> None:
-    memo = ChunkMemo(bytes.upper, most_bytes=100_000)
+    memo = ChunkCache(bytes.upper, most_bytes=100_000)
     most = 0
     for number in range(10_000):
         memo.map([b"%d" % number * 100])
@@ -408,7 +406,7 @@ def test_memory_is_bounded() -> None:
 def test_what_nobody_asks_for_any_more_goes_before_the_memory_is_full() -> None:
     """Blocks come and go all the time, so a memo of all that ever was grows as long as a manager runs."""
     time, calls = Time(), list[bytes]()
-    memo = ChunkMemo(lambda chunk: calls.append(chunk) or chunk.upper(), clock=time)  # type: ignore[func-returns-value]
+    memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper(), clock=time)  # type: ignore[func-returns-value]
     for second in range(1000):
         time.seconds = float(second)
         memo.map([b"hot", b"cold%d" % second])

@@ -78,7 +78,7 @@ def settings() -> dict[str, Any]:
 
 def metrics() -> dict[str, Any]:
     """Return kinds and labels of metrics by their names."""
-    from kvcm.telemetry.metrics_catalog import METRICS
+    from kvcm.telemetry.metrics import METRICS
 
     return {metric.name: [metric.kind.value, *metric.labels] for metric in METRICS}
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.hosts import AllowedHosts, HostPort, HostRule
-from kvcm.model.mooncake import mooncake_hosts
+from kvcm.model.mooncake import AllowedHosts, HostPort, HostRule, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec
 
 METADATA = [

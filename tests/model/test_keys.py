@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.model.keys import block_keys_from_tokens, key_hex
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
-from kvcm.model.masks import NO_MASK, BlockMask
-from kvcm.model.runs import BlockRun
+from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens, key_hex
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
 # ── Block keys ──

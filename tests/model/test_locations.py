@@ -11,21 +11,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.model.chunks import encode_chunks
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.locations import (
     DecodedLocation,
     SpecUri,
     decode_chunk,
     encode_chunk,
+    encode_chunks,
     retag,
     retag_all,
     uris_of,
     with_checksums,
 )
-from kvcm.model.names import check_name, check_storage_name, path_component
 from kvcm.model.storages import StorageType
-from kvcm.model.uri import LocationUri
+from kvcm.model.uri import LocationUri, check_name, check_storage_name, path_component
 from kvcm.protocol import meta_service_pb2 as meta
 
 # ── Location encoding ──

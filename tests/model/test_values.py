@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvcm.model import errors, tasks
-from kvcm.model.accounts import Account, AccountRole, PasswordHash
 from kvcm.model.errors import ErrorCode, KvcmError
 from kvcm.model.groups import CachePreferStrategy, InstanceGroupQuota, QuotaConfig
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
+from kvcm.model.principals import Account, AccountRole, PasswordHash
 from kvcm.model.storages import (
     DummyStorageSpec,
     LocalStorageSpec,

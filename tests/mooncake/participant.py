@@ -94,7 +94,7 @@ class Participant:
         prober = Prober(storages, SystemClock(), interval_seconds=0.0, timeout_seconds=60.0)
         for _ in range(probes):
             before = storages.health("mc")
-            prober.look()
+            prober.start_due()
             while storages.health("mc") is before:  # noqa: ASYNC110 - it is answered by another process
                 await asyncio.sleep(0.01)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvcm.model.errors import KvcmError, StorageIOError, UnsupportedError
 from kvcm.model.storages import MooncakeStorageSpec
-from kvcm.storage.mooncake_process import MooncakeProcess
+from kvcm.storage.mooncake import MooncakeProcess
 
 SPEC = MooncakeStorageSpec("h", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")
 MORE_THAN_A_PIPE_TAKES = ["k" * 1000] * 1000
@@ -37,7 +37,7 @@ def test_a_question_that_is_not_taken_in_time_fails_and_the_process_is_killed(pr
 
     def ask() -> None:
         try:
-            process.ask("exists", MORE_THAN_A_PIPE_TAKES, 0.5)
+            process.call("exists", MORE_THAN_A_PIPE_TAKES, 0.5)
         except KvcmError as error:
             failures.append(error)
 
@@ -61,11 +61,11 @@ def test_a_question_that_is_larger_than_the_pipe_is_taken(process: MooncakeProce
     _load(process)
     began = time.monotonic()
     with pytest.raises((StorageIOError, UnsupportedError)) as raised:  # of the client: nobody is at that address
-        process.ask("exists", MORE_THAN_A_PIPE_TAKES, 60.0)
+        process.call("exists", MORE_THAN_A_PIPE_TAKES, 60.0)
     assert "gave no answer" not in str(raised.value)
     assert time.monotonic() - began < 30
 
 
 def _load(process: MooncakeProcess) -> None:
     with contextlib.suppress(UnsupportedError):  # where it is not installed, the process runs all the same
-        process.ask("load", [], 60.0)
+        process.call("load", [], 60.0)

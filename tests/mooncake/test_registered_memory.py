@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer.registered import RegisteredMemory, Span, StagingMemory, span_of
+from connectors.transfer.memory import MemorySpan, RegisteredMemory, StagingMemory, span_of
 from kvcm.model.errors import InvalidArgumentError
 
-SPANS = st.builds(Span, st.integers(1, 60), st.integers(1, 20))
+SPANS = st.builds(MemorySpan, st.integers(1, 60), st.integers(1, 20))
 
 
 @given(st.lists(SPANS, max_size=8), SPANS)
 def test_memory_is_held_when_all_its_bytes_lie_in_one_span_and_spans_never_overlap(
-    wanted: list[Span], asked: Span
+    wanted: list[MemorySpan], asked: MemorySpan
 ) -> None:
     memory, taken = RegisteredMemory(), dict[int, int]()
     for number, span in enumerate(wanted):
@@ -28,16 +28,16 @@ def test_memory_is_held_when_all_its_bytes_lie_in_one_span_and_spans_never_overl
             memory.add(span)
             taken |= dict.fromkeys(covered, number)
     owners = {taken.get(address) for address in range(asked.address, asked.end)}
-    assert memory.holds(asked) == (len(owners) == 1 and None not in owners)
+    assert memory.contains(asked) == (len(owners) == 1 and None not in owners)
 
 
 def test_forgotten_memory_is_not_held_and_can_come_back() -> None:
-    memory, span = RegisteredMemory(), Span(100, 10)
+    memory, span = RegisteredMemory(), MemorySpan(100, 10)
     memory.add(span)
     memory.remove(span)
-    assert not memory.holds(span)
+    assert not memory.contains(span)
     memory.add(span)
-    assert memory.holds(Span(105, 5))
+    assert memory.contains(MemorySpan(105, 5))
 
 
 def test_memory_that_is_empty_or_has_gaps_is_refused() -> None:
@@ -50,7 +50,7 @@ def test_memory_that_is_empty_or_has_gaps_is_refused() -> None:
 def test_spans_tell_where_memory_lies_also_when_it_is_read_only() -> None:
     array = bytearray(b"0123456789")
     whole, part = span_of(memoryview(array)), span_of(memoryview(array)[3:7])
-    assert part == Span(whole.address + 3, 4)
+    assert part == MemorySpan(whole.address + 3, 4)
     assert span_of(memoryview(b"abc")).size_bytes == 3
 
 

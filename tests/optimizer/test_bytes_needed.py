@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.optimizer.live.byte_order import ByteOrder
-from kvcm.optimizer.live.bytes_needed import ATTAINABLE, HALF_LIFE_SECONDS, BytesNeeded, ReuseSample
+from kvcm.optimizer.live.bytes_needed import ATTAINABLE, HALF_LIFE_SECONDS, ByteOrder, BytesNeeded, ReuseSample
 
 Requests = Sequence[tuple[Sequence[int], int]]
 
@@ -133,11 +132,11 @@ def test_the_past_is_forgotten_by_and_by() -> None:
     needed = BytesNeeded(1 << 17, clock.now)
     keys = list(range(20_000))
     for _ in range(4):
-        needed.read("g", keys, 100)
+        needed.on_read("g", keys, 100)
     assert needed.attainable_ratio("g") == pytest.approx(0.75, abs=0.01)
     for hour in range(1, 9):
         clock.time = hour * (HALF_LIFE_SECONDS + 1)
-        needed.read("g", [hour * 1_000_000 + key for key in keys], 100)  # read once each
+        needed.on_read("g", [hour * 1_000_000 + key for key in keys], 100)  # read once each
     assert needed.attainable_ratio("g") < 0.05
     assert len(needed._samples["g"]) < 5 * 20_000 / 64 * 1.3, "what was not read for hours left the sample"
 
@@ -146,7 +145,7 @@ def test_groups_beyond_the_bound_are_not_estimated() -> None:
     needed = BytesNeeded(64)
     for number in range(100):
         for _ in range(3):
-            needed.read(f"g{number}", range(1000), 100)
+            needed.on_read(f"g{number}", range(1000), 100)
     assert sum(any(needed.bytes_needed(f"g{number}")) for number in range(100)) == 64
 
 

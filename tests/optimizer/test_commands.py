@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvcm.cli import app
 from kvcm.optimizer.curves import sampled_curves
 from kvcm.optimizer.groups.original import OriginalConfig, write_original_csv
-from kvcm.optimizer.policy_spec import parse_policy
+from kvcm.optimizer.options import parse_policy
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import Trace

@@ -13,7 +13,7 @@ from traces import HAND, HAND_HITS, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.curves import CURVES, leaf_lru_curve, lru_curve
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import QueryMode, Trace
 

@@ -17,7 +17,7 @@ from traces import HAND, flat_traces, prefix_traces
 
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.groups import replay_group
-from kvcm.optimizer.policy_spec import PolicySpec, parse_policy
+from kvcm.optimizer.options import PolicySpec, parse_policy
 from kvcm.optimizer.replay import reference_replay, replay
 from kvcm.optimizer.trace import QueryMode, Trace
 

@@ -20,11 +20,18 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.storages import StorageType
-from kvcm.optimizer.live.proposals import Proposal, Wish, propose
+from kvcm.optimizer.live.proposals import (
+    GroupState,
+    ManagerState,
+    Proposal,
+    TuningGoal,
+    document_of,
+    measured_hit_rate,
+    propose,
+    trial_rows,
+)
 from kvcm.optimizer.live.recording import Recording, read_recording
-from kvcm.optimizer.live.rows import document_of, trial_rows
-from kvcm.optimizer.live.situation import GroupState, Situation, measured_hit_rate
-from kvcm.optimizer.live.trials import rehearsals
+from kvcm.optimizer.live.rehearsal import rehearsals
 from kvcm.optimizer.report.tuning import tuning_page
 
 MIB = 1 << 20
@@ -56,8 +63,8 @@ def chain(number: int, length: int = 10) -> list[int]:
     return [1000 * number + block for block in range(1, length + 1)]
 
 
-def proposed(group: InstanceGroup, recording: Recording, wish: Wish | None = None) -> Proposal:
-    situation = Situation([GroupState(group, SIZES, 0)], recording)
+def proposed(group: InstanceGroup, recording: Recording, wish: TuningGoal | None = None) -> Proposal:
+    situation = ManagerState([GroupState(group, SIZES, 0)], recording)
     with rehearsals(recording, workers=1) as rehearse:
         (proposal,) = propose(situation, rehearse, wish)
     return proposal
@@ -88,7 +95,7 @@ def test_a_quota_that_is_too_large_is_to_shrink() -> None:
 
 def test_the_better_policy_is_proposed_where_the_quota_stays() -> None:
     """A loop larger than the cache: what is new goes first under some policies, and lru finds nothing."""
-    proposal = proposed(group_of(100), recorded(round_robin(15, 300), dropped=1), Wish(target=None))
+    proposal = proposed(group_of(100), recorded(round_robin(15, 300), dropped=1), TuningGoal(target=None))
     assert proposal.proposed.group.quota.capacity == 100 * MIB
     assert proposal.proposed.group.policy_of("").name != "lru"
     assert proposal.gain >= 0.005
@@ -98,7 +105,7 @@ def test_the_better_policy_is_proposed_where_the_quota_stays() -> None:
 
 def test_nothing_is_changed_for_nothing() -> None:
     turns = [(float(turn), chain(turn)) for turn in range(300)]  # nobody asks twice
-    proposal = proposed(group_of(100), recorded(turns, dropped=1), Wish(target=None))
+    proposal = proposed(group_of(100), recorded(turns, dropped=1), TuningGoal(target=None))
     assert not proposal.is_change
     assert proposal.proposed is proposal.present
 
@@ -138,21 +145,21 @@ def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
 def test_an_instance_gets_a_policy_of_its_own_where_that_helps() -> None:
     """One instance loops over more than its room, the other one is flooded between reads of what it needs."""
     looping = recorded(round_robin(15, 250), dropped=1)
-    situation = Situation([GroupState(group_of(100), {"i": MIB, "j": MIB}, 0)], looping)
+    situation = ManagerState([GroupState(group_of(100), {"i": MIB, "j": MIB}, 0)], looping)
     with rehearsals(looping, workers=1) as rehearse:
-        (proposal,) = propose(situation, rehearse, Wish(target=None))
+        (proposal,) = propose(situation, rehearse, TuningGoal(target=None))
     assert proposal.proposed.outcome.hit_rate >= proposal.present.outcome.hit_rate
 
 
 def test_groups_that_nobody_asked_for_get_no_proposal() -> None:
     recording = recorded(round_robin(3, 10), source="other")
     with rehearsals(recording, workers=1) as rehearse:
-        assert propose(Situation([GroupState(group_of(10), SIZES, 0)], recording), rehearse) == []
+        assert propose(ManagerState([GroupState(group_of(10), SIZES, 0)], recording), rehearse) == []
     assert measured_hit_rate(recording, SIZES) is None
 
 
 def test_processes_beside_each_other_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.optimizer.live.trials._WORTH_A_PROCESS", 1)
+    monkeypatch.setattr("kvcm.optimizer.live.rehearsal._WORTH_A_PROCESS", 1)
     recording = recorded(round_robin(5, 60))
     groups = [group_of(blocks) for blocks in (20, 40, 80)]
     with rehearsals(recording, workers=1) as here, rehearsals(recording, workers=2) as there:
@@ -161,7 +168,7 @@ def test_processes_beside_each_other_find_the_same(monkeypatch: pytest.MonkeyPat
 
 def test_everything_is_written_down() -> None:
     recording = recorded(round_robin(30, 300), dropped=1)
-    situation = Situation([GroupState(group_of(50), SIZES, 7)], recording)
+    situation = ManagerState([GroupState(group_of(50), SIZES, 7)], recording)
     with rehearsals(recording, workers=1) as rehearse:
         proposals = propose(situation, rehearse)
     document = json.loads(json.dumps(document_of(situation, proposals)))
@@ -186,7 +193,7 @@ def test_a_page_says_what_is_proposed_and_runs_nothing() -> None:
     recording = read_recording(json.dumps(event).encode() for event in events)
     strategy = CacheReclaimStrategy(trigger_strategy=TriggerStrategy(0, 0.9))
     group = InstanceGroup(_NAME, quota=InstanceGroupQuota(4 << 20), cache_config=CacheConfig(strategy))
-    situation = Situation([GroupState(group, {_NAME: 1 << 20}, 0)], recording)
+    situation = ManagerState([GroupState(group, {_NAME: 1 << 20}, 0)], recording)
     with rehearsals(recording, workers=1) as rehearse:
         proposals = propose(situation, rehearse)
     page = tuning_page(situation, [*proposals, replace(proposals[0], warnings=("<b>",))])

@@ -18,7 +18,7 @@ from thoroughness import examples
 sys.path.insert(0, str(Path(__file__).parents[1] / "reclaim"))
 from manager_rig import ManagerRig
 
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.write_sessions import WriteRequest
 from kvcm.model.errors import CapacityError
 from kvcm.model.groups import (
     CacheConfig,
@@ -29,7 +29,7 @@ from kvcm.model.groups import (
     InstanceOverride,
     TriggerStrategy,
 )
-from kvcm.model.masks import BlockMask
+from kvcm.model.keys import BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.optimizer.live.recording import Lookup, Recording, read_recording
 from kvcm.optimizer.live.rehearsal import UNLIMITED_BYTES, rehearse, unlimited
@@ -98,7 +98,7 @@ class Core:
         shown = mask.offset if mask.offset is not None else list(mask.flags or ())
         self.tell(
             *(instance, "StartWriteCache"),
-            **{"keys": keys, "write_session_id": name, "block_mask": shown, "refused_keys": started.refused},
+            **{"keys": keys, "write_session_id": name, "block_mask": shown, "refused_keys": started.rejected},
         )
         await self.evict()
         written = max(0, len(started.chunks) - failing)

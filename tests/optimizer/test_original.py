@@ -25,7 +25,7 @@ from kvcm.optimizer.groups.original import (
     Row,
     write_original_csv,
 )
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.trace import QueryMode, Trace

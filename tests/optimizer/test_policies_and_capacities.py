@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.optimizer.capacities import DEFAULT_CAPACITIES, parse_capacities
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import POLICY_NAMES, PolicySpec, parse_policies, parse_policy
+from kvcm.optimizer.options import (
+    DEFAULT_CAPACITIES,
+    POLICY_NAMES,
+    PolicySpec,
+    parse_capacities,
+    parse_policies,
+    parse_policy,
+)
 
 
 @given(

@@ -15,9 +15,17 @@ from thoroughness import examples
 from traces import HAND, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.errors import OptionError, TraceError
-from kvcm.optimizer.policy_spec import PolicySpec
-from kvcm.optimizer.pooling import DEFAULT_ROUTERS, Engines, PoolingRow, Router, Topology, compare_pooling
-from kvcm.optimizer.pooling.homes import homes_of, keys_of
+from kvcm.optimizer.options import PolicySpec
+from kvcm.optimizer.pooling import (
+    DEFAULT_ROUTERS,
+    Engines,
+    PoolingRow,
+    Router,
+    Topology,
+    compare_pooling,
+    homes_of,
+    keys_of,
+)
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.trace import QueryMode, Trace
 

@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.cache.match import Match, MatchMode, MatchQuery
-from kvcm.cache.write_values import StartedWrite, WriteSession
-from kvcm.model.keys import block_keys_from_tokens
-from kvcm.model.masks import BlockMask
+from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery
+from kvcm.cache.write_sessions import StartedWrite, WriteSession
+from kvcm.model.keys import BlockMask, block_keys_from_tokens
 from kvcm.optimizer.errors import TraceError
 from kvcm.optimizer.readers import trace_of_lines
-from kvcm.optimizer.readers.lookups import block_mask_of
 from kvcm.optimizer.readers.numbering import keys_of_tokens
+from kvcm.optimizer.readers.reading import block_mask_of
 from kvcm.optimizer.trace import QueryMode, Trace
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.request_events import RequestEvents
-from kvcm.telemetry.events import CACHE_RECLAIMER, EventLog
-from kvcm.telemetry.recent_accesses import RecentAccesses
+from kvcm.service.meta_api import RequestEvents
+from kvcm.telemetry.events import CACHE_RECLAIMER, EventLog, RecentAccesses
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -214,12 +212,14 @@ async def test_what_our_own_manager_tells_is_read(is_ring: bool) -> None:
     events = RequestEvents(log, recent)
     request = pb.GetCacheLocationRequest(instance_id="i", token_ids=[1, 2, 3, 4, 5], location_spec_names=["tp0"])
     query = MatchQuery(MatchMode.PREFIX_MATCH, [11, 12], BlockMask(flags=(False, True)))
-    events.read(request, query, Match([], [11]))
+    events.on_read(request, query, Match([], [11]))
     session = WriteSession("secret", 1, 6000.0, "l", (12,))
     write = pb.StartWriteCacheRequest(instance_id="i", write_timeout_seconds=3)
-    events.write_started(write, [11, 12], StartedWrite(session, BlockMask(offset=1), []))
+    events.on_write_started(write, [11, 12], StartedWrite(session, BlockMask(offset=1), []))
     log.publish("i", CACHE_RECLAIMER, "evicted", {"keys": [11], "bytes": 3})
-    events.write_finished(pb.FinishWriteCacheRequest(instance_id="i", write_session_id="secret"), BlockMask(offset=1))
+    events.on_write_finished(
+        pb.FinishWriteCacheRequest(instance_id="i", write_session_id="secret"), BlockMask(offset=1)
+    )
     running = asyncio.create_task(log.run())
     lines = b"".join([part async for part in recent.lines()]) if is_ring else await anext(subscription)
     running.cancel()

@@ -15,10 +15,10 @@ from thoroughness import examples
 
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.optimizer.errors import TraceError
-from kvcm.optimizer.formats.sniffing import FORMATS
+from kvcm.optimizer.formats import FORMATS
 from kvcm.optimizer.readers import read_trace, trace_of_lines
 from kvcm.optimizer.readers.numbering import chained
-from kvcm.optimizer.readers.trace_file import Origin, packed, unpacked
+from kvcm.optimizer.readers.trace_cache import Origin, decode_trace, encode_trace
 from kvcm.optimizer.trace import QueryMode, Trace
 
 
@@ -166,7 +166,9 @@ def test_any_lines(name: str, block_tokens: int | None) -> None:
         except TraceError:
             return
         # What is read has to pass the examination of what was kept.
-        kept = unpacked(bytearray(b"".join(packed(trace, Origin("", name, None)))), Origin("", name, None), "x")
+        kept = decode_trace(
+            bytearray(b"".join(encode_trace(trace, Origin("", name, None)))), Origin("", name, None), "x"
+        )
         assert kept is not None
         lengths = np.diff(trace.offsets)
         assert (trace.input_tokens >= 0).all()

@@ -251,7 +251,7 @@ class TestFiles:
         assert len(read_trace(path, block_tokens=10)) == 1
 
     def test_a_line_that_is_too_long_is_passed_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvcm.optimizer.formats.lines._MOST_LINE_BYTES", 1 << 20)
+        monkeypatch.setattr("kvcm.optimizer.formats._MOST_LINE_BYTES", 1 << 20)
         path = tmp_path / "trace"
         path.write_bytes(b"\n".join((line([1]), b"[" * (5 << 20), line([2]), b" " * (1 << 20))))
         trace = read_trace(path, block_tokens=10, use_cache=False)

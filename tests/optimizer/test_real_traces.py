@@ -17,7 +17,7 @@ import pytest
 from libcachesim import S3FIFO, Belady, Request
 
 from kvcm.optimizer.curves import CURVES, leaf_lru_curve, lru_curve
-from kvcm.optimizer.policy_spec import PolicySpec, parse_policy
+from kvcm.optimizer.options import PolicySpec, parse_policy
 from kvcm.optimizer.replay import Job, replay, replay_all
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.roi import PRESETS, LengthProfile, Service, first_tokens, returns, split_budget

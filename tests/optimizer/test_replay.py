@@ -12,7 +12,7 @@ from thoroughness import examples
 from traces import HAND, HAND_HITS, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec, parse_policies, parse_policy
+from kvcm.optimizer.options import PolicySpec, parse_policies, parse_policy
 from kvcm.optimizer.replay import Job, Mode, reference_replay, replay, replay_all
 from kvcm.optimizer.results import Hits
 from kvcm.optimizer.trace import QueryMode, Trace

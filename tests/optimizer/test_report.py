@@ -12,17 +12,15 @@ import pytest
 from traces import HAND, HAND_IDS, trace_of
 
 from kvcm.optimizer.errors import TraceError
-from kvcm.optimizer.policy_spec import parse_policies
+from kvcm.optimizer.options import parse_policies
 from kvcm.optimizer.pooling import Topology
-from kvcm.optimizer.report import amounts, page
-from kvcm.optimizer.report.first_tokens import first_tokens
-from kvcm.optimizer.report.hit_rates import hit_rates
-from kvcm.optimizer.report.markup import Markup, joined, tag
-from kvcm.optimizer.report.over_time import over_time
-from kvcm.optimizer.report.section import rendered
-from kvcm.optimizer.report.value import value
+from kvcm.optimizer.report import html as amounts
+from kvcm.optimizer.report import page
+from kvcm.optimizer.report.hit_rates import hit_rates, over_time
+from kvcm.optimizer.report.html import Markup, joined, rendered, tag
+from kvcm.optimizer.report.value import first_tokens, value
 from kvcm.optimizer.roi import parse_deployment
-from kvcm.optimizer.study import Study, StudyOptions, shown_name, study_of
+from kvcm.optimizer.study import Study, StudyOptions, display_name, study_of
 from kvcm.optimizer.trace import BadLine
 
 pytest.importorskip("matplotlib")
@@ -139,9 +137,9 @@ def test_local_caches_and_pool_have_the_same_room(hand: Study) -> None:
         (amounts.percent(0.3664), "36.6 %"),
         (amounts.money(-1234.5, 2), "−$1,234.50"),
         (amounts.money(-0.001, 2), "$0.00"),
-        (shown_name("a.b.jsonl.gz"), "a.b"),
-        (shown_name(".jsonl"), ".jsonl"),
-        (shown_name("trace"), "trace"),
+        (display_name("a.b.jsonl.gz"), "a.b"),
+        (display_name(".jsonl"), ".jsonl"),
+        (display_name("trace"), "trace"),
     ],
 )
 def test_amounts_are_written_with_units(text: str, expected: str) -> None:

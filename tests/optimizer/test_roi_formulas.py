@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.roi import PRESETS, LengthProfile, fit_profile, parse_deployment, read_profile
-from kvcm.optimizer.roi.deployment import RANGES
-from kvcm.optimizer.roi.formulas import (
+from kvcm.optimizer.roi.deployment import (
+    RANGES,
     gpus_saved,
     load_seconds,
     load_threshold_tokens,

@@ -12,7 +12,7 @@ from thoroughness import examples
 from traces import HAND, trace_of
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.roi import Deployment, LengthProfile, Work, first_tokens, simulate, spread_of, work_of
 

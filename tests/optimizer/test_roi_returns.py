@@ -14,7 +14,7 @@ from traces import HAND, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.curves import leaf_lru_curve, lru_curve
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.results import Curve, Replay
 from kvcm.optimizer.roi import PRESETS, Deployment, LengthProfile, Returns, returns

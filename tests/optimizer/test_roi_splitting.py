@@ -14,7 +14,7 @@ from thoroughness import examples
 from traces import HAND, trace_of
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.roi import (
@@ -28,7 +28,7 @@ from kvcm.optimizer.roi import (
     sensitivity,
     split_budget,
 )
-from kvcm.optimizer.roi.formulas import GIB, HOURS_PER_MONTH
+from kvcm.optimizer.roi.deployment import GIB, HOURS_PER_MONTH
 
 PLAIN = Deployment(
     prefill_tokens_per_second=100, kv_bytes_per_token=1, gpus_per_node=1, price_per_gpu_hour=1, price_per_gib_month=0

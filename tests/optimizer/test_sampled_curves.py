@@ -14,9 +14,9 @@ from thoroughness import examples
 from traces import HAND, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.curves import CURVES, SampledCurve, sampled_curves
-from kvcm.optimizer.curves.sampling import sample_of, unlimited_hits
+from kvcm.optimizer.curves.sampled import sample_of, unlimited_hits
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.policy_spec import PolicySpec, parse_policy
+from kvcm.optimizer.options import PolicySpec, parse_policy
 from kvcm.optimizer.replay import reference_replay, replay
 from kvcm.optimizer.trace import QueryMode, Trace
 

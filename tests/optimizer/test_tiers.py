@@ -16,7 +16,7 @@ from tier_model import TierModel
 from traces import HAND, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.errors import OptionError, TraceError
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.tiers import Tier, block_bytes_of, parse_tiers, replay_tiers
 from kvcm.optimizer.trace import QueryMode, Trace

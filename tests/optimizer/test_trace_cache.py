@@ -18,8 +18,7 @@ from thoroughness import examples
 from traces import HAND
 
 from kvcm.optimizer.readers import read_trace
-from kvcm.optimizer.readers.trace_cache import cache_path
-from kvcm.optimizer.readers.trace_file import Origin, packed, unpacked
+from kvcm.optimizer.readers.trace_cache import Origin, cache_path, decode_trace, encode_trace
 from kvcm.optimizer.trace import BadLine, QueryMode, Trace
 
 ORIGIN = Origin("00", "mooncake", 10)
@@ -51,7 +50,7 @@ def is_from_cache(path: Path) -> bool:
 @given(request_traces(), st.lists(st.builds(BadLine, st.integers(1, 9), st.text(max_size=5)), max_size=3))
 def test_everything_is_kept(trace: Trace, bad: list[BadLine]) -> None:
     trace = replace(trace, bad_lines=tuple(bad), bad_line_count=len(bad))
-    kept = unpacked(bytearray(b"".join(packed(trace, ORIGIN))), ORIGIN, "kept")
+    kept = decode_trace(bytearray(b"".join(encode_trace(trace, ORIGIN))), ORIGIN, "kept")
     assert kept.name == "kept"
     assert_same(kept, trace)
     for column in (kept.blocks, kept.times_us, kept.writes):
@@ -97,16 +96,16 @@ def test_other_options_are_read_anew(path: Path) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
-    content = bytearray(b"".join(packed(HAND, ORIGIN)))
+    content = bytearray(b"".join(encode_trace(HAND, ORIGIN)))
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
-    assert unpacked(content, ORIGIN, "x") is None
+    assert decode_trace(content, ORIGIN, "x") is None
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.binary(max_size=200) | st.integers(0, 900).map(lambda end: b"".join(packed(HAND, ORIGIN))[:end]))
+@given(st.binary(max_size=200) | st.integers(0, 900).map(lambda end: b"".join(encode_trace(HAND, ORIGIN))[:end]))
 def test_what_is_no_trace_is_none(content: bytes) -> None:
-    assert unpacked(bytearray(content), ORIGIN, "x") is None
+    assert decode_trace(bytearray(content), ORIGIN, "x") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"KVTRACE\x01", b"KVTRACE\x02", b"x" * 1000])
@@ -141,8 +140,8 @@ def test_a_damaged_cache_is_made_anew(path: Path, content: bytes) -> None:
     ],
 )
 def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(change: dict[str, object]) -> None:
-    content = bytearray(b"".join(packed(replace(HAND, **change), ORIGIN)))  # type: ignore[arg-type]
-    assert unpacked(content, ORIGIN, "x") is None
+    content = bytearray(b"".join(encode_trace(replace(HAND, **change), ORIGIN)))  # type: ignore[arg-type]
+    assert decode_trace(content, ORIGIN, "x") is None
 
 
 def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(

@@ -18,10 +18,10 @@ from thoroughness import examples
 from traces import HAND, trace_of
 
 from kvcm.optimizer.errors import OptionError, TraceError
-from kvcm.optimizer.formats.sniffing import FORMATS, format_of
+from kvcm.optimizer.formats import FORMATS, format_of
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.trace import Trace
-from kvcm.optimizer.writers import WRITERS, Pseudonyms, anonymise, lost_in, write_trace, write_whole
+from kvcm.optimizer.writers import WRITERS, Pseudonyms, anonymise, lost_in, write_atomic, write_trace
 
 
 def there_and_back(trace: Trace, format_name: str) -> Trace:
@@ -160,10 +160,10 @@ def test_a_text_appears_when_it_is_complete_and_pipes_are_written_as_they_are(tm
     result.write_text("old")
     link.symlink_to("/dev/null")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(result, "half of it \ud800")
+        write_atomic(result, "half of it \ud800")
     assert result.read_text() == "old"
-    write_whole(result, "new")
-    write_whole(link, "nobody reads it")
+    write_atomic(result, "new")
+    write_atomic(link, "nobody reads it")
     assert result.read_text() == "new"
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "rows.json"]

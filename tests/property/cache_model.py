@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from cache_world import DecodedChunk
 from fake_clock import FakeClock
 
-from kvcm.cache.ended_sessions import REPEAT_SECONDS
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import WriteRequest
-from kvcm.cache.write_values import FinishedWrite
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import REPEAT_SECONDS, FinishedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import LocationStatus
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import StorageType
 
 # ── Model parts ──

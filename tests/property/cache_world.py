@@ -28,7 +28,7 @@ from kvcm.model.storages import (
     ThreeFSStorageSpec,
 )
 from kvcm.protocol import meta_service_pb2
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage

@@ -11,14 +11,13 @@ from cache_world import CLUSTER, CountingIds
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.index.backends.backend import Change, Written
+from kvcm.index.backends.backend import Change, RowObserver, Written
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.backends.rows import RowObserver
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
 from kvcm.model.instances import Placement
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage

@@ -7,13 +7,11 @@ from inspect import iscoroutinefunction
 from random import Random
 from typing import Any
 
-from kvcm.index.backends.alike import Ending
-from kvcm.index.backends.backend import Change, Written
+from kvcm.index.backends.backend import Change, FinishRun, Written
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.locking import ShardLocks
 from kvcm.index.meta_index import MetaIndex
-from kvcm.index.shards import ShardLocks
-from kvcm.model.locations import BlockRecord
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun
 
 
 @dataclass
@@ -100,7 +98,7 @@ class SuspendingBackend:
     def begin(self, run: BlockRun) -> None:
         """As a backend that asks a store: left to `write_many`."""
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """As a backend that asks a store: left to `write_many`."""
 
     def versions_between(self, key: int, begin: int, end: int) -> list[BlockRecord | None]:
@@ -148,7 +146,7 @@ class SpiedLock(asyncio.Lock):
         return True
 
     def release(self) -> None:
-        self._log.entries.append((asyncio.current_task(), "give", self._shard))
+        self._log.entries.append((asyncio.current_task(), "allocate", self._shard))
         super().release()
 
 

@@ -18,13 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from storage_rig import is_intact, write
 from thoroughness import is_thorough
 
-from kvcm.cache.match import Match, MatchMode, MatchQuery
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery
+from kvcm.cache.write_sessions import WriteRequest
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import CachePreferStrategy, InstanceGroup, MetaIndexerConfig
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import Location
-from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.model.uri import LocationUri
 

@@ -15,27 +15,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from suspending_backend import SuspendingBackend
 from thoroughness import is_thorough
 
-from kvcm.cache.garbage_custody import GarbageCustody
-from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.pool_purges import PoolPurges
-from kvcm.cache.removal import Remover
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.manager import CacheManager, GarbageSource
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.removal import PoolPurges, Remover
+from kvcm.cache.write_sessions import WriteRequest
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import NotReadyError
 from kvcm.model.groups import CacheConfig, CacheReclaimStrategy, InstanceGroup, InstanceGroupQuota
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.registry import Registry
+from kvcm.storage.backend import object_name
 from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.mempool import PoolOpener
-from kvcm.storage.packing import object_name
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import PoolOpener, PoolReport
 from kvcm.store.memory import MemoryStore
 
 Result = TypeVar("Result")
@@ -83,7 +80,7 @@ class PoolsMachine(RuleBasedStateMachine):
         self.executor.serve(self.manager)
         remover = Remover(self.clock, self.registry.groups.find)
         self.purges = PoolPurges(self.storages.pools, self.manager.open_caches, remover, self.clock)
-        custody = GarbageCustody(self.manager, self.registry, self.store)
+        custody = GarbageSource(self.manager, self.registry, self.store)
         self.scrubber = StorageScrubber(custody, self.storages, self.clock, "c")
         self.down: set[str] = set()
         self.generations = dict.fromkeys(NODE_OF, 1)
@@ -180,7 +177,7 @@ class PoolsMachine(RuleBasedStateMachine):
         assert self.run(self.storages.pools()[storage].report(report))
         if not is_known_at_once:
             self.clock.time += 0.5
-        self.run(self.purges.go_on())
+        self.run(self.purges.resume())
         for key, places in self.serving.items():
             places.pop(storage, None)
             self.forget_writers(key, lambda uri: LocationUri.parse(uri).storage == storage)
@@ -225,7 +222,7 @@ class PoolsMachine(RuleBasedStateMachine):
         self.loop.close()
 
     async def settle(self) -> None:
-        await self.purges.go_on()
+        await self.purges.resume()
         for pool in self.storages.pools():
             report = await self.scrubber.scrub(pool, dry_run=False)
             assert report.orphans == 0, "nothing leaks while no manager dies"

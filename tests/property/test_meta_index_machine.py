@@ -21,7 +21,7 @@ from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
 
@@ -71,7 +71,7 @@ class MetaIndexMachine(RuleBasedStateMachine):
         self.views: list[tuple[int, dict[str, int | None]]] = []
         self.note_view()
         self.backend = SuspendingBackend(Random(seed), steps=self.steps, on_write=self.on_write)
-        self.usage: Counter[Place] = Counter()
+        self.usage: Counter[StorageKey] = Counter()
         self.index = MetaIndex(
             self.backend,
             self.view,
@@ -175,7 +175,7 @@ class MetaIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def invariant_4_usage_is_the_recount(self) -> None:
-        recount, deleting = Counter[Place](), Counter[Place]()
+        recount, deleting = Counter[StorageKey](), Counter[StorageKey]()
         for location in (location for record in self.records().values() for location in record.locations):
             recount[location.place] += location.size_bytes
             if location.status is LocationStatus.DELETING:
@@ -327,7 +327,7 @@ async def test_invariant_1_no_answer_is_stale_after_cancelled_calls(
 CONTESTED_KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
 ATTEMPTS = 32
 DUMMY = StorageType.ST_DUMMY
-PLACE = Place("a", DUMMY)
+PLACE = StorageKey("a", DUMMY)
 
 
 def counted_record(key: int, count: int) -> BlockRecord:
@@ -378,7 +378,7 @@ class ContestedRig:
         view = StorageDirectory("cluster")
         view.open(dummy("a"))
         self.backend = backend
-        self.told_bytes: Counter[Place] = Counter()
+        self.told_bytes: Counter[StorageKey] = Counter()
         self.told_keys = 0
         self.applied: list[Change] = []
         self.index = MetaIndex(
@@ -390,7 +390,7 @@ class ContestedRig:
             budget=CacheBudget(1 << 20),
         )
 
-    def on_usage(self, difference: Counter[Place], keys: int) -> None:
+    def on_usage(self, difference: Counter[StorageKey], keys: int) -> None:
         self.told_bytes.update(difference)
         self.told_keys += keys
 

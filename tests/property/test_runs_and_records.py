@@ -13,22 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.cache import instance_cache, settling
-from kvcm.cache.checksums import ToldLocation
+from kvcm.cache import instance_cache, write_sessions
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import StartedWrite, WriteRequest
-from kvcm.cache.write_values import Retention
-from kvcm.index.backends.alike import Ending
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
+from kvcm.index.backends.backend import FinishRun
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import EvictionPolicy, MetaIndexerConfig, PrefixClass
-from kvcm.model.masks import BlockMask
-from kvcm.model.runs import BlockRun
+from kvcm.model.keys import BlockMask
+from kvcm.model.locations import BlockRun
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.lanes import OrderPlan
-from kvcm.reclaim.live_order import LiveOrder, to_its_end
+from kvcm.reclaim.deletion_executor import DeletionExecutor
+from kvcm.reclaim.eviction_order import LiveOrder, OrderPlan, run_to_end
 from kvcm.reclaim.policies import POLICIES
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
@@ -52,7 +49,7 @@ class OneByOne(MemoryBackend):
     def begin(self, run: BlockRun) -> None:
         """Left to `write_many`."""
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """Left to `write_many`."""
 
 
@@ -86,7 +83,7 @@ class World:
         )
         await self.manager.register_instance(instance("i", SPECS, GROUPS))
         self.index = self.manager.cache("i").index
-        order = to_its_end(LiveOrder.over(self.index, self.plan))
+        order = run_to_end(LiveOrder.over(self.index, self.plan))
         assert order is not None
         self.order = order
 
@@ -115,7 +112,7 @@ class World:
         started = self.sessions[number % len(self.sessions)]
         count = len(started.chunks)
         mask = BlockMask(offset=min(offset, count)) if flags is None else BlockMask(flags=(flags * count)[:count])
-        told = [ToldLocation([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)]
+        told = [LocationChecksums([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)]
         return await self.manager.finish_write("i", started.session.id, mask, retention, told)
 
     async def remove(self, keys: Sequence[int]) -> object:
@@ -138,7 +135,7 @@ class World:
     async def state(self) -> list[object]:
         """Everything that is left behind."""
         keys = range(13)
-        await self.events._hand_out()
+        await self.events._dispatch()
         return [
             await self.index.get(keys),
             await self.index.answers(keys),
@@ -194,7 +191,7 @@ def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
 ) -> None:
     monkeypatch.setattr(instance_cache, "page_keys", lambda _parts: page_keys)
-    monkeypatch.setattr(settling, "PAGE_KEYS", page_keys)
+    monkeypatch.setattr(write_sessions, "PAGE_KEYS", page_keys)
 
     async def compare() -> None:
         together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))

@@ -106,7 +106,7 @@ class SlotReuseMachine(RuleBasedStateMachine):
     def configure_anew(self) -> None:
         number = 1 - self.term % 2
         again = self.world.opened(lambda: self.term if self.term % 2 != number else None)
-        again.inherit(self.managers[number])
+        again.take_over(self.managers[number])
         self.managers[number] = self.world.storage = again
 
     @rule(count=st.integers(1, 5))

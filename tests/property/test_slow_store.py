@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from suspending_backend import SuspendingBackend, spy_on_locks
 from thoroughness import examples, is_thorough
 
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import FinishedWrite, StartedWrite, WriteRequest
 from kvcm.index.backends.backend import Change, IndexBackend, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroupQuota, MetaIndexerConfig
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.model.masks import NO_MASK, BlockMask
 
 # ── Manager over slow store ──
 
@@ -458,7 +458,7 @@ async def test_a_writer_is_told_what_was_refused() -> None:
     """Every mask but a refusal means that somebody else has the block; here nobody has."""
     for seed in range(30):
         for started in await race(seed):
-            assert started.refused == 3 - len(started.chunks), seed
+            assert started.rejected == 3 - len(started.chunks), seed
             assert started.chunks, "nothing fits: an error"
 
 

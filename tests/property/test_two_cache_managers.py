@@ -17,14 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shared_store import Node, SharedStore
 from thoroughness import is_thorough
 
-from kvcm.cache.ended_sessions import REPEAT_SECONDS
-from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import REPEAT_SECONDS, FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.backends.backend import Change
 from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.groups import MetaIndexerConfig
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import LocationStatus, decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
 
 # ── Two managers parts ──
 
@@ -346,12 +345,12 @@ class TwoManagers(RuleBasedStateMachine):
     async def lease(self, node: Node, op: Op) -> None:
         found = await node.ask(node.manager.match("i", MatchQuery(MatchMode.BATCH_GET, op.keys)))
         lease = await node.ask(node.manager.lease("i", found, 4000))
-        for pin in lease.pins:
+        for pin in lease.locations:
             self.keep_readable(pin, lease.deadline)
         if op.flag:
             other = self.nodes[1 - op.node]
             renewed = await other.ask(other.manager.renew_lease("i", lease.id, 8000))
-            for pin in renewed.pins:
+            for pin in renewed.locations:
                 self.keep_readable(pin, renewed.deadline)
 
     def keep_readable(self, place: Place, until: float) -> None:

@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from shared_store import Node, SharedStore
 from thoroughness import examples
 
-from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.drains import DrainProgress, StorageDrains
-from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.pins import Pin, PinRequest
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.removal import Remover
-from kvcm.cache.sessions import StartedWrite, WriteRequest, WriteSession
+from kvcm.cache.write_sessions import LocationChecksums, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.backends.backend import Change
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError
 from kvcm.model.groups import MetaIndexerConfig
+from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import Location, LocationStatus, decode_chunk
-from kvcm.model.masks import NO_MASK, BlockMask
 
 # ── Checksum interleavings ──
 
@@ -105,7 +104,7 @@ class Deployment:
         manager = self.nodes[op.node].manager
         try:
             if op.verb == "finish":
-                locations = [ToldLocation(list(told(op.telling, key).items())) for key in started.session.keys]
+                locations = [LocationChecksums(list(told(op.telling, key).items())) for key in started.session.keys]
                 success = BlockMask(offset=len(KEYS))
                 await self.nodes[op.node].ask(
                     manager.finish_write("i", started.session.id, success, told=locations if op.telling else ())
@@ -277,7 +276,7 @@ class Run:
             self.latest[key] = max(self.latest[key], self.clock.now() + seconds)
         pin = await node.ask(node.manager.pin("i", PinRequest(KEYS[: op.length], "me", seconds)))
         if pin is not None:
-            assert [place.key for place in pin.places] == list(KEYS[: len(pin.places)])
+            assert [place.key for place in pin.pinned_locations] == list(KEYS[: len(pin.pinned_locations)])
             self.known.append(pin)
 
     async def unpin(self, node: Node, op: Op) -> None:
@@ -359,7 +358,7 @@ class Run:
 
 
 def _places(pin: Pin) -> set[tuple[int, str]]:
-    return {place[:2] for place in pin.places}
+    return {place[:2] for place in pin.pinned_locations}
 
 
 async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] | None, float]]) -> None:
@@ -427,11 +426,11 @@ class Two(NamedTuple):
         for node in self.nodes:
             await node.registry.refresh()
         await self.nodes[number].manager.expire()
-        await self.drains[number].go_on()
+        await self.drains[number].resume()
         await self.nodes[number].executor.run_due()
 
     async def progress(self, number: int, *, is_leader: bool = True) -> DrainProgress:
-        (only,) = await self.drains[number].look(is_leader=is_leader)
+        (only,) = await self.drains[number].progress(is_leader=is_leader)
         return only
 
     @property
@@ -494,7 +493,7 @@ async def test_what_comes_after_the_drain_was_done_is_found_too(two: Two) -> Non
     await two.drains[0].drain("a")
     for _ in range(5):
         two.clock.time += 10.0
-        await two.drains[0].go_on()
+        await two.drains[0].resume()
     assert (await two.progress(0)).is_done
     await two.write(1, [1000])  # its view is a minute old: it was cut off from the store, say
     assert not (await two.progress(0)).is_done
@@ -517,16 +516,16 @@ async def test_the_next_leader_goes_on_where_the_last_one_stopped(two: Two) -> N
     await two.write(0, MANY)
     await two.drains[0].drain("a")
     turns = iter([True, False])
-    await two.drains[0].go_on(lambda: next(turns))
+    await two.drains[0].resume(lambda: next(turns))
     await two.nodes[0].executor.run_due()
     await two.nodes[1].registry.refresh()
-    assert (await two.progress(1, is_leader=False)).left_bytes > 0
+    assert (await two.progress(1, is_leader=False)).remaining_bytes > 0
     two.nodes[0].crash()
     two.clock.time += 2.0
     for _ in range(4):
         two.clock.time += 10.0
         await two.nodes[1].registry.refresh()
-        await two.drains[1].go_on()
+        await two.drains[1].resume()
         await two.nodes[1].executor.run_due()
     assert two.used_bytes == 0
     assert (await two.progress(1)).is_done
@@ -537,7 +536,7 @@ async def test_two_that_believe_to_lead_do_each_other_no_harm(two: Two) -> None:
     await two.drains[0].drain("a")
     await two.nodes[1].registry.refresh()
     for _ in range(4):
-        await asyncio.gather(two.drains[0].go_on(), two.drains[1].go_on())
+        await asyncio.gather(two.drains[0].resume(), two.drains[1].resume())
         await asyncio.gather(*(node.executor.run_due() for node in two.nodes))
         two.clock.time += 10.0
     assert two.used_bytes == 0

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.model.nodes import Endpoint
-from kvcm.model.vitals import METHODS, GroupTotals, Vitals
-from kvcm.service.vitals.history import History
-from kvcm.service.vitals.ring import Ring, Series
+from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
+from kvcm.service.vitals_history import History, Ring, Series
 
 SIZE = 7
 NAMES = [Series(name, (("group", group),)) for name in ("x", "y") for group in ("a", "b")]
@@ -34,7 +32,7 @@ def test_the_ring_is_the_last_slots_of_a_dict(
     ring, model, slot = Ring(SIZE), {}, 100
     for gap, sample in steps:
         slot += gap
-        ring.put(slot, sample)
+        ring.append(slot, sample)
         model[slot] = sample
     until = slot + late
     known = {at: sample for at, sample in model.items() if slot - SIZE < at}
@@ -49,9 +47,9 @@ def test_the_ring_is_the_last_slots_of_a_dict(
 
 def test_series_of_which_nothing_is_left_are_forgotten() -> None:
     ring = Ring(SIZE)
-    ring.put(1, {NAMES[0]: 1, NAMES[1]: 1})
+    ring.append(1, {NAMES[0]: 1, NAMES[1]: 1})
     for slot in range(2, 200):
-        ring.put(slot, {NAMES[1]: 1})
+        ring.append(slot, {NAMES[1]: 1})
     assert set(ring) == {NAMES[1]}
 
 
@@ -127,11 +125,11 @@ def test_rates_are_the_events_of_all_managers_whoever_comes_and_goes(
                 lives[name].events.append((at, count))
         told = {name: life for name, life in lives.items() if name not in silent}
         rates = _rates(told, heard, last, now)
-        history.note(now, {name: life.vitals(name, now) for name, life in told.items()}, {"a": 5})
+        history.add(now, {name: life.vitals(name, now) for name, life in told.items()}, {"a": 5})
         expected += [None] * (gap // 10 - 1) + [sum(rates) if rates else None]
         heard, last = {name: (life, now) for name, life in told.items()}, now
     seconds = max(60, 10 * len(expected))
-    span = asyncio.run(history.span(now, seconds))
+    span = asyncio.run(history.range(now, seconds))
     values = {(each.name, *each.labels.values()): each.values for each in span.series}
     absent: list[float | None] = [None] * (seconds // 10)
     requests = values.get(("requests_per_second", "match"), absent)[-len(expected) :]
@@ -152,8 +150,8 @@ def test_a_day_is_told_in_few_values_that_are_means_and_of_the_99th_percentile_t
             dict.fromkeys(METHODS, sum(counts)), dict.fromkeys(METHODS, 0),
             (1.0, 2.0), (*counts, 0), used_bytes={"a": {"nfs": minute}},
         )  # fmt: skip
-        history.note(minute * 60.0, {"m": vitals}, {"a": 9})
-    span = asyncio.run(history.span(86400.0, 86400))
+        history.add(minute * 60.0, {"m": vitals}, {"a": 9})
+    span = asyncio.run(history.range(86400.0, 86400))
     values = {each.name: each.values for each in span.series}
     assert span.interval_seconds == 240
     assert {len(each.values) for each in span.series} == {360}
@@ -168,8 +166,8 @@ def test_groups_beyond_the_bound_are_summed_up_and_make_room_when_they_are_gone(
     history = History(0.0)
     for tick in range(300):  # of ten minutes: the first groups are gone for more than a day
         names = [f"g{tick // 150}-{number}" for number in range(100)]
-        history.note(tick * 600.0, {}, dict.fromkeys(names, 1))
-    span = asyncio.run(history.span(299 * 600.0, 3600))
+        history.add(tick * 600.0, {}, dict.fromkeys(names, 1))
+    span = asyncio.run(history.range(299 * 600.0, 3600))
     found = {each.labels["group"]: each.values[-1] for each in span.series}
     assert found.pop("other") == 100 - 64
     assert len(found) == 64

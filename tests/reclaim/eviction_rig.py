@@ -9,11 +9,10 @@ from random import Random
 
 from fake_clock import FakeClock
 
-from kvcm.cache.instance_cache import IndexInCustody
+from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.groups import (
     CacheConfig,
     CacheReclaimStrategy,
@@ -26,12 +25,11 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.reclaim.evicted import Evicted
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.needs import Limits
-from kvcm.reclaim.reclaimer import Reclaimer
+from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer
 from kvcm.storage.directory import StorageDirectory
 
 __all__ = ["BLOCK", "STUCK", "EvictionRig", "group_of", "policy_named"]
@@ -92,8 +90,8 @@ class EvictionRig:
     groups: dict[str, InstanceGroup]
     limits: Limits = field(default_factory=lambda: Limits((), ()))
     clock: FakeClock = field(default_factory=FakeClock)
-    kept: list[IndexInCustody] = field(default_factory=list)
-    evicted: list[Evicted] = field(default_factory=list)
+    kept: list[IndexHandle] = field(default_factory=list)
+    evicted: list[EvictionRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.storages = StorageDirectory("cluster")
@@ -110,10 +108,10 @@ class EvictionRig:
         instance = Instance("", group, instance_id, 16, (spec,), ModelDeployment("m", "bf16"))
         limit = self.groups[group].cache_config.meta_indexer_config.max_key_count or 1 << 62
         index = MetaIndex(backend if backend is not None else MemoryBackend(), self.storages, max_key_count=limit)
-        self.kept.append(IndexInCustody(instance, len(self.kept) + 1, index))
+        self.kept.append(IndexHandle(instance, len(self.kept) + 1, index))
         return index
 
-    def indexes(self) -> Iterator[IndexInCustody]:
+    def indexes(self) -> Iterator[IndexHandle]:
         return iter(self.kept)
 
     def delay_seconds(self, instance: Instance) -> float:
@@ -197,7 +195,7 @@ class EvictionRig:
     async def settle(self) -> list[int]:
         """Reclaim until nothing is left to do; return the keys of what was evicted, in order."""
         before = len(self.evicted)
-        while await self.reclaimer.look():
+        while await self.reclaimer.reclaim():
             pass
         return [change.key for evicted in self.evicted[before:] for change in evicted.changes]
 

@@ -12,19 +12,18 @@ from pathlib import Path
 from at_once import now
 from fake_clock import FakeClock
 
-from kvcm.cache.garbage_custody import GarbageCustody
-from kvcm.cache.manager import CacheManager
-from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.manager import CacheManager, GarbageSource
+from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import CacheConfig, CacheReclaimStrategy, InstanceGroup, InstanceGroupQuota
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment, Placement
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.registry import Registry
@@ -64,17 +63,17 @@ class Deployment:
         self.storages = StorageDirectory(disk.cluster_id)
         self.registry = Registry(self.storages, disk.store.table("registry"))
         self.manager = CacheManager(self.registry, self.storages, clock, _new_id, disk.backend, store=disk.store)
-        self.custody = GarbageCustody(self.manager, self.registry, disk.store)
+        self.handle = GarbageSource(self.manager, self.registry, disk.store)
         self.executor = DeletionExecutor(self.storages, clock)
         self.executor.serve(self.manager)
-        self.scrubber = StorageScrubber(self.custody, self.storages, clock, disk.cluster_id)
+        self.scrubber = StorageScrubber(self.handle, self.storages, clock, disk.cluster_id)
         self.marked: list[tuple[int, str]] = []
         self.pauses: list[float] = []
         self.collector = self.new_collector()
 
     def new_collector(self, blocks_per_second: int = 2000) -> GarbageCollector:
         return GarbageCollector(
-            self.custody,
+            self.handle,
             self.storages,
             self.clock,
             blocks_per_second=blocks_per_second,

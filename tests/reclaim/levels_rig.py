@@ -13,10 +13,9 @@ from at_once import now
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.pins import PinRequest
-from kvcm.cache.sessions import WriteRequest
-from kvcm.cache.write_values import NO_HINT, Retention
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.write_sessions import NO_HINT, Retention, WriteRequest
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.groups import (
@@ -38,15 +37,13 @@ from kvcm.model.instances import (
     ModelDeployment,
     Placement,
 )
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageSpec, StorageType, TairMemPoolStorageSpec
 from kvcm.protocol import meta_service_pb2
-from kvcm.reclaim.evicted import Evicted
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.needs import Limits
-from kvcm.reclaim.pressure import Pressure
-from kvcm.reclaim.reclaimer import Reclaimer
+from kvcm.reclaim.deletion_executor import DeletionExecutor
+from kvcm.reclaim.needs import Limits, WatermarkCheck
+from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
@@ -129,10 +126,10 @@ class Levels:
         self.storages = StorageDirectory("cluster", openers={**OPENERS, **_STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
-        self.pressure = Pressure(
+        self.pressure = WatermarkCheck(
             self.registry, lambda: self.manager.usage, lambda name: self.manager.open_caches.key_counts(name)
         )
-        self.evicted: list[Evicted] = []
+        self.evicted: list[EvictionRecord] = []
         self.woken: list[str] = []
         ids = iter(range(1, 1 << 30))
         self.manager = CacheManager(
@@ -157,7 +154,7 @@ class Levels:
         for registered in instances:
             now(self.manager.register_instance(registered))
 
-    def new_reclaimer(self, told: Callable[[Evicted], None] | None = None) -> Reclaimer:
+    def new_reclaimer(self, told: Callable[[EvictionRecord], None] | None = None) -> Reclaimer:
         """A reclaimer that knows nothing yet."""
         return Reclaimer(
             self.manager.indexes,
@@ -238,7 +235,7 @@ class Levels:
         """Look some seconds from now until there is nothing to do; return how many blocks were marked."""
         self.wait(after)
         total = 0
-        while blocks := await self.reclaimer.look():
+        while blocks := await self.reclaimer.reclaim():
             total += blocks
         await self.hear()
         return total

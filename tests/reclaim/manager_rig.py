@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from levels_rig import Levels
 
-from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -44,7 +44,7 @@ class ManagerRig(Levels):
             for name, size in block_bytes.items()
         ]
         super().__init__(groups, instances, storages, quotas)
-        self.reclaimer.follow()
+        self.reclaimer.follow_orders()
 
     def index(self, instance_id: str) -> MetaIndex:
         return self.manager.cache(instance_id).index

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 
 from fake_clock import FakeClock
 
-from kvcm.cache.instance_cache import IndexInCustody
+from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.storage.backend import Allocation, Part, StorageBackend
 from kvcm.storage.directory import StorageDirectory
 from kvcm.telemetry.events import EventLog
@@ -85,10 +84,10 @@ class FaultyDirectory:
         return self.faults.get(storage)
 
 
-def owned_index(instance_id: str, uid: int, meta_index: MetaIndex) -> IndexInCustody:
+def owned_index(instance_id: str, uid: int, meta_index: MetaIndex) -> IndexHandle:
     """An index of an instance of two specs."""
     specs = (LocationSpecInfo("tp0", 8), LocationSpecInfo("tp1", 8))
-    return IndexInCustody(Instance("group", "group", instance_id, 16, specs, ModelDeployment()), uid, meta_index)
+    return IndexHandle(Instance("group", "group", instance_id, 16, specs, ModelDeployment()), uid, meta_index)
 
 
 class Rig:
@@ -129,7 +128,7 @@ class Rig:
     def delay_seconds(self, instance: Instance) -> float:
         return self.delay
 
-    def indexes(self) -> Iterator[IndexInCustody]:
+    def indexes(self) -> Iterator[IndexHandle]:
         yield from self.owned
 
     async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:

@@ -19,10 +19,10 @@ from index_backends import Rig, opened
 from manager_rig import ManagerRig
 
 from kvcm.model.groups import DEFAULT_HYSTERESIS, GlobalQuota
+from kvcm.model.keys import NO_MASK
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
-from kvcm.model.masks import NO_MASK
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
-from kvcm.reclaim.evicted import Evicted
+from kvcm.reclaim.reclaimer import EvictionRecord
 
 GROUPS = {"g": ("g-a", "g-b"), "h": ("h-a",)}
 SIZES = {"g-a": 10, "g-b": 16, "h-a": 10}
@@ -248,7 +248,9 @@ class Run:
             for child, record in after[instance_id].items():
                 assert record.parent != key or not alive(after)[instance_id].get(child), f"{child} lost its prefix"
 
-    def check_that_the_last_was_needed(self, crossed: Sequence[Level], told: Sequence[Evicted], after: Records) -> None:
+    def check_that_the_last_was_needed(
+        self, crossed: Sequence[Level], told: Sequence[EvictionRecord], after: Records
+    ) -> None:
         """Without the last block of some instance, some level would still be above its low end."""
         last = {each.instance.instance_id: each for each in told}
         for instance_id, evicted in last.items():
@@ -280,7 +282,7 @@ class Run:
             await getattr(self, step.verb)(step)
             await self.check_limits()
         await self.settle(steps[0])
-        assert await self.rig.reclaimer.look() == 0, "a second look evicts nothing"
+        assert await self.rig.reclaimer.reclaim() == 0, "a second look evicts nothing"
 
 
 def alive(records: Records) -> dict[str, dict[int, Sequence[Location]]]:

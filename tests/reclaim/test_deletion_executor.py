@@ -21,7 +21,7 @@ from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import Location, LocationStatus
-from kvcm.reclaim.workers import Backlog, StorageWorkers
+from kvcm.reclaim.deletion_executor import Backlog, StorageWorkers
 
 
 @pytest.fixture
@@ -512,7 +512,7 @@ async def test_the_wait_for_a_busy_storage_follows_its_pace() -> None:
     clock = FakeClock()
     workers = StorageWorkers(2, clock)
     assert workers.seconds_for(10**6) == 1
-    async with workers.turn(100):
+    async with workers.slot(100):
         clock.time += 0.9
         assert not workers.is_slow
         clock.time += 19.1

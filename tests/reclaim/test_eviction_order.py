@@ -24,13 +24,10 @@ from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import EvictionPolicy, StorageGuarantee
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.reclaim.chains import Chains
-from kvcm.reclaim.guard import MOST_FOLLOWERS
-from kvcm.reclaim.lanes import Candidate
-from kvcm.reclaim.needs import Holding, Limits, Need, Reason
+from kvcm.reclaim.eviction_order import Candidate
+from kvcm.reclaim.needs import InstanceUsage, Limits, Reason, ReclaimNeed
 from kvcm.reclaim.policies import POLICIES
-from kvcm.reclaim.shares import Shares
-from kvcm.reclaim.victims import Goal, Source, Victim, Walk, choose
+from kvcm.reclaim.victims import MOST_DESCENDANTS, Chains, Goal, ScanState, ShareOrder, Source, Victim, select_victims
 
 LIMIT = 16  # blocks; above this eviction begins
 LOW = 11
@@ -91,7 +88,7 @@ class Run:
         self.model = Model(policy)
         self.keys = count(1)
         self.chains: dict[int, tuple[int, ...]] = {}  # of every block ever written, from its head to it
-        self.rig.reclaimer.follow()
+        self.rig.reclaimer.follow_orders()
 
     def chain(self, pick: int) -> tuple[int, ...]:
         """The chain of some block, also of one that is gone."""
@@ -370,7 +367,7 @@ async def test_nearly_all_victims_are_among_the_coldest(policy: str, popular: st
 
 
 FOLLOWED = 20
-FOLLOWERS = MOST_FOLLOWERS + 1
+FOLLOWERS = MOST_DESCENDANTS + 1
 
 
 class CountingBackend(MemoryBackend):
@@ -451,11 +448,13 @@ async def test_a_choice_rests_between_candidates_that_many_blocks_follow() -> No
     tails = {FOLLOWED + i: record(FOLLOWED - 1, FOLLOWED) for i in range(FOLLOWERS)}
     await index.put(chain | tails)
     backend.read = 0
-    holding = Holding(1, instance(), group(), {}, len(chain) + len(tails), 1 << 30)
-    need = Need(Reason.SIZE, 1000, lambda _place: True, [holding], "g")
+    holding = InstanceUsage(1, instance(), group(), {}, len(chain) + len(tails), 1 << 30)
+    need = ReclaimNeed(Reason.SIZE, 1000, lambda _place: True, [holding], "g")
     source = Source(holding, HeadsFirst(), Chains(index), partial(bool, 0))
     rests = Rests(backend)
-    found = await choose(Goal(need, 1000, 1 << 30, 1000, 0.0), [source], Shares(need, 0.0), rests, Walk())
+    found = await select_victims(
+        Goal(need, 1000, 1 << 30, 1000, 0.0), [source], ShareOrder(need, 0.0), rests, ScanState()
+    )
     assert found == []
     assert len(rests.reads) >= FOLLOWED
     assert max(rests.reads) <= 2 * FOLLOWERS
@@ -643,7 +642,7 @@ async def test_blocks_that_a_store_refused_to_mark_go_first_when_it_takes_them(p
     backend.refuses = True
     for _ in range(3):
         with pytest.raises(StorageIOError):
-            await rig.reclaimer.look()
+            await rig.reclaimer.reclaim()
     backend.refuses = False
     evicted = await rig.settle()
     assert sorted(evicted) == list(range(len(evicted)))
@@ -661,7 +660,7 @@ async def test_a_block_that_is_read_while_it_is_marked_keeps_that_read() -> None
     rig.groups["g"] = group_of(policy="lru", capacity=11 * BLOCK, ratio=1.0, hysteresis=0.0)
     backend.refuses = True
     with pytest.raises(StorageIOError):
-        await rig.reclaimer.look()
+        await rig.reclaimer.reclaim()
     backend.refuses = False
     evicted = await rig.settle()
     assert evicted == [key for key in range(len(evicted) + 1) if key != 3]

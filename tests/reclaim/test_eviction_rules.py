@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
 
-from kvcm.cache.match import MatchMode
-from kvcm.cache.write_values import Retention
+from kvcm.cache.prefix_match import MatchMode
+from kvcm.cache.write_sessions import Retention
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -21,12 +21,12 @@ from kvcm.model.groups import (
     PrefixClass,
 )
 from kvcm.model.instances import Instance
+from kvcm.model.keys import NO_MASK
 from kvcm.model.locations import LocationStatus
-from kvcm.model.masks import NO_MASK
 from kvcm.model.storages import StorageType
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim import live_order
-from kvcm.reclaim.evicted import Evicted
+from kvcm.reclaim import eviction_order
+from kvcm.reclaim.reclaimer import EvictionRecord
 
 
 def ordered(policy: str, mark: float = 0.8, blocks: float = 10, **fields: Any) -> InstanceGroup:
@@ -193,7 +193,7 @@ def removing(rig: Levels, removed: str) -> list[asyncio.Task[None]]:
             await rig.executor.run_due()
             await rig.manager.purge_removed()
 
-    def told(evicted: Evicted) -> None:
+    def told(evicted: EvictionRecord) -> None:
         rig.evicted.append(evicted)
         if not tasks:
             tasks.append(asyncio.get_running_loop().create_task(remove()))
@@ -238,15 +238,15 @@ async def test_what_was_crossed_counts_until_its_low_end_was_reached() -> None:
     configured = group(blocks=100, mark=0.8, hysteresis=0.4, reclaim={"reclaim_step_size": 10 * BLOCK})
     with levels(configured) as rig:
         await rig.write_each(range(81))
-        assert await rig.reclaimer.look() == 10
-        assert await rig.reclaimer.look() == 10
+        assert await rig.reclaimer.reclaim() == 10
+        assert await rig.reclaimer.reclaim() == 10
         await rig.update(replace(configured, quota=InstanceGroupQuota(200 * BLOCK), cache_config=CacheConfig(
             configured.cache_config.reclaim_strategy)))  # fmt: skip
-        assert await rig.reclaimer.look() == 0
+        assert await rig.reclaimer.reclaim() == 0
 
 
 async def test_an_order_that_is_begun_in_steps_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_order, "_STEP_ROWS", 3)
+    monkeypatch.setattr(eviction_order, "_STEP_ROWS", 3)
     orders: list[list[int]] = []
     for in_steps in (False, True):
         with levels(ordered("lfu", mark=0)) as rig:
@@ -400,7 +400,7 @@ async def test_many_expired_blocks_go_in_one_look() -> None:
     with levels(aged(EvictionPolicy("ttl", 100))) as rig:
         await rig.write(list(range(100)))
         rig.wait(101)
-        assert await rig.reclaimer.look() == 100
+        assert await rig.reclaimer.reclaim() == 100
         assert rig.order() == list(range(99, -1, -1))
 
 

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.model.errors import DuplicateEntityError, StorageIOError, UnknownInstanceError
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.garbage import GRACE_SECONDS, GarbageReport
-from kvcm.reclaim.missing_bytes import without_lost
+from kvcm.reclaim.deletion_executor import DeletionExecutor
+from kvcm.reclaim.garbage import GRACE_SECONDS, GarbageReport, without_lost
 
 CHAIN = list(range(1, 11))
 
@@ -567,7 +566,7 @@ async def test_what_names_a_known_storage_again_makes_nothing(mounted: Deploymen
     """A startup document does so at every start."""
     unmount(mount_point)
     again = await restarted(mounted)
-    for add in (again.registry.storages.add, again.registry.storages.add_while_serving):
+    for add in (again.registry.storages.add, again.registry.storages.add_in_background):
         with pytest.raises(DuplicateEntityError):
             await add(StorageConfig(NFS, NfsStorageSpec(str(mount_point))))
     assert seen(mount_point) == set()
@@ -591,7 +590,7 @@ async def test_a_manager_that_follows_another_makes_nothing(mounted: Deployment,
 async def test_an_update_makes_anew_what_is_gone_for_good(mounted: Deployment, mount_point: Path) -> None:
     unmount(mount_point)
     again = await restarted(mounted)
-    await again.registry.storages.update_while_serving(StorageConfig(NFS, NfsStorageSpec(str(mount_point))))
+    await again.registry.storages.update_in_background(StorageConfig(NFS, NfsStorageSpec(str(mount_point))))
     await again.store(SHORT_CHAIN)
     await again.assert_readable(SHORT_CHAIN)
     again.close()

@@ -28,10 +28,10 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
-from kvcm.reclaim.servings import Servings
+from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, needs
+from kvcm.reclaim.reclaimer import NeedQueue
 from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
 
 DUMMY, POOL = StorageType.ST_DUMMY, StorageType.ST_TAIRMEMPOOL
@@ -346,7 +346,9 @@ async def test_what_follows_stays_where_it_is_pinned_itself() -> None:
 
 STORAGES = ("a", "b", "c")
 TYPES = (StorageType.ST_DUMMY, StorageType.ST_TAIRMEMPOOL)
-PLACES = [Place(storage, kind) for storage in STORAGES for kind in TYPES]  # a name may have been another type's once
+PLACES = [
+    StorageKey(storage, kind) for storage in STORAGES for kind in TYPES
+]  # a name may have been another type's once
 GROUPS = ("g", "h", "k")
 QUOTAS = ("", "p", "q")
 RATIOS = (0.0, 0.5, 0.8, 1.0, 2.0)
@@ -364,12 +366,12 @@ class Seen(NamedTuple):
     counts_blocks: bool
 
 
-def seen(need: Need) -> Seen:
-    places, uids = tuple(map(need.wanted, PLACES)), tuple(holding.uid for holding in need.holdings)
+def seen(need: ReclaimNeed) -> Seen:
+    places, uids = tuple(map(need.filter, PLACES)), tuple(holding.uid for holding in need.usages)
     return Seen(need.label, need.amount, places, uids, need.payer, need.counts_blocks)
 
 
-def is_of_type(kind: StorageType, place: Place) -> bool:
+def is_of_type(kind: StorageType, place: StorageKey) -> bool:
     return place.storage_type is kind
 
 
@@ -379,7 +381,7 @@ def is_of_type(kind: StorageType, place: Place) -> bool:
 class Rules(NamedTuple):
     """Holdings, limits, and the marks that were crossed before."""
 
-    holdings: Sequence[Holding]
+    holdings: Sequence[InstanceUsage]
     limits: Limits
     active: frozenset[Label]
 
@@ -401,10 +403,10 @@ class Rules(NamedTuple):
             mark = global_mark(quota, self.block(drawing))
             yield from self.shared((Reason.GLOBAL, quota.name), mark, drawing, lambda _: True, {}, 0)
 
-    def of(self, one: InstanceGroup) -> list[Holding]:
+    def of(self, one: InstanceGroup) -> list[InstanceUsage]:
         return [each for each in self.holdings if each.group.name == one.name]
 
-    def used(self, one: InstanceGroup, counts: Callable[[Place], bool]) -> int:
+    def used(self, one: InstanceGroup, counts: Callable[[StorageKey], bool]) -> int:
         return sum(size for each in self.of(one) for place, size in each.remaining.items() if counts(place))
 
     def block(self, groups: Sequence[InstanceGroup]) -> int:
@@ -416,7 +418,7 @@ class Rules(NamedTuple):
         return used - mark.low
 
     def of_group(
-        self, reason: Reason, name: str, mark: Mark | None, one: InstanceGroup, counts: Callable[[Place], bool]
+        self, reason: Reason, name: str, mark: Mark | None, one: InstanceGroup, counts: Callable[[StorageKey], bool]
     ) -> Iterator[Seen]:
         if excess := self.excess((reason, name), mark, self.used(one, counts)):
             uids = tuple(each.uid for each in self.of(one))
@@ -443,7 +445,7 @@ class Rules(NamedTuple):
         label: Label,
         mark: Mark | None,
         groups: Sequence[InstanceGroup],
-        counts: Callable[[Place], bool],
+        counts: Callable[[StorageKey], bool],
         guaranteed: dict[str, int],
         kept_bytes: int,
     ) -> Iterator[Seen]:
@@ -515,7 +517,7 @@ def rules(draw: st.DrawFn) -> Rules:
         registered = instance(f"i{uid}", one.name, {"kv": draw(st.integers(1, 9))})
         remaining = draw(st.dictionaries(st.sampled_from(PLACES), SIZES, max_size=4))
         max_keys = one.cache_config.meta_indexer_config.max_key_count
-        holdings.append(Holding(uid, registered, one, remaining, draw(st.integers(0, 12)), max_keys))
+        holdings.append(InstanceUsage(uid, registered, one, remaining, draw(st.integers(0, 12)), max_keys))
     limits = Limits(storages, quotas, draw(st.sampled_from([groups, groups[:2], []])))
     plain = Rules(holdings, limits, frozenset())
     labels = [label for label, *_ in plain.needs()]  # and some that end between their marks
@@ -705,7 +707,7 @@ async def test_a_look_marks_no_more_than_a_step(limits: dict[str, int], blocks: 
     """A step below one block is one block: otherwise nothing would ever go."""
     with levels(stepped(**limits)) as rig:
         await rig.write_each(range(80))
-        assert await rig.reclaimer.look() == blocks
+        assert await rig.reclaimer.reclaim() == blocks
         assert rig.reclaimer.is_held_back
         assert rig.order() == list(range(blocks))
 
@@ -714,7 +716,7 @@ async def test_later_looks_go_on_to_the_low_end_and_then_stop() -> None:
     """Also below the high end, where a fresh reclaimer would not begin."""
     with levels(stepped(reclaim_step_size=9 * BLOCK)) as rig:
         await rig.write_each(range(80))
-        looks = [await rig.reclaimer.look() for _ in range(6)]
+        looks = [await rig.reclaimer.reclaim() for _ in range(6)]
         assert looks == [9, 9, 9, 9, 4, 0]
         assert not rig.reclaimer.is_held_back
         assert rig.remaining() == 40 * BLOCK
@@ -723,7 +725,7 @@ async def test_later_looks_go_on_to_the_low_end_and_then_stop() -> None:
 async def test_a_step_that_just_suffices_holds_nothing_back() -> None:
     with levels(stepped(reclaim_step_size=40 * BLOCK)) as rig:
         await rig.write_each(range(80))
-        assert await rig.reclaimer.look() == 40
+        assert await rig.reclaimer.reclaim() == 40
         assert not rig.reclaimer.is_held_back
 
 
@@ -731,7 +733,7 @@ async def test_a_step_of_one_group_does_not_hold_another_one_back() -> None:
     groups = [stepped(reclaim_step_size=BLOCK), stepped(name="free")]
     with levels(groups, [instance("i"), instance("f", "free")]) as rig:
         await rig.fill(i=80, f=80)
-        assert await rig.reclaimer.look() == 41
+        assert await rig.reclaimer.reclaim() == 41
         assert rig.remaining("f") == 40 * BLOCK
         assert rig.reclaimer.is_held_back
 
@@ -741,7 +743,7 @@ async def test_a_storage_takes_no_more_than_a_step_of_each_group() -> None:
     with levels(groups, [instance("i", "x"), instance("j", "y")]) as rig:
         await rig.limit_storage("a", 100 * BLOCK, 0.5)
         await rig.fill(i=40, j=40)
-        assert await rig.reclaimer.look() == 6
+        assert await rig.reclaimer.reclaim() == 6
         assert (rig.remaining("i"), rig.remaining("j")) == (37 * BLOCK, 37 * BLOCK)
         assert rig.reclaimer.is_held_back
 
@@ -750,7 +752,7 @@ async def test_a_step_counts_bytes_where_the_mark_counts_blocks() -> None:
     configured = group(blocks=1000, mark=0.5, hysteresis=0.1, max_keys=100, reclaim={"reclaim_step_size": 5 * BLOCK})
     with levels(configured) as rig:
         await rig.write_each(range(80))
-        assert await rig.reclaimer.look() == 5
+        assert await rig.reclaimer.reclaim() == 5
         assert rig.reclaimer.is_held_back
 
 
@@ -763,7 +765,7 @@ async def test_a_step_does_not_touch_what_is_pinned() -> None:
         await rig.pin([1000, 1001], 1000)
         rig.wait(1)
         await rig.write_each(range(80))
-        while await rig.reclaimer.look():
+        while await rig.reclaimer.reclaim():
             pass
         assert await rig.left([1000, 1001]) == [1000, 1001]
         assert rig.remaining() == 40 * BLOCK
@@ -772,27 +774,27 @@ async def test_a_step_does_not_touch_what_is_pinned() -> None:
 # ── Needs take turns: a group that always needs something does not keep others waiting ──
 
 
-def holding(uid: int, group_name: str) -> Holding:
+def holding(uid: int, group_name: str) -> InstanceUsage:
     name = f"{group_name}{uid}"
-    return Holding(uid, instance(name, group_name), group(group_name), {}, 0, 0)
+    return InstanceUsage(uid, instance(name, group_name), group(group_name), {}, 0, 0)
 
 
-def need(reason: Reason, amount: int, *holdings: Holding, name: str = "", payer: str = "") -> Need:
+def need(reason: Reason, amount: int, *holdings: InstanceUsage, name: str = "", payer: str = "") -> ReclaimNeed:
     named = name or holdings[0].group.name
-    return Need(reason, amount, bool, holdings, named, payer, reason is Reason.KEYS)
+    return ReclaimNeed(reason, amount, bool, holdings, named, payer, reason is Reason.KEYS)
 
 
 G, H = holding(1, "g"), holding(2, "h")
 
 
-def served(found: list[Need], batches: int) -> list[tuple[str, int]]:
+def served(found: list[ReclaimNeed], batches: int) -> list[tuple[str, int]]:
     """Return who is served, and how much, when every batch gives one block and new writes take its place."""
-    servings, turns = Servings(set()), []
+    servings, turns = NeedQueue(set()), []
     for _ in range(batches):
         chosen = servings.next(found)
         assert chosen is not None
         turns.append((chosen.name, chosen.amount))
-        servings.note(chosen, 1, is_held_back=False)
+        servings.record(chosen, 1, is_held_back=False)
     return turns
 
 
@@ -816,8 +818,8 @@ def test_groups_that_pay_for_one_mark_do_not_both_pay_it_whole() -> None:
     first = need(Reason.STORAGE, 400, G, name="nfs", payer="g")
     second = need(Reason.STORAGE, 300, H, name="nfs", payer="h")
     assert served([first, second], 2) == [("nfs", 400)] * 2
-    servings = Servings(set())
-    servings.note(first, 0, is_held_back=False)  # it has nothing to give
+    servings = NeedQueue(set())
+    servings.record(first, 0, is_held_back=False)  # it has nothing to give
     assert servings.next([first, second]) == second
 
 
@@ -842,7 +844,7 @@ async def test_a_look_serves_groups_in_turns() -> None:
     with levels(groups, [instance(each.name, each.name) for each in groups]) as rig:
         for each in groups:
             await rig.write_each(range(196), each.name)
-        await rig.reclaimer.look()
+        await rig.reclaimer.reclaim()
         assert [(each.instance.instance_id, len(each.changes)) for each in rig.evicted] == [("g", 32), ("h", 32)] * 3
 
 
@@ -874,4 +876,4 @@ async def test_a_look_that_takes_long_begins_anew() -> None:
     with levels(group(blocks=1000, mark=0.5, hysteresis=0.0)) as rig:
         await rig.write_each(range(900))
         rig.reclaimer = rig.new_reclaimer(lambda _evicted: rig.wait(0.4))
-        assert [await rig.reclaimer.look() for _ in range(5)] == [96, 96, 96, 96, 16]
+        assert [await rig.reclaimer.reclaim() for _ in range(5)] == [96, 96, 96, 96, 16]

@@ -15,22 +15,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
 
-from kvcm.cache.instance_cache import IndexInCustody
+from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup, StorageGuarantee
-from kvcm.model.locations import Place
-from kvcm.model.masks import NO_MASK
+from kvcm.model.keys import NO_MASK
+from kvcm.model.locations import StorageKey
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.holdings import Holding, Holdings
-from kvcm.reclaim.needs import Limits, Reason, needs
-from kvcm.reclaim.pressure import Pressure
-from kvcm.reclaim.wakes import SharedWakes
+from kvcm.reclaim.needs import InstanceUsage, Limits, Reason, UsageReader, WatermarkCheck, needs
+from kvcm.reclaim.reclaimer import WakeBroadcast
 from kvcm.store.memory import MemoryStore
 from kvcm.store.store import Table
 
-A = Place("a", StorageType.ST_DUMMY)
+A = StorageKey("a", StorageType.ST_DUMMY)
 NAMES = ("x", "y", "z")
 
 
@@ -45,16 +43,16 @@ class Books:
     on_a: Mapping[str, int]
     asked: Counter[str] = field(default_factory=Counter)
 
-    def held(self, group_name: str) -> Mapping[Place, int]:
+    def held(self, group_name: str) -> Mapping[StorageKey, int]:
         self.asked["held"] += 1
         return {A: self.on_a[group_name]}
 
-    def held_on(self, storage: str) -> Mapping[str, int]:
-        self.asked["held_on"] += 1
+    def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
+        self.asked["bytes_on_storage"] += 1
         return self.on_a if storage == "a" else {}
 
-    def held_by_group(self) -> Mapping[str, int]:
-        self.asked["held_by_group"] += 1
+    def bytes_by_group(self) -> Mapping[str, int]:
+        self.asked["bytes_by_group"] += 1
         return self.on_a
 
 
@@ -83,11 +81,11 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
         limits = Limits(rig.registry.storages.all(), [], groups)
 
         def is_above(on_a: Mapping[str, int]) -> bool:
-            return Pressure(rig.registry, lambda: Books(on_a), lambda _: []).is_above_a_mark(groups[0])
+            return WatermarkCheck(rig.registry, lambda: Books(on_a), lambda _: []).is_above_a_mark(groups[0])
 
         def has_needs(on_a: Mapping[str, int]) -> bool:
             held = [
-                Holding(uid, each, configured, {A: on_a[each.instance_id]}, 1, 1 << 62)
+                InstanceUsage(uid, each, configured, {A: on_a[each.instance_id]}, 1, 1 << 62)
                 for uid, (each, configured) in enumerate(zip(instances, groups, strict=True))
                 if on_a[each.instance_id]
             ]
@@ -126,7 +124,7 @@ async def test_a_shared_mark_leaves_room_for_the_largest_block_of_all_who_share_
 async def test_what_follows_from_the_settings_follows_their_changes() -> None:
     with levels([big("x", quota="q"), big("y")], [instance("i", "x")]) as rig:
         books = Books({"x": 50, "y": 45})
-        pressure = Pressure(rig.registry, lambda: books, lambda _: [])
+        pressure = WatermarkCheck(rig.registry, lambda: books, lambda _: [])
         x = big("x", quota="q")
         assert not pressure.is_above_a_mark(x)
         await rig.limit_storage("a", 100, 0.9)
@@ -144,8 +142,8 @@ async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() 
             await rig.limit_storage(name, 10_000)
         await rig.registry.quotas.set(GlobalQuota("q", 10_000))
         books = Books({each.name: 10 for each in groups})
-        assert not Pressure(rig.registry, lambda: books, lambda _: []).is_above_a_mark(groups[0])
-        assert books.asked == {"held": 1, "held_on": 2, "held_by_group": 1}
+        assert not WatermarkCheck(rig.registry, lambda: books, lambda _: []).is_above_a_mark(groups[0])
+        assert books.asked == {"held": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
 
 
 async def test_what_a_quota_forbids_is_kept_from_nobody_by_the_mark() -> None:
@@ -169,10 +167,10 @@ class Node:
     table: Table
     leads: bool = False
     woken: int = 0
-    wakes: SharedWakes = field(init=False)
+    wakes: WakeBroadcast = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wakes = SharedWakes(self.table, self._wake, lambda: self.leads)
+        self.wakes = WakeBroadcast(self.table, self._wake, lambda: self.leads)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -205,7 +203,7 @@ async def test_the_leader_is_woken_by_writes_at_any_manager(steps: str, woken: t
     for step in steps.split():
         node = named[step.strip("!+-")]
         if step.endswith("!"):
-            node.wakes.press("g")
+            node.wakes.request("g")
         elif step[0] in "+-":
             node.leads = step[0] == "+"
         else:
@@ -241,7 +239,7 @@ class Outage:
 async def test_a_store_that_fails_loses_no_wake() -> None:
     leader, *_ = await nodes()
     other = Node(Outage(leader.table, failures=2))  # type: ignore[arg-type]
-    other.wakes.press()
+    other.wakes.request()
     for _ in range(2):
         with pytest.raises(StorageIOError):
             await other.wakes.exchange()
@@ -322,7 +320,7 @@ class SharedMemory(MemoryBackend):
     is_shared = True
 
 
-def of_groups(rig: Levels) -> list[tuple[IndexInCustody, InstanceGroup]]:
+def of_groups(rig: Levels) -> list[tuple[IndexHandle, InstanceGroup]]:
     return [(each, rig.registry.groups.get(each.instance.instance_group_name)) for each in rig.manager.indexes()]
 
 
@@ -342,19 +340,19 @@ async def change(rig: Levels, generator: Random) -> None:
 
 
 async def test_what_is_remembered_is_what_is_there() -> None:
-    generator, known = Random(1), Holdings()
+    generator, known = Random(1), UsageReader()
     with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
         held: set[tuple[int, ...]] = set()
         for _ in range(STEPS):
             await change(rig, generator)
             found = known.of(of_groups(rig))
-            assert found == [Holding.of(*each) for each in of_groups(rig)]
+            assert found == [InstanceUsage.of(*each) for each in of_groups(rig)]
             held.add(tuple(sum(each.remaining.values()) for each in found))
         assert len(held) > STEPS // 10
 
 
 async def test_what_did_not_change_is_not_looked_at_again() -> None:
-    known = Holdings()
+    known = UsageReader()
     with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
         await rig.write([1, 2], "i")
         i, j = known.of(of_groups(rig))
@@ -365,7 +363,7 @@ async def test_what_did_not_change_is_not_looked_at_again() -> None:
 
 
 async def test_another_registration_of_an_id_holds_nothing_yet() -> None:
-    known = Holdings()
+    known = UsageReader()
     with levels() as rig:
         await rig.write([1])
         known.of(of_groups(rig))
@@ -381,7 +379,7 @@ async def test_of_what_others_change_nothing_is_remembered(is_asked_before: bool
     class SharedLevels(Levels):
         new_backend = staticmethod(lambda _placement: backend)
 
-    backend, known = SharedMemory(), Holdings()
+    backend, known = SharedMemory(), UsageReader()
     rig = SharedLevels([group(blocks=40)], [instance()])
     try:
         await rig.write([1, 2])

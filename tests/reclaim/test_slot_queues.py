@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.reclaim.policies.ghost import Ghost
-from kvcm.reclaim.policies.queue import END, Links, Queue
+from kvcm.reclaim.policies.policy import END, SlotLinks, SlotQueue
+from kvcm.reclaim.policies.s3fifo import Ghost
 from kvcm.reclaim.policies.sharing import Sharing
 
 SLOTS = st.integers(0, 300)
 
 
-def forwards(queue: Queue, end: int) -> list[int]:
+def forwards(queue: SlotQueue, end: int) -> list[int]:
     found, slot = [], queue.newer(end)
     while slot >= 0:
         found.append(slot)
@@ -22,7 +22,7 @@ def forwards(queue: Queue, end: int) -> list[int]:
     return found
 
 
-def backwards(queue: Queue, end: int) -> list[int]:
+def backwards(queue: SlotQueue, end: int) -> list[int]:
     found, slot = [], queue.older(end)
     while slot >= 0:
         found.append(slot)
@@ -33,9 +33,9 @@ def backwards(queue: Queue, end: int) -> list[int]:
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "push all", "after", "remove", "renew", "move"]), SLOTS, SLOTS)))
 def test_queues_that_share_their_links_keep_their_order(steps: list[tuple[str, int, int]]) -> None:
-    links = Links(queues=3)
+    links = SlotLinks(queues=3)
     column = links.column("q")
-    queues = [Queue(links, end) for end in (-1, -2, -3)]
+    queues = [SlotQueue(links, end) for end in (-1, -2, -3)]
     lists: list[list[int]] = [[], [], []]
     for verb, slot, other in steps:
         owner = next((at for at, each in enumerate(lists) if slot in each), None)
@@ -74,8 +74,8 @@ def test_queues_that_share_their_links_keep_their_order(steps: list[tuple[str, i
 
 
 def test_a_slot_is_in_one_queue_at_a_time() -> None:
-    links = Links(queues=2)
-    first, second = Queue(links, -1), Queue(links, -2)
+    links = SlotLinks(queues=2)
+    first, second = SlotQueue(links, -1), SlotQueue(links, -2)
     first.push(7)
     with pytest.raises(AssertionError):
         second.push(7)
@@ -89,8 +89,8 @@ def test_a_slot_is_in_one_queue_at_a_time() -> None:
 
 
 def test_a_cursor_steps_back_when_its_slot_leaves_and_goes_along_when_it_is_renamed() -> None:
-    links = Links()
-    queue = Queue(links)
+    links = SlotLinks()
+    queue = SlotQueue(links)
     for slot in range(3):
         queue.push(slot)
     cursor = links.open_cursor()
@@ -140,8 +140,8 @@ def turns(strategy: str, used: list[int], weights: list[float], amount: int, age
     sharing = Sharing(strategy, dict(enumerate(used)), dict(enumerate(weights)), amount)
     given = []
     for _ in range(amount):
-        uid = min(range(len(used)), key=lambda uid: sharing.turn(uid, ages[uid]))
-        sharing.took(uid, 1)
+        uid = min(range(len(used)), key=lambda uid: sharing.priority(uid, ages[uid]))
+        sharing.record(uid, 1)
         given.append(uid)
     return [given.count(uid) for uid in range(len(used))]
 

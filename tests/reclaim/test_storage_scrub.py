@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from reclaim_rig import Rig
 from thoroughness import examples
 
-from kvcm.cache.garbage_custody import GarbageCustody
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.manager import GarbageSource
+from kvcm.cache.write_sessions import WriteRequest
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
-from kvcm.model.masks import BlockMask
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.reclaim.scrub import ScrubReport, StorageScrubber
@@ -278,7 +278,7 @@ async def test_a_discarded_slot_of_a_file_that_is_still_written(packed: Deployme
 # ── The scrub while others change what it looks at ──
 
 
-class Interrupting(GarbageCustody):
+class Interrupting(GarbageSource):
     """Something happens between the first look and the second one."""
 
     meanwhile: Callable[[], Awaitable[None]]
@@ -455,7 +455,7 @@ async def test_it_tells_nothing_of_what_another_manager_dropped(rig: Rig) -> Non
     uris = {key: await rig.block(key) for key in (1, 2)}
     storage = rig.storages.faults["a"]
     storage.open_gate.clear()
-    assert await rig.executor._look() == 2
+    assert await rig.executor._start_due() == 2
     assert await rig.turns(lambda: bool(storage.under_way))
     await rig.index.delete([1])
     storage.open_gate.set()
@@ -528,7 +528,7 @@ async def test_what_never_served_keeps_its_session_to_the_end_however_often_it_i
     before = await reusing.index().get([2])
     reusing.clock.time += 3
     cache = reusing.manager.cache("i")
-    await reusing.manager.endings.end_writers(cache, {started.session.id: [2]})
+    await reusing.manager.endings.expire_writers(cache, {started.session.id: [2]})
     assert await reusing.index().get([2]) == before
 
 

@@ -45,13 +45,13 @@ class UnreliableLease:
 
     async def hold(self, node_id: str, seconds: float) -> LeaseState:
         await self._begin()
-        state = await self._lease.hold(node_id, seconds)
+        state = await self._lease.acquire(node_id, seconds)
         self._end()
         return state
 
     async def look(self) -> LeaseState:
         await self._begin()
-        state = await self._lease.look()
+        state = await self._lease.get()
         self._end()
         return state
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable, T
 
-from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import (
     CacheConfig,
@@ -22,6 +21,7 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
+from kvcm.model.principals import AccountRole
 from kvcm.model.storages import (
     DummyStorageSpec,
     MooncakeStorageSpec,
@@ -29,7 +29,7 @@ from kvcm.model.storages import (
     StorageConfig,
     TairMemPoolStorageSpec,
 )
-from kvcm.registry.configuration import AccountEntry, Configuration
+from kvcm.registry.config_snapshots import AccountEntry, Configuration
 from kvcm.registry.instances import with_sorted_groups
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryTable

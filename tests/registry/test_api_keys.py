@@ -13,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from registry_rig import Opener, SuspendingTable
 
-from kvcm.model.accounts import AccountRole
-from kvcm.model.api_keys import PresentedKey, hides_keys, new_key
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, StorageIOError
-from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
+from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, AccountRole, PresentedKey, Role, Verb, new_key, redact_keys
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
-from kvcm.registry.configuration import AccountEntry, Configuration
-from kvcm.registry.keys import KeyRegistry, NewKey
+from kvcm.registry.api_keys import ImportedKey, KeyRegistry, NewKey
+from kvcm.registry.config_snapshots import AccountEntry, Configuration
 from kvcm.registry.registry import Registry
-from kvcm.registry.taken_keys import TakenKey
 from kvcm.service.access_api import AccessApi
-from kvcm.service.turned_away import UnauthenticatedError
+from kvcm.service.rejections import UnauthenticatedError
 from kvcm.store.memory import MemoryTable
 
 
@@ -57,7 +54,7 @@ def test_a_fresh_key_is_read_again_and_its_secret_is_never_shown() -> None:
     assert PresentedKey.parse(key.text) == key
     assert key.secret not in repr(key)
     assert re.fullmatch("kvcm_[a-z2-7]{16}_[A-Za-z0-9_-]{43}", key.text)
-    assert hides_keys(f"x {key.text} y") == f"x kvcm_{key.id}_… y"
+    assert redact_keys(f"x {key.text} y") == f"x kvcm_{key.id}_… y"
 
 
 async def test_of_a_secret_only_a_digest_is_kept() -> None:
@@ -195,7 +192,7 @@ class Model:
 
     def check(self, registry: KeyRegistry) -> None:
         for presented in self.made:
-            key = registry.shown(presented)
+            key = registry.authenticate(presented)
             assert (key is not None and registry.use(key)) == self.counts(presented)
             assert key is None or key.name == self.names[presented]
         assert {key.id for key in registry.all()} == {each.id for each in self.made if self.counts(each)}
@@ -305,8 +302,8 @@ async def test_a_key_of_a_file_is_taken_over_once(end: str) -> None:
     world = World()
     first, second, presented = world.manager(), world.manager(), new_key()
     for manager in (first, second, first):
-        key = await manager.taken_keys.take_over("admin", presented)
-        assert key == manager.keys.shown(presented)
+        key = await manager.taken_keys.import_key("admin", presented)
+        assert key == manager.keys.authenticate(presented)
         assert manager.keys.all() == [key]
     if end == "revoke":
         await first.keys.revoke(presented.id)
@@ -314,44 +311,44 @@ async def test_a_key_of_a_file_is_taken_over_once(end: str) -> None:
         await first.keys.rotate(presented.id, 5 if end == "expire" else 0, 0)
         world.clock.time += 5
     for manager in (second, world.manager()):
-        assert await manager.taken_keys.take_over("admin", presented) is None
+        assert await manager.taken_keys.import_key("admin", presented) is None
         await manager.keys.tidy()
-        assert await manager.taken_keys.take_over("admin", presented) is None
-        assert manager.keys.shown(presented) is None
+        assert await manager.taken_keys.import_key("admin", presented) is None
+        assert manager.keys.authenticate(presented) is None
 
 
 async def test_when_a_key_was_taken_over_stays_what_it_was_here() -> None:
     manager = World().manager()
-    await manager.taken_keys.remember(TakenKey("elsewhere", 5.0))
-    await manager.taken_keys.remember(TakenKey("elsewhere", 9.0))
-    assert await manager.taken_keys.all() == [TakenKey("elsewhere", 5.0)]
+    await manager.taken_keys.remember(ImportedKey("elsewhere", 5.0))
+    await manager.taken_keys.remember(ImportedKey("elsewhere", 9.0))
+    assert await manager.taken_keys.all() == [ImportedKey("elsewhere", 5.0)]
 
 
 async def test_a_key_of_a_file_that_was_taken_over_by_an_older_release_counts_as_taken_over() -> None:
     manager = World().manager()
     _, presented = await manager.keys.create(NewKey("admin", Role.ROLE_ADMIN))
     assert presented is not None
-    assert await manager.taken_keys.take_over("admin", presented) == manager.keys.shown(presented)
+    assert await manager.taken_keys.import_key("admin", presented) == manager.keys.authenticate(presented)
     await manager.keys.revoke(presented.id)
-    assert await manager.taken_keys.take_over("admin", presented) is None
+    assert await manager.taken_keys.import_key("admin", presented) is None
 
 
 async def test_a_key_of_a_file_with_a_known_id_and_another_secret_is_refused() -> None:
     manager = World().manager()
     presented = new_key()
-    key = await manager.taken_keys.take_over("admin", presented)
+    key = await manager.taken_keys.import_key("admin", presented)
     with pytest.raises(InvalidArgumentError, match=f"{presented.id}.*another secret"):
-        await manager.taken_keys.take_over("admin", PresentedKey(presented.id, new_key().secret))
-    assert manager.keys.shown(presented) == key
+        await manager.taken_keys.import_key("admin", PresentedKey(presented.id, new_key().secret))
+    assert manager.keys.authenticate(presented) == key
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))
 async def test_managers_that_start_together_take_a_key_over_together(pauses: list[int]) -> None:
     slow, presented = SuspendingTable(MemoryTable(), pauses), new_key()
     managers = [Registry(Opener(), slow) for _ in range(3)]
-    keys = await asyncio.gather(*(manager.taken_keys.take_over("admin", presented) for manager in managers))
+    keys = await asyncio.gather(*(manager.taken_keys.import_key("admin", presented) for manager in managers))
     assert keys[0] is not None
-    assert keys == [managers[0].keys.shown(presented)] * 3
+    assert keys == [managers[0].keys.authenticate(presented)] * 3
 
 
 # ── Logins while their account changes, here or at another manager ──
@@ -424,17 +421,17 @@ async def test_logins_that_another_manager_made_a_moment_ago_end(pair: Pair) -> 
 async def test_a_password_that_another_manager_set_a_moment_ago_counts(pair: Pair) -> None:
     await pair.b.refresh()
     await pair.a.accounts.set_password("ann", "new")
-    assert await pair.b.accounts.proven("ann", "old") is None
-    assert await pair.b.accounts.proven("ann", "new") is not None
+    assert await pair.b.accounts.authenticate("ann", "old") is None
+    assert await pair.b.accounts.authenticate("ann", "new") is not None
 
 
 async def test_of_two_changes_with_one_old_password_one_is_made(pair: Pair) -> None:
-    proven = await pair.a.accounts.proven("ann", "old")
+    proven = await pair.a.accounts.authenticate("ann", "old")
     changes = [each.accounts.set_password("ann", password, proven) for each, password in ((pair.a, "1"), (pair.b, "2"))]
     outcomes = await asyncio.gather(*changes)
     assert sorted(outcomes) == [False, True]
     winner = str(outcomes.index(True) + 1)
-    assert await pair.a.accounts.proven("ann", winner) is not None
+    assert await pair.a.accounts.authenticate("ann", winner) is not None
 
 
 async def test_tries_that_the_store_did_not_hear_are_none(pair: Pair) -> None:

@@ -25,7 +25,6 @@ from snapshot_rig import (
 )
 from thoroughness import examples
 
-from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import (
     CapacityError,
     DuplicateEntityError,
@@ -36,9 +35,10 @@ from kvcm.model.errors import (
 )
 from kvcm.model.groups import GlobalQuota
 from kvcm.model.instances import ModelDeployment
+from kvcm.model.principals import AccountRole
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.registry.audit_trail import described
-from kvcm.registry.configuration import AccountEntry, ConfigChange, Configuration
+from kvcm.registry.config_snapshots import AccountEntry, ConfigChange, Configuration
 from kvcm.registry.secrets import HIDDEN, redacted, redacted_text
 from kvcm.store.memory import MemoryTable
 
@@ -54,7 +54,7 @@ async def test_an_empty_deployment_gets_all_with_versions_and_numbers_that_go_on
     assert [(change.kind, change.name, change.new) for change in changes] == [
         (entry.kind, entry.name, entry.value) for entry in CONFIG.entries()
     ]
-    assert await registry.snapshots.take() == CONFIG
+    assert await registry.snapshots.export() == CONFIG
     assert [registry.instances.placement(f"i{number}") for number in range(4)] == [(at, 16) for at in range(1, 5)]
     await registry.instances.register(replace(INSTANCE, instance_id="next", instance_group_name="b"))
     assert registry.instances.placement("next").uid == 5
@@ -64,7 +64,7 @@ async def test_a_load_of_what_is_there_changes_nothing_not_even_a_document() -> 
     table = MemoryTable()
     registry = await loaded(table=table)
     before = await table.version()
-    assert await registry.snapshots.load(await registry.snapshots.take()) == []
+    assert await registry.snapshots.load(await registry.snapshots.export()) == []
     assert await table.version() == before
 
 
@@ -116,7 +116,7 @@ async def test_what_is_not_in_a_snapshot_stays_and_is_named() -> None:
     assert [(change.name, change.old, change.new) for change in changes] == [
         (entry.name, entry.value, entry.value) for entry in CONFIG.entries()
     ]
-    assert await registry.snapshots.take() == CONFIG
+    assert await registry.snapshots.export() == CONFIG
 
 
 async def test_a_prune_removes_groups_quotas_and_accounts() -> None:
@@ -125,9 +125,9 @@ async def test_a_prune_removes_groups_quotas_and_accounts() -> None:
     expected = [("remove", "group", "c"), ("remove", "quota", "all"), ("remove", "account", "bob")]
     dry = await registry.snapshots.load(wanted, prune=True, dry_run=True)
     assert acts(dry) == [*expected, ("remove", "account", "eve")]
-    assert await registry.snapshots.take() == CONFIG
+    assert await registry.snapshots.export() == CONFIG
     assert await registry.snapshots.load(wanted, prune=True) == dry
-    assert await registry.snapshots.take() == wanted
+    assert await registry.snapshots.export() == wanted
 
 
 @pytest.mark.parametrize("name", ["instance 'i3'", "storage 'pool'"])
@@ -160,7 +160,7 @@ async def test_user_data_of_an_instance_stays_as_it_is_registered() -> None:
 
 async def test_an_instance_of_a_removed_group_is_loaded_as_it_is() -> None:
     wanted = without(CONFIG, group=GROUPS[2])
-    assert await (await loaded(wanted)).snapshots.take() == wanted
+    assert await (await loaded(wanted)).snapshots.export() == wanted
 
 
 async def test_an_account_is_added_without_a_password_and_keeps_the_one_it_has() -> None:
@@ -248,7 +248,7 @@ async def test_a_removed_storage_comes_back_with_its_own_medium_only() -> None:
     with pytest.raises(NotReadyError, match="is being forgotten"):
         await refused_without_a_trace(registry, table, Configuration(storages=(moved,)))
     assert acts(await registry.snapshots.load(CONFIG)) == [("add", "storage", "nfs")]
-    assert await registry.snapshots.take() == CONFIG
+    assert await registry.snapshots.export() == CONFIG
 
 
 # ── A load is there as a whole or not at all ──
@@ -305,14 +305,14 @@ async def test_after_a_load_all_of_it_is_configured_and_another_load_changes_not
     config = Configuration(**wanted)  # type: ignore[arg-type]
     dry = await registry.snapshots.load(config, dry_run=True)
     assert await registry.snapshots.load(config) == dry
-    taken = await registry.snapshots.take()
+    taken = await registry.snapshots.export()
     assert {entry[:2] for entry in taken.entries()} == {
         entry[:2]
         for part in (config, Configuration(**before))
         for entry in part.entries()  # type: ignore[arg-type]
     }
     assert not [change for change in await registry.snapshots.load(config) if change.action != "keep"]
-    assert await (await loaded(taken)).snapshots.take() == taken
+    assert await (await loaded(taken)).snapshots.export() == taken
 
 
 async def test_a_store_that_fails_leaves_all_as_it_was() -> None:
@@ -321,7 +321,7 @@ async def test_a_store_that_fails_leaves_all_as_it_was() -> None:
     with pytest.raises(StorageIOError):
         await registry.snapshots.load(CONFIG)
     assert await documents(table) == {}
-    assert await registry.snapshots.take() == Configuration()
+    assert await registry.snapshots.export() == Configuration()
     assert [verb for verb, _ in opener.calls] == ["discard"] * 3
 
 
@@ -340,7 +340,7 @@ async def test_a_store_that_fails_at_any_call_has_all_of_a_load_or_nothing(is_la
         else:
             break
         if not outcomes[-1]:
-            seen = (await registry_over(table).snapshots.take()).groups
+            seen = (await registry_over(table).snapshots.export()).groups
             assert [group.user_data for group in seen] == ["x", GROUPS[1].user_data, GROUPS[2].user_data]
     assert len(outcomes) > 3
     assert outcomes == [True] * (len(outcomes) - is_late) + [False] * is_late
@@ -350,7 +350,7 @@ async def test_documents_that_cannot_be_read_refuse_snapshots() -> None:
     table = MemoryTable()
     registry = await loaded(table=table)
     await table.replace("group/odd", None, b"{")
-    for call in (registry.snapshots.take(), registry.snapshots.load(CONFIG)):
+    for call in (registry.snapshots.export(), registry.snapshots.load(CONFIG)):
         with pytest.raises(StorageIOError, match="groups 'odd'"):
             await call
 
@@ -377,7 +377,7 @@ async def test_a_load_and_changes_of_others_come_one_after_the_other(pauses: lis
     )
     assert not isinstance(results[0], BaseException)
     assert results[1] is None or isinstance(results[1], InvalidArgumentError)
-    seen = await registry_over(table).snapshots.take()
+    seen = await registry_over(table).snapshots.export()
     group = next(each for each in seen.groups if each.name == "a")
     # By hand and then loaded over it, or loaded and the version was out of date.
     assert (group.user_data, group.version) == ("loaded", 3 if results[1] is None else 2)
@@ -393,7 +393,7 @@ async def test_two_loads_at_a_time_end_as_one_after_the_other() -> None:
     one = Configuration(quotas=(GlobalQuota("x", 1), GlobalQuota("y", 1)))
     two = Configuration(quotas=(GlobalQuota("x", 2), GlobalQuota("y", 2)))
     await asyncio.gather(first.snapshots.load(one), second.snapshots.load(two))
-    seen = await registry_over(table).snapshots.take()
+    seen = await registry_over(table).snapshots.export()
     assert seen in (one, two)
 
 
@@ -416,7 +416,7 @@ async def test_what_is_loaded_reaches_other_managers() -> None:
     await other.load()
     await loaded(table=table)
     assert await other.refresh()
-    assert await other.snapshots.take() == CONFIG
+    assert await other.snapshots.export() == CONFIG
     assert sorted(opener.calls) == [("open", "dummy"), ("open", "nfs"), ("open", "pool")]
 
 

@@ -46,8 +46,8 @@ from kvcm.model.storages import (
     VcnsThreeFSStorageSpec,
 )
 from kvcm.reclaim.policies import POLICIES
-from kvcm.registry.documents import builtin_document, parse_startup_document, storage_configs_json
 from kvcm.registry.registry import Registry
+from kvcm.registry.startup_document import builtin_document, parse_startup_document, storage_configs_json
 from kvcm.registry.validation import (
     POLICY_NAMES,
     check_global_quota,
@@ -452,7 +452,7 @@ async def test_a_limit_changes_without_opening_anything() -> None:
     await registry.storages.set_enabled("nfs", enabled=False)
     opened = len(opener.calls)
     opener.refusal = theirs.refusal = StorageIOError("the mount is away")
-    for update in (registry.storages.update, registry.storages.update_while_serving):
+    for update in (registry.storages.update, registry.storages.update_in_background):
         for capacity, ratio in ((100, 0.7), (100, 0.8), (0, 0.0)):
             await update(replace(NFS_CONFIG, capacity_bytes=capacity, used_percentage=ratio))
             await other.refresh()

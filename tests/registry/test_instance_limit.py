@@ -336,7 +336,7 @@ def view(registry: Registry) -> Model:
         {
             drain.name: config.spec.root_path  # type: ignore[union-attr]
             for drain in registry.storages.drains()
-            if (config := registry.storages.being_left(drain)) is not None
+            if (config := registry.storages.find_draining(drain)) is not None
         },
     )
 

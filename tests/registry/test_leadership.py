@@ -13,10 +13,9 @@ from thoroughness import examples
 
 from kvcm.model.errors import NotLeaderError, StorageIOError
 from kvcm.model.nodes import Endpoint
-from kvcm.registry.leadership import Leadership
-from kvcm.registry.nodes import Nodes
+from kvcm.registry.leadership import Leadership, NodeTable
+from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.calls import Plane
-from kvcm.service.node import refuse_unless_leading
 from kvcm.store.memory import MemoryLease, MemoryTable
 
 
@@ -287,7 +286,7 @@ async def test_a_leader_cut_off_from_the_store_ends_before_another_begins(cluste
 
 
 ACTIONS = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(["tick"] * 4 + ["wait"] * 2 + ["demote", "cut", "lose", "slow"])),
+    st.tuples(st.integers(0, 2), st.sampled_from(["tick"] * 4 + ["wait"] * 2 + ["demote", "cut", "abandon", "slow"])),
     max_size=80,
 )
 
@@ -303,7 +302,7 @@ async def act(cluster: Cluster, which: int, action: str, slowly: Callable[[], No
             await node.demote()
     elif action == "cut":
         way.outage = None if way.outage else StorageIOError("refused")
-    elif action == "lose":
+    elif action == "abandon":
         way.lost_answer = None if way.lost_answer else StorageIOError("timed out")
     else:
         way.on_answer = slowly
@@ -344,7 +343,7 @@ def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -
 
 
 async def test_nodes_that_were_killed_vanish_and_living_ones_stay(cluster: Cluster) -> None:
-    dead = Nodes("dead", cluster.clock, cluster.table)
+    dead = NodeTable("dead", cluster.clock, cluster.table)
     await dead.publish(endpoint_of("dead"))
     for node in cluster.nodes:
         await node.publish(endpoint_of(node.node_id))

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable
 
-from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import (
     CapacityError,
     DuplicateEntityError,
@@ -25,9 +24,10 @@ from kvcm.model.errors import (
 )
 from kvcm.model.groups import InstanceGroup, MetaIndexerConfig
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, Placement
+from kvcm.model.principals import AccountRole
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
-from kvcm.registry.codec import decode_document, encode_document
-from kvcm.registry.registry import Registry, kept_cluster_id
+from kvcm.registry.document_cache import decode_document, encode_document
+from kvcm.registry.registry import Registry, ensure_cluster_id
 from kvcm.registry.storages import StorageDrain
 from kvcm.store.memory import MemoryTable
 
@@ -126,22 +126,22 @@ async def test_malformed_storages_are_not_opened(registry: Registry, opener: Ope
 
 
 async def test_storages_are_added_and_updated_while_serving(registry: Registry, opener: Opener) -> None:
-    await registry.storages.add_while_serving(NFS)
+    await registry.storages.add_in_background(NFS)
     await registry.storages.set_enabled("nfs", enabled=False)
-    await registry.storages.update_while_serving(replace(NFS, spec=NfsStorageSpec("/other")))
+    await registry.storages.update_in_background(replace(NFS, spec=NfsStorageSpec("/other")))
     assert registry.storages.all() == [replace(NFS, spec=NfsStorageSpec("/other"), is_available=False)]
     assert opener.calls == [("open", "nfs"), ("disable", "nfs"), ("open", "nfs")]
     opener.refusal = StorageIOError("no such mount")
     with pytest.raises(StorageIOError):
-        await registry.storages.update_while_serving(NFS)
+        await registry.storages.update_in_background(NFS)
     with pytest.raises(DuplicateEntityError):
-        await registry.storages.add_while_serving(NFS)
+        await registry.storages.add_in_background(NFS)
     assert registry.storages.all()[0].spec == NfsStorageSpec("/other")
 
 
 async def test_a_storage_removed_during_its_update_stays_removed(registry: Registry, opener: Opener) -> None:
     await registry.storages.add(NFS)
-    update = asyncio.create_task(registry.storages.update_while_serving(replace(NFS, spec=NfsStorageSpec("/other"))))
+    update = asyncio.create_task(registry.storages.update_in_background(replace(NFS, spec=NfsStorageSpec("/other"))))
     await asyncio.sleep(0)
     await registry.storages.retire("nfs", 9.0)
     with pytest.raises(InvalidArgumentError, match="'nfs' does not exist"):
@@ -360,7 +360,7 @@ async def test_no_other_change_ends_a_drain(leaving: Leaving) -> None:
     storages = leaving.a.storages
     await storages.drain("nfs", 7.0)
     await storages.update(MOVED)
-    await storages.update_while_serving(replace(MOVED, capacity_bytes=5))
+    await storages.update_in_background(replace(MOVED, capacity_bytes=5))
     await storages.set_enabled("nfs", enabled=False)
     assert storages.drains() == [StorageDrain("nfs", 7.0, is_removal=False)]
     assert storages.all() == [replace(MOVED, capacity_bytes=5, is_available=False, draining_since=7.0)]
@@ -386,7 +386,7 @@ async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leavi
 @pytest.mark.parametrize("spec", [NfsStorageSpec("/elsewhere"), NfsStorageSpec("/r", 4), DummyStorageSpec("/r")])
 async def test_a_name_that_is_not_free_goes_to_no_other_medium(leaving: Leaving, spec: NfsStorageSpec) -> None:
     await leaving.a.storages.retire("nfs", 9.0)
-    for add in (leaving.a.storages.add, leaving.b.storages.add_while_serving):  # the second one has not heard
+    for add in (leaving.a.storages.add, leaving.b.storages.add_in_background):  # the second one has not heard
         with pytest.raises(NotReadyError, match="storage 'nfs' is being forgotten"):
             await add(replace(NFS, spec=spec))
     await leaving.b.storages.add(NFS)
@@ -521,7 +521,7 @@ Change = Callable[[Registry, int], Awaitable[object]]
     [
         lambda registry, n: registry.groups.create(replace(GROUP, user_data=str(n))),
         lambda registry, n: registry.storages.add(replace(NFS, spec=NfsStorageSpec(f"/{n}"))),
-        lambda registry, n: registry.storages.add_while_serving(replace(NFS, spec=NfsStorageSpec(f"/{n}"))),
+        lambda registry, n: registry.storages.add_in_background(replace(NFS, spec=NfsStorageSpec(f"/{n}"))),
         lambda registry, n: registry.accounts.add("ann", str(n), AccountRole.ROLE_USER),
     ],
 )
@@ -832,4 +832,4 @@ async def test_a_change_is_answered_when_it_is_durable() -> None:
 async def test_the_cluster_id_is_kept_once(pair: Pair) -> None:
     ids = await asyncio.gather(pair.a.cluster_id("first"), pair.b.cluster_id("second"))
     assert ids in (["first"] * 2, ["second"] * 2)
-    assert await kept_cluster_id(pair.table, "third") == ids[0]
+    assert await ensure_cluster_id(pair.table, "third") == ids[0]

@@ -23,22 +23,20 @@ from thoroughness import examples
 from kvcm import __version__
 from kvcm.app import Manager
 from kvcm.cache.audit_report import Repair
+from kvcm.commands.index_tools import IndexTools
+from kvcm.components import open_metadata
 from kvcm.config import ConfigError, Settings
-from kvcm.index_tools import IndexTools
-from kvcm.metadata import open_metadata
-from kvcm.model.accounts import Account, AccountRole, PasswordHash
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance, Placement, Registration
-from kvcm.model.nodes import Endpoint
+from kvcm.model.nodes import Endpoint, GroupTotals, Vitals
+from kvcm.model.principals import Account, AccountRole, PasswordHash
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageSpec
-from kvcm.model.vitals import GroupTotals, Vitals
-from kvcm.registry.codec import decode_document, encode_document
-from kvcm.registry.schema import NEWEST_SCHEMA, Schema, check_schema, keep_schema
-from kvcm.registry.seats import SeatsTaken
-from kvcm.registry.shelf import Shelf
-from kvcm.registry.vitals import VitalsBoard
+from kvcm.registry.document_cache import DocumentCache, decode_document, encode_document
+from kvcm.registry.instances import ReservedInstances
+from kvcm.registry.leadership import VitalsTable
+from kvcm.registry.registry import NEWEST_SCHEMA, Schema, check_schema, ensure_schema
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 
@@ -66,7 +64,9 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 VALUES = st.one_of(
     *map(values, (StorageConfig, InstanceGroup, GlobalQuota, Registration, Account, Endpoint, int, str)),
-    st.builds(SeatsTaken, st.dictionaries(values(int), values(str), max_size=3), values(tuple[Registration, ...])),
+    st.builds(
+        ReservedInstances, st.dictionaries(values(int), values(str), max_size=3), values(tuple[Registration, ...])
+    ),
 )
 
 
@@ -182,8 +182,8 @@ class Site:
     def __init__(self) -> None:
         table = MemoryTable()
         self.way = SuspendingTable(table)
-        self.shelf = Shelf(self.way, "n/", int)
-        self.other = Shelf(table, "n/", int)
+        self.shelf = DocumentCache(self.way, "n/", int)
+        self.other = DocumentCache(table, "n/", int)
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def site() -> Site:
     return Site()
 
 
-async def put(shelf: Shelf[int], value: int | None) -> None:
+async def put(shelf: DocumentCache[int], value: int | None) -> None:
     await shelf.change("x", lambda _: value)
 
 
@@ -228,7 +228,7 @@ async def test_an_old_answer_to_a_refresh_replaces_no_later_change(site: Site, v
     async def refresh() -> None:
         with site.shelf.watching() as changed:
             documents = await site.way.all()
-        site.shelf.take(documents, changed)
+        site.shelf.refresh_from(documents, changed)
 
     refreshing = asyncio.create_task(refresh())
     await reached(refreshing, site.way, "all")
@@ -267,7 +267,7 @@ async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: 
 
 
 async def test_many_who_count_lose_no_step(site: Site) -> None:
-    shelves = [site.shelf, site.other, Shelf(site.way, "n/", int)]
+    shelves = [site.shelf, site.other, DocumentCache(site.way, "n/", int)]
     await asyncio.gather(*(shelves[n % 3].change("x", lambda known: (known or 0) + 1) for n in range(30)))
     assert await site.other.read("x") == 30
 
@@ -281,19 +281,19 @@ async def test_what_does_not_change_is_not_written(site: Site) -> None:
 
 async def test_other_kinds_of_documents_are_not_touched(site: Site) -> None:
     await put(site.shelf, 1)
-    site.shelf.take({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
+    site.shelf.refresh_from({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
     assert site.shelf.names() == ["x"]
 
 
 async def test_values_stand_in_the_order_of_their_names_whoever_brings_or_takes_them() -> None:
     """After every single step, since the order is kept between them."""
     table, generator = MemoryTable(), Random(1)
-    shelf, other = Shelf(table, "n/", int), Shelf(table, "n/", int)
+    shelf, other = DocumentCache(table, "n/", int), DocumentCache(table, "n/", int)
     known: dict[str, int] = {}
     for _ in range(300):
         name, value = generator.choice("abcdef"), generator.choice([None, 1, 2])
         await generator.choice([shelf, other]).change(name, lambda _, new=value: new)
-        shelf.take(await table.all(), ())
+        shelf.refresh_from(await table.all(), ())
         known[name] = value or 0
         known = {name: value for name, value in known.items() if value}
         assert shelf.names() == sorted(known)
@@ -313,8 +313,8 @@ async def _flushed() -> None:
     pass
 
 
-def _shelf(table: Table) -> Shelf[Schema]:
-    return Shelf(table, "meta/", Schema)
+def _shelf(table: Table) -> DocumentCache[Schema]:
+    return DocumentCache(table, "meta/", Schema)
 
 
 @pytest.fixture(params=["rocksdb", "redis"])
@@ -339,14 +339,14 @@ async def test_a_store_says_who_gave_it_its_schema_and_keeps_that() -> None:
     table = MemoryTable()
     await check_schema(table)
     assert await table.all() == {}, "looking writes nothing"
-    await keep_schema(table, _flushed)
+    await ensure_schema(table, _flushed)
     first = await table.all()
     assert await _shelf(table).read("schema") == Schema(1, __version__)
-    await keep_schema(table, _flushed)
+    await ensure_schema(table, _flushed)
     assert await table.all() == first
 
 
-@pytest.mark.parametrize("look", [check_schema, lambda table: keep_schema(table, _flushed)])
+@pytest.mark.parametrize("look", [check_schema, lambda table: ensure_schema(table, _flushed)])
 async def test_a_schema_that_is_too_new_names_the_release_to_run(look: object) -> None:
     table = MemoryTable()
     await _shelf(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
@@ -360,7 +360,7 @@ async def test_a_schema_that_cannot_be_read_is_refused() -> None:
     table = MemoryTable()
     await table.replace("meta/schema", None, b"{")
     with pytest.raises(StorageIOError, match="document is damaged"):
-        await keep_schema(table, _flushed)
+        await ensure_schema(table, _flushed)
 
 
 def test_managers_and_commands_refuse_a_store_of_a_newer_schema(configured: Settings, tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def vitals(node_id: str, requests: int = 1) -> Vitals:
 
 async def test_everybody_reads_what_everybody_tells() -> None:
     clock, table = FakeClock(), MemoryTable()
-    one, other = VitalsBoard(clock, table), VitalsBoard(clock, table)
+    one, other = VitalsTable(clock, table), VitalsTable(clock, table)
     await one.publish(vitals("m1"))
     await other.publish(vitals("m2"))
     await one.publish(vitals("m1", 7))
@@ -406,9 +406,9 @@ async def test_everybody_reads_what_everybody_tells() -> None:
 
 async def test_who_falls_silent_is_not_told_of_and_is_removed_by_others() -> None:
     clock, table = FakeClock(), MemoryTable()
-    await VitalsBoard(clock, table).publish(vitals("dead"))
+    await VitalsTable(clock, table).publish(vitals("dead"))
     clock.time += 30
-    living = VitalsBoard(clock, table)
+    living = VitalsTable(clock, table)
     assert await living.all() == {}
     await living.publish(vitals("m2"))
     assert set(await table.all()) == {"m2"}
@@ -416,8 +416,8 @@ async def test_who_falls_silent_is_not_told_of_and_is_removed_by_others() -> Non
 
 async def test_a_manager_takes_over_what_a_run_before_left_and_what_others_removed() -> None:
     clock, table = FakeClock(), MemoryTable()
-    await VitalsBoard(clock, table).publish(vitals("m1", 9))
-    board = VitalsBoard(clock, table)
+    await VitalsTable(clock, table).publish(vitals("m1", 9))
+    board = VitalsTable(clock, table)
     await board.publish(vitals("m1", 1))
     await table.replace("m1", await table.get("m1"), None)
     await board.publish(vitals("m1", 2))
@@ -426,7 +426,7 @@ async def test_a_manager_takes_over_what_a_run_before_left_and_what_others_remov
 
 async def test_who_leaves_is_forgotten_at_once() -> None:
     clock, table = FakeClock(), MemoryTable()
-    board = VitalsBoard(clock, table)
+    board = VitalsTable(clock, table)
     await board.withdraw("m1")
     await board.publish(vitals("m1"))
     await board.withdraw("m1")
@@ -435,7 +435,7 @@ async def test_who_leaves_is_forgotten_at_once() -> None:
 
 async def test_what_a_later_release_adds_is_passed_over_and_what_nobody_can_read_vanishes() -> None:
     clock, table = FakeClock(), MemoryTable()
-    board = VitalsBoard(clock, table)
+    board = VitalsTable(clock, table)
     await board.publish(vitals("m1"))
     document = await table.get("m1")
     assert document is not None

@@ -37,24 +37,32 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
-from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission, key_count
-from kvcm.service.bodies import BodyReader
+from kvcm.service.admission import (
+    DEADLINE,
+    QUEUE,
+    REASONS,
+    AdmissionSettings,
+    GuardedAdmission,
+    Phase,
+    RequestQueue,
+    ServingGate,
+    TokenBuckets,
+    key_count,
+)
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.http_app import HttpApp
+from kvcm.service.http_server import HttpApp
 from kvcm.service.json_codec import MalformedBody
-from kvcm.service.lanes import DEADLINE, QUEUE, Lane
-from kvcm.service.limits import RequestLimits
-from kvcm.service.request_sizes import (
-    MOST_ENTRIES,
-    MOST_FREE_TEXT_BYTES,
-    MOST_NAME_BYTES,
-    MOST_SNAPSHOT_BYTES,
-    MOST_TEXT_BYTES,
+from kvcm.service.rejections import RateLimitedError, RejectedError
+from kvcm.service.request_limits import (
+    MAX_ENTRIES,
+    MAX_FREE_TEXT_BYTES,
+    MAX_NAME_BYTES,
+    MAX_SNAPSHOT_BYTES,
+    MAX_TEXT_BYTES,
+    BodyReader,
+    RequestLimits,
     RequestSizes,
 )
-from kvcm.service.token_bucket import TokenBuckets
-from kvcm.service.turned_away import RateLimitedError, TurnedAwayError
 
 NOW = 500.0
 
@@ -84,14 +92,14 @@ class Rig:
         request = meta.GetCacheLocationRequest(block_keys=range(keys))
         return await self.admission.enter(MATCH, request, Arrival("grpc", peer, deadline))
 
-    async def refused(self, keys: int, peer: str = "a", deadline: float | None = None) -> TurnedAwayError:
-        with pytest.raises(TurnedAwayError) as refused:
+    async def refused(self, keys: int, peer: str = "a", deadline: float | None = None) -> RejectedError:
+        with pytest.raises(RejectedError) as refused:
             await self.enter(keys, peer, deadline)
         assert refused.value.reason in REASONS
         return refused.value
 
     def reason(self, arrival: Arrival, call: Call = MATCH) -> str:
-        refusal = self.admission.refusal(call, arrival)
+        refusal = self.admission.rejection(call, arrival)
         return refusal.reason if refusal is not None else ""
 
 
@@ -106,8 +114,8 @@ def test_what_nobody_waits_for_any_more_is_not_read() -> None:
 
 def test_what_has_waited_too_long_is_not_read() -> None:
     rig = Rig(most_wait_seconds=2.0)
-    assert [rig.reason(Arrival("http", came=NOW - waited)) for waited in (1.9, 2.0, 2.1)] == ["", "", "overload"]
-    assert Rig(most_wait_seconds=0.0).reason(Arrival("http", came=NOW - 1000)) == ""
+    assert [rig.reason(Arrival("http", received_at=NOW - waited)) for waited in (1.9, 2.0, 2.1)] == ["", "", "overload"]
+    assert Rig(most_wait_seconds=0.0).reason(Arrival("http", received_at=NOW - 1000)) == ""
 
 
 def test_while_all_wait_too_long_few_are_served_but_some() -> None:
@@ -122,7 +130,7 @@ def test_while_all_wait_too_long_few_are_served_but_some() -> None:
 async def test_operators_are_served_whatever_happens() -> None:
     rig = Rig(most_wait_seconds=0.1, keys_per_second=1, burst_keys=1, long_keys=1, long_slots=1, long_places=0)
     rig.wait = 3.0
-    late = Arrival("http", "a", NOW - 1, came=NOW - 60)
+    late = Arrival("http", "a", NOW - 1, received_at=NOW - 60)
     assert [rig.reason(late, call) for call in (CHECK, ADMIN_META)] == ["", ""]
     for _ in range(5):
         request = admin.GetCacheMetaRequest(block_keys=range(900))
@@ -209,9 +217,9 @@ class Clock:
         return self.now
 
 
-def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[Lane, Clock]:
+def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[RequestQueue, Clock]:
     clock = Clock()
-    return Lane(clock, slots, places, most_wait), clock
+    return RequestQueue(clock, slots, places, most_wait), clock
 
 
 async def _settled() -> None:
@@ -219,15 +227,15 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-async def _paced(lane: Lane, clock: Clock, seconds: float) -> None:
+async def _paced(lane: RequestQueue, clock: Clock, seconds: float) -> None:
     """Have the lane measure a pace."""
     began = await lane.enter(None)
     clock.now += seconds
     lane.leave(began)
 
 
-async def _refused(entering: Awaitable[float]) -> TurnedAwayError:
-    with pytest.raises(TurnedAwayError) as refused:
+async def _refused(entering: Awaitable[float]) -> RejectedError:
+    with pytest.raises(RejectedError) as refused:
         await entering
     return refused.value
 
@@ -242,7 +250,7 @@ async def test_who_finds_a_slot_does_not_wait_and_the_others_come_in_order() -> 
 
     visits = [asyncio.create_task(visit(number)) for number in range(5)]
     await _settled()
-    assert (order, lane.inside, lane.waiting) == ([0, 1], 2, 3)
+    assert (order, lane.running, lane.waiting) == ([0, 1], 2, 3)
     for count in (3, 4, 5):
         lane.leave(100.0)
         await _settled()
@@ -303,7 +311,7 @@ async def test_whose_turn_does_not_come_in_time_is_refused_then(
     lane, clock = _lane(most_wait=most_wait)
     await lane.enter(None)
     refused = await _refused(lane.enter(None if left is None else clock.now + left))
-    assert (refused.reason, lane.inside, lane.waiting) == (reason, 1, 0)
+    assert (refused.reason, lane.running, lane.waiting) == (reason, 1, 0)
 
 
 async def test_the_pace_follows_what_happens() -> None:
@@ -322,7 +330,7 @@ async def test_more_slots_let_more_in_at_once() -> None:
     await _settled()
     lane.set(3, 5, 0.0)
     await _settled()
-    assert (lane.inside, lane.waiting) == (3, 1)
+    assert (lane.running, lane.waiting) == (3, 1)
     lane.leave(100.0)
     await asyncio.gather(*waiting)
 
@@ -336,7 +344,7 @@ async def test_a_turn_that_comes_in_the_moment_of_a_cancellation_goes_to_the_nex
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await second
-    assert (lane.inside, lane.waiting) == (1, 0)
+    assert (lane.running, lane.waiting) == (1, 0)
 
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel"]), st.integers(0, 9)), max_size=60)
@@ -370,24 +378,24 @@ async def _live(slots: int, places: int, actions: list[tuple[str, int]]) -> None
         await _settled()
         _take(tasks, inside)
         _check(lane, slots, places, inside, tasks)
-    assert (lane.inside, lane.waiting, tasks) == (0, 0, [])
+    assert (lane.running, lane.waiting, tasks) == (0, 0, [])
 
 
 def _take(tasks: list[asyncio.Task[Any]], inside: list[asyncio.Task[Any]]) -> None:
     """Note who came in, and forget who was refused or cancelled."""
     for task in [task for task in tasks if task.done()]:
         tasks.remove(task)
-        with contextlib.suppress(TurnedAwayError, asyncio.CancelledError):
+        with contextlib.suppress(RejectedError, asyncio.CancelledError):
             task.result()
             inside.append(task)
 
 
-def _check(lane: Lane, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:
-    assert len(inside) <= lane.inside <= slots
+def _check(lane: RequestQueue, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:
+    assert len(inside) <= lane.running <= slots
     assert lane.waiting <= places
-    assert lane.inside - len(inside) + lane.waiting <= len(tasks)
+    assert lane.running - len(inside) + lane.waiting <= len(tasks)
     if lane.waiting:
-        assert lane.inside == slots
+        assert lane.running == slots
 
 
 @dataclass
@@ -440,7 +448,7 @@ def test_buckets_do_what_a_plain_model_does(rate: int, burst: int, steps: list[t
     for who, pause, amount in steps:
         time.now += Fraction(pause, 64)
         expected = models[who].take(time.now, amount)
-        assert abs(buckets.take(who, amount) - expected) < 1e-9
+        assert abs(buckets.acquire(who, amount) - expected) < 1e-9
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -453,12 +461,12 @@ def test_who_waits_as_long_as_told_passes_then_and_not_before(
     buckets.set(rate, burst)
     for _, pause, amount in steps:
         time.now += Fraction(pause, 64)
-        wait = Fraction(buckets.take("a", amount))
+        wait = Fraction(buckets.acquire("a", amount))
         if wait:
             time.now += wait * Fraction(9, 10)
-            assert buckets.take("a", amount) > 0
+            assert buckets.acquire("a", amount) > 0
             time.now += wait * Fraction(1, 10) + Fraction(1, 1 << 20)
-            assert buckets.take("a", amount) == 0
+            assert buckets.acquire("a", amount) == 0
 
 
 def _buckets(rate: float = 10, burst: float = 100, most: int = 4) -> tuple[TokenBuckets, Time]:
@@ -470,72 +478,72 @@ def _buckets(rate: float = 10, burst: float = 100, most: int = 4) -> tuple[Token
 
 def test_more_than_the_burst_passes_when_the_bucket_is_full_and_leaves_a_debt() -> None:
     buckets, time = _buckets()
-    assert buckets.take("a", 150) == 0
-    assert buckets.take("a", 10) == 6.0  # 50 of debt and 10 of its own
-    assert buckets.take("a", 150) == 15.0
+    assert buckets.acquire("a", 150) == 0
+    assert buckets.acquire("a", 10) == 6.0  # 50 of debt and 10 of its own
+    assert buckets.acquire("a", 150) == 15.0
     time.now += 15
-    assert buckets.take("a", 150) == 0
+    assert buckets.acquire("a", 150) == 0
 
 
 def test_what_was_not_done_is_given_back() -> None:
     buckets, _ = _buckets()
-    buckets.take("a", 100)
-    buckets.give_back("a", 100)
-    assert buckets.take("a", 100) == 0
+    buckets.acquire("a", 100)
+    buckets.refund("a", 100)
+    assert buckets.acquire("a", 100) == 0
 
 
 def test_a_bucket_is_off_without_a_rate_and_starts_full_when_it_is_switched_on() -> None:
     buckets, _ = _buckets()
-    buckets.take("a", 100)
+    buckets.acquire("a", 100)
     buckets.set(0, 100)
     assert (buckets.is_on, len(buckets)) == (False, 0)
     buckets.set(10, 50)
-    assert (buckets.is_on, buckets.take("a", 50)) == (True, 0)
+    assert (buckets.is_on, buckets.acquire("a", 50)) == (True, 0)
 
 
 def test_a_debt_stays_when_the_limits_change() -> None:
     buckets, _ = _buckets()
-    buckets.take("a", 150)
+    buckets.acquire("a", 150)
     buckets.set(5, 1000)
-    assert buckets.take("a", 10) == 12.0
-    assert buckets.take("b", 1000) == 0
+    assert buckets.acquire("a", 10) == 12.0
+    assert buckets.acquire("b", 1000) == 0
 
 
 def test_full_buckets_are_forgotten_and_others_are_not() -> None:
     buckets, time = _buckets()
-    buckets.take("debtor", 199)
+    buckets.acquire("debtor", 199)
     for number in range(3):
-        buckets.take(f"idle {number}", 1)
+        buckets.acquire(f"idle {number}", 1)
     time.now += 2
-    assert buckets.take("new", 1) == 0
+    assert buckets.acquire("new", 1) == 0
     assert len(buckets) == 2
-    assert buckets.take("debtor", 1) == 8.0
+    assert buckets.acquire("debtor", 1) == 8.0
 
 
 def test_who_finds_no_room_in_the_table_shares_one_bucket() -> None:
     buckets, time = _buckets()
     for number in range(4):
-        buckets.take(f"debtor {number}", 199)
-    assert buckets.take("late", 60) == 0
-    assert buckets.take("later", 60) == 2.0
+        buckets.acquire(f"debtor {number}", 199)
+    assert buckets.acquire("late", 60) == 0
+    assert buckets.acquire("later", 60) == 2.0
     assert len(buckets) == 4
     time.now += 30
-    assert buckets.take("later", 60) == 0
+    assert buckets.acquire("later", 60) == 0
     assert len(buckets) == 1
 
 
 def test_the_table_is_looked_over_once_a_second_at_most() -> None:
     buckets, time = _buckets(rate=1000, burst=10)
     for number in range(4):
-        buckets.take(f"debtor {number}", 1000)
-    buckets.take("late", 1)
+        buckets.acquire(f"debtor {number}", 1000)
+    buckets.acquire("late", 1)
     time.now += Fraction(1, 2)
     buckets.set(100_000, 10)  # all are full a moment later
     time.now += Fraction(1, 4)
-    buckets.take("late", 1)
+    buckets.acquire("late", 1)
     assert len(buckets) == 4
     time.now += 1
-    buckets.take("late", 1)
+    buckets.acquire("late", 1)
     assert len(buckets) == 1
 
 
@@ -707,8 +715,8 @@ def test_a_loop_that_is_late_sheds_and_recovers(limited: Limited) -> None:
         assert eventually(lambda: api.ok("GetClusterInfo"))
 
 
-READER = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 10, 0.0))
-STRICT = BodyReader(RequestLimits(max_keys=4096, max_tokens=65_536), Lane(time.monotonic, 1, 10, 0.0))
+READER = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 10, 0.0))
+STRICT = BodyReader(RequestLimits(max_keys=4096, max_tokens=65_536), RequestQueue(time.monotonic, 1, 10, 0.0))
 
 
 def _call_of(request_type: type[Any]) -> Call:
@@ -819,10 +827,10 @@ async def test_the_loop_goes_on_while_a_large_body_is_read() -> None:
 
 
 async def test_large_bodies_are_read_one_at_a_time_and_those_that_find_no_place_turned_away() -> None:
-    reader = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+    reader = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 1, 0.0))
     body = json.dumps(json_format.MessageToDict(_finish(1000, 8), preserving_proto_field_name=True)).encode()
     results = await asyncio.gather(*(reader.json(FINISH, body) for _ in range(3)), return_exceptions=True)
-    assert [isinstance(result, TurnedAwayError) for result in results] == [False, False, True]
+    assert [isinstance(result, RejectedError) for result in results] == [False, False, True]
     assert results[0] == results[1] == _finish(1000, 8)
     assert await reader.json(FINISH, b"{}") == meta.FinishWriteCacheRequest()
 
@@ -839,10 +847,10 @@ LIMIT_OF_LIST = {
 }
 LIMIT_OF_TEXT = {
     **dict.fromkeys(
-        ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"), MOST_NAME_BYTES
+        ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"), MAX_NAME_BYTES
     ),
-    **dict.fromkeys(("extra", "user_data", "lora_name"), MOST_FREE_TEXT_BYTES),
-    "config_snapshot": MOST_SNAPSHOT_BYTES,
+    **dict.fromkeys(("extra", "user_data", "lora_name"), MAX_FREE_TEXT_BYTES),
+    "config_snapshot": MAX_SNAPSHOT_BYTES,
 }
 READ_BY_HANDLERS = {"locations", "parts"}
 REQUESTS = [GetMessageClass(method.input_type) for service in SERVICES.values() for method in service.methods]
@@ -860,9 +868,9 @@ def _limited(path: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
     """Yield what of a field is limited, its text or its entries, and how many are allowed."""
     last = path[-1]
     if last.type in {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}:
-        yield "text", LIMIT_OF_TEXT.get(last.name, MOST_TEXT_BYTES)
+        yield "text", LIMIT_OF_TEXT.get(last.name, MAX_TEXT_BYTES)
     if last.is_repeated:
-        yield "entries", LIMIT_OF_LIST.get(last.name, MOST_ENTRIES)
+        yield "entries", LIMIT_OF_LIST.get(last.name, MAX_ENTRIES)
 
 
 def _with(request_type: Any, path: tuple[Any, ...], kind: str, size: int) -> Any:
@@ -946,7 +954,7 @@ class Served:
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
-        self._gate = Gate()
+        self._gate = ServingGate()
         self.app = HttpApp(self._gate, 16 << 20)
 
     async def open(self) -> None:
@@ -955,7 +963,7 @@ class Served:
             Call("s", "FinishWriteCache", Plane.DATA, pb.FinishWriteCacheRequest, pb.CommonResponse, self._handle),
             Call("s", "GetClusterInfo", Plane.DATA, pb.GetClusterInfoRequest, pb.GetClusterInfoResponse, self._handle),
         ]
-        bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+        bodies = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 1, 0.0))
         self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), bodies=bodies)
 
     async def _handle(self, request: Any) -> Reply:

@@ -26,24 +26,28 @@ from kvcm.model.groups import (
     InstanceGroupQuota,
     TriggerStrategy,
 )
-from kvcm.model.nodes import Endpoint
-from kvcm.model.principals import Errand, Principal, Verb, errand
+from kvcm.model.nodes import Endpoint, GroupTotals, Vitals
+from kvcm.model.principals import CallContext, Principal, Verb, call_context
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
-from kvcm.model.vitals import GroupTotals, Vitals
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.workers import Backlog
+from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.alerts import watch
-from kvcm.service.alerts.cluster import cluster_alerts
-from kvcm.service.alerts.groups import group_alerts
-from kvcm.service.alerts.lately import Lately
-from kvcm.service.alerts.storages import storage_alerts
-from kvcm.service.alerts.values import Alert, Facts, Severity
-from kvcm.service.alerts.watch import AlertSources, AlertWatch
-from kvcm.service.alerts.wording import counted, joined, lasting, percent
-from kvcm.service.capacity_view import CapacityView
-from kvcm.service.drain_view import DrainView
+from kvcm.service import alert_watch, vitals_history
+from kvcm.service.alert_watch import AlertSources, AlertWatch, RecentGrowth
+from kvcm.service.alerts import (
+    Alert,
+    AlertInputs,
+    Severity,
+    cluster_alerts,
+    count_text,
+    duration_text,
+    group_alerts,
+    join_clauses,
+    percent,
+    storage_alerts,
+)
+from kvcm.service.storage_api import DrainView
+from kvcm.service.usage_report import UsageView
 from kvcm.service.usage_values import (
     DrainState,
     DrainStatus,
@@ -57,10 +61,8 @@ from kvcm.service.usage_values import (
     Usage,
     UsageReport,
 )
-from kvcm.service.vitals import samples
-from kvcm.service.vitals.rates import Rates, quantile, rates_between
-from kvcm.service.vitals.ring import Series
-from kvcm.service.vitals.watch import ManagerView
+from kvcm.service.vitals import ManagerView
+from kvcm.service.vitals_history import Rates, Series, quantile, rates_between
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.store.memory import MemoryLease, MemoryTable
@@ -93,11 +95,11 @@ def status(name: str = "disk", health: HealthState = HealthState.SH_UP, **fields
     return replace(StorageStatus(name, is_enabled=True, health=health, since_ms=int((NOW - 600) * 1000)), **fields)
 
 
-def facts(group: GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any) -> Facts:
+def facts(group: GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any) -> AlertInputs:
     groups = () if group is None else (group,)
     report = UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
     given: dict[str, Any] = {"storages": {"disk": status()}, "types": {"disk": StorageType.ST_NFS}, "leader": "m1"}
-    return Facts(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
+    return AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
 
 
 def only(found: Any) -> Alert:
@@ -322,13 +324,13 @@ def test_managers_and_what_they_share() -> None:
 
 
 def test_counters_count_only_as_long_as_it_is_lately() -> None:
-    lately: Lately[str] = Lately(300)
-    lately.note({}, 0)
+    lately: RecentGrowth[str] = RecentGrowth(300)
+    lately.record({}, 0)
     assert lately.growth({"g": 3}) == {"g": 3}
     for at in range(10, 310, 10):
-        lately.note({"g": 3}, at)
+        lately.record({"g": 3}, at)
     assert lately.growth({"g": 3}) == {"g": 3}  # since the note of 0
-    lately.note({"g": 3}, 310)
+    lately.record({"g": 3}, 310)
     assert lately.growth({"g": 3}) == {}
     assert lately.growth({"g": 4, "h": 1}) == {"g": 1, "h": 1}
 
@@ -337,11 +339,11 @@ def test_numbers_in_sentences() -> None:
     assert [percent(part, 1000) for part in (5, 991, 9999, 1000)] == ["0.5 %", "99.1 %", "1000 %", "100 %"]
     assert percent(99_999, 100_000) == "99.9 %"
     assert percent(0, 0) == "100 %"
-    assert (counted(1, "write"), counted(1234, "write")) == ("1 write", "1,234 writes")
-    assert [lasting(s) for s in (0.25, 5, 119, 130, 7300, 3 * 86_400)] == [
+    assert (count_text(1, "write"), count_text(1234, "write")) == ("1 write", "1,234 writes")
+    assert [duration_text(s) for s in (0.25, 5, 119, 130, 7300, 3 * 86_400)] == [
         *("250 ms", "5 s", "119 s", "2 minutes", "2 hours", "3 days")
     ]
-    assert (joined(["a"]), joined(["a", "b", "c"]), joined([])) == ("a", "a, b and c", "")
+    assert (join_clauses(["a"]), join_clauses(["a", "b", "c"]), join_clauses([])) == ("a", "a, b and c", "")
 
 
 class World(NamedTuple):
@@ -361,7 +363,7 @@ class World(NamedTuple):
         for _ in range(seconds // 10):
             self.clock.time += 10
             await self.leadership.tick()
-            await self.watch.look()
+            await self.watch.check()
 
 
 @pytest.fixture
@@ -375,7 +377,7 @@ async def world() -> AsyncIterator[World]:
     await registry.storages.add(StorageConfig("s", DummyStorageSpec()))
     await registry.groups.create(InstanceGroup("g", ("s",), quota=InstanceGroupQuota(1000)))
     deletions = DeletionExecutor(storages, clock)
-    view, drain_view = CapacityView(cache, registry, deletions), DrainView(drains, storages, deletions, leadership)
+    view, drain_view = UsageView(cache, registry, deletions), DrainView(drains, storages, deletions, leadership)
     rooms = cache, registry, view, storages, deletions, drain_view, leadership
     yield World(clock, storages, leadership, cache, AlertWatch(AlertSources(*rooms, lambda: 0.0, False), clock.now))
     storages.close_all()
@@ -394,7 +396,7 @@ async def test_all_is_well(world: World) -> None:
 
 async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_nobody(world: World) -> None:
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
-    await world.watch.look()
+    await world.watch.check()
     begun = world.clock.now()
     await world.pass_time(60)
     found = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
@@ -417,7 +419,7 @@ async def test_what_has_to_last_is_told_only_when_it_was_there_at_every_look(wor
 
 
 async def test_refused_writes_count_for_five_minutes_wherever_they_were_refused(world: World) -> None:
-    world.cache.usage.refusals["g"] += 2
+    world.cache.usage.rejections["g"] += 2
     (alert,) = await world.watch.alerts("g")
     assert "refused 2 writes" in alert.summary
     await world.pass_time(320)
@@ -444,11 +446,11 @@ async def test_who_is_limited_to_groups_hears_of_those_alone_and_changes_nothing
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
     begun = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
     world.clock.time += 30
-    before = errand.set(Errand(Principal("x", frozenset({Verb.VIEW}), frozenset({"g"}))))
+    before = call_context.set(CallContext(Principal("x", frozenset({Verb.VIEW}), frozenset({"g"}))))
     try:
         found = await world.watch.alerts()
     finally:
-        errand.reset(before)
+        call_context.reset(before)
     assert [(alert.name, alert.since_ms) for alert in found] == [
         ("KvcmGroupWithoutStorage", begun["KvcmGroupWithoutStorage"])
     ]
@@ -473,7 +475,7 @@ def test_every_name_has_a_rule_or_stands_among_those_that_have_none() -> None:
 
 
 def test_what_needs_patience_is_told_at_all() -> None:
-    assert watch._PATIENCE_SECONDS.keys() <= _told()
+    assert alert_watch._DELAY_SECONDS.keys() <= _told()
 
 
 def rates(before: Vitals | None, after: Vitals, since: float = 0.0) -> Rates:
@@ -552,7 +554,9 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(counts: l
 def _sample(
     *found: Rates, used: list[Vitals] | None = None, quotas: dict[str, int] | None = None
 ) -> dict[Series, float]:
-    return dict(samples.sample_of(found, used or [], quotas or {}, lambda name: name if name != "b" else "other"))
+    return dict(
+        vitals_history.sample_of(found, used or [], quotas or {}, lambda name: name if name != "b" else "other")
+    )
 
 
 def _of(name: str, *labels: tuple[str, str]) -> Series:
@@ -563,29 +567,29 @@ def test_a_sample_sums_up_managers_and_groups_of_one_name() -> None:
     groups = {"a": GroupTotals(10, 10), "b": GroupTotals(1), "other": GroupTotals(2)}
     one = rates(None, vitals(at=1, requests=3, errors=1, groups=groups))
     sample = _sample(one, one)
-    assert sample[_of(samples.REQUESTS, ("method", "match"))] == 6.0
-    assert sample[_of(samples.ERRORS)] == 8.0
-    assert sample[_of(samples.HIT_KEYS, ("group", "a"))] == 20.0
-    assert sample[_of(samples.HIT_KEYS, ("group", "other"))] == 6.0
+    assert sample[_of(vitals_history.REQUESTS, ("method", "match"))] == 6.0
+    assert sample[_of(vitals_history.ERRORS)] == 8.0
+    assert sample[_of(vitals_history.HIT_KEYS, ("group", "a"))] == 20.0
+    assert sample[_of(vitals_history.HIT_KEYS, ("group", "other"))] == 6.0
 
 
 def test_percentiles_are_of_the_lookups_of_all_managers_together() -> None:
     fast = rates(None, vitals(at=1, match_counts=(98, 0, 0)))
     slow = rates(None, vitals(at=1, match_counts=(0, 2, 0)))
     sample = _sample(fast, slow)
-    assert sample[_of(samples.P50)] == pytest.approx(0.001 * 50 / 98)
-    assert sample[_of(samples.P99)] == pytest.approx(0.0055)
+    assert sample[_of(vitals_history.P50)] == pytest.approx(0.001 * 50 / 98)
+    assert sample[_of(vitals_history.P99)] == pytest.approx(0.0055)
 
 
 def test_buckets_of_another_release_are_left_out() -> None:
     fast = rates(None, vitals(at=1, match_counts=(10, 0, 0)))
     sample = _sample(fast, fast._replace(match_bounds=(7.0,), match_counts=(5, 5)))
-    assert sample[_of(samples.P99)] <= 0.001
+    assert sample[_of(vitals_history.P99)] <= 0.001
 
 
 def test_nothing_is_told_where_nothing_is_known() -> None:
     assert _sample() == {}
-    assert samples.P50 not in {series.name for series in _sample(rates(None, vitals(at=1)))}
+    assert vitals_history.P50 not in {series.name for series in _sample(rates(None, vitals(at=1)))}
 
 
 def test_what_is_used_is_what_the_latest_leader_says() -> None:
@@ -594,6 +598,6 @@ def test_what_is_used_is_what_the_latest_leader_says() -> None:
     follower = replace(vitals("m3", at=30, used_bytes={"a": {"nfs": 9}}), is_leader=False)
     sample = _sample(used=[old, new, follower], quotas={"a": 100})
     assert sample == {
-        _of(samples.USED, ("group", "a"), ("tier", "nfs")): 2,
-        _of(samples.QUOTA, ("group", "a")): 100,
+        _of(vitals_history.USED, ("group", "a"), ("tier", "nfs")): 2,
+        _of(vitals_history.QUOTA, ("group", "a")): 100,
     }

@@ -19,7 +19,7 @@ from test_transport_drivers import Api, eventually
 from test_transport_process import ManagerProcess, manager, run_kvcm
 from test_transport_sites import Site, unique
 
-from kvcm.cache.drains import TAKE_BACK_SECONDS, StorageDrains
+from kvcm.cache.drains import CANCEL_SECONDS, StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.removal import Remover
 from kvcm.model.clock import SystemClock
@@ -35,15 +35,14 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import Place
+from kvcm.model.locations import StorageKey
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageType
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as report_pb
-from kvcm.reclaim.executor import DeletionExecutor
-from kvcm.reclaim.workers import Backlog
+from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.drain_view import DrainView
+from kvcm.service.storage_api import DrainView
 from kvcm.service.translate import fill, read
 from kvcm.service.usage_report import IndexUsage, UsageSources, usage_report
 from kvcm.service.usage_values import DrainState, GlobalQuotaUsage, StorageUsage, Usage, UsageReport
@@ -323,7 +322,7 @@ def test_evictions_and_deletions_are_counted_by_group_policy_and_reason(site: Si
 
 
 KEYS = [1, 2, 3]
-TAKES_SECONDS = TAKE_BACK_SECONDS + 10
+TAKES_SECONDS = CANCEL_SECONDS + 10
 
 
 def _drain(site: Site, name: str) -> dict[str, Any] | None:
@@ -449,7 +448,7 @@ class Look(NamedTuple):
     view: DrainView
 
     async def reason(self) -> str:
-        (only,) = await self.view.look()
+        (only,) = await self.view.list_drains()
         return only.reason
 
 
@@ -476,7 +475,7 @@ async def look() -> AsyncIterator[Look]:
 
 
 async def test_one_that_goes_on_has_no_reason(look: Look) -> None:
-    (status,) = await look.view.look()
+    (status,) = await look.view.list_drains()
     assert (status.storage_unique_name, status.state, status.reason) == ("s", DrainState.DRAIN_RUNNING, "")
     assert status.state.label == "running"
 
@@ -615,7 +614,7 @@ def test_storages_are_listed_for_people_and_for_scripts(process: ManagerProcess,
 
 
 NFS, MOONCAKE = StorageType.ST_NFS, StorageType.ST_MOONCAKE
-A, B = Place("a", NFS), Place("b", MOONCAKE)
+A, B = StorageKey("a", NFS), StorageKey("b", MOONCAKE)
 
 
 def _group(name: str, capacity: int = 1000, ratio: float = 0.0, **changes: Any) -> InstanceGroup:
@@ -634,8 +633,8 @@ def _limited(name: str, capacity: int = 0) -> StorageConfig:
 
 def _index(
     group: str,
-    used: dict[Place, int],
-    deleting: dict[Place, int] | None = None,
+    used: dict[StorageKey, int],
+    deleting: dict[StorageKey, int] | None = None,
     *,
     instance_id: str = "i",
     block: int = 1,
@@ -649,12 +648,12 @@ def _index(
     st.lists(
         st.tuples(
             st.sampled_from(["x", "y", "gone"]),
-            st.dictionaries(st.sampled_from([A, B, Place("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3),
+            st.dictionaries(st.sampled_from([A, B, StorageKey("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3),
         ),
         max_size=6,
     )
 )
-def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, dict[Place, int]]]) -> None:
+def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, dict[StorageKey, int]]]) -> None:
     indexes = [_index(name, used, used, instance_id=str(number)) for number, (name, used) in enumerate(held)]
     report = usage_report(UsageSources([_group("x"), _group("y")], [], [GlobalQuota("all", 1)], indexes))
     everything = sum(size for _, used in held for size in used.values())
@@ -746,7 +745,7 @@ def test_what_is_gone_while_bytes_still_count_is_told_without_limits() -> None:
 def test_one_group_is_told_with_the_storages_and_quotas_that_it_draws_from() -> None:
     groups = [_group("x"), _group("y", storage_candidates=("b",), global_quota_group_name="other")]
     quotas = [GlobalQuota("other", 1), GlobalQuota("all", 1)]
-    indexes = [_index("x", {A: 5, Place("old", NFS): 1}), _index("y", {B: 7, A: 2})]
+    indexes = [_index("x", {A: 5, StorageKey("old", NFS): 1}), _index("y", {B: 7, A: 2})]
     sources = UsageSources(groups, [_limited("a"), _limited("b"), _limited("c")], quotas, indexes)
     report = usage_report(sources, "x")
     assert [group.name for group in report.groups] == ["x"]
@@ -777,7 +776,9 @@ def test_a_report_goes_over_the_wire_and_back() -> None:
 def test_a_guarantee_is_shown_as_far_as_the_quota_lets_a_group_use_it() -> None:
     kept = (StorageGuarantee("a", 40), StorageGuarantee("removed", 40))
     group = _group("x", types=(QuotaConfig(StorageType.ST_DUMMY, 30),), storage_guarantees=kept)
-    report = usage_report(UsageSources([group], [_limited("a", 2000)], [], [_index("x", {Place("removed", NFS): 1})]))
+    report = usage_report(
+        UsageSources([group], [_limited("a", 2000)], [], [_index("x", {StorageKey("removed", NFS): 1})])
+    )
     assert {each.storage_unique_name: each.guaranteed_bytes for each in report.groups[0].storages} == {
         "a": 30,
         "removed": 0,

@@ -24,11 +24,11 @@ from test_transport_sites import Site, unique
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvcm.admin_client import AdminClient
 from kvcm.cli import app
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as pb
-from kvcm.refusals import EXIT_CODES
+from kvcm.terminal.admin_client import AdminClient
+from kvcm.terminal.exit_codes import EXIT_CODES
 
 OK = {"header": {"status": {"code": "OK"}}}
 

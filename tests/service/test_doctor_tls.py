@@ -15,8 +15,8 @@ from test_transport_process import ManagerProcess, manager, run_kvcm
 from tls_site import TlsSite, tls_manager
 
 from kvcm.commands.connection import Connection
-from kvcm.doctor.certificates import check_authorities, check_certificate
 from kvcm.doctor.findings import Finding, Level
+from kvcm.doctor.host import check_authorities, check_certificate
 from kvcm.doctor.manager import check_manager
 
 ENDED = dt.timedelta(minutes=-1)

@@ -18,18 +18,20 @@ from authorities import Authority
 from kvcm.config import Settings
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
-from kvcm.service.admission import AdmissionSettings, GuardedAdmission
-from kvcm.service.bodies import BodyReader
+from kvcm.service.admission import (
+    AdmissionSettings,
+    BacklogEstimate,
+    GuardedAdmission,
+    Phase,
+    RequestQueue,
+    ServingGate,
+)
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.http_app import HttpApp
-from kvcm.service.http_connection import WatchedConnection
-from kvcm.service.http_server import HttpServer
-from kvcm.service.lanes import Lane
-from kvcm.service.limits import RequestLimits
+from kvcm.service.http_connections import WatchedConnection
+from kvcm.service.http_server import HttpApp, HttpServer
+from kvcm.service.request_limits import BodyReader, RequestLimits
 from kvcm.service.tls import ServerTls
-from kvcm.service.work_ahead import WorkAhead
-from kvcm.tls_files import TlsFiles
+from kvcm.serving import TlsFiles
 
 PACE = 5e-5
 OF_NONE = 10_000 * PACE
@@ -62,9 +64,9 @@ class Site:
     secure: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.ahead = WorkAhead(lambda: 0.0, lambda: 0.0)
+        self.ahead = BacklogEstimate(lambda: 0.0, lambda: 0.0)
         self.ahead.seconds_per_byte = PACE
-        self.observer, self.gate, self.let_go, self.begun = TurnedAway(), Gate(), asyncio.Event(), 0
+        self.observer, self.gate, self.let_go, self.begun = TurnedAway(), ServingGate(), asyncio.Event(), 0
         admission = GuardedAdmission(AdmissionSettings(most_wait_seconds=OF_NONE / 2), lambda: 1000, ahead=self.ahead)
         caller = Caller([self.observer], lambda _plane: None, lambda _instance: {}, admission=admission)
         calls = [
@@ -73,7 +75,7 @@ class Site:
         ]
         self.app = HttpApp(self.gate, MOST_BYTES)
         limits = RequestLimits(1000, 1000, MOST_BYTES)
-        self.app.serve(calls, caller, bodies=BodyReader(limits, Lane(time.monotonic, 1, 64, 0.0)))
+        self.app.serve(calls, caller, bodies=BodyReader(limits, RequestQueue(time.monotonic, 1, 64, 0.0)))
         self.server = HttpServer("127.0.0.1", 0, tls=Site.tls)
 
     def _call(self, name: str, request_type: type[Any], plane: Plane) -> Call:
@@ -241,7 +243,7 @@ async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
         assert isinstance(connection, WatchedConnection)
         connection.transport.abort()
         while connection in site.server._server.server_state.connections:
-            connection.look(0.0)
+            connection.check(0.0)
             await asyncio.sleep(0)
         assert await reader.read() == b""
 
@@ -257,29 +259,29 @@ async def test_while_the_manager_leaves_answers_say_that_the_connection_closes()
 
 
 def test_long_requests_count_no_more_than_others_wait_for_them() -> None:
-    ahead = WorkAhead(lambda: 0.0, lambda: 0.0)
-    ahead.begin(1 << 16)
+    ahead = BacklogEstimate(lambda: 0.0, lambda: 0.0)
+    ahead.add(1 << 16)
     of_long = ahead.seconds
-    ahead.begin(1 << 24)
+    ahead.add(1 << 24)
     assert ahead.seconds == 2 * of_long
-    ahead.end(1 << 24)
-    ahead.end(1 << 16)
+    ahead.remove(1 << 24)
+    ahead.remove(1 << 16)
     assert ahead.seconds == 0
 
 
 def test_the_pace_is_learnt_while_the_loop_is_busy_and_a_step_at_a_time() -> None:
     wall, busy = [0.0], [0.0]
-    ahead = WorkAhead(lambda: wall[0], lambda: busy[0])
+    ahead = BacklogEstimate(lambda: wall[0], lambda: busy[0])
     known = ahead.seconds_per_byte
 
     def work(requests: int, wall_seconds: float, busy_seconds: float) -> float:
         for _ in range(requests):
-            ahead.begin(10_000)
-            ahead.end(10_000)  # 20,000 bytes count
+            ahead.add(10_000)
+            ahead.remove(10_000)  # 20,000 bytes count
         wall[0] += wall_seconds
         busy[0] += busy_seconds
-        ahead.begin(10_000)
-        ahead.end(10_000)
+        ahead.add(10_000)
+        ahead.remove(10_000)
         return ahead.seconds_per_byte
 
     assert work(99, 10.0, 1.0) == known  # hardly these requests

@@ -30,19 +30,14 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.optimizer.readers import read_trace
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.access_log import AccessLog
-from kvcm.service.bodies import BodyReader
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import Arrival, Call, Caller, Outcome, Plane, Reply
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.http_app import HttpApp
-from kvcm.service.http_server import HttpServer
-from kvcm.service.lanes import Lane
-from kvcm.service.limits import RequestLimits
+from kvcm.service.admission import Phase, RequestQueue, ServingGate
+from kvcm.service.calls import AccessLog, Arrival, Call, Caller, CallMetrics, Outcome, Plane, Reply
+from kvcm.service.http_server import HttpApp, HttpServer
 from kvcm.service.meta_api import MetaApi
+from kvcm.service.request_limits import BodyReader, RequestLimits
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryLease, MemoryTable
 from kvcm.telemetry.events import EventLog
@@ -227,10 +222,10 @@ async def served(node: Node) -> AsyncIterator[int]:
     """The events of a node on a port, until the end of the block."""
     server = HttpServer("127.0.0.1", 0)
     running = asyncio.create_task(node.log.run())
-    gate = Gate()
+    gate = ServingGate()
     await gate.enter_phase(Phase.SERVING)
     app = HttpApp(gate, 1 << 20)
-    bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 0, 0.0))
+    bodies = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 0, 0.0))
     app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe}, bodies=bodies)
     await server.start(app)
     try:
@@ -615,7 +610,7 @@ def _end(log: AccessLog, seconds: float, request: Any) -> list[dict[str, Any]]:
     return [dict(line) for line in lines]
 
 
-@pytest.mark.parametrize(("drawn", "logged"), [(0.0, True), (0.2499, True), (0.25, False), (0.99, False)])
+@pytest.mark.parametrize(("quota", "logged"), [(0.0, True), (0.2499, True), (0.25, False), (0.99, False)])
 def test_the_sample_decides_by_what_is_drawn(drawn: float, logged: bool) -> None:
     log = AccessLog(lambda: drawn)
     log.set(sample=0.25, slow_seconds=1.0)
@@ -651,5 +646,5 @@ def test_turned_away_requests_are_drawn_like_others() -> None:
     for sample, expected in ((0.4, []), (0.6, ["turned_away"])):
         log.set(sample, 1.0)
         with capture_logs() as lines:
-            log.turned_away(CALL, arrival, "draining")
+            log.rejected(CALL, arrival, "draining")
         assert [line["event"] for line in lines] == expected

@@ -32,9 +32,16 @@ from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pool
 from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
 from kvcm.service.calls import Reply
-from kvcm.service.json_codec import MAX_DEPTH, MalformedBody, parse_request, print_response
-from kvcm.service.json_integers import plain_integers
-from kvcm.service.json_locations import LocationTexts, location_text, print_reply
+from kvcm.service.json_codec import (
+    MAX_DEPTH,
+    LocationTexts,
+    MalformedBody,
+    location_text,
+    parse_request,
+    plain_integers,
+    print_reply,
+    print_response,
+)
 from kvcm.service.translate import fill, read, read_storage, write_storage
 
 Request = meta.GetCacheLocationRequest

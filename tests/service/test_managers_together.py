@@ -15,7 +15,7 @@ import pytest
 from redis_servers import Standalone, standalone
 from test_several_managers import KEYS, Node, eventually, finish, gauge, hits, node, registered, settings_of, start
 
-from connectors.async_client import AsyncManagerClient
+from connectors.client import AsyncManagerClient
 from connectors.results import CallCounters
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
@@ -34,11 +34,10 @@ from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.admin_api import AdminApi
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import Call, Caller, Plane
-from kvcm.service.limits import RequestLimits
+from kvcm.service.admission import refuse_unless_leading
+from kvcm.service.calls import Call, Caller, CallMetrics, Plane
 from kvcm.service.meta_api import MetaApi
-from kvcm.service.node import refuse_unless_leading
+from kvcm.service.request_limits import RequestLimits
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryLease, MemoryTable
 from kvcm.telemetry.metrics import ApiMetrics

@@ -21,25 +21,21 @@ from test_transport_drivers import Api, eventually
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site, mask
 
-from kvcm.cache.match import Match, MatchMode, MatchQuery
+from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery
 from kvcm.index.backends.backend import Change
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.masks import BlockMask
+from kvcm.model.keys import BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.reclaim.evicted import Evicted
-from kvcm.reclaim.needs import Need
-from kvcm.service import prometheus_evictions
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import LOCAL, Call, Caller, Plane, Reply
-from kvcm.service.prometheus_cache import CacheMetrics
-from kvcm.service.prometheus_evictions import EvictionMetrics
-from kvcm.service.prometheus_text import FamilyTable, written
-from kvcm.service.turned_away import TurnedAwayError
-from kvcm.telemetry import metrics_catalog as catalog
-from kvcm.telemetry.metrics import ApiMetrics
-from kvcm.telemetry.metrics_catalog import METRICS, Kind
-from kvcm.telemetry.metrics_catalog import Metric as CatalogMetric
-from kvcm.telemetry.metrics_values import OTHER, BoundedNames, Distribution, Histogram, Reading
+from kvcm.reclaim.needs import ReclaimNeed
+from kvcm.reclaim.reclaimer import EvictionRecord
+from kvcm.service import metrics
+from kvcm.service.calls import LOCAL, Call, Caller, CallMetrics, Plane, Reply
+from kvcm.service.metrics import CacheMetrics, EvictionMetrics
+from kvcm.service.metrics_page import FamilyTable, written
+from kvcm.service.rejections import RejectedError
+from kvcm.telemetry import metrics as catalog
+from kvcm.telemetry.metrics import METRICS, OTHER, ApiMetrics, BoundedLabels, Distribution, Histogram, Kind, Reading
+from kvcm.telemetry.metrics import Metric as CatalogMetric
 
 ROOT = Path(__file__).parents[2]
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"
@@ -412,7 +408,7 @@ class Refuses:
 
     async def enter(self, *_: Any) -> None:
         self.refused += 1
-        raise TurnedAwayError("later", f"reason {self.refused}", 1.0)
+        raise RejectedError("later", f"reason {self.refused}", 1.0)
 
     def leave(self, *_: Any) -> None:
         raise AssertionError("nobody entered")
@@ -422,7 +418,7 @@ async def test_reasons_of_refusals_are_bounded() -> None:
     counted = CallMetrics(ApiMetrics(), ["draining"])
     caller = _caller(counted, admission=Refuses())
     for _ in range(100):
-        with pytest.raises(TurnedAwayError):
+        with pytest.raises(RejectedError):
             await caller.answer(_call(Handler()), pb.GetCacheLocationRequest(), LOCAL)
     found = _values(counted, catalog.RPC_REJECTED)
     assert found[("draining",)] == 0
@@ -437,13 +433,13 @@ def _instance(group: str, block_size: int = 4) -> Instance:
 
 
 def _looked_up(counted: CacheMetrics, group: str, keys: int, hits: int, **query: Any) -> None:
-    counted.looked_up(
+    counted.on_lookup(
         _instance(group), MatchQuery(MatchMode.PREFIX_MATCH, range(keys), **query), Match((), range(hits))
     )
 
 
 def test_groups_beyond_the_bound_share_their_series() -> None:
-    counted = CacheMetrics(BoundedNames(2))
+    counted = CacheMetrics(BoundedLabels(2))
     for group in ("a", "b", "c", "d"):
         _looked_up(counted, group, 10, 4)
     found = _values(counted, catalog.LOOKUP_KEYS)
@@ -465,27 +461,27 @@ def test_groups_beyond_the_bound_share_their_series() -> None:
 )
 def test_masked_keys_are_those_that_no_lookup_asks_for(mask: BlockMask, filtered: int) -> None:
     assert len(mask.unmasked(10)) == 10 - filtered
-    counted = CacheMetrics(BoundedNames())
+    counted = CacheMetrics(BoundedLabels())
     _looked_up(counted, "a", 10, 0, mask=mask)
     found = _values(counted, catalog.LOOKUP_KEYS)
     assert (found["a", "filtered"], found["a", "miss"]) == (filtered, 10 - filtered)
 
 
-def _evicted(keys: range) -> Evicted:
+def _evicted(keys: range) -> EvictionRecord:
     changes = [Change(key, None, None, False) for key in keys]
-    return Evicted(_instance("a"), cast("Need", None), "lru", changes, 0.0)
+    return EvictionRecord(_instance("a"), cast("ReclaimNeed", None), "lru", changes, 0.0)
 
 
 def test_evicted_blocks_that_are_asked_for_again_are_counted_by_how_long_they_were_gone() -> None:
     now = [100.0]
     evictions = EvictionMetrics(lambda: now[0])
-    counted = CacheMetrics(BoundedNames(), evictions.missed)
-    evictions.evicted(_evicted(range(800)))
+    counted = CacheMetrics(BoundedLabels(), evictions.on_missed)
+    evictions.on_evicted(_evicted(range(800)))
     now[0] += 20
     for key in range(1600):  # the match finds one block and ends in front of this one
         found = Match((), [-1])
-        counted.looked_up(_instance("a"), MatchQuery(MatchMode.PREFIX_MATCH, [-1, key, 5]), found)
-        counted.looked_up(_instance("a"), MatchQuery(MatchMode.BATCH_GET, [-1, key, 5]), found)
+        counted.on_lookup(_instance("a"), MatchQuery(MatchMode.PREFIX_MATCH, [-1, key, 5]), found)
+        counted.on_lookup(_instance("a"), MatchQuery(MatchMode.BATCH_GET, [-1, key, 5]), found)
     (reading,) = evictions.readings()
     gaps = cast("Distribution", reading.value)
     assert 60 <= gaps.counts[-1] <= 140  # one in 8, and each once
@@ -494,20 +490,20 @@ def test_evicted_blocks_that_are_asked_for_again_are_counted_by_how_long_they_we
 
 def test_a_masked_prefix_is_no_part_of_a_match_that_ends() -> None:
     missed: list[int] = []
-    counted = CacheMetrics(BoundedNames(), lambda _instance_id, key: missed.append(key))
+    counted = CacheMetrics(BoundedLabels(), lambda _instance_id, key: missed.append(key))
     for offset, hits in ((2, [12]), (0, [10, 11, 12, 13]), (9, [])):
         query = MatchQuery(MatchMode.PREFIX_MATCH, [10, 11, 12, 13], BlockMask(offset=offset))
-        counted.looked_up(_instance("a"), query, Match((), hits))
+        counted.on_lookup(_instance("a"), query, Match((), hits))
     assert missed == [13]
 
 
 def test_what_is_remembered_of_evictions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus_evictions, "_MOST", 10)
+    monkeypatch.setattr(metrics, "_MOST", 10)
     evictions = EvictionMetrics(lambda: 1.0)
     for first in range(0, 8000, 100):
-        evictions.evicted(_evicted(range(first, first + 100)))
+        evictions.on_evicted(_evicted(range(first, first + 100)))
     for key in range(8000):
-        evictions.missed("i", key)
+        evictions.on_missed("i", key)
     (reading,) = evictions.readings()
     assert cast("Distribution", reading.value).counts[-1] == 10
 
@@ -530,7 +526,7 @@ def _table() -> FamilyTable:
 
 @pytest.mark.parametrize(("accept", "parse"), [("", parse_plain), (ACCEPT_OPENMETRICS, parse_openmetrics)])
 async def test_what_is_written_in_many_slices_reads_as_one_family_each(accept: str, parse: object) -> None:
-    body, content_type = await written(_table().taken(), accept)
+    body, content_type = await written(_table().pop_all(), accept)
     assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
     families = {family.name: family for family in parse(body.decode())}  # type: ignore[operator]
     assert families.keys() == {metric.name.removesuffix("_total") for metric in METRICS}
@@ -562,13 +558,13 @@ async def test_others_get_turns_while_a_large_page_is_written() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    body, _ = await written(_table().taken(), "")
+    body, _ = await written(_table().pop_all(), "")
     counting.cancel()
     assert turns > body.count(b"\n") / 400
 
 
 async def test_a_version_that_is_none_is_answered_in_the_plain_format() -> None:
-    _, content_type = await written(FamilyTable().taken(), "application/openmetrics-text; version=x.y")
+    _, content_type = await written(FamilyTable().pop_all(), "application/openmetrics-text; version=x.y")
     assert content_type.startswith("text/plain")
 
 
@@ -581,8 +577,8 @@ def test_buckets_hold_what_is_not_above_their_bound() -> None:
 
 
 def test_names_beyond_the_bound_share_one_label() -> None:
-    names = BoundedNames(2)
-    assert [names.of(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
+    names = BoundedLabels(2)
+    assert [names.label(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:

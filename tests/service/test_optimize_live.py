@@ -15,9 +15,9 @@ from secured import Tenants
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
-from kvcm.admin_client import AdminClient
-from kvcm.commands.optimize_live import Looked, apply_proposals, look, proposals_for
+from kvcm.commands.optimize import LiveSituation, apply_proposals, proposals_for, read_situation
 from kvcm.optimizer.live.proposals import Proposal
+from kvcm.terminal.admin_client import AdminClient
 
 _CHAINS = 8
 _TURNS = 210
@@ -58,10 +58,10 @@ def url_of(server: ManagerProcess) -> str:
     return f"http://{server.address.admin_http}"
 
 
-def proposed(server: ManagerProcess, group: str) -> tuple[AdminClient, Looked, list[Proposal]]:
+def proposed(server: ManagerProcess, group: str) -> tuple[AdminClient, LiveSituation, list[Proposal]]:
     """Look at a manager as the command does."""
     client = AdminClient(url_of(server))
-    looked = look(client)
+    looked = read_situation(client)
     made = [each for each in proposals_for(looked.situation, 0.95, 1) if each.state.group.name == group]
     return client, looked, made
 

@@ -16,18 +16,14 @@ from test_transport_drivers import Api, eventually
 from test_transport_process import manager, run_kvcm
 from test_transport_sites import unique
 
-from kvcm.admin_key import keep_admin_key
-from kvcm.config import ConfigError, Settings
-from kvcm.exposure import is_exposed
-from kvcm.model.accounts import AccountRole
-from kvcm.model.api_keys import PresentedKey, new_key
-from kvcm.model.principals import STRANGER, Errand, Role, errand
+from kvcm.app import ensure_admin_key
+from kvcm.config import ConfigError, Settings, is_exposed
+from kvcm.model.principals import ANONYMOUS, AccountRole, CallContext, PresentedKey, Role, call_context, new_key
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
-from kvcm.registry.keys import NewKey
+from kvcm.registry.api_keys import NewKey
 from kvcm.registry.registry import Registry
-from kvcm.service.access_api import AccessApi
-from kvcm.service.networks import network_of
-from kvcm.service.turned_away import RateLimitedError, UnauthenticatedError
+from kvcm.service.access_api import AccessApi, network_of
+from kvcm.service.rejections import RateLimitedError, UnauthenticatedError
 from kvcm.storage.directory import StorageDirectory
 
 _SET = "AccessService.SetPassword"
@@ -177,11 +173,11 @@ def test_of_ipv6_a_network_stands_for_whoever_has_an_address_in_it(peer: str, ne
 async def _outcomes(api: AccessApi, peers: Iterable[str]) -> list[type[Exception]]:
     outcomes: list[type[Exception]] = []
     for peer in peers:
-        before = errand.set(Errand(STRANGER, "Login", peer))
+        before = call_context.set(CallContext(ANONYMOUS, "Login", peer))
         with pytest.raises((UnauthenticatedError, RateLimitedError)) as refused:
             await api.log_in(pb.LoginRequest(user_name="u", password="wrong"))
         outcomes.append(refused.type)
-        errand.reset(before)
+        call_context.reset(before)
     return outcomes
 
 
@@ -207,7 +203,7 @@ class Start:
         """Return what the log says."""
         given = {"auth_mode": "required", "data_dir": str(self.file.parent), **settings}
         with structlog.testing.capture_logs() as events:
-            await keep_admin_key(self.registry, Settings(**given))
+            await ensure_admin_key(self.registry, Settings(**given))
         return [event["event"] for event in events]
 
     def shown(self) -> PresentedKey:
@@ -216,7 +212,7 @@ class Start:
         return key
 
     def is_let_in(self, presented: PresentedKey) -> bool:
-        key = self.registry.keys.shown(presented)
+        key = self.registry.keys.authenticate(presented)
         return key is not None and self.registry.keys.use(key)
 
 

@@ -25,7 +25,7 @@ from test_start_and_stop import _refusal as refusal_of
 from test_transport_drivers import Api, post
 from test_transport_process import ManagerProcess, free_port, manager
 
-from kvcm import rooms as rooms_module
+from kvcm import components as rooms_module
 from kvcm.app import Manager
 from kvcm.config import DEBUG_PORT_OFFSET, Settings
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
@@ -35,11 +35,10 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.debug_service_pb2_grpc import DebugServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
-from kvcm.reclaim.custody import IndexInCustody
-from kvcm.reclaim.pool_leaks import PoolLeaks
-from kvcm.reclaim.scrub import StorageScrubber
+from kvcm.reclaim.background import IndexHandle
+from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import PoolReport
 
 FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.truncate", "os.listdir", "os.scandir", "os.rename"}
 
@@ -238,7 +237,7 @@ class EndlessIndexes:
 
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def indexes(self) -> Iterable[IndexInCustody]:
+    def indexes(self) -> Iterable[IndexHandle]:
         return []
 
     async def unreadable_instances(self) -> Sequence[str]:
@@ -260,7 +259,7 @@ async def test_memory_that_is_gone_is_forgotten_while_a_pool_is_scrubbed(monkeyp
         scrubber = StorageScrubber(indexes, opened.storages, clock, opened.storages.cluster_id)
         leaks = PoolLeaks(opened.storages.pools, lambda _name: 0, scrubber, clock)
         rooms = replace(opened, leaks=leaks)
-        duties = [asyncio.create_task(duty()) for name, duty in rooms.duties() if name in {"pools", "leaks"}]
+        duties = [asyncio.create_task(duty()) for name, duty in rooms.background_tasks() if name in {"pools", "leaks"}]
         try:
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 while not indexes.asked.is_set():
@@ -268,7 +267,7 @@ async def test_memory_that_is_gone_is_forgotten_while_a_pool_is_scrubbed(monkeyp
                     await opened.leadership.tick()
                     await asyncio.sleep(0)
                 assert await pool.report(PoolReport("n", 2, MIB))
-                while await pool.lost():
+                while await pool.lost_stamp():
                     clock.time += 1.0
                     await opened.leadership.tick()
                     await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
-from kvcm.service.http_app import ARRIVAL
+from kvcm.service.http_server import ARRIVAL
 from kvcm.service.rest.app import RestApp
 
 KEYS = [

@@ -11,7 +11,7 @@ from rest_client import RestAnswer, RestClient, component
 from secured import Tenants, secured
 from test_transport_sites import Site, unique
 
-from kvcm.model.api_keys import new_key
+from kvcm.model.principals import new_key
 
 _VIEWERS = {"viewer", "operator", "admin"}
 _OPERATORS = {"operator", "admin"}

@@ -23,13 +23,15 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as access
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
+from kvcm.service.admission import Phase, ServingGate
 from kvcm.service.calls import Arrival
-from kvcm.service.gate import Gate, Phase
-from kvcm.service.http_app import ARRIVAL, HttpApp
+from kvcm.service.http_server import ARRIVAL, HttpApp, LazyResources
+from kvcm.service.rejections import ProblemError
 from kvcm.service.rest.account_resource import AccountDocument, PasswordDocument
-from kvcm.service.rest.changing import merged
-from kvcm.service.rest.documents import Document
-from kvcm.service.rest.group_documents import GroupDocument
+from kvcm.service.rest.calls import apply_patch
+from kvcm.service.rest.conversion import decode_name, encode_name
+from kvcm.service.rest.documents import Document, Page, PageQuery, page_of
+from kvcm.service.rest.group_resource import GroupDocument
 from kvcm.service.rest.instance_resource import InstanceDocument
 from kvcm.service.rest.key_resource import (
     KeyDocument,
@@ -39,12 +41,8 @@ from kvcm.service.rest.key_resource import (
     RotationDocument,
     WhoAmIDocument,
 )
-from kvcm.service.rest.late import LateResources
-from kvcm.service.rest.names import decoded_name, encoded_name
-from kvcm.service.rest.paging import Page, PageQuery, page_of
 from kvcm.service.rest.pin_resource import MadePinDocument, NewPinDocument, PinDocument
-from kvcm.service.rest.problem import ProblemError
-from kvcm.service.rest.storage_documents import StorageDocument, StorageStatusDocument
+from kvcm.service.rest.storage_resource import StorageDocument, StorageStatusDocument
 from kvcm.service.rest.task_resource import GarbageReport, ScrubReport, TaskDocument
 from kvcm.service.rest.usage_resource import UsageReportDocument
 
@@ -188,7 +186,7 @@ def _scope(method: str = "GET") -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 async def test_a_manager_that_starts_or_stops_sends_clients_away(method: str) -> None:
-    gate = Gate()
+    gate = ServingGate()
     app = HttpApp(gate, 1000)
     for phase in (Phase.STARTING, Phase.CLOSED):
         await gate.enter_phase(phase)
@@ -199,7 +197,7 @@ async def test_a_manager_that_starts_or_stops_sends_clients_away(method: str) ->
 
 
 async def test_resources_are_told_how_a_request_came_and_made_once() -> None:
-    gate, made, seen = Gate(), [], []
+    gate, made, seen = ServingGate(), [], []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         seen.append((scope[ARRIVAL], gate.in_flight, (await receive())["body"]))
@@ -210,7 +208,7 @@ async def test_resources_are_told_how_a_request_came_and_made_once() -> None:
         return answer
 
     app = HttpApp(gate, 1000)
-    app.serve([], None, bodies=None, resources=LateResources(make))  # type: ignore[arg-type]
+    app.serve([], None, bodies=None, resources=LazyResources(make))  # type: ignore[arg-type]
     await gate.enter_phase(Phase.SERVING)
     assert made == []
     for phase, closing in ((Phase.SERVING, []), (Phase.LEAVING, [(b"connection", b"close")])):
@@ -248,7 +246,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_of_any_name_is_reached_by_it_alone(rest: RestClient, apis: dict[str, Api], name: str) -> None:
-    path = f"/v1/groups/{encoded_name(name)}"
+    path = f"/v1/groups/{encode_name(name)}"
     made = rest.put(path, DOC)
     assert (made.status, made.body["name"]) == (201, name)
     assert rest.get(made.headers["location"]).body == made.body
@@ -278,8 +276,8 @@ def test_a_name_comes_back_from_its_component(name: str) -> None:
         name.encode()
     except UnicodeEncodeError:
         return
-    path = encoded_name(name)
-    assert decoded_name(path) == name
+    path = encode_name(name)
+    assert decode_name(path) == name
     assert "/" not in path
     assert path not in {".", ".."}
 
@@ -520,4 +518,4 @@ RFC_EXAMPLES = [
 
 @pytest.mark.parametrize(("document", "patch", "expected"), RFC_EXAMPLES)
 def test_examples_of_the_rfc(document: Any, patch: Any, expected: Any) -> None:
-    assert merged(Any_, document, patch).model_dump() == expected
+    assert apply_patch(Any_, document, patch).model_dump() == expected

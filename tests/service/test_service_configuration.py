@@ -19,7 +19,7 @@ from kvcm.config import ConfigError, Settings, load_settings
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import CachePreferStrategy
 from kvcm.model.storages import StorageType
-from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
+from kvcm.registry.startup_document import StartupDocument, builtin_document, parse_startup_document
 
 KEY = "kvcm.service.rpc_port"
 

@@ -18,14 +18,13 @@ from test_transport_sites import Site, group_spec, instance_fields, mask, unique
 
 from kvcm.model.principals import Principal, Role
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.registry.keys import NewKey
+from kvcm.registry.api_keys import NewKey
 from kvcm.registry.registry import Registry
 from kvcm.registry.secrets import HIDDEN
-from kvcm.service.access import Credentials, KeyedAccess
+from kvcm.service.access import Credentials, KeyedAccess, policy_of
 from kvcm.service.admission import AdmissionSettings, GuardedAdmission
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
-from kvcm.service.policies import policy_of
-from kvcm.service.turned_away import ForbiddenError, UnauthenticatedError
+from kvcm.service.rejections import ForbiddenError, UnauthenticatedError
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryTable
 

@@ -20,14 +20,14 @@ from test_transport_drivers import Api
 from test_transport_process import manager
 from test_transport_sites import group_spec, instance_fields, unique
 
-from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance
+from kvcm.model.principals import AccountRole
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig, StorageSpec
-from kvcm.registry.configuration import AccountEntry, Configuration
-from kvcm.service.request_sizes import MOST_SNAPSHOT_BYTES
-from kvcm.service.snapshot_text import print_snapshot, print_value, read_snapshot
+from kvcm.registry.config_snapshots import AccountEntry, Configuration
+from kvcm.service.config_snapshot import print_snapshot, print_value, read_snapshot
+from kvcm.service.request_limits import MAX_SNAPSHOT_BYTES
 
 PLAIN: dict[object, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(exclude_categories=["Cs"], exclude_characters="@=:"), max_size=6),
@@ -168,8 +168,8 @@ def test_what_is_not_understood_is_refused_with_its_path(spoil: Callable[[Any], 
         ("[" * 200 + "]" * 200, "nested deeper than 100 levels"),
         ("[" * 100_000 + "]" * 100_000, "nested deeper than 100 levels"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested deeper than 100 levels"),
-        (TEXT + " " * MOST_SNAPSHOT_BYTES, f"at most {MOST_SNAPSHOT_BYTES} are allowed"),
-        ("ü" * (MOST_SNAPSHOT_BYTES // 2 + 1), f"at most {MOST_SNAPSHOT_BYTES} are allowed"),
+        (TEXT + " " * MAX_SNAPSHOT_BYTES, f"at most {MAX_SNAPSHOT_BYTES} are allowed"),
+        ("ü" * (MAX_SNAPSHOT_BYTES // 2 + 1), f"at most {MAX_SNAPSHOT_BYTES} are allowed"),
         ("1" * 100_000, "no JSON document"),
         ('{"' + "k" * 1_000_000 + '": 1, "format": "kvcm-config", "version": 1}', "is unknown"),
     ],

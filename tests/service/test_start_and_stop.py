@@ -30,14 +30,12 @@ from test_transport_sites import Site, group_spec
 from kvcm import __version__
 from kvcm.app import Manager
 from kvcm.config import Settings
-from kvcm.draining import SlowEnd, tell_left_tasks
-from kvcm.reclaim import live_order
+from kvcm.reclaim import eviction_order
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.service import http_server
-from kvcm.service.gate import Gate
-from kvcm.service.http_app import HttpApp
-from kvcm.service.http_pages import Page, PageRequest
-from kvcm.service.http_server import HttpServer
+from kvcm.service.admission import ServingGate
+from kvcm.service.http_server import HttpApp, HttpServer, Page, PageRequest
+from kvcm.serving import ShutdownWatch, log_unfinished_tasks
 
 
 def _refusal(directory: Path, *arguments: str, **environment: str) -> str:
@@ -320,10 +318,10 @@ async def test_a_task_that_is_left_at_the_end_is_told() -> None:
         await asyncio.sleep(3600)
 
     with structlog.testing.capture_logs() as quiet:
-        await tell_left_tasks()
+        await log_unfinished_tasks()
     task = asyncio.create_task(forgotten())
     with structlog.testing.capture_logs() as told:
-        await tell_left_tasks()
+        await log_unfinished_tasks()
     task.cancel()
     assert quiet == []
     assert [(event["event"], event["count"]) for event in told] == [("tasks_left", 1)]
@@ -421,7 +419,7 @@ async def _for_ever(event: asyncio.Event) -> None:
 async def test_tasks_and_where_they_stand_are_told_until_the_end() -> None:
     event = asyncio.Event()
     with capture_logs() as logs:
-        with SlowEnd(after_seconds=0.0) as end:
+        with ShutdownWatch(after_seconds=0.0) as end:
             task = asyncio.create_task(_for_ever(event))
             await asyncio.sleep(0)
             assert logs == []  # nothing has to end yet
@@ -448,7 +446,7 @@ async def _page(_request: PageRequest) -> Page:
 
 async def _started() -> HttpServer:
     server = HttpServer("127.0.0.1", 0)
-    await server.start(HttpApp(Gate(), 1000, {"/page": _page}))
+    await server.start(HttpApp(ServingGate(), 1000, {"/page": _page}))
     return server
 
 
@@ -605,7 +603,7 @@ async def test_livez_answers_while_blocks_are_read(tmp_path: Path, monkeypatch: 
         site.write(site.instance("default"), list(range(1, _BLOCKS + 1)))
         process.process.terminate()
         assert process.wait() == 0
-    monkeypatch.setattr(live_order, "_STEP_ROWS", 1)
+    monkeypatch.setattr(eviction_order, "_STEP_ROWS", 1)
     http_port = free_port()
     begin, answers = Reclaimer.begin, list[bytes]()
 

@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvcm.capacity_tables import ListedStorage, print_drains, print_storages, print_usage
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
+from kvcm.model.units import format_size, parse_size
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.service.translate import fill, read
 from kvcm.service.usage_values import (
@@ -33,10 +33,9 @@ from kvcm.service.usage_values import (
     Usage,
     UsageReport,
 )
-from kvcm.sizes import parse_size, shown_size
 from kvcm.storage.backend import StorageSpace
 from kvcm.storage.health import HealthState, StorageHealth
-from kvcm.terminal_table import WHOLE_WORD, TerminalTable
+from kvcm.terminal.tables import WHOLE_WORD, ListedStorage, TerminalTable, print_drains, print_storages, print_usage
 
 SENTENCE = "a storage that is full takes no writes"
 TITLES = ("storage", "evict above", "what to do")
@@ -133,7 +132,7 @@ def test_longer_words_break_before_rows_become_lists() -> None:
 
 def test_a_long_word_begins_on_a_line_of_its_own() -> None:
     table = TerminalTable(("found", "what"), words=("what",))
-    table.add_row("see", "see http://manager-1.example:6492/console")
+    table.add_row("on_tokens", "see http://manager-1.example:6492/console")
     assert _shown(table, 25).splitlines()[2:] == [
         "see    see",
         "       http://manager-1.e",
@@ -530,11 +529,11 @@ def test_sizes_that_no_limit_can_have_are_refused(text: str, reason: str) -> Non
     ],
 )  # fmt: skip
 def test_sizes_are_shown_in_the_largest_unit(size_bytes: int, text: str) -> None:
-    assert shown_size(size_bytes) == text
+    assert format_size(size_bytes) == text
 
 
 @given(st.integers(0, 1 << 59))
 def test_what_is_shown_is_short_and_near(size_bytes: int) -> None:
-    number, unit = shown_size(size_bytes).split()
+    number, unit = format_size(size_bytes).split()
     assert len(number) <= 5
     assert abs(float(number) * UNITS[unit] - size_bytes) <= 0.0501 * UNITS[unit]

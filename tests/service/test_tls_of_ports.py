@@ -31,8 +31,8 @@ from test_transport_process import manager, run_kvcm
 from tls_site import SECONDS, TlsSite, tls_manager
 
 from kvcm.config import ConfigError, Settings, load_settings
-from kvcm.service.certificates import names_of_peer
-from kvcm.tls_files import TlsFiles, open_tls
+from kvcm.service.tls import names_of_peer
+from kvcm.serving import TlsFiles, open_tls
 
 SPIFFE = "spiffe://cluster/engine"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -331,9 +331,9 @@ async def test_a_look_that_finds_nothing_new_reads_nothing(authority: Authority)
     pair = authority.server()
     files = TlsFiles(_settings(pair))
     before = files.tls.material, files.tls.context
-    await files.look()
+    await files.poll()
     pair.cert.touch()
-    await files.look()
+    await files.poll()
     assert (files.tls.material, files.tls.context) == before
 
 
@@ -342,8 +342,8 @@ async def test_what_cannot_be_used_is_told_once(authority: Authority) -> None:
     files = TlsFiles(_settings(pair))
     pair.key.unlink()
     with capture_logs() as logs:
-        await files.look()
-        await files.look()
+        await files.poll()
+        await files.poll()
     assert [event["event"] for event in logs] == ["certificate_refused"]
 
 

@@ -35,9 +35,8 @@ from test_transport_sites import Site, group_spec, instance_fields, unique
 from kvcm.model.errors import StorageIOError
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
-from kvcm.service.gate import Gate
-from kvcm.service.grpc_server import GrpcLimits, GrpcServer
-from kvcm.service.grpc_wakeups import WholeReads, whole_wakeups
+from kvcm.service.admission import ServingGate
+from kvcm.service.grpc_server import GrpcLimits, GrpcServer, WakeupSocket, coalesced_wakeups
 
 _META = "/kv_cache_manager.proto.meta.MetaService"
 _ADMIN = "/kv_cache_manager.proto.admin.AdminService"
@@ -539,11 +538,11 @@ asyncio.run(main())
 
 def test_all_wakeups_are_taken_at_once() -> None:
     plain = socket.socketpair
-    with whole_wakeups():
+    with coalesced_wakeups():
         reads, writes = socket.socketpair()
     assert socket.socketpair is plain
     with reads, writes:
-        assert isinstance(reads, WholeReads)
+        assert isinstance(reads, WakeupSocket)
         reads.setblocking(False)
         for _ in range(100):
             writes.send(b"1")
@@ -559,17 +558,17 @@ def test_grpc_is_woken_so() -> None:
 
 
 async def test_a_port_with_several_servers_is_taken_for_everybody_else() -> None:
-    server = GrpcServer("127.0.0.1", 0, _MANY, Gate())
+    server = GrpcServer("127.0.0.1", 0, _MANY, ServingGate())
     with pytest.raises(StorageIOError, match=f"127.0.0.1:{server.port} cannot be bound"):
-        GrpcServer("127.0.0.1", server.port, _MANY, Gate())
+        GrpcServer("127.0.0.1", server.port, _MANY, ServingGate())
     with pytest.raises(StorageIOError, match=f"127.0.0.1:{server.port} cannot be bound"):
-        GrpcServer("127.0.0.1", server.port, _FEW, Gate())
+        GrpcServer("127.0.0.1", server.port, _FEW, ServingGate())
     await server.stop()
 
 
 @pytest.mark.parametrize("limits", [_MANY, _FEW])
 async def test_every_connection_is_served_until_the_end(limits: GrpcLimits) -> None:
-    server = GrpcServer("127.0.0.1", 0, limits, Gate())
+    server = GrpcServer("127.0.0.1", 0, limits, ServingGate())
     await server.start()
     options = (("grpc.use_local_subchannel_pool", 1),)
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) for _ in range(8)]
@@ -580,7 +579,7 @@ async def test_every_connection_is_served_until_the_end(limits: GrpcLimits) -> N
         return [answer.status for answer in await asyncio.gather(*(stub.Check(request, timeout=60) for stub in stubs))]
 
     assert await asked() == [health_pb2.HealthCheckResponse.NOT_SERVING] * 8
-    await server.health.note(is_serving=True)
+    await server.health.set_serving(is_serving=True)
     assert await asked() == [health_pb2.HealthCheckResponse.SERVING] * 8
     await server.stop()
     for channel in channels:

@@ -13,7 +13,7 @@ from secured import Tenants, secured_over
 from test_transport_drivers import SERVICES, Api
 from test_transport_sites import Site
 
-from kvcm.service.policies import PAGE_POLICIES, POLICIES
+from kvcm.service.access import PAGE_POLICIES, POLICIES
 
 _ADMIN = "admin"
 _OPERATORS = "operator admin"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvcm.model.nodes import Endpoint
-from kvcm.model.vitals import METHODS, GroupTotals, Vitals
+from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
 
 __all__ = ["BOUNDS", "vitals"]
 

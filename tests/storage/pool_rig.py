@@ -10,12 +10,10 @@ from random import Random
 from fake_clock import FakeClock
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.memory_pool import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
-from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from kvcm.model.storages import PAGE_BYTES, StorageConfig, TairMemPoolStorageSpec, chunk_bytes, extent_bytes, pool_bytes
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.mempool import MempoolStorage, PoolOpener
-from kvcm.storage.pool_state import PoolReport
+from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 

@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.storage.slot_notes import beside, note_owner, note_slots, remove_notes, shorten, slot_owners
-from kvcm.storage.slots import FreeSlots, InFile, Pool, SlotReuse
+from kvcm.storage.file_slots import (
+    FreeSlots,
+    InFile,
+    Pool,
+    SlotReuse,
+    notes_path,
+    record_deleted_slots,
+    record_owner,
+    remove_notes,
+    shorten,
+    slot_owners,
+)
 
 GRACE_SECONDS = 10.0
 POOL, OTHER = Pool("i", 64), Pool("j", 64)
@@ -42,7 +52,7 @@ class World:
         self.ready_at |= dict.fromkeys(moved, self.time + GRACE_SECONDS)
 
     def end(self, path: str) -> None:
-        self.free.gone(path)
+        self.free.discard_file(path)
         self.deleted = {each for each in self.deleted if each[0] != path}
         self.taken = {each for each in self.taken if each[0] != path}
         self.ready_at = {each: at for each, at in self.ready_at.items() if each[0] != path}
@@ -51,7 +61,7 @@ class World:
         return {each for each, at in self.ready_at.items() if at <= self.time and PATHS[each[0]] == pool}
 
     def take(self, pool: Pool, count: int) -> list[InFile]:
-        ready, taken = self.ready(pool), self.free.take(pool, count)
+        ready, taken = self.ready(pool), self.free.acquire(pool, count)
         found = [(each.path, slot) for each in taken for slot in each.slots]
         assert len(found) == len(set(found)) == min(count, len(ready))
         assert set(found) <= ready
@@ -62,7 +72,7 @@ class World:
 
     def hand_out(self, taken: list[InFile]) -> None:
         for each in taken:
-            self.free.ended(each)
+            self.free.settle(each)
             self.taken -= {(each.path, slot) for slot in each.slots}
 
     def usable(self, path: str, seconds: float) -> int:
@@ -72,7 +82,7 @@ class World:
 
     def give_back(self, taken: list[InFile]) -> None:
         for each in taken:
-            self.free.give_back(each)
+            self.free.release(each)
             slots = {(each.path, slot) for slot in each.slots}
             self.ready_at |= dict.fromkeys(slots, self.time)
             self.taken -= slots
@@ -143,7 +153,7 @@ def test_only_so_many_are_remembered_and_the_oldest_are_forgotten() -> None:
         world.free.forgotten(path, range(5))
     world.time += GRACE_SECONDS
     assert len(world.free) == 10
-    taken = world.free.take(POOL, 100)
+    taken = world.free.acquire(POOL, 100)
     assert {each.path for each in taken} == {"b", "c"}
     world.hand_out(taken)
     assert len(world.free) == 0
@@ -156,12 +166,12 @@ def test_graces_that_are_over_end_some_at_a_time_and_whenever_something_is_delet
         world.free.deleted(f"f{number}", POOL, [0])
         world.free.forgotten(f"f{number}", [0])
     world.time += GRACE_SECONDS
-    assert len(world.free.take(POOL, 5000)) == 1000
+    assert len(world.free.acquire(POOL, 5000)) == 1000
     for number in range(500):
         world.free.deleted(f"g{number}", POOL, [0])
         world.free.forgotten(f"g{number}", [0])
     assert len(world.free._quarantine) == 500
-    assert len(world.free.take(POOL, 5000)) == 4000
+    assert len(world.free.acquire(POOL, 5000)) == 4000
 
 
 def test_what_waits_for_its_grace_goes_with_its_file() -> None:
@@ -169,7 +179,7 @@ def test_what_waits_for_its_grace_goes_with_its_file() -> None:
     for number in range(100):
         world.free.deleted("a", POOL, [number])
         world.free.forgotten("a", [number])
-        world.free.gone("a")
+        world.free.discard_file("a")
     assert len(world.free._quarantine) == 0
 
 
@@ -177,9 +187,9 @@ def test_a_term_forgets_what_was_free_in_another() -> None:
     for term in (None, 2):
         world = freed(a=5)
         world.term = term
-        assert world.free.take(POOL, 1) == []
+        assert world.free.acquire(POOL, 1) == []
         world.term = 1
-        assert world.free.take(POOL, 1) == []
+        assert world.free.acquire(POOL, 1) == []
         assert len(world.free) == 0
 
 
@@ -195,12 +205,12 @@ def test_a_note_that_was_cut_off_is_lost_and_is_never_another(words: list[tuple[
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/1_12x0123456789abcdef.aa"
         expected: dict[int, str] = {}
-        note_slots(path, [])
+        record_deleted_slots(path, [])
         for slot, owner in words:
-            before = Path(beside(path)).read_bytes()
-            assert note_owner(path, [slot], owner) if owner else note_slots(path, [slot]) is None
-            whole = Path(beside(path)).read_bytes()
-            Path(beside(path)).write_bytes(whole[: len(before) + cut])
+            before = Path(notes_path(path)).read_bytes()
+            assert record_owner(path, [slot], owner) if owner else record_deleted_slots(path, [slot]) is None
+            whole = Path(notes_path(path)).read_bytes()
+            Path(notes_path(path)).write_bytes(whole[: len(before) + cut])
             if len(before) + cut >= len(whole):
                 expected[slot] = owner
             assert slot_owners(path) == expected
@@ -211,13 +221,13 @@ def test_a_note_that_was_cut_off_is_lost_and_is_never_another(words: list[tuple[
 def test_shortened_notes_say_the_same(words: list[tuple[int, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/1_12x0123456789abcdef.aa"
-        note_slots(path, [])
+        record_deleted_slots(path, [])
         for slot, owner in words * 40:
-            assert note_owner(path, [slot], owner * 8) if owner else note_slots(path, [slot]) is None
-        before, size = slot_owners(path), Path(beside(path)).stat().st_size
+            assert record_owner(path, [slot], owner * 8) if owner else record_deleted_slots(path, [slot]) is None
+        before, size = slot_owners(path), Path(notes_path(path)).stat().st_size
         shorten(path)
         assert slot_owners(path) == before
-        assert Path(beside(path)).stat().st_size <= max(3072, size // 2)
+        assert Path(notes_path(path)).stat().st_size <= max(3072, size // 2)
         remove_notes(path)
         assert list(Path(folder).iterdir()) == []
 
@@ -225,10 +235,10 @@ def test_shortened_notes_say_the_same(words: list[tuple[int, str]]) -> None:
 def test_notes_that_cannot_be_shortened_stay_and_nothing_is_left_behind(tmp_path: Path) -> None:
     """It only tidies up: on a medium that is full, files have to empty all the same."""
     path = f"{tmp_path}/1_12x0123456789abcdef.aa"
-    note_slots(path, [])
+    record_deleted_slots(path, [])
     for _ in range(200):
-        assert note_owner(path, range(12), "ab")
-    before = Path(beside(path)).read_bytes()
+        assert record_owner(path, range(12), "ab")
+    before = Path(notes_path(path)).read_bytes()
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))  # no file may grow beyond it
     try:
@@ -237,9 +247,9 @@ def test_notes_that_cannot_be_shortened_stay_and_nothing_is_left_behind(tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [before]
     shorten(path)
-    assert len(Path(beside(path)).read_bytes()) < 100
+    assert len(Path(notes_path(path)).read_bytes()) < 100
 
 
 def test_nothing_is_handed_out_where_the_notes_are_gone(tmp_path: Path) -> None:
-    assert note_owner(f"{tmp_path}/1_12x0123456789abcdef.aa", [1], "aa") is False
+    assert record_owner(f"{tmp_path}/1_12x0123456789abcdef.aa", [1], "aa") is False
     assert list(tmp_path.iterdir()) == []

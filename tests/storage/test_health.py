@@ -24,7 +24,7 @@ from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig,
 from kvcm.storage.backend import StorageSpace
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome, StorageHealth
 from kvcm.storage.prober import Prober
 from kvcm.storage.threads import StorageThreads
 
@@ -91,7 +91,7 @@ class Site:
         """Return the health of a storage after one more probe of it, which is due after some time."""
         self.clock.time += after_seconds
         before = self.health(name)
-        self.prober.look()
+        self.prober.start_due()
         await until(lambda: self.health(name) is not before)
         return self.health(name)
 
@@ -101,7 +101,7 @@ class Site:
         for _ in range(round(seconds)):
             for _ in range(8):
                 self.clock.time += 0.125
-                self.prober.look()
+                self.prober.start_due()
                 await asyncio.sleep(0)
                 await until(self._nothing_but_hangs)
             found.append(self.health(name).state)
@@ -192,7 +192,7 @@ async def test_an_answer_that_comes_too_late_counts_for_nothing_and_the_next_pro
     hanging.gate.set()
     await until(lambda: not hanging.under_way)
     failed = site.health().failed_probes
-    await until(lambda: site.prober.look() or hanging.probes == 3)  # no time passes
+    await until(lambda: site.prober.start_due() or hanging.probes == 3)  # no time passes
     await until(lambda: site.health().answers == 1)
     assert (site.health().state, site.health().failed_probes) == (DOWN, failed)
     assert (await site.probed(after_seconds=1.0)).state is UP
@@ -213,14 +213,14 @@ async def test_what_a_write_found_out_holds_until_a_probe_is_answered(site: Site
     """A probe that fails tells nothing of writes."""
     storage = site.open_faulty()
     await site.probed()
-    site.storages.note_unwritable("s")
+    site.storages.report_unwritable("s")
     storage.error = StorageIOError("it is gone")
     for _ in range(2):
         await site.probed(after_seconds=INTERVAL)
-        assert not site.storages.takes_writes("s")
+        assert not site.storages.is_writable("s")
     storage.error = None
     await site.probed(after_seconds=INTERVAL)
-    assert site.storages.takes_writes("s")
+    assert site.storages.is_writable("s")
 
 
 async def test_whatever_a_storage_raises_is_a_failure_of_that_storage(site: Site) -> None:
@@ -235,7 +235,7 @@ async def test_probes_are_rare_while_all_is_well_and_every_second_while_it_is_no
     storage = site.open_faulty()
     await site.probed()
     site.clock.time += INTERVAL - 0.01
-    site.prober.look()
+    site.prober.start_due()
     await asyncio.sleep(0)
     assert storage.probes == 1
     storage.error = StorageIOError("it is gone")
@@ -280,7 +280,7 @@ async def test_what_is_heard_of_a_storage_that_was_replaced_a_moment_ago_is_not_
     old = site.open_faulty()
     old.gate.clear()
     old.error = StorageIOError("it is gone")
-    site.prober.look()
+    site.prober.start_due()
     await until(lambda: old.under_way)
     site.open_faulty()
     old.gate.set()
@@ -293,10 +293,10 @@ async def test_a_storage_that_is_closed_while_its_probe_hangs_is_forgotten(site:
     storage.gate.clear()
     await site.looks(1.0)
     site.storages.close("s")
-    site.prober.look()
+    site.prober.start_due()
     storage.gate.set()
     await until(lambda: not storage.under_way)
-    site.prober.look()
+    site.prober.start_due()
     assert (site.storages.health("s"), site.storages.rank("s")) == (None, None)
 
 
@@ -334,18 +334,18 @@ async def test_another_pace_holds_at_once_also_for_what_is_due_much_later() -> N
         await site.probed()
         site.prober.set_times(2.0, TIMEOUT)
         site.clock.time += 1.9
-        site.prober.look()
+        site.prober.start_due()
         assert storage.probes == 1
         await site.probed(after_seconds=0.2)
         assert storage.probes == 2
         site.prober.set_times(100.0, 3.0)
         await site.probed(after_seconds=2.0)  # was due before that
         site.clock.time += 99.0
-        site.prober.look()
+        site.prober.start_due()
         assert storage.probes == 3
         storage.gate.clear()
         site.clock.time += 1.0
-        site.prober.look()
+        site.prober.start_due()
         await until(lambda: storage.under_way)
         assert "no answer for 3.0 s" in (await site.probed(after_seconds=3.0)).reason
         storage.gate.set()
@@ -386,7 +386,7 @@ async def probe_all(seconds: float, interval_seconds: float, error: Exception | 
     prober, begin = Prober(storages, clock, interval_seconds, 5.0), clock.now()
     try:
         for _ in range(round(seconds / LOOK_SECONDS)):
-            prober.look()
+            prober.start_due()
             for _ in range(3):
                 await asyncio.sleep(0)  # a probe of these waits for nothing
             clock.time += LOOK_SECONDS
@@ -422,11 +422,11 @@ async def test_short_intervals_are_kept() -> None:
 
 # One letter per probe: good, slow, unwritable, failed, late.
 PROBES = {
-    "g": Probe(ProbeEnd.ANSWERED, 0.1, space=StorageSpace(100, 40)),
-    "s": Probe(ProbeEnd.ANSWERED, 3.0, space=StorageSpace(100, 39)),
-    "u": Probe(ProbeEnd.UNWRITABLE, 0.1, "no space left"),
-    "f": Probe(ProbeEnd.FAILED, 0.1, "it is gone"),
-    "l": Probe(ProbeEnd.LATE, 5.0, "no answer"),
+    "g": Probe(ProbeOutcome.ANSWERED, 0.1, space=StorageSpace(100, 40)),
+    "s": Probe(ProbeOutcome.ANSWERED, 3.0, space=StorageSpace(100, 39)),
+    "u": Probe(ProbeOutcome.UNWRITABLE, 0.1, "no space left"),
+    "f": Probe(ProbeOutcome.FAILED, 0.1, "it is gone"),
+    "l": Probe(ProbeOutcome.LATE, 5.0, "no answer"),
 }
 HISTORIES = st.text("gsufl", max_size=30) | st.text("gf", max_size=30)
 RULES = st.builds(HealthRules, down_after=st.integers(2, 5), up_after=st.integers(2, 4))

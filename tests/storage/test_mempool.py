@@ -30,14 +30,11 @@ from pool_rig import (
 from thoroughness import examples
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
-from kvcm.model.memory_pool import PAGE_BYTES, pool_bytes
-from kvcm.model.storages import StorageConfig, StorageType, TairMemPoolStorageSpec
+from kvcm.model.storages import PAGE_BYTES, StorageConfig, StorageType, TairMemPoolStorageSpec, pool_bytes
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part, StoredObject, is_full
+from kvcm.storage.backend import Allocation, Part, StoredObject, is_full, object_name
 from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.mempool import MempoolStorage, PoolOpener
-from kvcm.storage.packing import object_name
-from kvcm.storage.pool_chunks import Extent, PoolChunk
+from kvcm.storage.mempool import Extent, MempoolStorage, PoolChunk, PoolOpener
 from kvcm.store.memory import MemoryTable
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.store import RedisStore
@@ -168,17 +165,17 @@ async def test_another_generation_empties_the_pool_and_is_to_be_purged(table: Me
     first, second = await told(open_pool(table, clock)), open_pool(table, clock)
     uris = await second.allocate(allocation([PAGE_BYTES] * PAGES))
     assert not await first.report(report(1))
-    assert await first.lost() == 0
+    assert await first.lost_stamp() == 0
     assert await first.report(report(2))
     assert not await second.report(report(2)), "it was told already"
-    assert await first.lost() == await second.lost() >= max(map(stamp_of, uris))
+    assert await first.lost_stamp() == await second.lost_stamp() >= max(map(stamp_of, uris))
     assert await second.exists(uris) == [False] * PAGES
     fresh = await second.allocate(allocation([PAGE_BYTES] * PAGES))
-    assert min(map(stamp_of, fresh)) > await first.lost()
+    assert min(map(stamp_of, fresh)) > await first.lost_stamp()
     assert await second.delete(uris) == [None] * PAGES
     assert await first.exists(fresh) == [True] * PAGES
-    await first.purged(await first.lost())
-    assert await second.lost() == 0
+    await first.purged(await first.lost_stamp())
+    assert await second.lost_stamp() == 0
 
 
 async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: MemoryTable, clock: FakeClock) -> None:
@@ -318,7 +315,7 @@ async def test_a_directory_forgets_pools_by_their_config_and_remembers_no_closed
     await storages.forget(config, clock.time)
     assert await table.all() == {}
     storages.open(config)
-    assert storages.pools()["p"].taken_bytes == 0
+    assert storages.pools()["p"].allocated_bytes == 0
     assert storages.pools()["p"]._chunks is not removed._chunks
     storages.close_all()
 
@@ -340,19 +337,19 @@ def stored(chunk: PoolChunk) -> PoolChunk:
 
 
 def test_extents_are_taken_behind_the_last_ones_round_and_round() -> None:
-    chunk, held = CHUNK.take(PAGE_BYTES, 2, 1)
-    chunk, first = stored(chunk).take(PAGE_BYTES, 3, 1)
-    chunk, second = stored(chunk.free(first)).take(PAGE_BYTES, 10, 1)
+    chunk, held = CHUNK.allocate(PAGE_BYTES, 2, 1)
+    chunk, first = stored(chunk).allocate(PAGE_BYTES, 3, 1)
+    chunk, second = stored(chunk.free(first)).allocate(PAGE_BYTES, 10, 1)
     assert (pages(held), pages(first), pages(second)) == ([0, 1], [2, 3, 4], [*range(5, 15)])
-    chunk, third = stored(chunk.free(held)).take(PAGE_BYTES, 4, 1)
+    chunk, third = stored(chunk.free(held)).allocate(PAGE_BYTES, 4, 1)
     assert pages(third) == [15, 0, 1, 2]
 
 
 def test_what_was_taken_last_is_known_when_all_is_free() -> None:
-    chunk, taken = CHUNK.take(PAGE_BYTES, 3, 1)
-    chunk, taken = stored(chunk.free(taken)).take(2 * PAGE_BYTES, 2, 1)
+    chunk, taken = CHUNK.allocate(PAGE_BYTES, 3, 1)
+    chunk, taken = stored(chunk.free(taken)).allocate(2 * PAGE_BYTES, 2, 1)
     assert pages(taken) == [4, 6]  # extents of another size, the first whole one behind
-    chunk, taken = stored(chunk.free(taken)).take(CHUNK_PAGES * PAGE_BYTES, 1, 1)
+    chunk, taken = stored(chunk.free(taken)).allocate(CHUNK_PAGES * PAGE_BYTES, 1, 1)
     assert pages(taken) == [0]
 
 
@@ -360,7 +357,7 @@ def test_documents_of_before_begin_at_the_beginning() -> None:
     header = struct.pack("<B7xQQQ", 1, CHUNK_PAGES * PAGE_BYTES, PAGE_BYTES, 5)
     stamps = struct.pack(f"<{CHUNK_PAGES}Q", 5, *(CHUNK_PAGES - 1) * [0])
     chunk = PoolChunk.decoded(header + stamps, CHUNK_PAGES * PAGE_BYTES, 0)
-    assert pages(chunk.take(PAGE_BYTES, 2, 1)[1]) == [1, 2]
+    assert pages(chunk.allocate(PAGE_BYTES, 2, 1)[1]) == [1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=40), st.randoms(use_true_random=False))
@@ -369,7 +366,7 @@ def test_invariant_5_nothing_is_handed_out_twice_and_all_room_is_found(
 ) -> None:
     chunk, live, since = CHUNK, {}, 0
     for wanted, freed in steps:
-        chunk, taken = stored(chunk).take(PAGE_BYTES, wanted, 1)
+        chunk, taken = stored(chunk).allocate(PAGE_BYTES, wanted, 1)
         assert len(taken) == min(wanted, CHUNK_PAGES - len(live))
         assert not {extent.offset for extent in taken} & live.keys()
         free = [page for page in range(since, since + CHUNK_PAGES) if page % CHUNK_PAGES * PAGE_BYTES not in live]
@@ -419,14 +416,14 @@ async def test_invariant_5_both_see_what_either_does(
     """What was freed is free, also where the other one has looked before it was taken."""
     config = StorageConfig("p", TairMemPoolStorageSpec(timeout=seconds, node_id=NODE, capacity_bytes=MIB))
     new = open_pool(table, clock, config, is_shared=False, seed=1)
-    new.inherit(old)
+    new.take_over(old)
     old.close()
     await new.probe()  # looks at every chunk
     uris = await old.allocate(allocation([PAGE_BYTES] * 4))
-    assert new.taken_bytes == 4 * PAGE_BYTES
+    assert new.allocated_bytes == 4 * PAGE_BYTES
     assert await new.delete(uris) == [None] * 4
     assert await new.exists(uris) == await old.exists(uris) == [False] * 4
-    assert new.taken_bytes == old.taken_bytes == 0
+    assert new.allocated_bytes == old.allocated_bytes == 0
 
 
 async def test_one_of_another_size_takes_nothing_over(
@@ -434,7 +431,7 @@ async def test_one_of_another_size_takes_nothing_over(
 ) -> None:
     await old.allocate(allocation([1]))
     new = open_pool(table, clock, pool_config(capacity_bytes=2 * MIB), is_shared=False)
-    new.inherit(old)
+    new.take_over(old)
     assert await new.space() == (2 * MIB, 2 * MIB)
 
 
@@ -502,7 +499,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.dead += gone
 
     @rule(manager=MANAGERS, sizes=SIZES, other=SIZES)
-    def give_up(self, manager: int, sizes: list[int], other: list[int]) -> None:
+    def abandon(self, manager: int, sizes: list[int], other: list[int]) -> None:
         """A caller that hangs up while others allocate: it leaves nothing behind."""
 
         async def cancelled() -> None:

@@ -16,7 +16,7 @@ from thoroughness import examples
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import TransferItem
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
-from kvcm.model.hosts import AllowedHosts, HostRule
+from kvcm.model.mooncake import AllowedHosts, HostRule
 from kvcm.model.storages import (
     DummyStorageSpec,
     MooncakeStorageSpec,

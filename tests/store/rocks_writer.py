@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.store.rocks.log import CommitLog, Fsync
+from kvcm.store.rocks import CommitLog, Fsync
 
 TASKS = 4
 ROWS = 64

@@ -44,12 +44,12 @@ def file_of(directory: Path) -> Path:
 
 
 async def test_a_manager_that_starts_again_takes_its_own_lease_over(tmp_path: Path) -> None:
-    await FileLease(tmp_path).hold("a", 3600)
-    assert await FileLease(tmp_path).hold("a", 3600) == LeaseState("a", 1)
+    await FileLease(tmp_path).acquire("a", 3600)
+    assert await FileLease(tmp_path).acquire("a", 3600) == LeaseState("a", 1)
 
 
 async def test_the_file_reads_as_documented(tmp_path: Path) -> None:
-    await FileLease(tmp_path, SetClock(12.5), boot="b1").hold("node-1", 10)
+    await FileLease(tmp_path, SetClock(12.5), boot="b1").acquire("node-1", 10)
     document = json.loads(file_of(tmp_path).read_text())
     assert document == {"value": "node-1", "expire_time_ms": 22500, "token": 1, "boot_id": "b1"}
     assert file_of(tmp_path).stat().st_mode & 0o777 == 0o600
@@ -57,8 +57,8 @@ async def test_the_file_reads_as_documented(tmp_path: Path) -> None:
 
 async def test_a_lease_of_an_earlier_boot_is_free(tmp_path: Path) -> None:
     """The monotonic clock began anew: the old end may be days ahead."""
-    await FileLease(tmp_path, SetClock(900_000), boot="before").hold("a", 10)
-    assert await FileLease(tmp_path, SetClock(5), boot="after").hold("b", 10) == LeaseState("b", 2)
+    await FileLease(tmp_path, SetClock(900_000), boot="before").acquire("a", 10)
+    assert await FileLease(tmp_path, SetClock(5), boot="after").acquire("b", 10) == LeaseState("b", 2)
 
 
 DAMAGES = {
@@ -76,26 +76,26 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 async def test_a_damaged_file_is_free(tmp_path: Path, damage: bytes) -> None:
     lease = FileLease(tmp_path)
-    await lease.hold("a", 3600)
+    await lease.acquire("a", 3600)
     file_of(tmp_path).write_bytes(damage)
-    assert await lease.hold("b", 3600) == LeaseState("b", 2)
+    assert await lease.acquire("b", 3600) == LeaseState("b", 2)
     assert json.loads(file_of(tmp_path).read_text())["value"] == "b"
 
 
 async def test_a_missing_directory_is_made(tmp_path: Path) -> None:
-    assert (await FileLease(tmp_path / "x" / "y").hold("a", 10)).holder == "a"
+    assert (await FileLease(tmp_path / "x" / "y").acquire("a", 10)).holder == "a"
 
 
 async def test_what_cannot_be_used_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageIOError, match="file/_TAIR"):
-        await FileLease(tmp_path / "file").hold("a", 10)
+        await FileLease(tmp_path / "file").acquire("a", 10)
 
 
 async def test_it_waits_for_another_process_that_is_at_it(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    holding = asyncio.create_task(FileLease(tmp_path).hold("a", 10))
+    holding = asyncio.create_task(FileLease(tmp_path).acquire("a", 10))
     await asyncio.wait({holding}, timeout=0.05)
     assert not holding.done()
     os.close(descriptor)
@@ -106,7 +106,7 @@ async def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(StorageIOError, match="locked"):
-        await FileLease(tmp_path, lock_tries=2).hold("a", 10)
+        await FileLease(tmp_path, lock_tries=2).acquire("a", 10)
     os.close(descriptor)
 
 

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.store.due_queue import DueQueue
-from kvcm.store.memory import MemoryLease, MemoryStore, MemoryTable
-from kvcm.store.outcomes import Outcomes
+from kvcm.store.memory import DueQueue, MemoryLease, MemoryStore, MemoryTable, Outcomes
 
 
 class SetClock:
@@ -34,7 +32,7 @@ def test_nothing_suspends() -> None:
     store = MemoryStore()
     table, lease = store.table("t"), MemoryLease(SetClock())
     for call in (table.get("a"), table.all(), table.replace("a", None, b""), table.due(0, 1), table.version(),
-                 lease.hold("a", 1), lease.release("a"), store.flush(), store.close()):  # fmt: skip
+                 lease.acquire("a", 1), lease.release("a"), store.flush(), store.close()):  # fmt: skip
         with pytest.raises(StopIteration):
             call.send(None)
 
@@ -120,7 +118,7 @@ def test_what_was_cleared_is_gone() -> None:
 
 def test_an_outcome_is_told_until_it_is_over() -> None:
     outcomes = Outcomes()
-    assert outcomes.keep("a", b"1", until=10.0, now=0.0) == []
+    assert outcomes.store("a", b"1", until=10.0, now=0.0) == []
     assert [outcomes.get("a", now) for now in (0.0, 9.99, 10.0)] == [b"1", b"1", None]
     assert outcomes.get("b", 0.0) is None
 
@@ -128,10 +126,10 @@ def test_an_outcome_is_told_until_it_is_over() -> None:
 def test_what_is_over_goes_a_few_at_a_time_until_none_is_left() -> None:
     outcomes = Outcomes()
     for at in range(100):
-        outcomes.keep(f"n{at}", b"", until=10.0, now=0.0)
+        outcomes.store(f"n{at}", b"", until=10.0, now=0.0)
     forgotten = []
     for at in range(40):
-        some = outcomes.keep(f"late{at}", b"", until=90.0, now=50.0)
+        some = outcomes.store(f"late{at}", b"", until=90.0, now=50.0)
         assert len(some) <= 4
         forgotten += some
     assert forgotten == [f"n{at}" for at in range(100)]
@@ -140,8 +138,8 @@ def test_what_is_over_goes_a_few_at_a_time_until_none_is_left() -> None:
 
 def test_a_name_that_ends_again_is_as_young_as_its_last_end() -> None:
     outcomes = Outcomes()
-    outcomes.keep("a", b"1", until=10.0, now=0.0)
-    outcomes.keep("b", b"2", until=11.0, now=1.0)
-    assert outcomes.keep("a", b"3", until=70.0, now=10.0) == []
-    assert outcomes.keep("c", b"4", until=72.0, now=12.0) == ["b"]
+    outcomes.store("a", b"1", until=10.0, now=0.0)
+    outcomes.store("b", b"2", until=11.0, now=1.0)
+    assert outcomes.store("a", b"3", until=70.0, now=10.0) == []
+    assert outcomes.store("c", b"4", until=72.0, now=12.0) == ["b"]
     assert outcomes.get("a", 12.0) == b"3"

@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from waiting import until
 
-from kvcm.index.backends.rocks_audit import drop_rows, look_at_rows
+from kvcm.index.backends.rocks import audit_rows, drop_rows
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.store.rocks.database import open_database
-from kvcm.store.rocks.log import CommitLog, Fsync
-from kvcm.store.rocks.progress import shown_progress
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.load_progress import shown_progress
+from kvcm.store.rocks import CommitLog, Fsync, RocksStore, open_database
 from kvcm.store.store import Replacement
 
 TABLES = ["sessions", "s", "leases"]
@@ -99,7 +97,7 @@ async def test_how_documents_ended_is_known_after_a_restart_and_goes_with_those_
     store = opened(tmp_path)
     for at in range(6):
         await store.table("s").replace(f"n{at}", None, b"x", due=5.0)
-        assert await store.table("s").conclude(f"n{at}", b"x", b"%d" % at, now=10.0 - at, seconds=60.0)
+        assert await store.table("s").finish(f"n{at}", b"x", b"%d" % at, now=10.0 - at, seconds=60.0)
     await store.close()
     store = opened(tmp_path)
     table = store.table("s")
@@ -108,12 +106,12 @@ async def test_how_documents_ended_is_known_after_a_restart_and_goes_with_those_
     assert len(list(store.log.read(b"t\x07s.ended"))) == 6
     for name in ("late", "later"):
         await table.replace(name, None, b"y")
-        assert await table.conclude(name, b"y", b"end", now=100.0, seconds=60.0)
+        assert await table.finish(name, b"y", b"end", now=100.0, seconds=60.0)
     await store.flush()
     assert [key[9:] for key, _ in store.log.read(b"t\x07s.ended")] == [b"late", b"later"]
     await store.close()
     with pytest.raises(StorageIOError, match="is closed"):
-        await table.conclude("late", b"y", b"", 100.0, 60.0)
+        await table.finish("late", b"y", b"", 100.0, 60.0)
 
 
 async def test_a_change_that_cannot_be_written_is_not_applied(tmp_path: Path) -> None:
@@ -146,8 +144,8 @@ def test_a_damaged_row_is_named_and_no_store_is_opened(tmp_path: Path, key: byte
         with pytest.raises(StorageIOError, match=f"{named}.*; run `kvcm index verify --repair --drop-unreadable`"):
             opened(tmp_path)
     log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
-    assert [row.key for row in look_at_rows(log).bad] == [key]
-    drop_rows(log, look_at_rows(log).bad)
+    assert [row.key for row in audit_rows(log).bad] == [key]
+    drop_rows(log, audit_rows(log).bad)
     log.close_at_once()
     opened(tmp_path).log.close_at_once()
 

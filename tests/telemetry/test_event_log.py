@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcm.telemetry.events import EventLog, Subscription
-from kvcm.telemetry.recent_accesses import EVENT_KEYS, RecentAccesses
+from kvcm.telemetry.events import EVENT_KEYS, EventLog, RecentAccesses, Subscription
 
 MOST_KEYS = 1 << 20
 MOST_BYTES = 16 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcm.telemetry.stages import Stage, note_stage, opened_stage, staged
+from kvcm.telemetry.tracing import Stage, open_stage, record_stage, staged
 
 PREAMBLE = """
 import logging, structlog
@@ -82,7 +82,7 @@ grpc.error("something else")
 
 @staged("inner")
 async def inner(count: int) -> int:
-    note_stage(keys=count)
+    record_stage(keys=count)
     await asyncio.sleep(0)
     return count
 
@@ -102,7 +102,7 @@ def names(stage: Stage) -> dict[str, object]:
 
 
 async def test_stages_are_nested_as_they_ran() -> None:
-    with opened_stage("call", "x.py:call") as root:
+    with open_stage("call", "x.py:call") as root:
         assert await outer() == 3
     assert names(root) == {"0 outer {}": {"0 inner {'keys': 1}": {}, "1 inner {'keys': 2}": {}}}
     assert root.parts[0].place == f"{Path(__file__).name}:outer"
@@ -111,7 +111,7 @@ async def test_stages_are_nested_as_they_ran() -> None:
 
 async def test_while_nobody_measures_nothing_is_kept() -> None:
     assert await outer() == 3
-    with opened_stage("call", "x.py:call") as root:
+    with open_stage("call", "x.py:call") as root:
         pass
     assert await outer() == 3
     assert root.parts == []
@@ -119,7 +119,7 @@ async def test_while_nobody_measures_nothing_is_kept() -> None:
 
 async def test_requests_at_the_same_time_have_stages_of_their_own() -> None:
     async def call(count: int) -> Stage:
-        with opened_stage("call", "x.py:call") as root:
+        with open_stage("call", "x.py:call") as root:
             await inner(count)
         return root
 
@@ -128,7 +128,7 @@ async def test_requests_at_the_same_time_have_stages_of_their_own() -> None:
 
 
 async def test_a_stage_that_fails_ends() -> None:
-    with opened_stage("call", "x.py:call") as root:
+    with open_stage("call", "x.py:call") as root:
         with contextlib.suppress(ValueError):
             await broken()
         await inner(1)

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from console_site import HOSTILE
 
-from kvcm.service.rest.names import encoded_name
+from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["EXAMPLES", "PAGES"]
 
@@ -38,8 +38,8 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "/console/accounts/{name}/delete": ("/console/accounts/grace/delete",),
     "/console/accounts/{name}/password": ("/console/accounts/grace/password",),
     "/console/instances": ("/console/instances", "/console/instances?group=chat"),
-    "/console/instances/{name}": tuple(f"/console/instances/{encoded_name(name)}" for name in _INSTANCES),
-    "/console/instances/{name}/remove": tuple(f"/console/instances/{encoded_name(name)}/remove" for name in _INSTANCES),
+    "/console/instances/{name}": tuple(f"/console/instances/{encode_name(name)}" for name in _INSTANCES),
+    "/console/instances/{name}/remove": tuple(f"/console/instances/{encode_name(name)}/remove" for name in _INSTANCES),
     "/console/keys": ("/console/keys", "/console/keys?logins=yes"),
     "/console/keys/+add": ("/console/keys/+add",),
     "/console/keys/{name}/revoke": ("/console/keys/{key}/revoke",),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.block_runs.values import BlockPlaces, BlockPlan
+from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan
 from gpu_tier.kernels.cluster_expand import SelectedBlocks
 from gpu_tier.kernels.token_runs import SteadyPlan
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.cluster_expand.values import ClusterPages, SelectedBlocks
+from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks
 from gpu_tier.kernels.tuning import next_power_of_2
 
 __all__ = ["run"]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
-from gpu_tier.kernels.gathered import check_decode
+from gpu_tier.kernels.dense import check_decode
 from gpu_tier.types import LayerKV
 
 __all__ = ["decode_attn_paged"]

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from gpu_tier.kernels.split_decode import SlotTable
 from gpu_tier.kernels.split_decode.attend import attend
-from gpu_tier.kernels.split_decode.operands import SlotTable
 from gpu_tier.types import LayerKV
 
 __all__ = ["run"]

@@ -9,16 +9,17 @@ Implementations: the reference by indexing, Triton, and CUDA C++.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
-from gpu_tier.kernels.memory import check_contiguous
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.operands import RowPool, check_contiguous
 from gpu_tier.types import CopyRuns
 
-__all__ = ["MAX_SOURCES", "gather_copy"]
+__all__ = ["MAX_SOURCES", "gather_copy", "word_bytes"]
 
 MAX_SOURCES = 3
 
@@ -85,3 +86,22 @@ def _check_runs(runs: CopyRuns, num_heads: int) -> None:
         if table.shape != shape or table.dtype is not dtype:
             raise ConfigError(f"runs.{name}", (table.dtype, *table.shape), f"must be {dtype} {shape}")
     check_contiguous(**tables)
+
+
+# The words that rows are copied in: as large as all addresses of the pools allow.
+
+
+def word_bytes(pools: tuple[RowPool, ...], part: int, most: int) -> int:
+    """Return the largest power of two up to `most` that divides every address and size of a part of the pools.
+
+    Args:
+        pools: that rows are copied between.
+        part: 0 for keys and latents, 1 for values.
+        most: a power of two.
+    """
+    sizes = [most]
+    for pool in pools:
+        strides = pool.addressing.parts[part]
+        sizes += [pool.data.data_ptr(), int(pool.data.storage_offset()), pool.data.numel(), strides.row_bytes]
+        sizes += [strides.base + strides.layer * pool.layer, strides.page, strides.token, strides.head]
+    return math.gcd(*sizes)

@@ -7,8 +7,8 @@ import ctypes
 from torch import Tensor
 
 from gpu_tier.kernels import cuda_build
-from gpu_tier.kernels.gather_copy.words import word_bytes
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.gather_copy import word_bytes
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.types import CopyRuns
 
 __all__ = ["run"]

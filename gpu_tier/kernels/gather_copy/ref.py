@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.gather_copy.words import word_bytes
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.gather_copy import word_bytes
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.types import CopyRuns
 
 __all__ = ["run"]

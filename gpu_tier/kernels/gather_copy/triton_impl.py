@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.gather_copy.words import word_bytes
-from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.gather_copy import word_bytes
+from gpu_tier.kernels.operands import RowPool
 from gpu_tier.kernels.tuning import interpreting, next_power_of_2
 from gpu_tier.types import CopyRuns
 

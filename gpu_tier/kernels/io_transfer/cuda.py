@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_tier.geometry import Addressing, PartStrides
 from gpu_tier.kernels import cuda_build
-from gpu_tier.kernels.io_transfer.plan import PartCopy, layer_runs, part_copies
+from gpu_tier.kernels.io_transfer import PartCopy, layer_runs, part_copies
 
 __all__ = ["run"]
 

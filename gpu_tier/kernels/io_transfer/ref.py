@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.geometry import Addressing
-from gpu_tier.kernels.pool_rows import pool_rows
+from gpu_tier.kernels.operands import pool_rows
 
 __all__ = ["run"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.geometry import Addressing, PartStrides
-from gpu_tier.kernels.io_transfer.plan import layer_runs, part_copies, word_bytes
+from gpu_tier.kernels.io_transfer import layer_runs, part_copies, word_bytes
 
 __all__ = ["addresses", "run"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
-from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
+from gpu_tier.kernels.operands import check_contiguous, check_last_contiguous
 
 __all__ = ["METRICS", "kmeans_assign"]
 

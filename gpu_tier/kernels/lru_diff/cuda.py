@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpu_tier.geometry import PartStrides
 from gpu_tier.kernels import cuda_build, registry
-from gpu_tier.kernels.io_transfer.plan import PartCopy, part_copies
-from gpu_tier.kernels.lru_diff.values import DiffOutputs, DiffScratch, LayerState, SwapIn
+from gpu_tier.kernels.io_transfer import PartCopy, part_copies
+from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn
 
 __all__ = ["add_copies", "arguments", "run"]
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff.moves import move
-from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn
+from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn, move
 
 __all__ = ["run"]
 

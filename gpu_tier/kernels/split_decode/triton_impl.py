@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.split_decode.operands import SlotTable, operands_of, tile_sizes
+from gpu_tier.kernels.split_decode import SlotTable, operands_of, tile_sizes
 from gpu_tier.kernels.tuning import Tiling, interpreting, tunable
 from gpu_tier.types import LayerKV
 

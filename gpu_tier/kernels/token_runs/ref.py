@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.token_runs.values import SteadyPlan, TokenPlaces, TokenPlan
+from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan
 from gpu_tier.types import Source
 
 __all__ = ["run"]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
-from gpu_tier.kernels.cluster_pages import check_cluster_pages
-from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
+from gpu_tier.kernels.operands import check_cluster_pages, check_contiguous, check_last_contiguous
 
 __all__ = ["weighted_attn"]
 

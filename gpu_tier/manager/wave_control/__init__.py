@@ -20,10 +20,10 @@ import logging
 import os
 from functools import lru_cache
 
+from gpu_tier.config import RetroInferConfig
 from gpu_tier.errors import ConfigError, KernelUnavailableError
 from gpu_tier.manager.wave_control.reference import ReferenceControl
-from gpu_tier.manager.wave_control.values import Change, Changes, Control, Lines, Plan, Stat
-from gpu_tier.retrieval_config import RetroInferConfig
+from gpu_tier.manager.wave_control.tables import Change, Changes, Control, Lines, Plan, Stat
 
 __all__ = ["CONTROLS", "Change", "Changes", "Control", "Lines", "Plan", "Stat", "make"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gpu_tier.errors import KernelUnavailableError
 from gpu_tier.kernels.native_build import build_once
 from gpu_tier.manager.wave_control.reference import SEED
-from gpu_tier.manager.wave_control.values import Changes, Lines, Plan
+from gpu_tier.manager.wave_control.tables import Changes, Lines, Plan
 
 __all__ = ["NativeControl", "library"]
 
@@ -98,7 +98,7 @@ class NativeControl:
         """See `Control`."""
         self._library.wave_wake(self._pool)
 
-    def look_up(self, lines: Lines, plan: Plan) -> None:
+    def lookup(self, lines: Lines, plan: Plan) -> None:
         """See `Control`."""
         arrays = (plan.src, plan.kind, plan.dst, plan.tokens, plan.count, plan.lens, plan.stats)
         args = _Lookup(_batch(lines), plan.room, *[_address(array) for array in arrays])

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpu_tier.manager.wave_control.values import Change, Changes, Int64s, Lines, Plan, Stat
-from gpu_tier.manager.wave_tables import ClusterTable, Places
+from gpu_tier.manager.wave_control.tables import Change, Changes, ClusterTable, Int64s, Lines, Places, Plan, Stat
 from gpu_tier.types import Source
 
 __all__ = ["SEED", "ReferenceControl", "mixed"]
 
 SEED = 0x5EED
 """Of the policy `random`."""
-
 _WORD = (1 << 64) - 1
 
 
@@ -43,13 +41,13 @@ class ReferenceControl:
     def wake(self) -> None:
         """See `Control`."""
 
-    def look_up(self, lines: Lines, plan: Plan) -> None:
+    def lookup(self, lines: Lines, plan: Plan) -> None:
         """See `Control`."""
         plan.stats[:] = 0
         plan.count[:] = 0
         plan.lens[:] = 0
         for line in range(lines.count):
-            _look_up(lines, plan, line)
+            _lookup(lines, plan, line)
 
     def begin_update(self, lines: Lines, changes: Changes) -> Callable[[], None]:
         """See `Control`."""
@@ -120,7 +118,7 @@ def _add_steady(runs: _Runs, first: int, tokens: int) -> None:
         token += length
 
 
-def _look_up(lines: Lines, plan: Plan, line: int) -> None:
+def _lookup(lines: Lines, plan: Plan, line: int) -> None:
     row, head = divmod(line, lines.tables.num_heads)
     first, tokens = int(lines.first[row]), int(lines.tokens[row])
     if first < 0:
@@ -230,7 +228,7 @@ class _Cache:
         """Return the block places of a cluster, none when it cannot be taken in."""
         table, head = self._table, self._head
         blocks = self._blocks(cluster)
-        if len(blocks) > table.capacity or not self._make_room(len(blocks)):
+        if len(blocks) > table.capacity or not self._evict_until(len(blocks)):
             return []
         free = int(table.heads["free"][head])
         given = table.free[head, free - len(blocks) : free][::-1].copy()
@@ -246,7 +244,7 @@ class _Cache:
         first, tokens = (int(number) for number in self._table.clusters[self._head, cluster])
         return self._table.blocks[self._head, first : first + -(-tokens // self._block_tokens)]
 
-    def _make_room(self, wanted: int) -> bool:
+    def _evict_until(self, wanted: int) -> bool:
         heads, head = self._table.heads, self._head
         cached = self._table.residents[head, : heads["residents"][head]].tolist()
         old = [cluster for cluster in cached if self._table.used[head, cluster] <= self._begin]

@@ -3,24 +3,301 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from kvcm.cache.pages import pages
+from kvcm.cache.instance_cache import batches
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.chains import Chain, ChainFold
-from kvcm.console.views.numbers import MOST_KEYS, NumbersError, numbers_in
 from kvcm.console.visits import Visit
 from kvcm.model.keys import block_keys_from_tokens
-from kvcm.service.rest.names import encoded_name
+from kvcm.service.rest.conversion import encode_name
 
-__all__ = ["ROUTES"]
+__all__ = ["MAX_KEYS", "MAX_SHOWN", "ROUTES", "Chain", "ChainFold", "NumbersError", "Run", "numbers_in"]
+
+# Tokens and block keys as people paste them.
+
+MAX_KEYS: Final = 65_536
+"""Blocks of one chain."""
+_KEY: Final = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
+_TOKEN: Final = re.compile(r"(?<![\d.])\d+(?:\.\d+)?")
+_INT64: Final = 1 << 63
+_MAX_TOKENS: Final = 1 << 20
+
+
+class NumbersError(ValueError):
+    """A text holds no tokens, or no keys; the message says why."""
+
+
+def numbers_in(text: str, *, are_tokens: bool) -> list[int]:
+    """Return the numbers of a text, whatever stands between them: lists, commas, lines, JSON.
+
+    Args:
+        text: as somebody pasted it.
+        are_tokens: whether they are tokens, which are not negative; else block keys.
+
+    Raises:
+        NumbersError: there are none, too many, or some cannot be such numbers.
+    """
+    what, most = ("tokens", _MAX_TOKENS) if are_tokens else ("block keys", MAX_KEYS)
+    found = [_whole(each[0], what) for each in (_TOKEN if are_tokens else _KEY).finditer(text)]
+    if not found:
+        raise NumbersError(f"There is no number in it: paste {what}, with anything between them.")
+    if len(found) > most:
+        raise NumbersError(f"There are {len(found):,} numbers in it, at most {most:,} {what} are allowed.")
+    return found
+
+
+def _whole(text: str, what: str) -> int:
+    if "." in text:
+        raise NumbersError(f"{text[:40]} is no whole number, as {what} are.")
+    if len(text) > 20 or not -_INT64 <= int(text) < _INT64:
+        raise NumbersError(f"{text[:40]} does not fit into 64 bits, as {what} do.")
+    return int(text)
+
+
+# A chain of blocks as people read it: what is found, where that ends and why, and runs of blocks that are alike.
+
+MAX_SHOWN: Final = 512
+"""Blocks of one run that are listed one by one."""
+_MAX_LISTED: Final = 2048  # of all runs
+_MAX_RUNS: Final = 256
+
+
+_MANY: Final = {"absent": "they are not there: they were never written, or they were evicted or removed"}
+"""Reasons for many blocks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks that are alike.
+
+    Attributes:
+        first, last: positions.
+        state: readable, incomplete, unreadable, writing, deleting or absent.
+        label: the same in words.
+        kind: of its badge.
+        why_not: why the first is not found, or what it lacks; "" for nothing.
+        places: storages with their types, as text.
+        size_bytes: of all of them.
+        blocks: some of them, one by one.
+        left_out: how many are not listed.
+    """
+
+    first: int
+    last: int
+    state: str
+    label: str
+    kind: str
+    why_not: str
+    places: str
+    size_bytes: int
+    is_pinned: bool
+    is_orphan: bool
+    newest_ms: int
+    oldest_ms: int
+    read_ms: int
+    reads: int
+    blocks: Sequence[Any]
+    left_out: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of it."""
+        return self.last - self.first + 1
+
+    @property
+    def reason(self) -> str:
+        """Why they are not found, or what they lack, "" for nothing; what depends on time is told of the first."""
+        if self.count == 1 or not self.why_not:
+            return self.why_not
+        if self.state in _MANY:
+            return _MANY[self.state]
+        return f"{'each of them' if self.state == 'incomplete' else 'the first'}: {self.why_not}"
+
+    def with_more(self, more: Run) -> Run:
+        """Return it with what follows and is alike."""
+        return replace(
+            self,
+            last=more.last,
+            size_bytes=self.size_bytes + more.size_bytes,
+            newest_ms=max(self.newest_ms, more.newest_ms),
+            oldest_ms=min(self.oldest_ms, more.oldest_ms),
+            read_ms=max(self.read_ms, more.read_ms),
+            reads=self.reads + more.reads,
+            blocks=[*self.blocks, *more.blocks],
+            left_out=self.left_out + more.left_out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A chain.
+
+    Attributes:
+        summary: as `/v1` tells.
+        headline: what is found of it, in one sentence.
+        ending: why the match ends, "" where it does not.
+        lacking: what of it some readers do not find, "" for nothing.
+        runs: in its order, the first of them.
+        left_out: how many runs are not shown.
+        legend: labels and states that occur.
+    """
+
+    summary: Any
+    headline: str
+    ending: str
+    lacking: str
+    runs: Sequence[Run]
+    left_out: int
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """States that occur with their labels, in the order of the chain."""
+        return list({run.state: run.label for run in self.runs}.items())
+
+
+_LABELS: Final = {
+    "readable": ("found", "good"),
+    "incomplete": ("found, parts missing", "warn"),
+    "unreadable": ("there, not readable", "bad"),
+    "writing": ("being written", "busy"),
+    "deleting": ("being deleted", "warn"),
+    "absent": ("not there", "plain"),
+}
+
+
+class ChainFold:
+    """Puts together a chain that is told in pieces, and keeps of it what is shown."""
+
+    def __init__(self) -> None:
+        self._summary: dict[str, Any] = {}
+        self._runs: list[Run] = []
+        self._run_count = self._listed = 0
+        self._last: tuple[Any, ...] = ()
+
+    def add(self, document: Any) -> None:
+        """Add the next piece.
+
+        Args:
+            document: as `/v1/instances/{name}/explore` tells it; positions in it begin at 0.
+        """
+        begin = self._summary.get("blocks", 0)
+        placed = [{**block, "position": begin + block["position"]} for block in document["blocks"]]
+        for alike, members in groupby(placed, key=_same_run):
+            self._add_run(alike, list(members))
+        self._summary = _joined(self._summary, document["summary"], placed)
+
+    def chain(self) -> Chain:
+        """Return what was added."""
+        told, left_out = self._summary, self._run_count - len(self._runs)
+        return Chain(told, _headline(told), _ending(told), _missing_specs(told), self._runs, left_out)
+
+    def _add_run(self, alike: tuple[Any, ...], blocks: Sequence[Any]) -> None:
+        goes_on, self._last = alike == self._last, alike
+        self._run_count += not goes_on
+        if self._run_count > _MAX_RUNS:
+            return
+        known = self._runs.pop() if goes_on else None
+        most = min(MAX_SHOWN - (len(known.blocks) if known else 0), _MAX_LISTED - self._listed)
+        run = _run(blocks, max(0, most))
+        self._listed += len(run.blocks)
+        self._runs.append(known.with_more(run) if known else run)
+
+
+def _joined(before: Mapping[str, Any], more: Mapping[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
+    """Return the summary of a chain and of what follows it, whose blocks these are."""
+    end, found = more["end"], more["matched_blocks"]
+    said = {
+        **more,
+        "end_reason": f"block {blocks[found]['position']}: {blocks[found]['why_not']}" if end != "none" else "",
+    }
+    if not before:
+        return said
+    if before["end"] != "none":  # a match does not come as far as this
+        said |= {"end": before["end"], "end_reason": before["end_reason"], "matched_blocks": 0, "matched_tokens": 0}
+    if before["complete_blocks"] < before["blocks"]:
+        said["complete_blocks"] = 0
+    sums = ("blocks", "matched_blocks", "matched_tokens", "complete_blocks")
+    return said | {name: before[name] + said[name] for name in sums}
+
+
+def _headline(summary: Any) -> str:
+    found, blocks, size = summary["matched_blocks"], summary["blocks"], summary["tokens_per_block"]
+    tokens = f"{summary['matched_tokens']:,} of {blocks * size:,} tokens"
+    if blocks == 1:
+        return f"The block is found: {tokens}." if found else "The block is not found."
+    if found == blocks:
+        return f"All {blocks:,} blocks are found: {tokens}."
+    if not found:
+        return f"None of the {blocks:,} blocks is found by a prefix match."
+    return f"The first {found:,} of {blocks:,} blocks are found: {tokens}."
+
+
+def _ending(summary: Any) -> str:
+    return f"The match ends at {summary['end_reason']}." if summary["end"] != "none" else ""
+
+
+def _missing_specs(summary: Any) -> str:
+    complete, found = summary["complete_blocks"], summary["matched_blocks"]
+    if complete == found:
+        return ""
+    return f"Readers that ask for every part of a block find {complete:,} of them."
+
+
+def _same_run(block: Any) -> tuple[Any, ...]:
+    places = tuple((each["storage"], each["status"], tuple(each["specs"])) for each in block["locations"])
+    return _state(block), places, block["is_pinned"], _is_orphan(block)
+
+
+def _state(block: Any) -> str:
+    if block["is_readable"]:
+        return "incomplete" if block["why_not"] else "readable"
+    return "unreadable" if block["state"] == "serving" else str(block["state"])
+
+
+def _is_orphan(block: Any) -> bool:
+    return not block["parent_is_present"] and block["state"] != "absent"
+
+
+def _run(blocks: Sequence[Any], most: int) -> Run:
+    first, state = blocks[0], _state(blocks[0])
+    label, kind = _LABELS[state]
+    listed = blocks[:most]
+    began = [each["began_at_ms"] for block in blocks for each in block["locations"]]
+    return Run(
+        first["position"],
+        blocks[-1]["position"],
+        state,
+        label,
+        kind,
+        str(first["why_not"]),
+        ", ".join(dict.fromkeys(_storages(first))),
+        sum(each["size_bytes"] for block in blocks for each in block["locations"]),
+        first["is_pinned"],
+        _is_orphan(first),
+        max(began, default=0),
+        min(began, default=0),
+        max(block["last_access_at_ms"] for block in blocks),
+        sum(block["accesses"] for block in blocks),
+        listed,
+        len(blocks) - len(listed),
+    )
+
+
+def _storages(block: Any) -> Iterator[str]:
+    for each in block["locations"]:
+        suffix = "" if each["status"] == "serving" else f", {each['status']}"
+        yield f"{each['storage']} ({each['storage_type']}{suffix})"
+
 
 _PATH: Final = "/console/explorer"
-_ASKED_AT_ONCE: Final = 1024
+_BATCH_KEYS: Final = 1024
 
 
 async def _show(visit: Visit) -> Response:
@@ -60,12 +337,12 @@ async def _keys_of(visit: Visit, instance: str, tokens: Sequence[int]) -> Sequen
     Raises:
         NumbersError: there are none, or too many.
     """
-    size = (await visit.get(f"/v1/instances/{encoded_name(instance)}"))["block_size"]
+    size = (await visit.get(f"/v1/instances/{encode_name(instance)}"))["block_size"]
     if size <= 0:
         raise NumbersError("The instance was registered without a block size: paste block keys.")
     count = len(tokens) // size
-    if not 0 < count <= MOST_KEYS:
-        allowed = f"1 to {MOST_KEYS:,} can be looked at"
+    if not 0 < count <= MAX_KEYS:
+        allowed = f"1 to {MAX_KEYS:,} can be looked at"
         raise NumbersError(f"{len(tokens):,} tokens fill {count:,} blocks of {size:,}: {allowed}.")
     return await asyncio.to_thread(block_keys_from_tokens, tokens, size)
 
@@ -73,9 +350,9 @@ async def _keys_of(visit: Visit, instance: str, tokens: Sequence[int]) -> Sequen
 async def _chain(visit: Visit, instance: str, keys: Sequence[int]) -> Chain:
     """Return what is told of a chain. It is asked for in pieces, of which what is not shown is forgotten."""
     fold = ChainFold()
-    for page in pages(keys, _ASKED_AT_ONCE):
+    for page in batches(keys, _BATCH_KEYS):
         body = {"block_keys": [str(key) for key in page]}
-        answer = await visit.send("POST", f"/v1/instances/{encoded_name(instance)}/explore", body)
+        answer = await visit.send("POST", f"/v1/instances/{encode_name(instance)}/explore", body)
         await asyncio.to_thread(fold.add, answer.document)
     return fold.chain()
 

@@ -2,20 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from kvcm.console.confirming import Question, confirmed_routes
 from kvcm.console.formats import count, size
+from kvcm.console.forms import Question, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.instances import InstanceView, instance_views
 from kvcm.console.visits import Visit
+from kvcm.registry.secrets import redacted_text
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "SESSION_ROUTES", "InstanceView", "Sessions", "instance_views", "sessions_of"]
+
+# Instances as pages show them.
+
+Document = Mapping[str, Any]
+_KINDS: Final = {
+    "LSK_UNSPECIFIED": "not said", "LSK_FULL_ATTENTION": "full attention", "LSK_LINEAR_ATTENTION": "linear attention",
+}  # fmt: skip
+_UNUSED: Final = {"key_count": 0, "max_key_count": -1, "used_bytes": 0, "policy": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """An instance.
+
+    Attributes:
+        name: its id.
+        group: that it belongs to.
+        document: the resource.
+        usage: what it has: blocks, bytes and the policy in force.
+    """
+
+    name: str
+    group: str
+    document: Document
+    usage: Document
+
+    @property
+    def model(self) -> str:
+        """Name of its model and what the KV is made of."""
+        deployment = self.document["model_deployment"]
+        return f"{deployment['model_name']}, {deployment['dtype']}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return sum(part["size"] for part in self.document["location_spec_infos"])
+
+    @property
+    def parts(self) -> Sequence[tuple[str, int, str]]:
+        """The parts of a block: name, bytes and what it holds."""
+        return [(part["name"], part["size"], _KINDS[part["kind"]]) for part in self.document["location_spec_infos"]]
+
+    @property
+    def deployment(self) -> Sequence[tuple[str, str]]:
+        """What else is known of the model: names and values."""
+        found = self.document["model_deployment"]
+        parallel = [(found[f"{name}_size"], label) for name, label in _PARALLEL.items() if found[f"{name}_size"]]
+        told = [
+            ("Parallelism", ", ".join(f"{count} {label}" for count, label in parallel)),
+            ("Attention", "multi-head latent" if found["use_mla"] else ""),
+            ("LoRA adapter", found["lora_name"]),
+            ("Also its identity", found["extra"]),
+            ("Note", found["user_data"]),
+        ]
+        return [(name, redacted_text(value)) for name, value in told if value]
+
+
+_PARALLEL: Final = {"tp": "ways by tensor", "pp": "stages", "dp": "ways by data"}
+
+
+def instance_views(instances: Sequence[Document], groups: Sequence[Document]) -> list[InstanceView]:
+    """Return instances, ordered by group and then by id.
+
+    Args:
+        instances: as they were registered.
+        groups: their usage.
+    """
+    usages = {each["instance_id"]: each for group in groups for each in group["instances"]}
+    found = [
+        InstanceView(
+            each["instance_id"], each["instance_group_name"], each, usages.get(each["instance_id"], _UNUSED)
+        )
+        for each in instances
+    ]  # fmt: skip
+    return sorted(found, key=lambda view: (view.group, view.name))
+
 
 _LIST: Final = "/console/instances"
 _ONE: Final = "/console/instances/{name}"
@@ -23,7 +100,7 @@ _ONE: Final = "/console/instances/{name}"
 
 async def _list(visit: Visit) -> Response:
     group = visit.query("group")
-    found = await _views(visit, [group] if group else _seen_groups(visit))
+    found = await _views(visit, [group] if group else _visible_groups(visit))
     by_group = [(name, list(views)) for name, views in groupby(found, lambda view: view.group)]
     return visit.page("instances.html", groups=by_group, group=group)
 
@@ -55,7 +132,7 @@ async def _remove(visit: Visit) -> Response:
     return visit.back(_LIST, f"Instance {visit.name()} was removed; its blocks are being deleted.")
 
 
-def _seen_groups(visit: Visit) -> Sequence[str]:
+def _visible_groups(visit: Visit) -> Sequence[str]:
     """Return the groups to ask for: those that the visitor is limited to, or "" for all."""
     principal = visit.visitor.principal
     return [""] if principal.has_all_groups else sorted(principal.groups)
@@ -84,4 +161,58 @@ ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]]
     ("GET", _LIST, _list),
     ("GET", _ONE, _show),
     *confirmed_routes(f"{_ONE}/remove", _removing, _remove),
+)
+
+# Open write sessions at one glance: how many, what they hold, which of them are late.
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Open write sessions.
+
+    Attributes:
+        items: the first to end first.
+        blocks: of all of them.
+        bytes: that those take.
+        overdue: how many should have ended.
+        oldest_ms: when the oldest began, 0 where that is not known.
+    """
+
+    items: Sequence[Any]
+    blocks: int
+    bytes: int
+    overdue: int
+    oldest_ms: int
+
+
+def sessions_of(items: Sequence[Any]) -> Sessions:
+    """Return sessions with their sums."""
+    return Sessions(
+        items,
+        sum(each["blocks"] for each in items),
+        sum(each["bytes"] for each in items),
+        sum(each["is_overdue"] for each in items),
+        min((each["begun_at_ms"] for each in items if each["begun_at_ms"]), default=0),
+    )
+
+
+# Write sessions that are open: whose they are, what they hold, and how long they may.
+
+_MAX_SHOWN: Final = 500
+
+
+async def _sessions_show(visit: Visit) -> Response:
+    asked = {name: value for name in ("group", "instance") if (value := visit.query(name).strip())}
+    found = await visit.items("/v1/sessions" + (f"?{urlencode(asked)}" if asked else ""))
+    return visit.page(
+        "sessions.html",
+        sessions=sessions_of(found),
+        shown=found[:_MAX_SHOWN],
+        group=asked.get("group", ""),
+        instance=asked.get("instance", ""),
+    )
+
+
+SESSION_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+    ("GET", "/console/sessions", _sessions_show),
 )

@@ -3,26 +3,79 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from starlette.responses import Response
 
-from kvcm.console.confirming import Question, confirmed_routes
-from kvcm.console.forms import Field, Sheet
+from kvcm.console.formats import KEY_ROLES, VERBS, shown_role
+from kvcm.console.forms import Field, Question, Sheet, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.keys import KeyView, key_views
-from kvcm.console.views.roles import KEY_ROLES, VERBS
 from kvcm.console.visits import Visit
 from kvcm.model.principals import ALL_GROUPS
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "WHOAMI_ROUTES", "KeyView", "key_views"]
+
+# Keys as pages show them.
+
+Document = Mapping[str, Any]
+_SOON_MS: Final = 14 * 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """A key, without its secret.
+
+    Attributes:
+        document: the resource.
+        now_ms: Unix time in ms.
+    """
+
+    document: Document
+    now_ms: float
+
+    @property
+    def key_id(self) -> str:
+        """Names it."""
+        return str(self.document["key_id"])
+
+    @property
+    def name(self) -> str:
+        """Of its principal."""
+        return str(self.document["name"])
+
+    @property
+    def role(self) -> str:
+        """In one word."""
+        return shown_role(self.document["role"])
+
+    @property
+    def scope(self) -> str:
+        """Where it counts."""
+        groups: Sequence[str] = self.document["instance_groups"]
+        return "all groups" if not groups or ALL_GROUPS in groups else ", ".join(groups)
+
+    @property
+    def verbs(self) -> str:
+        """What an engine may do; "" for other roles."""
+        return ", ".join(verb.lower() for verb in self.document["verbs"])
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether somebody should rotate it. Logins end by themselves."""
+        ends = self.document["expires_at_ms"]
+        return bool(ends and not self.document["account"] and ends - self.now_ms < _SOON_MS)
+
+
+def key_views(keys: Sequence[Document], now_ms: float) -> list[KeyView]:
+    """Return keys, in their order."""
+    return [KeyView(key, now_ms) for key in keys]
+
 
 _LIST: Final = "/console/keys"
 _ONE: Final = "/console/keys/{name}"
 _ADD: Final = "/console/keys/+add"  # no key has such an id
-
 _GROUPS: Final = Field(
     "instance_groups",
     "Groups",
@@ -68,7 +121,7 @@ async def _add(visit: Visit) -> Response:
         made = (await visit.send("POST", "/v1/keys", sheet.document())).document
     except RefusedError as error:
         return visit.page("key_add.html", error.status, sheet=sheet.refused(error))
-    return _made(visit, made, "was made")
+    return _created(visit, made, "was made")
 
 
 async def _ask_to_rotate(visit: Visit) -> Response:
@@ -82,10 +135,10 @@ async def _rotate(visit: Visit) -> Response:
         made = (await visit.send("POST", path, sheet.document())).document
     except RefusedError as error:
         return visit.page("key_rotate.html", error.status, key=await _found(visit), sheet=sheet.refused(error))
-    return _made(visit, made, "replaces the one before")
+    return _created(visit, made, "replaces the one before")
 
 
-def _made(visit: Visit, made: Any, what: str) -> Response:
+def _created(visit: Visit, made: Any, what: str) -> Response:
     """Return the only page that ever has the secret: it is not kept, neither here nor by the browser."""
     (key,) = key_views([made["key"]], time.time() * 1000)
     return visit.page("key_made.html", 201, key=key, secret=made["secret"], what=what)
@@ -126,4 +179,18 @@ ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]]
     ("GET", f"{_ONE}/rotate", _ask_to_rotate),
     ("POST", f"{_ONE}/rotate", _rotate),
     *confirmed_routes(f"{_ONE}/revoke", _revoking, _revoke),
+)
+
+# Who the visitor is, and what it may.
+
+
+async def _show(visit: Visit) -> Response:
+    told = await visit.get("/v1/whoami")
+    key = told.get("key")
+    found = key_views([key], time.time() * 1000)[0] if key else None
+    return visit.page("myself.html", is_required=told["is_required"], key=found)
+
+
+WHOAMI_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+    ("GET", "/console/me", _show),
 )

@@ -3,33 +3,103 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from starlette.responses import Response
 
-from kvcm.console.gathering import alerts_of, group_usages, history_of
-from kvcm.console.views.groups import group_cards
-from kvcm.console.views.history import charts_of_all
-from kvcm.console.views.overview import headline, tiles
-from kvcm.console.views.storages import StorageView, storage_views
+from kvcm.console import formats
+from kvcm.console.charts import Values
+from kvcm.console.deployment import SMALL_VALUES, History, alerts_of, charts_of_all, group_usages, history_of
+from kvcm.console.pages.groups import GroupCard, group_cards
+from kvcm.console.pages.storages import StorageView, storage_views
 from kvcm.console.visits import Visit
 
-__all__ = ["ROUTES"]
+__all__ = ["MANAGER_ROUTES", "ROUTES", "Headline", "Tile", "headline", "tiles"]
 
-_MOST_GROUPS: Final = 48  # it is written anew every few seconds, for everybody who looks
+# What the first page says at a glance.
+
+Document = Mapping[str, Any]
+_MAX_NAMED: Final = 3
+_PROBLEM: Final = {
+    "full": "is full",
+    "refuses writes": "refuses writes",
+    "no quota": "has no quota",
+    "no storage": "can use no storage",
+}
+
+
+class Headline(NamedTuple):
+    """How it is going, in one sentence; kind is good, warn or bad."""
+
+    text: str
+    kind: str
+
+
+class Tile(NamedTuple):
+    """One number, and how it went."""
+
+    name: str
+    value: str
+    values: Values
+
+
+def headline(groups: Sequence[GroupCard], alerts: Sequence[Document]) -> Headline:
+    """Return what somebody who has one second should read."""
+    full = [f"{group.name} {_PROBLEM.get(group.state, 'is in trouble')}" for group in groups if group.has_problem]
+    others = [alert for alert in alerts if alert["severity"] != "info" and alert["subject"]["kind"] != "group"]
+    urgent = any(alert["severity"] == "page" for alert in others)
+    said = []
+    if full:
+        more = [f"{len(full) - _MAX_NAMED} more groups are in trouble"] if len(full) > _MAX_NAMED else []
+        said.append(f"Group {formats.listed([*full[:_MAX_NAMED], *more])}")
+    if others:
+        said.append(f"{len(others)} other {'thing needs' if len(others) == 1 else 'things need'} attention")
+    if not said:
+        near = sum(group.kind == "warn" for group in groups)
+        if near:
+            return Headline(
+                f"{near} {'group is' if near == 1 else 'groups are'} short of room; nothing is refused.", "warn"
+            )
+        return Headline("Nothing is wrong.", "good")
+    return Headline("; ".join(said) + ".", "bad" if full or urgent else "warn")
+
+
+def tiles(history: History) -> list[Tile]:
+    """Return what goes on in the whole deployment now."""
+    requests = history.total("requests_per_second")
+    refused = history.total("refused_writes_per_second")
+    return [
+        Tile("Requests", formats.rate(_last(requests)), requests[-SMALL_VALUES:]),
+        Tile("Hit rate", formats.percent(history.latest("hit_ratio")), history.recent("hit_ratio")),
+        Tile("Look-up, half within", *_latency(history, "match_p50_seconds")),
+        Tile("Look-up, 99 % within", *_latency(history, "match_p99_seconds")),
+        Tile("Refused writes", formats.rate(_last(refused)), refused[-SMALL_VALUES:]),
+        Tile("Errors", formats.rate(history.latest("errors_per_second")), history.recent("errors_per_second")),
+    ]
+
+
+def _latency(history: History, name: str) -> tuple[str, Values]:
+    return formats.duration(history.latest(name)), history.recent(name)
+
+
+def _last(values: Values) -> float | None:
+    return next((value for value in reversed(values[-3:]) if value is not None), None)
+
+
+_MAX_GROUPS: Final = 48  # it is written anew every few seconds, for everybody who looks
 
 
 async def _show(visit: Visit) -> Response:
     usages, alerts, history = await asyncio.gather(group_usages(visit), alerts_of(visit), history_of(visit))
-    sees_all = visit.visitor.sees_everything
+    sees_all = visit.visitor.sees_all_groups
     managers = (await visit.get("/v1/managers"))["items"] if sees_all else []
     cards = group_cards(usages, alerts, history)
     return visit.page(
         "overview.html",
         headline=headline(cards, alerts),
         alerts=alerts,
-        groups=cards[:_MOST_GROUPS],
+        groups=cards[:_MAX_GROUPS],
         group_count=len(cards),
         tiles=tiles(history) if sees_all else [],
         storages=await _storages(visit) if sees_all else [],
@@ -48,3 +118,14 @@ async def _storages(visit: Visit) -> list[StorageView]:
 
 
 ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (("GET", "/console/", _show),)
+
+# The managers of the deployment.
+
+
+async def _managers_show(visit: Visit) -> Response:
+    return visit.page("managers.html", managers=(await visit.get("/v1/managers"))["items"])
+
+
+MANAGER_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+    ("GET", "/console/managers", _managers_show),
+)

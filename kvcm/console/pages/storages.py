@@ -2,24 +2,185 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from kvcm.console.confirming import Question, confirmed_routes
 from kvcm.console.formats import size
-from kvcm.console.forms import Field, Sheet, exact_size
+from kvcm.console.forms import Field, Kind, Question, Sheet, confirmed_routes, exact_size
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.storages import StorageView, shares_of, storage_views
 from kvcm.console.visits import Visit
+from kvcm.registry.secrets import redacted_text
+from kvcm.service.rest.conversion import encode_name
+from kvcm.service.rest.storage_resource import StorageDocument
 
-__all__ = ["ROUTES"]
+__all__ = [
+    "ADD_STORAGE_ROUTES",
+    "KINDS",
+    "ROUTES",
+    "Badge",
+    "GroupShare",
+    "StorageView",
+    "fields_of_kind",
+    "kind_of",
+    "shares_of",
+    "storage_views",
+]
+
+# Storages as pages show them.
+
+Document = Mapping[str, Any]
+Badge = tuple[str, str]
+"""Text and kind."""
+KINDS: Final[Mapping[str, str]] = {
+    "nfs": "Shared directory",
+    "threefs": "3FS",
+    "vcnsthreefs": "3FS behind VCNS",
+    "mooncake": "Mooncake store",
+    "tair_mem_pool": "Memory pool",
+    "dummy": "Dummy, which keeps no bytes",
+}
+"""What people call the kinds of storages."""
+_HEALTH: Final[Mapping[str, Badge]] = {
+    "SH_UP": ("up", "good"),
+    "SH_DEGRADED": ("degraded", "warn"),
+    "SH_DOWN": ("down", "bad"),
+    "SH_UNSPECIFIED": ("not probed yet", "plain"),
+}
+_NO_LIMIT: Final = {"used_bytes": 0, "deleting_bytes": 0, "capacity_bytes": -1, "high_mark_bytes": -1}
+_URGENCY: Final = {"bad": 0, "warn": 1, "busy": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A storage.
+
+    Attributes:
+        name: unique.
+        kind: what people call its kind.
+        badges: how it is, the worst first.
+        reason: what is wrong with it; "" while nothing is.
+        status: as the resource tells it; None where that is not known.
+        usage: what is used and allowed.
+        deletions: locations that wait for their deletion.
+        failures: attempts to delete that failed since the manager started.
+        oversubscription: sum of quotas as a ratio of its capacity.
+        drain: the task that empties it, None for none.
+        settings: how it is reached: names and values.
+        document: the resource.
+    """
+
+    name: str
+    kind: str
+    badges: Sequence[Badge]
+    reason: str
+    status: Document | None
+    usage: Document
+    deletions: int
+    failures: int
+    oversubscription: float | None
+    drain: Document | None
+    settings: Sequence[tuple[str, Any]]
+    document: Document
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it was not disabled."""
+        return bool(self.document["is_available"])
+
+    @property
+    def urgency(self) -> int:
+        """Smaller means look here first."""
+        return min(_URGENCY.get(kind, 9) for _, kind in self.badges)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """What a group has on a storage.
+
+    Attributes:
+        group: its name.
+        used_bytes: in use.
+        guaranteed_bytes: that no other group may take.
+    """
+
+    group: str
+    used_bytes: int
+    guaranteed_bytes: int
+
+
+def storage_views(storages: Sequence[Document], usage: Document, tasks: Sequence[Document]) -> list[StorageView]:
+    """Return storages, those first that somebody should look at.
+
+    Args:
+        storages: with their status.
+        usage: of the deployment.
+        tasks: that run.
+    """
+    usages = {each["storage_unique_name"]: each for each in usage["storages"]}
+    drains = {task["storage"]: task for task in tasks if task["kind"] == "drain"}
+    found = [_view(each, usages, drains.get(each["global_unique_name"])) for each in storages]
+    return sorted(found, key=lambda view: (view.urgency, view.name))
+
+
+def shares_of(storage: str, usage: Document) -> list[GroupShare]:
+    """Return what groups have on a storage, the largest first."""
+    found = [
+        GroupShare(group["name"], share["used_bytes"], share["guaranteed_bytes"])
+        for group in usage["groups"]
+        for share in group["storages"]
+        if share["storage_unique_name"] == storage
+    ]
+    return sorted(found, key=lambda share: (-share.used_bytes, share.group))
+
+
+def kind_of(storage: Document) -> str:
+    """Return the field that says how a storage is reached, as in `nfs`; "" for none that is known."""
+    return next((kind for kind in KINDS if storage.get(kind) is not None), "")
+
+
+def _view(storage: Document, usages: Mapping[str, Document], drain: Document | None) -> StorageView:
+    name, status, kind = storage["global_unique_name"], storage.get("status"), kind_of(storage)
+    usage = usages.get(name, {})
+    health, reason = _health(status), status["reason"] if status else ""
+    return StorageView(
+        name=name,
+        kind=KINDS.get(kind, kind),
+        badges=[*([] if storage["is_available"] else [("disabled", "warn")]), *_drained(drain), health],
+        reason=reason,
+        status=status,
+        usage=usage.get("usage", _NO_LIMIT),
+        deletions=usage.get("deletion_backlog", 0),
+        failures=usage.get("deletion_failures", 0),
+        oversubscription=usage.get("oversubscription"),
+        drain=drain,
+        settings=[(field, _shown(value)) for field, value in (storage.get(kind) or {}).items() if value],
+        document=storage,
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting without secrets: administrators may have them, but others look over their shoulders."""
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def _health(status: Document | None) -> Badge:
+    return _HEALTH.get(status["health"] if status else "", ("not known", "plain"))
+
+
+def _drained(drain: Document | None) -> list[Badge]:
+    if drain is None:
+        return []
+    return [("drained", "good") if drain["state"] == "done" else ("draining", "busy")]
+
 
 _LIST: Final = "/console/storages"
 _ONE: Final = "/console/storages/{name}"
 _NAME_ON_OTHERS: Final = "Other storages of the groups that use it take its new blocks."
-
 _LIMITS: Final = (
     Field("capacity_bytes", "Capacity", "As in 500 GiB. Empty: not limited here.", "size"),
     Field(
@@ -126,14 +287,14 @@ async def _set_limits(visit: Visit) -> Response:
         wanted: dict[str, Any] = {"capacity_bytes": 0, "used_percentage": 0.0, **sheet.document()}
         await visit.send("PATCH", _resource(visit), wanted, {"if-match": etag} if etag else None)
     except RefusedError as error:
-        shown = sheet.refused(_overtaken(error))
+        shown = sheet.refused(_conflict(error))
         return visit.page("storage_limits.html", error.status, sheet=shown, etag=etag, name=visit.name())
     capacity = wanted["capacity_bytes"]
     limit = f"has a capacity of {size(capacity)}" if capacity else "is not limited"
     return visit.back(_page(visit), f"Storage {visit.name()} {limit}.")
 
 
-def _overtaken(error: RefusedError) -> RefusedError:
+def _conflict(error: RefusedError) -> RefusedError:
     if error.status != 412:
         return error
     return RefusedError(412, {"detail": "Somebody else has changed it meanwhile. Go back and look at it again."})
@@ -171,4 +332,70 @@ ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]]
     ("GET", f"{_ONE}/limits", _ask_for_limits),
     ("POST", f"{_ONE}/limits", _set_limits),
     *confirmed_routes(f"{_ONE}/remove", _removing, _remove),
+)
+
+# Adding a storage: first of which kind, then the fields of that kind, which are those of its document.
+
+_ADD: Final = "/console/storages/+add"  # no storage has such a name
+_NAME: Final = Field("name", "Name", "Letters, digits, dots, dashes and underscores; 128 at most.", is_required=True)
+_CAPACITY: Final = Field(
+    "capacity_bytes", "Capacity for all groups together", "As in 500 GiB. Empty: not limited here.", "size"
+)
+_KINDS: Final[Mapping[object, Kind]] = {bool: "check", str: "text"}
+
+
+@lru_cache
+def fields_of_kind(kind: str) -> Sequence[Field]:
+    """Return the fields of a storage of a kind, as in `nfs`."""
+    document = _document(kind)
+    return (_NAME, *(_field(kind, name, document) for name in document.model_fields), _CAPACITY)
+
+
+def _document(kind: str) -> type[BaseModel]:
+    alternatives: Sequence[Any] = getattr(StorageDocument.model_fields[kind].annotation, "__args__", ())
+    found: type[BaseModel] = alternatives[0]  # the other one is None
+    return found
+
+
+def _field(kind: str, name: str, document: type[BaseModel]) -> Field:
+    info = document.model_fields[name]
+    shown: Kind = _KINDS.get(info.annotation, "size" if name.endswith("_bytes") else "integer")
+    label = name.removesuffix("_bytes").replace("_", " ").capitalize()
+    hint = (info.description or "").replace("`", "")
+    return Field(f"{kind}.{name}", label, hint, shown, is_required=info.is_required() and shown != "check")
+
+
+async def _ask(visit: Visit) -> Response:
+    kind = visit.query("kind")
+    if kind not in KINDS:
+        return visit.page("storage_kinds.html", kinds=KINDS)
+    return _storage_adding_shown(visit, kind, Sheet.blank(fields_of_kind(kind)))
+
+
+async def _add(visit: Visit) -> Response:
+    form = await visit.form()
+    kind = form.get("kind", "")
+    if kind not in KINDS:
+        return visit.fault(400, f"There is no kind of storage {kind[:40]!r}.")
+    sheet = Sheet.filled(fields_of_kind(kind), form)
+    try:
+        document = {kind: {}, **sheet.document()}
+        name = document.pop("name")
+        await visit.send("PUT", f"/v1/storages/{encode_name(name)}", document, {"if-none-match": "*"})
+    except RefusedError as error:
+        return _storage_adding_shown(visit, kind, sheet.refused(_duplicate(error)), error.status)
+    return visit.back(f"{_LIST}/{encode_name(name)}", f"Storage {name} was added. Groups use it that name it.")
+
+
+def _duplicate(error: RefusedError) -> RefusedError:
+    return RefusedError(409, {"detail": "There is a storage of this name already."}) if error.status == 412 else error
+
+
+def _storage_adding_shown(visit: Visit, kind: str, sheet: Sheet, status: int = 200) -> Response:
+    return visit.page("storage_add.html", status, kind=kind, label=KINDS[kind], sheet=sheet)
+
+
+ADD_STORAGE_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+    ("GET", _ADD, _ask),
+    ("POST", _ADD, _add),
 )

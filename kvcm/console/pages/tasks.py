@@ -3,23 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from starlette.responses import Response
 
-from kvcm.console.confirming import Question, answered, asked
-from kvcm.console.formats import size
-from kvcm.console.forms import Field, Sheet
+from kvcm.console.formats import count, size
+from kvcm.console.forms import Field, Question, Sheet, confirmation_page, confirmed
 from kvcm.console.resources import RefusedError
-from kvcm.console.views.tasks import outcome_of
 from kvcm.console.visits import Visit
-from kvcm.service.rest.names import encoded_name
+from kvcm.service.rest.conversion import encode_name
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "Outcome", "outcome_of"]
+
+# Reports of tasks in words: what a look found, and what was done about it.
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a task that was carried out found.
+
+    Attributes:
+        headline: in one sentence.
+        rows: what is counted, with its number.
+        has_work: whether there is something to do for real.
+    """
+
+    headline: str
+    rows: Sequence[tuple[str, str]]
+    has_work: bool
+
+
+_GARBAGE: Final = (
+    ("blocks", "Blocks looked at"),
+    ("without_bytes", "Locations whose bytes are missing"),
+    ("without_prefix", "Blocks whose prefix is gone"),
+    ("expired_sessions", "Overdue write sessions"),
+)
+_SCRUB: Final = (
+    ("objects", "Objects looked at"),
+    ("orphans", "Objects that no metadata knows"),
+    ("too_young", "Those too young to be sure"),
+    ("deleted", "Objects deleted"),
+    ("failed", "Objects that could not be looked at or deleted"),
+)
+
+
+def outcome_of(document: Any, *, is_dry: bool) -> Outcome:
+    """Return the report of garbage collection or of a scrub.
+
+    Args:
+        document: as `/v1/tasks` answers.
+        is_dry: whether nothing was changed.
+    """
+    report = document["report"]
+    if document["kind"] == "collect_garbage":
+        found = sum(report[name] for name in ("without_bytes", "without_prefix", "expired_sessions"))
+        return _outcome(report, _GARBAGE, found, report["freed_bytes"], is_dry=is_dry)
+    found = report["orphans"] - report["too_young"] if is_dry else report["deleted"]
+    outcome = _outcome(report, _SCRUB, found, report["orphan_bytes"], is_dry=is_dry)
+    return Outcome(outcome.headline, (*outcome.rows, ("Bytes looked at", size(report["bytes"]))), outcome.has_work)
+
+
+def _outcome(report: Any, names: Sequence[tuple[str, str]], found: int, freed: int, *, is_dry: bool) -> Outcome:
+    rows = [(label, count(report[name])) for name, label in names]
+    rows.append(("Bytes that would be freed" if is_dry else "Bytes freed", size(freed)))
+    if not found:
+        return Outcome("There is nothing to free.", rows, has_work=False)
+    verb = "would be freed; nothing was changed" if is_dry else "were freed"
+    return Outcome(f"{count(found)} of them, {size(freed)}, {verb}.", rows, has_work=is_dry)
+
 
 _PATH: Final = "/console/tasks"
-_GARBAGE: Final = (
+_TASKS_GARBAGE: Final = (
     Field("instance", "Instance", "Empty for all of them."),
     Field("check_bytes", "Also ask the storages whether the bytes are there, which is slow", kind="check"),
 )
@@ -29,8 +85,7 @@ _AGE: Final = Field(
     is_required=True,
     initial="1h",
 )
-
-_TOO_YOUNG: Final = "It must be 1 s at least: a younger object may be one that is being written."
+_MIN_AGE_ERROR: Final = "It must be 1 s at least: a younger object may be one that is being written."
 
 
 async def _show(visit: Visit) -> Response:
@@ -45,7 +100,7 @@ async def _page(
         "tasks.html",
         status,
         tasks=tasks,
-        garbage=garbage or Sheet.blank(_GARBAGE),
+        garbage=garbage or Sheet.blank(_TASKS_GARBAGE),
         scrub=scrub or Sheet.blank(await _scrub_fields(visit)),
     )
 
@@ -57,19 +112,19 @@ async def _scrub_fields(visit: Visit) -> Sequence[Field]:
 
 
 async def _ask_to_cancel(visit: Visit) -> Response:
-    return await asked(visit, await _cancelling(visit))
+    return await confirmation_page(visit, await _cancelling(visit))
 
 
 async def _cancel(visit: Visit) -> Response:
     async def act() -> Response:
-        await visit.send("DELETE", f"/v1/tasks/{encoded_name(visit.name())}")
+        await visit.send("DELETE", f"/v1/tasks/{encode_name(visit.name())}")
         return visit.back(_PATH, "The drain is over: the storage takes writes again.")
 
-    return await answered(visit, await _cancelling(visit), act)
+    return await confirmed(visit, await _cancelling(visit), act)
 
 
 async def _cancelling(visit: Visit) -> Question:
-    task = await visit.get(f"/v1/tasks/{encoded_name(visit.name())}")
+    task = await visit.get(f"/v1/tasks/{encode_name(visit.name())}")
     verb = "End" if task["state"] == "done" else "Cancel"
     consequences = [
         f"The storage takes writes again; {size(task['left_bytes'])} are left on it and stay.",
@@ -81,7 +136,7 @@ async def _cancelling(visit: Visit) -> Question:
 
 async def _collect(visit: Visit) -> Response:
     form = await visit.form()
-    sheet, is_dry = Sheet.filled(_GARBAGE, form), "sure" not in form
+    sheet, is_dry = Sheet.filled(_TASKS_GARBAGE, form), "sure" not in form
     try:
         order = {"kind": "collect_garbage", **sheet.document(), "dry_run": is_dry}
         answer = await visit.send("POST", "/v1/tasks", order)
@@ -98,7 +153,7 @@ async def _scrub(visit: Visit) -> Response:
     try:
         order = {"kind": "scrub", **sheet.document(), "dry_run": not is_sure}
         if order["min_age_seconds"] < 1:
-            return await _page(visit, 400, scrub=replace(sheet, faults={"min_age_seconds": _TOO_YOUNG}))
+            return await _page(visit, 400, scrub=replace(sheet, faults={"min_age_seconds": _MIN_AGE_ERROR}))
         answer = await visit.send("POST", "/v1/tasks", order)
     except RefusedError as error:
         return await _page(visit, error.status, scrub=sheet.refused(error))

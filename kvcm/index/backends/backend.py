@@ -3,18 +3,325 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kvcm.index.backends.access import Access
-from kvcm.index.backends.alike import Alike, Ending
-from kvcm.index.backends.rows import RowObserver, Rows
-from kvcm.index.backends.tally import PlaceTally
-from kvcm.model.locations import BlockRecord, Place
-from kvcm.model.runs import BlockRun
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
+from kvcm.model.storages import StorageType
 
-__all__ = ["NOTHING_WRITTEN", "Access", "Change", "IndexBackend", "Written", "usage_difference"]
+__all__ = [
+    "NOTHING_WRITTEN",
+    "Access",
+    "Change",
+    "FinishRun",
+    "IndexBackend",
+    "PlaceTally",
+    "RowObserver",
+    "Rows",
+    "Sum",
+    "UniformRun",
+    "Written",
+    "is_leaving",
+    "is_resident",
+    "stored_at",
+    "sums_of",
+    "takes_the_same",
+    "usage_difference",
+    "whole_seconds",
+]
+
+# When blocks were last read, and which of them are *resident*: those with a serving location, which can be evicted.
+
+_MOST_SECONDS: Final = (1 << 32) - 1
+_SERVING = LocationStatus.SERVING
+
+
+class Access(NamedTuple):
+    """When a block was last read, and how often.
+
+    Attributes:
+        at: unix seconds; of a block not read since it became resident, when its location was written.
+        reads: since it became resident; may saturate.
+    """
+
+    at: int
+    reads: int
+
+
+def is_resident(record: BlockRecord) -> bool:
+    """Return whether a block has a serving location."""
+    for location in record[2]:  # noqa: SIM110 - a generator would take twice the time
+        if location[3] is _SERVING:
+            return True
+    return False
+
+
+def stored_at(record: BlockRecord) -> float:
+    """Return the unix time that counts as the last access of a block that nobody has read yet: when its first serving
+    location was written, or its first one if none is serving."""
+    for location in record[2]:
+        if location[3] is _SERVING:
+            return location[7]
+    return record[2][0][7]
+
+
+def whole_seconds(at: float) -> int:
+    """Return a time as stores keep it."""
+    return int(at) if 0 <= at <= _MOST_SECONDS else (_MOST_SECONDS if at > 0 else 0)
+
+
+# Blocks whose only locations differ in nothing but the chunk, and how their writing ends.
+
+
+class UniformRun(NamedTuple):
+    """Blocks with one location each.
+
+    Attributes:
+        keys: of the blocks.
+        location: what the locations have in common; its `chunk` is empty.
+        chunks: of the locations, by block.
+    """
+
+    keys: Sequence[int]
+    location: Location
+    chunks: Sequence[bytes]
+
+
+FinishRun: TypeAlias = Callable[[UniformRun], UniformRun | None]
+"""From blocks that are being written to the same blocks serving, None where these do not end like that. It is pure;
+where the blocks lie and what they take stays as it is."""
+
+# Blocks by row, for whoever keeps an order over an index that is in this process's memory.
+#
+# Rows are dense numbers from 0. A block is *resident* while it has a serving location; only resident blocks are told
+# of. Everything here is synchronous: between two calls without an await nothing changes.
+
+
+class RowObserver(Protocol):
+    """Told of every change of residence, in the step in which it happens."""
+
+    def added(self, row: int) -> None:
+        """The block became resident."""
+
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
+        """The blocks of these keys became resident, one after the other; the serving location of each has this
+        priority."""
+
+    def removed(self, row: int) -> None:
+        """The block is not resident any more; its row may be about to be given to another one.
+
+        Key and depth of the row are still those of the block. A dropped index says this of each of its blocks.
+        """
+
+    def changed(self, row: int) -> None:
+        """The record of a resident block changed, and it still is resident."""
+
+    def moved(self, row: int, to: int) -> None:
+        """A resident block is in row `to` from now on, which was free."""
+
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        """Blocks, not all of them resident, were read, each so many times; in the order of their last reads, the least
+        recent first."""
+
+
+class Rows(Protocol):
+    """The blocks of one index by row."""
+
+    def __len__(self) -> int:
+        """Return the number of rows, also of blocks that are not resident."""
+
+    def row(self, key: int) -> int | None:
+        """Return the row of a block, None when there is no record of it."""
+
+    def key(self, row: int) -> int:
+        """Return the key of the block in a row."""
+
+    def depth(self, row: int) -> int:
+        """Return the depth of the block in its chain."""
+
+    def locations(self, row: int) -> Sequence[Location]:
+        """Return the locations of the block."""
+
+    def priority(self, row: int) -> int:
+        """Return the highest priority of the block's serving locations, 0 where none serves."""
+
+    def access(self, row: int) -> Access:
+        """Return when the block was last read and how often."""
+
+    def is_resident(self, row: int) -> bool:
+        """Return whether the block has a serving location."""
+
+    def children(self, row: int) -> Iterator[int]:
+        """Yield the rows of the blocks that directly follow."""
+
+
+# What records take, in sums (invariant 4): bytes of locations by place, blocks that are on their way out.
+#
+# The blocks of a page mostly lie in one place, and hashing a place costs more than all the rest of the counting. So a
+# tally adds up a run of locations of one place in two numbers, and looks the place up when the next one differs;
+# places are compared by identity, which at worst ends a run early.
+
+_DELETING = LocationStatus.DELETING
+
+
+class Sum(NamedTuple):
+    """One of the numbers that are kept with the records.
+
+    Attributes:
+        place: whose bytes; None for the number of blocks.
+        is_deleting: whether only what is being deleted counts, else all. All blocks are in no sum.
+    """
+
+    place: StorageKey | None
+    is_deleting: bool
+
+    @property
+    def field(self) -> str:
+        """Its name in a store."""
+        sign = "-" if self.is_deleting else ""
+        return sign if self.place is None else f"{sign}{int(self.place.storage_type)}/{self.place.storage}"
+
+    @classmethod
+    def parse(cls, field: str) -> Sum | None:
+        """Return the sum of that name, None when it is no name of a sum."""
+        if field == "-":
+            return cls(None, is_deleting=True)
+        number, slash, storage = field.removeprefix("-").partition("/")
+        if not slash or not number.isdecimal():
+            return None
+        return cls(StorageKey(storage, StorageType(int(number))), field.startswith("-"))
+
+    def __str__(self) -> str:
+        of = "" if self.place is None else f" on storage {self.place.storage!r} (type {int(self.place.storage_type)})"
+        return (
+            f"{'blocks' if self.place is None else 'bytes'}{of}{' that are being deleted' if self.is_deleting else ''}"
+        )
+
+
+class PlaceTally:
+    """Sums up what records take.
+
+    Attributes:
+        deleting_blocks: blocks all of whose locations are being deleted.
+    """
+
+    __slots__ = ("_deleting", "_run_deleting", "_run_used", "_storage", "_type", "_used", "deleting_blocks")
+
+    def __init__(self) -> None:
+        self._used: Counter[StorageKey] = Counter()
+        self._deleting: Counter[StorageKey] = Counter()
+        self._storage: str | None = None
+        self._type = StorageType.ST_UNSPECIFIED
+        self._run_used = 0
+        self._run_deleting = 0
+        self.deleting_blocks = 0
+
+    @property
+    def used(self) -> Counter[StorageKey]:
+        """Bytes of all locations."""
+        self._end_run()
+        return self._used
+
+    @property
+    def deleting(self) -> Counter[StorageKey]:
+        """Bytes of those that are being deleted; part of `used`."""
+        self._end_run()
+        return self._deleting
+
+    def change(self, old: BlockRecord | None, new: BlockRecord | None) -> None:
+        """Count what a record takes instead of another one; None takes nothing."""
+        if old is not None and new is not None and self._keeps_its_bytes(old[2], new[2]):
+            return
+        if new is not None:
+            self.deleting_blocks += is_leaving(new)
+            for location in new[2]:
+                self._add(location, location[6])
+        if old is not None:
+            self.deleting_blocks -= is_leaving(old)
+            for location in old[2]:
+                self._add(location, -location[6])
+
+    def _keeps_its_bytes(self, before: tuple[Location, ...], after: tuple[Location, ...]) -> bool:
+        """Count the usual change, that of the status of the only location; return whether it is one."""
+        if len(before) != 1 or len(after) != 1:
+            return False
+        old, new = before[0], after[0]
+        if old[1] is not new[1] or old[2] is not new[2] or old[6] != new[6]:
+            return False
+        if (old[3] is _DELETING) is not (new[3] is _DELETING):
+            if new[1] is not self._storage or new[2] is not self._type:
+                self._begin_run(new)
+            sign = 1 if new[3] is _DELETING else -1
+            self._run_deleting += sign * new[6]
+            self.deleting_blocks += sign
+        return True
+
+    def add(self, place: StorageKey, size_bytes: int) -> None:
+        """Count bytes that are not being deleted."""
+        self._used[place] += size_bytes
+
+    def update(self, other: PlaceTally) -> None:
+        """Add what another one has summed up."""
+        self.used.update(other.used)
+        self.deleting.update(other.deleting)
+        self.deleting_blocks += other.deleting_blocks
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._end_run()
+        self._used.clear()
+        self._deleting.clear()
+        self.deleting_blocks = 0
+
+    def _add(self, location: Location, size_bytes: int) -> None:
+        if location[1] is not self._storage or location[2] is not self._type:
+            self._begin_run(location)
+        self._run_used += size_bytes
+        if location[3] is _DELETING:
+            self._run_deleting += size_bytes
+
+    def _begin_run(self, location: Location) -> None:
+        self._end_run()
+        self._storage, self._type = location[1], location[2]
+
+    def _end_run(self) -> None:
+        if self._storage is None:
+            return
+        place = StorageKey(self._storage, self._type)
+        if self._run_used:
+            self._used[place] += self._run_used
+        if self._run_deleting:
+            self._deleting[place] += self._run_deleting
+        self._storage, self._run_used, self._run_deleting = None, 0, 0
+
+
+def takes_the_same(before: tuple[Location, ...], after: tuple[Location, ...]) -> bool:
+    """Return whether two states of a block have the same share in every sum."""
+    return len(before) == len(after) and all(map(_same_share, before, after))
+
+
+def _same_share(old: Location, new: Location) -> bool:
+    if old[1] is not new[1] or old[2] is not new[2] or old[6] != new[6]:
+        return False
+    return (old[3] is _DELETING) is (new[3] is _DELETING)
+
+
+def is_leaving(record: BlockRecord) -> bool:
+    """Return whether all that there is of a block is being deleted."""
+    for location in record[2]:  # noqa: SIM110 - a generator would take twice the time
+        if location[3] is not _DELETING:
+            return False
+    return True
+
+
+def sums_of(used: Mapping[StorageKey, int], deleting: Mapping[StorageKey, int], deleting_blocks: int) -> dict[Sum, int]:
+    """Return all sums in one mapping, without those that are 0."""
+    kinds: Iterable[tuple[bool, Mapping[StorageKey, int]]] = ((False, used), (True, deleting))
+    sums = {Sum(place, is_deleting): size for is_deleting, sizes in kinds for place, size in sizes.items() if size}
+    if deleting_blocks:
+        sums[Sum(None, is_deleting=True)] = deleting_blocks
+    return sums
 
 
 class Change(NamedTuple):
@@ -42,7 +349,7 @@ class Written(NamedTuple):
     """
 
     lost: Collection[int]
-    usage: Mapping[Place, int]
+    usage: Mapping[StorageKey, int]
 
 
 NOTHING_WRITTEN = Written((), {})
@@ -67,11 +374,11 @@ class IndexBackend(Protocol):
         """Number of records; of a shared store as last heard."""
 
     @property
-    def usage_bytes(self) -> Mapping[Place, int]:
+    def usage_bytes(self) -> Mapping[StorageKey, int]:
         """Bytes of all locations by place; of a shared store as last heard."""
 
     @property
-    def deleting_bytes(self) -> Mapping[Place, int]:
+    def deleting_bytes(self) -> Mapping[StorageKey, int]:
         """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
 
     @property
@@ -95,7 +402,7 @@ class IndexBackend(Protocol):
         Usage, children, due times and access order change in the same step.
         """
 
-    def begin(self, run: BlockRun) -> Mapping[Place, int] | None:
+    def begin(self, run: BlockRun) -> Mapping[StorageKey, int] | None:
         """Add blocks that are beginning to be written, none of which has a record, in one step that never suspends:
         what `write_many` does with their records.
 
@@ -107,7 +414,7 @@ class IndexBackend(Protocol):
             StorageIOError: the store failed.
         """
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         """Let distinct blocks serve whose writing is done, in one step that never suspends: what `write_many` does with
         their records. Usage stays as it is.
 
@@ -154,7 +461,7 @@ class IndexBackend(Protocol):
                 left out although they are colder, or come again.
         """
 
-    def follow(self, observer: RowObserver | None) -> Rows | None:
+    def observe(self, observer: RowObserver | None) -> Rows | None:
         """Tell an observer of changes from now on, in the place of the one before; None for nobody.
 
         Returns:
@@ -174,7 +481,7 @@ class IndexBackend(Protocol):
         """Forget everything, records included: the instance is gone."""
 
 
-def usage_difference(changes: Iterable[Change]) -> Counter[Place]:
+def usage_difference(changes: Iterable[Change]) -> Counter[StorageKey]:
     """Return by how many bytes changes raise usage, by place (invariant 4)."""
     tally = PlaceTally()
     for _, old, new, _ in changes:

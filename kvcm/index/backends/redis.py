@@ -24,32 +24,641 @@ each new one would be a copy of the value); ZRANDMEMBER (only about fair, and no
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from heapq import nsmallest
 from random import Random
-from typing import Any, Final, TypeVar
+from struct import Struct
+from typing import Any, Final, NamedTuple, TypeVar
 
-from kvcm.index.backends.alike import Ending
-from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
-from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
-from kvcm.index.backends.redis_order import Placed, access_of, merged, requeue_call, touch_call
-from kvcm.index.backends.redis_scripts import DROP, FAMILIES, SAMPLE
-from kvcm.index.backends.redis_sums import SharedSums
-from kvcm.index.backends.redis_write import ShardWrite
-from kvcm.index.backends.rows import RowObserver
-from kvcm.index.codec import decode_record
-from kvcm.index.shards import shard_of
-from kvcm.model.locations import BlockRecord, Place
-from kvcm.model.runs import BlockRun
-from kvcm.store.redis.client import RedisClient, ScriptCall
-from kvcm.telemetry.stages import staged
+import msgspec
 
-__all__ = ["RedisBackend"]
+from kvcm.index.backends.backend import (
+    NOTHING_WRITTEN,
+    Access,
+    Change,
+    FinishRun,
+    RowObserver,
+    Sum,
+    Written,
+    is_leaving,
+    is_resident,
+    stored_at,
+    takes_the_same,
+    whole_seconds,
+)
+from kvcm.index.codec import STAMP_SIZE, decode_record, encode_record
+from kvcm.index.locking import shard_of
+from kvcm.model.errors import KvcmError
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
+from kvcm.model.storages import StorageType
+from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
+from kvcm.telemetry.tracing import staged
+
+__all__ = [
+    "DROP",
+    "FAMILIES",
+    "KEY",
+    "RELATION",
+    "REQUEUE",
+    "RETIRED",
+    "REWRITE",
+    "SAMPLE",
+    "TOUCH",
+    "WRITE",
+    "BlockKeys",
+    "Placed",
+    "RedisBackend",
+    "ShardKeys",
+    "ShardWrite",
+    "SharedSums",
+    "access_of",
+    "first_score",
+    "is_retired",
+    "merged",
+    "new_score",
+    "requeue_call",
+    "touch_call",
+]
+
+# Names of what an index keeps in Redis (docs/metadata.md): all keys of a lock shard share one hash tag.
+
+KEY: Final = Struct(">q")
+"""A block key as part of a name and as a member of the sorted sets."""
+RELATION: Final = Struct(">qq")
+"""Parent and child, as a member of the sorted set of children."""
+
+
+class ShardKeys(NamedTuple):
+    """Names of the keys of one lock shard; `blocks` is what its records' names begin with."""
+
+    blocks: bytes
+    order: bytes
+    children: bytes
+    pending: bytes
+    usage: bytes
+
+    @classmethod
+    def of(cls, deployment: str, uid: int, shard: int) -> ShardKeys:
+        """Return the names for a shard of an instance's registration."""
+        return cls(*(f"{deployment}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu"))
+
+    def block(self, key: int) -> bytes:
+        """Return the name of a block's record."""
+        return self.blocks + KEY.pack(key)
+
+
+class BlockKeys:
+    """The records of one deployment.
+
+    Attributes:
+        prefix: what all of them begin with.
+
+    Args:
+        deployment: name that every key of the deployment begins with.
+    """
+
+    def __init__(self, deployment: str) -> None:
+        self.prefix = f"{deployment}:b{{".encode()
+        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}(.{8})", re.DOTALL).fullmatch
+
+    def parse(self, name: bytes) -> tuple[int, int] | None:
+        """Return uid and block key of a record's name; None for a name that only begins like one."""
+        found = self._match(name)
+        return (int(found[1]), int.from_bytes(found[2], "big", signed=True)) if found is not None else None
+
+
+# What changes in Redis at once: the Lua functions of the Redis backend, each over the keys of one shard tag.
+#
+# A call of the server from Lua costs more than the work it does, so every function reads all with one command,
+# decides, and writes with one command per kind of key. Nothing can fail after the first write: the server refuses a
+# function for want of memory at its first write or not at all, and every key has one type.
+#
+# A server that is full refuses WRITE and TOUCH, and runs REWRITE and REQUEUE: blocks that are there can be picked,
+# marked, decided and removed, which is how room is made. No command here reads or writes more than the blocks of its
+# call, however many siblings they have; only FAMILIES reads those it is asked for.
+
+RETIRED: Final = 1 << 33
+"""Added to the scores of blocks without a serving location, so that those that can be evicted stand before them."""
+_WRITE: Final = """
+-- KEYS: access order, children, pending, usage, then the block records.
+-- ARGV[1]: 8 bytes per block, the stamp that its record must have; zeros: there must be none.
+-- ARGV[2]: packed {score: number to set, true to retire the block, false to leave it;
+--                  due time: number to set, true to clear, false to leave;
+--                  blocks that leave a parent; blocks that come to a parent: indexes;
+--                  fields of usage;
+--                  usage: {index, number of the field, bytes or blocks, index, ...}}.
+-- ARGV[3], ARGV[4]: 8 bytes per block that leaves and per block that comes: the parent.
+-- ARGV[5...]: the records to store, empty to remove.
+-- Returns the turn of the shard that this call is, 0 when all blocks lost, then the indexes of blocks whose record had
+-- another stamp.
+local order, children, pending, usage = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local scores, dues, leaving, coming, fields, bytes = unpack(cmsgpack.unpack(ARGV[2]))
+local won, lost = {}, {}
+
+local function eight(text, n) return string.sub(text, n * 8 - 7, n * 8) end
+
+local function call(command, key, list)
+  if #list > 0 then redis.call(command, key, unpack(list)) end
+end
+
+local function compare(held)
+  for i = 1, #held do
+    local stamp = held[i] and string.sub(held[i], 2, 9) or '\\0\\0\\0\\0\\0\\0\\0\\0'
+    if stamp == eight(ARGV[1], i) then
+      won[i] = string.sub(KEYS[4 + i], -8)
+    else
+      lost[#lost + 1] = i
+    end
+  end
+end
+
+local function write(held)
+  local stored, removed, forgotten = {}, {}, {}
+  for i, member in pairs(won) do
+    if ARGV[4 + i] ~= '' then
+      stored[#stored + 1] = KEYS[4 + i]
+      stored[#stored + 1] = ARGV[4 + i]
+    elseif held[i] then
+      removed[#removed + 1] = KEYS[4 + i]
+      forgotten[#forgotten + 1] = member
+    end
+  end
+  if #stored > 0 then redis.call('MSET', unpack(stored)) end
+  if #removed > 0 then redis.call('UNLINK', unpack(removed)) end
+  call('ZREM', order, forgotten)
+end
+
+local function retire(members, ordered)
+  if #members == 0 then return end
+  for n, score in ipairs(redis.call('ZMSCORE', order, unpack(members))) do
+    score = tonumber(score)
+    if score and score < 8589934592 then
+      ordered[#ordered + 1] = score + 8589934592
+      ordered[#ordered + 1] = members[n]
+    end
+  end
+end
+
+local function schedule()
+  local ordered, retiring, due, done = {}, {}, {}, {}
+  for i, member in pairs(won) do
+    if scores[i] == true then
+      retiring[#retiring + 1] = member
+    elseif scores[i] then
+      ordered[#ordered + 1] = scores[i]
+      ordered[#ordered + 1] = member
+    end
+    if dues[i] == true then
+      done[#done + 1] = member
+    elseif dues[i] then
+      due[#due + 1] = dues[i]
+      due[#due + 1] = member
+    end
+  end
+  retire(retiring, ordered)
+  call('ZADD', order, ordered)
+  call('ZADD', pending, due)
+  call('ZREM', pending, done)
+end
+
+local function relate()
+  local left, joined = {}, {}
+  for n, i in ipairs(leaving) do
+    if won[i] then left[#left + 1] = eight(ARGV[3], n) .. won[i] end
+  end
+  for n, i in ipairs(coming) do
+    if won[i] then
+      joined[#joined + 1] = 0
+      joined[#joined + 1] = eight(ARGV[4], n) .. won[i]
+    end
+  end
+  call('ZREM', children, left)
+  call('ZADD', children, joined)
+end
+
+local function count()
+  local totals = {}
+  for n = 1, #bytes, 3 do
+    if won[bytes[n]] then totals[bytes[n + 1]] = (totals[bytes[n + 1]] or 0) + bytes[n + 2] end
+  end
+  for field, total in pairs(totals) do
+    if total ~= 0 then redis.call('HINCRBY', usage, fields[field], string.format('%.0f', total)) end
+  end
+end
+
+local held = redis.call('MGET', unpack(KEYS, 5))
+compare(held)
+write(held)
+schedule()
+relate()
+count()
+if next(won) == nil then return {0, unpack(lost)} end
+return {redis.call('HINCRBY', usage, '#', 1), unpack(lost)}
+"""
+WRITE: Final = Script(_WRITE)
+REWRITE: Final = Script(_WRITE, allow_oom=True)
+TOUCH: Final = Script("""
+-- KEYS: access order. ARGV: unix seconds, 1 if they are set, then key and number of reads of every block read.
+local members, counts = {}, {}
+for i = 3, #ARGV, 2 do
+  members[#members + 1] = ARGV[i]
+  counts[#counts + 1] = tonumber(ARGV[i + 1])
+end
+local at = ARGV[2] == '1' and tonumber(ARGV[1]) or 0
+local changed = {}
+for n, score in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(members))) do
+  score = tonumber(score)
+  if score then
+    local retired = score < 8589934592 and 0 or 8589934592
+    local seconds = math.floor(score) - retired
+    local reads = math.floor((score % 1) * 4096 + 0.5) + counts[n]
+    changed[#changed + 1] = retired + math.max(seconds, at) + math.min(reads, 4095) / 4096
+    changed[#changed + 1] = members[n]
+  end
+end
+if #changed > 0 then redis.call('ZADD', KEYS[1], unpack(changed)) end
+""")
+_REQUEUE: Final = """
+-- KEYS: access order. ARGV: unix seconds, then key and number of reads of every block.
+local members, scores = {}, {}
+for i = 2, #ARGV, 2 do
+  members[#members + 1] = ARGV[i]
+  scores[#scores + 1] = tonumber(ARGV[1]) + math.min(tonumber(ARGV[i + 1]), 4095) / 4096
+end
+local changed = {}
+for n, score in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(members))) do
+  if score and tonumber(score) < 8589934592 then
+    changed[#changed + 1] = scores[n]
+    changed[#changed + 1] = members[n]
+  end
+end
+if #changed > 0 then redis.call('ZADD', KEYS[1], unpack(changed)) end
+"""
+REQUEUE: Final = Script(_REQUEUE, allow_oom=True)
+FAMILIES: Final = Script("""
+-- KEYS: children. ARGV: 8 bytes per parent. Returns for each what stands of its family, one relation after the other.
+local families = {}
+for at = 1, #ARGV[1], 8 do
+  local parent = string.sub(ARGV[1], at, at + 7)
+  local first, last = '[' .. parent .. string.rep('\\0', 8), '[' .. parent .. string.rep('\\255', 8)
+  families[#families + 1] = table.concat(redis.call('ZRANGEBYLEX', KEYS[1], first, last))
+end
+return families
+""")
+SAMPLE: Final = Script("""
+-- KEYS: access order. ARGV: positions in it. Returns who stands there, none beyond the end.
+local sample = {}
+for _, position in ipairs(ARGV) do
+  sample[#sample + 1] = redis.call('ZRANGE', KEYS[1], position, position)[1]
+end
+return sample
+""")
+DROP: Final = Script("""
+-- KEYS: access order, children, pending, usage, then block records, which stand in the access order.
+-- Returns how many blocks are left; the rest goes with the last of them.
+local members = {}
+for i = 5, #KEYS do members[#members + 1] = string.sub(KEYS[i], -8) end
+if #members > 0 then
+  redis.call('UNLINK', unpack(KEYS, 5))
+  redis.call('ZREM', KEYS[1], unpack(members))
+end
+local left = redis.call('ZCARD', KEYS[1])
+if left == 0 then redis.call('UNLINK', unpack(KEYS, 1, 4)) end
+return left
+""")
+
+# The access order of the Redis backend: one score says when a block was last read, how often, and whether it can be
+# evicted.
+#
+# The score is unix seconds + min(reads, 4095) / 4096. That of a block without a serving location is greater by
+# `RETIRED`, so that the blocks that can be evicted stand before all others, the coldest first.
+
+_READS_PER_SECOND: Final = 4096
+Placed = tuple[bytes, float]
+"""A member of the order and its score."""
+
+
+def access_of(score: float) -> Access:
+    """Return the access that a score tells of."""
+    seconds, reads = divmod(score, 1)
+    return Access(int(seconds) % RETIRED, round(reads * _READS_PER_SECOND))
+
+
+def is_retired(score: float) -> bool:
+    """Return whether the block is one of those that cannot be evicted."""
+    return score >= RETIRED
+
+
+def first_score(record: BlockRecord) -> int:
+    """Return the score of a block that nobody has read yet."""
+    return whole_seconds(stored_at(record)) + (0 if is_resident(record) else RETIRED)
+
+
+def new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
+    """Return the score that a change sets, True to retire the block, False to leave its score."""
+    if new is None:
+        return False
+    if old is None:
+        return first_score(new)
+    if is_resident(new):
+        return False if is_resident(old) else first_score(new)
+    return is_resident(old)
+
+
+def touch_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float, *, moves: bool) -> ScriptCall:
+    """Return the call that records reads of some keys."""
+    return ScriptCall(TOUCH, [order], [int(at), int(moves), *_pairs(counts, keys)])
+
+
+def requeue_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float) -> ScriptCall:
+    """Return the call that sets the accesses of some keys."""
+    return ScriptCall(REQUEUE, [order], [int(at), *_pairs(counts, keys)])
+
+
+def _pairs(counts: Mapping[int, int], keys: Iterable[int]) -> list[Argument]:
+    return [item for key in keys for item in (KEY.pack(key), counts[key])]
+
+
+def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[list[Placed], bool]:
+    """Merge the beginnings of the orders of several shards.
+
+    Args:
+        answers: members and their scores by turns, per shard.
+        count: how many are wanted.
+        asked: how many were asked of every shard.
+
+    Returns:
+        The coldest of those that can be evicted, and whether no shard can hold a colder one behind its answer.
+    """
+    orders = [list(zip(answer[::2], map(float, answer[1::2]), strict=True)) for answer in answers]
+    # Of equals one of each shard after the other: a call that asks for what comes behind begins equally far in each.
+    evictable = (
+        (placed[1], position, placed)
+        for order in orders
+        for position, placed in enumerate(order)
+        if not is_retired(placed[1])
+    )
+    coldest = [placed for _, _, placed in nsmallest(count, evictable, key=lambda each: each[:2])]
+    end = coldest[-1][1] if len(coldest) == count else RETIRED
+    return coldest, all(len(order) < asked or order[-1][1] >= end for order in orders)
+
+
+# What one manager knows of the sums that shards of a Redis keep (layout: redis.py).
+#
+# Sums are asked for now and then, and in between this manager adds what it writes itself. A write may be on its way
+# while the sums are asked for, and nobody can tell from the time alone whether they hold it already: counted twice it
+# looks like usage that is not there, and blocks are evicted for it. So every write takes a turn of its shard, a number
+# that grows by one: it is in the sums exactly if its turn is not after theirs.
+
+_TOTALS: Final = Script("""
+-- KEYS: access order, usage. Returns how many blocks there are, and fields and values of the sums, at one moment.
+return {redis.call('ZCARD', KEYS[1]), redis.call('HGETALL', KEYS[2])}
+""")
+_SEQUENCE_FIELD: Final = b"#"
+Run = Callable[[Sequence[ScriptCall]], Awaitable[Sequence[Any]]]
+
+
+class _Written(NamedTuple):
+    """What a write of this manager changed."""
+
+    shard: int
+    sequence: int
+    sums: Mapping[Sum, int]
+    keys: int
+
+
+class SharedSums:
+    """Sums over all shards of an instance, as last heard, with what this manager wrote since.
+
+    Attributes:
+        key_count: blocks.
+        usage: bytes by place.
+        deleting: those of them that are being deleted.
+        deleting_keys: blocks of which everything is being deleted.
+
+    Args:
+        shards: names of their keys.
+    """
+
+    def __init__(self, shards: Sequence[ShardKeys]) -> None:
+        self._calls = [ScriptCall(_TOTALS, [shard.order, shard.usage]) for shard in shards]
+        self._one_at_a_time = asyncio.Lock()
+        self._asked = self._told = 0  # how often, and the number of the last time that was answered or failed
+        self._trouble: KvcmError | None = None  # of that time
+        self._during: list[_Written] | None = None  # told while the sums are being asked for
+        self.clear()
+
+    def clear(self) -> None:
+        """Know of nothing: there are no blocks."""
+        self._turns = [0] * len(self._calls)  # of the sums that were heard last
+        self.key_count = self.deleting_keys = 0
+        self.usage: Counter[StorageKey] = Counter()
+        self.deleting: Counter[StorageKey] = Counter()
+
+    async def refresh(self, run: Run) -> None:
+        """Ask for the sums. All who come while they are asked for share what is asked next, or that it fails: behind a
+        store that does not answer there is no queue.
+
+        Args:
+            run: runs scripts on the store, and returns their answers in order.
+
+        Raises:
+            KvcmError: of `run`.
+        """
+        came = self._asked
+        async with self._one_at_a_time:  # of two answers the older one could come last
+            if self._told <= came:
+                await self._read(run)
+            elif self._trouble is not None:
+                raise self._trouble
+
+    async def _read(self, run: Run) -> None:
+        self._asked += 1
+        during: list[_Written] = []
+        self._during = during
+        try:
+            answers = await run(self._calls)
+        except KvcmError as error:
+            self._told, self._trouble = self._asked, error
+            raise
+        finally:
+            self._during = None
+        self._told, self._trouble = self._asked, None
+        self.clear()
+        for shard, (keys, fields) in enumerate(answers):
+            self._merge(shard, keys, dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))
+        for written in during:
+            self._count(written)
+
+    def record(self, shard: int, turn: int, sums: Mapping[Sum, int], keys: int) -> None:
+        """Count what this manager wrote.
+
+        Args:
+            shard: number of the shard.
+            turn: of the write.
+            sums: what it adds.
+            keys: blocks that it adds.
+        """
+        written = _Written(shard, turn, sums, keys)
+        self._count(written)
+        if self._during is not None:
+            self._during.append(written)
+
+    def _merge(self, shard: int, keys: int, sums: dict[bytes, int]) -> None:
+        self._turns[shard] = sums.pop(_SEQUENCE_FIELD, 0)
+        self.key_count += keys
+        for field, size in sums.items():
+            self._add(Sum.parse(field.decode()), size)
+
+    def _count(self, written: _Written) -> None:
+        if written.sequence <= self._turns[written.shard]:
+            return  # what was heard holds it
+        self.key_count += written.keys
+        for of, size in written.sums.items():
+            self._add(of, size)
+
+    def _add(self, of: Sum | None, size: int) -> None:
+        if of is None:
+            return  # of another release
+        if of.place is None:
+            self.deleting_keys += size
+        else:
+            (self.deleting if of.is_deleting else self.usage)[of.place] += size
+
+
+# A change of blocks of one shard, as the script of the Redis backend wants it (layout: redis.py).
+
+_ABSENT = bytes(STAMP_SIZE)
+_LEAVING = Sum(None, is_deleting=True)
+_UNKNOWN = b"\xff" * STAMP_SIZE  # no write has this stamp
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ShardWrite:
+    """Changes of one shard as the script wants them.
+
+    Attributes:
+        changes: in the order of the script's indexes, which count from 1.
+        sums: what every change adds to the sums of the shard.
+        call: of the script.
+    """
+
+    def __init__(self, shard: ShardKeys, changes: Sequence[Change]) -> None:
+        self.changes = changes
+        self.sums = _Sums()
+        self._scores: list[int | bool] = []
+        self._dues: list[float | bool] = []
+        self._leaving: list[int] = []
+        self._coming: list[int] = []
+        self._parents_left: list[bytes] = []
+        self._parents_joined: list[bytes] = []
+        for index, (_, old, new, _) in enumerate(changes, 1):
+            self._scores.append(new_score(old, new))
+            self._dues.append(_due_order(old, new))
+            self._relate(index, old, new)
+            self.sums.count(index, old, new)
+        is_growth = any(old is None and new is not None for _, old, new, _ in changes)
+        self.call = ScriptCall(WRITE if is_growth else REWRITE, self._keys(shard), self._arguments())
+
+    def _keys(self, shard: ShardKeys) -> list[bytes]:
+        blocks = shard.blocks
+        return [*shard[1:], *(blocks + KEY.pack(change.key) for change in self.changes)]
+
+    def _arguments(self) -> list[bytes]:
+        relations = (self._leaving, self._coming)
+        packed = _encode((self._scores, self._dues, *relations, self.sums.fields, self.sums.triples))
+        parents = (b"".join(self._parents_left), b"".join(self._parents_joined))
+        records = (b"" if change.new is None else encode_record(change.new) for change in self.changes)
+        return [b"".join([_stamp(change.old) for change in self.changes]), packed, *parents, *records]
+
+    def _relate(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
+        before = old.parent if old is not None else None
+        after = new.parent if new is not None else None
+        if before == after:
+            return
+        if before is not None:
+            self._leaving.append(index)
+            self._parents_left.append(KEY.pack(before))
+        if after is not None:
+            self._coming.append(index)
+            self._parents_joined.append(KEY.pack(after))
+
+
+class _Sums:
+    """What the changes of one call add to the sums that the shard keeps.
+
+    Attributes:
+        fields: names of the sums.
+        triples: index of a change, number of a field, bytes or blocks; again and again. Both count from 1.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [_LEAVING]
+        self.fields = [_LEAVING.field]
+        self.triples: list[int] = []
+        self._first_fields: dict[StorageKey, int] = {}  # the one after it is of what is being deleted
+        self._storage: str | None = None
+        self._type: StorageType | None = None
+        self._field = 0
+
+    def count(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
+        """Count what a change adds."""
+        before = old[2] if old is not None else ()
+        after = new[2] if new is not None else ()
+        if takes_the_same(before, after):
+            return
+        for location in after:
+            self._add(index, location, location[6])
+        for location in before:
+            self._add(index, location, -location[6])
+        leaving = (new is not None and is_leaving(new)) - (old is not None and is_leaving(old))
+        if leaving:
+            self.triples += (index, 1, leaving)
+
+    def totals(self, losers: Collection[int]) -> dict[Sum, int]:
+        """Return what all changes but some add together."""
+        totals = [0] * len(self._sums)
+        triples = self.triples
+        for index, field, size in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
+            if index not in losers:
+                totals[field - 1] += size
+        return {of: total for of, total in zip(self._sums, totals, strict=True) if total}
+
+    def _add(self, index: int, location: Location, size_bytes: int) -> None:
+        if location[1] is not self._storage or location[2] is not self._type:
+            self._turn_to(location)
+        self.triples += (index, self._field, size_bytes)
+        if location[3] is LocationStatus.DELETING:
+            self.triples += (index, self._field + 1, size_bytes)
+
+    def _turn_to(self, location: Location) -> None:
+        # As in tally.py: blocks in a row mostly lie in one place, and hashing it is what costs.
+        place = location.place
+        if place not in self._first_fields:
+            self._first_fields[place] = len(self._sums) + 1
+            self._sums += (Sum(place, is_deleting=False), Sum(place, is_deleting=True))
+            self.fields += (of.field for of in self._sums[-2:])
+        self._storage, self._type, self._field = location[1], location[2], self._first_fields[place]
+
+
+def _stamp(old: BlockRecord | None) -> bytes:
+    return _ABSENT if old is None else getattr(old, "stamp", b"") or _UNKNOWN
+
+
+def _due_order(old: BlockRecord | None, new: BlockRecord | None) -> float | bool:
+    """Return the due time to set, True to clear it, False to leave it."""
+    due = new.due if new is not None else None
+    if due is not None:
+        return float(due)
+    return old is not None and old.due is not None
+
 
 _MOST_KEYS_PER_CALL: Final = 256
 _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 4096
-
 _FIRST_MEMBER, _LAST_MEMBER = bytes(KEY.size), b"\xff" * KEY.size  # as the server orders bytes
 _Item = TypeVar("_Item")
 
@@ -76,11 +685,11 @@ class RedisBackend:
         return self._sums.key_count
 
     @property
-    def usage_bytes(self) -> Mapping[Place, int]:
+    def usage_bytes(self) -> Mapping[StorageKey, int]:
         return self._sums.usage
 
     @property
-    def deleting_bytes(self) -> Mapping[Place, int]:
+    def deleting_bytes(self) -> Mapping[StorageKey, int]:
         return self._sums.deleting
 
     @property
@@ -110,17 +719,17 @@ class RedisBackend:
             for part in _cut([changes[position] for position in positions], _MOST_KEYS_PER_CALL)
         ]
         lost: list[int] = []
-        usage: Counter[Place] = Counter()
+        usage: Counter[StorageKey] = Counter()
         for some in _cut(writes, _MOST_CALLS_AT_ONCE):
             answers = await self._client.run([write.call for _, write in some])
             for (shard, write), (turn, *losers) in zip(some, answers, strict=True):
-                lost += self._note(shard, write, turn, losers, usage)
+                lost += self._record(shard, write, turn, losers, usage)
         return Written(lost, usage)
 
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many`."""
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """Records are changed in Redis, by `write_many`."""
 
     async def children(self, key: int) -> list[int]:
@@ -190,7 +799,7 @@ class RedisBackend:
         firsts = [(b"ZRANGE", shard.order, start, start + asked - 1, b"WITHSCORES") for shard in self._shards]
         return merged(await self._client.execute(firsts), count, asked)
 
-    def follow(self, observer: RowObserver | None) -> None:
+    def observe(self, observer: RowObserver | None) -> None:
         """Other managers change the records, and none of them are here: nobody can be told."""
 
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
@@ -259,7 +868,9 @@ class RedisBackend:
         ((scores),) = await self._client.execute([(b"ZMSCORE", shard.order, *members)])
         return [member for member, score in zip(members, scores, strict=True) if score is not None]
 
-    def _note(self, shard: int, write: ShardWrite, turn: int, lost: Sequence[int], usage: Counter[Place]) -> list[int]:
+    def _record(
+        self, shard: int, write: ShardWrite, turn: int, lost: Sequence[int], usage: Counter[StorageKey]
+    ) -> list[int]:
         """Count what was written, and return the keys that lost."""
         losers = set(lost)
         sums = write.sums.totals(losers)
@@ -271,7 +882,7 @@ class RedisBackend:
             for index, (_, old, new, _) in enumerate(write.changes, 1)
             if index not in losers
         )
-        self._sums.note(shard, turn, sums, keys)
+        self._sums.record(shard, turn, sums, keys)
         return [write.changes[index - 1].key for index in lost]
 
 

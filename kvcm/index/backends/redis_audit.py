@@ -14,23 +14,19 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio.connection import Connection
 from redis.exceptions import RedisError
 
-from kvcm.index.backends.audited import PAGE_KEYS, BlockView, Claims
-from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
-from kvcm.index.backends.redis_order import first_score, is_retired
-from kvcm.index.backends.redis_scripts import RETIRED
-from kvcm.index.backends.tally import Sum
+from kvcm.index.backends.audit import BATCH_KEYS, Claims, StoredBlock
+from kvcm.index.backends.backend import Sum
+from kvcm.index.backends.redis import KEY, RELATION, RETIRED, ShardKeys, first_score, is_retired
 from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.model.errors import StorageIOError
-from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.script import Argument, Script, ScriptCall
+from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
 
 __all__ = ["RedisAudit", "StoredBlocks"]
 
 _KEYS_PER_CALL: Final = 256
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_PARENTS: Final = frozenset[int]()
-
-_LOOK: Final = Script("""
+_READ_BLOCKS: Final = Script("""
 -- KEYS: access order, pending, then the block records. Returns records, scores and deadlines of them.
 local members = {}
 for i = 3, #KEYS do members[#members + 1] = string.sub(KEYS[i], -8) end
@@ -40,7 +36,6 @@ return {
   redis.call('ZMSCORE', KEYS[2], unpack(members)),
 }
 """)
-
 _MEND: Final = Script("""
 -- KEYS: access order, children, pending, block record.
 -- ARGV: stamp of the record, zeros for none; score if it is not in the order; due time or ''; parent or '';
@@ -64,7 +59,6 @@ end
 if ARGV[4] ~= '' then redis.call('ZADD', children, 0, ARGV[4] .. member) end
 return 1
 """)
-
 _DROP: Final = Script("""
 -- KEYS: access order, pending, block record. ARGV: the record.
 if redis.call('GET', KEYS[3]) ~= ARGV[1] then return 0 end
@@ -94,21 +88,21 @@ class RedisAudit:
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].order):
-            for page in _cut(members[::2], PAGE_KEYS):
+            for page in _cut(members[::2], BATCH_KEYS):
                 yield dict.fromkeys(map(_key, page), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].pending):
-            for page in _cut(members[::2], PAGE_KEYS):
+            for page in _cut(members[::2], BATCH_KEYS):
                 yield dict.fromkeys(map(_key, page), _NO_PARENTS)
         async for relations in self._scan(b"ZSCAN", self._names[shard].children):
-            for page in _cut(relations[::2], PAGE_KEYS):
+            for page in _cut(relations[::2], BATCH_KEYS):
                 yield _claims(RELATION.unpack(each) for each in page if len(each) == RELATION.size)
 
-    async def look(self, shard: int, claims: Claims) -> list[BlockView]:
+    async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
         names, keys = self._names[shard], list(claims)
         calls = [
-            ScriptCall(_LOOK, [names.order, names.pending, *map(names.block, part)])
+            ScriptCall(_READ_BLOCKS, [names.order, names.pending, *map(names.block, part)])
             for part in _cut(keys, _KEYS_PER_CALL)
         ]
         found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
@@ -122,7 +116,7 @@ class RedisAudit:
         sizes = {Sum.parse(field.decode()): int(size) for field, size in zip(flat[::2], flat[1::2], strict=True)}
         return {of: size for of, size in sizes.items() if of is not None and size}
 
-    async def mend(self, shard: int, view: BlockView) -> bool:
+    async def mend(self, shard: int, view: StoredBlock) -> bool:
         names, record = self._names[shard], view.record
         score = first_score(record) if record is not None else 0
         due = repr(float(record.due)) if record is not None and record.due is not None else ""
@@ -135,7 +129,7 @@ class RedisAudit:
         (done,) = await self._client.run([ScriptCall(_MEND, keys, arguments)])
         return bool(done)
 
-    async def drop_record(self, shard: int, view: BlockView) -> bool:
+    async def drop_record(self, shard: int, view: StoredBlock) -> bool:
         names = self._names[shard]
         keys = [names.order, names.pending, names.block(view.key)]
         (done,) = await self._client.run([ScriptCall(_DROP, keys, [view.version])])
@@ -148,7 +142,7 @@ class RedisAudit:
     async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
         cursor: Any = b"0"
         while True:
-            ((cursor, found),) = await self._client.execute([(command, key, cursor, b"COUNT", PAGE_KEYS)])
+            ((cursor, found),) = await self._client.execute([(command, key, cursor, b"COUNT", BATCH_KEYS)])
             if found:
                 yield found
             if cursor == b"0":
@@ -241,7 +235,7 @@ class StoredBlocks:
 async def _scanned(connection: Connection, pattern: bytes) -> AsyncIterator[list[bytes]]:
     cursor: Any = b"0"
     while True:
-        await connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", PAGE_KEYS)
+        await connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", BATCH_KEYS)
         cursor, names = await connection.read_response()
         yield names
         if cursor == b"0":
@@ -264,7 +258,7 @@ def _escaped(text: str) -> bytes:
     return "".join(f"\\{each}" if each in "*?[]\\^" else each for each in text).encode()
 
 
-def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) -> BlockView:
+def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) -> StoredBlock:
     record, damage, version = None, "", b""
     if data is not None:
         try:
@@ -272,13 +266,13 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
             version = data[1 : 1 + STAMP_SIZE]
         except StorageIOError as error:
             damage, version = str(error), data
-    return BlockView(
+    return StoredBlock(
         *(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS),
         is_evictable=None if score is None else not is_retired(float(score)),
     )
 
 
-def _parents_of(view: BlockView) -> frozenset[int]:
+def _parents_of(view: StoredBlock) -> frozenset[int]:
     record = view.record
     return frozenset((record.parent,)) if record is not None and record.parent is not None else _NO_PARENTS
 

@@ -15,35 +15,58 @@ all big endian. The second row exists for a block that was read, or whose time o
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from struct import Struct
 from struct import error as struct_error
 from typing import Final
 
-from kvcm.index.backends.access import is_resident, stored_at
-from kvcm.index.backends.alike import Alike, Ending
-from kvcm.index.backends.backend import Access, Change, Written
+from kvcm.index.backends.backend import (
+    Access,
+    Change,
+    FinishRun,
+    IndexBackend,
+    UniformRun,
+    Written,
+    is_resident,
+    stored_at,
+)
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.backends.rocks_rows import ADDRESS, BLOCKS, READS
 from kvcm.index.codec import decode_payload, encode_payload, encode_payloads
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Place
-from kvcm.model.runs import BlockRun
-from kvcm.store.rocks.database import Row
-from kvcm.store.rocks.log import CommitLog, RowChange
-from kvcm.store.rocks.progress import LoadProgress
-from kvcm.store.rocks.store import RocksStore
-from kvcm.telemetry.stages import staged
+from kvcm.model.instances import Placement
+from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
+from kvcm.store.load_progress import LoadProgress
+from kvcm.store.rocks import DOCUMENTS, CommitLog, RocksStore, Row, RowChange, decode_row, row_title
+from kvcm.telemetry.tracing import staged
 
-__all__ = ["RocksBackend", "RocksIndex", "load_index"]
+__all__ = [
+    "ADDRESS",
+    "BLOCKS",
+    "READS",
+    "BadRow",
+    "LoadedBlocks",
+    "RocksBackend",
+    "RocksIndex",
+    "RowsFound",
+    "audit_rows",
+    "drop_rows",
+    "load_index",
+]
+
+# How blocks lie in a RocksDB: rows of records and rows of reads, by registration and block key.
+
+BLOCKS: Final = b"b"
+READS: Final = b"a"
+ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
 
 OnDrop = Callable[[int], None]
 """Told the uid."""
-
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
-_PAGE_ROWS: Final = 4096
+_BATCH_ROWS: Final = 4096
 
 
 class RocksBackend(MemoryBackend):
@@ -74,7 +97,7 @@ class RocksBackend(MemoryBackend):
             self._log.append(self._rows(changes, read_before))
         return written
 
-    def begin(self, run: BlockRun) -> Mapping[Place, int] | None:
+    def begin(self, run: BlockRun) -> Mapping[StorageKey, int] | None:
         self._log.admit()
         used = super().begin(run)
         if used is not None:
@@ -82,7 +105,7 @@ class RocksBackend(MemoryBackend):
             self._log.append([(ADDRESS.pack(BLOCKS, self._uid, key), payload) for key, payload in pairs])
         return used
 
-    def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         self._log.admit()
         accesses = self._blocks.accesses(keys)
         served = super().serve(keys, ending)
@@ -201,7 +224,7 @@ def load_index(store: RocksStore, on_progress: LoadProgress = lambda _done, _est
             except (StorageIOError, struct_error) as error:
                 raise _unreadable(store, key, error) from error
             done += 1
-            if done % _PAGE_ROWS == 0:
+            if done % _BATCH_ROWS == 0:
                 on_progress(done, estimated)
     on_progress(done, estimated)
     return index
@@ -243,3 +266,167 @@ def _unreadable(store: RocksStore, key: bytes, error: Exception) -> StorageIOErr
     if len(key) == ADDRESS.size:
         row = "block {2} of registration {1}".format(*ADDRESS.unpack(key))
     return StorageIOError(f"{store.log.directory}: {row} cannot be read: {error}; run `kvcm index verify`")
+
+
+# The rows of a RocksDB, looked at one by one, also those from which nothing can be loaded.
+#
+# Layout: rocks.py, and kvcm/store/rocks.py.
+#
+# Everything that is derived from a record is made anew when an index is loaded, so rows can only be unreadable, or be
+# left over from a block or an instance that is gone.
+
+_ACCESS_BYTES: Final = 6
+_AUDIT_BATCH_ROWS: Final = 4096
+_MOST_BAD: Final = 100_000  # what is beyond is found by the next look
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that is of no use.
+
+    Attributes:
+        key: of the row.
+        where: what it is of, for people.
+        reason: what is wrong with it.
+        holds_data: whether a record or a document goes with it.
+        stops_loading: whether the store cannot be loaded with it.
+    """
+
+    key: bytes
+    where: str
+    reason: str
+    holds_data: bool
+    stops_loading: bool
+
+
+@dataclass(slots=True)
+class RowsFound:
+    """What the rows of a store are of.
+
+    Attributes:
+        records: number of readable records by uid.
+        bad: rows that are of no use.
+    """
+
+    records: Counter[int] = field(default_factory=Counter)
+    bad: list[BadRow] = field(default_factory=list)
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether a store can be loaded from the rows."""
+        return not any(row.stops_loading for row in self.bad)
+
+
+def audit_rows(log: CommitLog, on_progress: LoadProgress = lambda _done, _estimated: None) -> RowsFound:
+    """Look at every row. Blocks the thread.
+
+    Args:
+        log: to which nothing was appended yet.
+        on_progress: told after each page how many blocks were looked at, and about how many rows there are.
+
+    Raises:
+        StorageIOError: the database itself is damaged.
+    """
+    found, estimated, done = RowsFound(), log.estimated_rows(), 0
+    _audit_documents(log, found)
+    reads = _RocksAuditReads(log.read(READS), found)
+    for key, value in log.read(BLOCKS):
+        if len(found.bad) >= _MOST_BAD:
+            return found
+        reads.skip_to(key)
+        _audit_record(key, value, found)
+        done += 1
+        if done % _AUDIT_BATCH_ROWS == 0:
+            on_progress(done, estimated)
+    reads.skip_to(None)
+    on_progress(done, estimated)
+    return found
+
+
+def drop_rows(log: CommitLog, rows: Sequence[BadRow]) -> None:
+    """Delete rows."""
+    for start in range(0, len(rows), _AUDIT_BATCH_ROWS):
+        log.append([(row.key, None) for row in rows[start : start + _AUDIT_BATCH_ROWS]])
+
+
+def _audit_documents(log: CommitLog, found: RowsFound) -> None:
+    for key, value in log.read(DOCUMENTS):
+        if len(found.bad) >= _MOST_BAD:
+            return
+        try:
+            decode_row(key, value)
+        except StorageIOError as error:
+            where = row_title((key, value))
+            found.bad.append(BadRow(key, where, str(error), holds_data=True, stops_loading=True))
+
+
+def _audit_record(key: bytes, value: bytes, found: RowsFound) -> None:
+    if len(key) != ADDRESS.size:
+        found.bad.append(
+            BadRow(key, f"row {key.hex()}", "its key is no key of a block", holds_data=True, stops_loading=True)
+        )
+        return
+    _, uid, _ = ADDRESS.unpack(key)
+    try:
+        decode_payload(value)
+    except StorageIOError as error:
+        found.bad.append(BadRow(key, _where(key), str(error), holds_data=True, stops_loading=True))
+    else:
+        found.records[uid] += 1
+
+
+class _RocksAuditReads:
+    """The rows of reads, which lie in the order of their blocks."""
+
+    def __init__(self, rows: Iterator[Row], found: RowsFound) -> None:
+        self._rows = rows
+        self._found = found
+        self._row = next(rows, None)
+
+    def skip_to(self, block: bytes | None) -> None:
+        """Look at the rows up to that of a block, None for all that are left: those before it belong to no block."""
+        while self._row is not None and (block is None or self._row[0][1:] <= block[1:]):
+            key, value = self._row
+            if block is None or key[1:] != block[1:]:
+                self._report(key, "the block that was read is not there", stops_loading=False)
+            elif len(value) != _ACCESS_BYTES:
+                # An index cannot be loaded with it, but its record is fine: without it the block was never read.
+                self._report(key, "a stored access is damaged", stops_loading=True)
+            self._row = next(self._rows, None)
+
+    def _report(self, key: bytes, reason: str, *, stops_loading: bool) -> None:
+        where = _where(key) if len(key) == ADDRESS.size else f"row {key.hex()}"
+        self._found.bad.append(BadRow(key, f"reads of {where}", reason, holds_data=False, stops_loading=stops_loading))
+
+
+def _where(key: bytes) -> str:
+    _, uid, block = ADDRESS.unpack(key)
+    return f"block {block} of registration {uid}"
+
+
+class LoadedBlocks:
+    """Everything that a store of one manager holds of blocks.
+
+    Args:
+        records: number of records by uid.
+        new_backend: finds the backend of an index.
+    """
+
+    def __init__(self, records: Mapping[int, int], new_backend: Callable[[Placement], IndexBackend]) -> None:
+        self._records = Counter(records)
+        self._new_backend = new_backend
+
+    async def uids(self) -> Counter[int]:
+        """Return how many records there are of each registration."""
+        return self._records
+
+    async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
+        """Yield nothing: what was loaded is found by scans."""
+        for nothing in list[tuple[int, int, list[int]]]():
+            yield nothing
+
+    async def drop(self, uids: Container[int]) -> None:
+        """Forget every record of these registrations."""
+        for uid in self._records:
+            if uid in uids:
+                await self._new_backend(Placement(uid, 1)).drop()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from kvcm.optimizer.curves.belady import belady_curve
-from kvcm.optimizer.curves.exact import CURVES
-from kvcm.optimizer.curves.leaf_lru import leaf_lru_curve
-from kvcm.optimizer.curves.lru import lru_curve
+from kvcm.optimizer.curves.exact import CURVES, belady_curve, leaf_lru_curve, lru_curve
 from kvcm.optimizer.curves.sampled import MOST_RATE, MOST_REPEATS, SampledCurve, sampled_curves
 
 __all__ = [

@@ -19,21 +19,51 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.groups.numbering import Numbering
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay import Mode
 from kvcm.optimizer.replay.policies import policy_of
 from kvcm.optimizer.results import Hits, Replay
 from kvcm.optimizer.trace import Int32Column, QueryMode, Trace
 from kvcm.reclaim.policies.sharing import Sharing
 
-__all__ = ["replay_group"]
+__all__ = ["Numbering", "replay_group"]
+
+# Numbers of blocks within their own instance, so that the columns of an instance are as long as it has blocks.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbering:
+    """Blocks by instance; a number within an instance goes by first appearance as well.
+
+    Attributes:
+        blocks: [N] the accesses of the trace, in numbers of the instance of each.
+        parents: for each instance of the trace, the block before each of its blocks; -1 for the first of a chain.
+    """
+
+    blocks: Int32Column
+    parents: tuple[Int32Column, ...]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Numbering:
+        """Return the numbers of a trace."""
+        lengths = np.diff(trace.offsets)
+        owners = np.zeros(trace.unique_blocks, np.int32)
+        owners[trace.blocks] = np.repeat(trace.instances, lengths)
+        order = np.argsort(owners, kind="stable")
+        starts = np.searchsorted(owners[order], np.arange(len(trace.instance_names) + 1))
+        numbers = np.empty(trace.unique_blocks, np.int32)
+        numbers[order] = np.arange(trace.unique_blocks, dtype=np.int32) - starts[owners[order]].astype(np.int32)
+        parents = np.where(trace.parents >= 0, numbers[trace.parents], -1).astype(np.int32)
+        ranges = pairwise(starts)
+        return cls(numbers[trace.blocks], tuple(parents[order[start:end]] for start, end in ranges))
+
 
 _NOT_REPLAYED = "belady"  # it looks ahead in one cache; instances of a group compete
 
@@ -324,7 +354,7 @@ class _Group:
         heads = {uid: head for uid, walk in enumerate(walks) if (head := next(walk, None)) is not None}
 
         def turn(uid: int) -> tuple[tuple[float, float], int]:
-            return sharing.turn(uid, (now - self.stores[uid].read_at(heads[uid])) / 1e6), uid
+            return sharing.priority(uid, (now - self.stores[uid].read_at(heads[uid])) / 1e6), uid
 
         for _ in range(excess):
             uid = min(heads, key=turn)

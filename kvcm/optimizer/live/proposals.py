@@ -8,25 +8,104 @@ An instance of several gets a policy of its own, and blocks an age, where that h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from kvcm.model.groups import EvictionPolicy, InstanceGroup
+from kvcm.model.groups import EvictionPolicy, InstanceGroup, InstanceOverride
 from kvcm.optimizer.live.recording import Lookup, Recording
-from kvcm.optimizer.live.rehearsal import unlimited
-from kvcm.optimizer.live.situation import (
-    GroupState,
-    Situation,
-    measured_hit_rate,
-    unrehearsed,
-    with_policy,
-    with_quota,
-)
-from kvcm.optimizer.live.trials import Rehearse, Trial
+from kvcm.optimizer.live.rehearsal import Rehearse, Trial, unlimited
 
-__all__ = ["POLICIES_WITH_AGE", "Proposal", "Wish", "propose"]
+__all__ = [
+    "POLICIES_WITH_AGE",
+    "GroupState",
+    "ManagerState",
+    "Proposal",
+    "TuningGoal",
+    "document_of",
+    "measured_hit_rate",
+    "propose",
+    "settings_of",
+    "trial_rows",
+    "unsupported_settings",
+    "with_policy",
+    "with_quota",
+]
+
+# What a running manager tells of itself, as far as proposals go by it.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A group as it is.
+
+    Attributes:
+        group: its settings, with their version.
+        block_bytes: of each of its instances, by id.
+        used_bytes: what it uses.
+        global_quota: name of the quota that it shares with others, "" where none limits it.
+    """
+
+    group: InstanceGroup
+    block_bytes: Mapping[str, int]
+    used_bytes: int
+    global_quota: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagerState:
+    """A manager as it is: its groups, and what engines did of late."""
+
+    groups: Sequence[GroupState]
+    recording: Recording
+
+
+def with_quota(group: InstanceGroup, quota_bytes: int) -> InstanceGroup:
+    """Return the group with another quota in total."""
+    return replace(group, quota=replace(group.quota, capacity=quota_bytes))
+
+
+def with_policy(group: InstanceGroup, policy: EvictionPolicy, instance_id: str = "") -> InstanceGroup:
+    """Return the group with another policy, or with one of an instance's own."""
+    strategy = group.cache_config.reclaim_strategy
+    if instance_id:
+        others = tuple(each for each in strategy.instance_overrides if each.instance_id != instance_id)
+        own = InstanceOverride(instance_id, policy, group.override_of(instance_id).weight)
+        strategy = replace(strategy, instance_overrides=(*others, own))
+    else:
+        strategy = replace(strategy, policy=policy)
+    return replace(group, cache_config=replace(group.cache_config, reclaim_strategy=strategy))
+
+
+def measured_hit_rate(recording: Recording, instance_ids: Iterable[str]) -> float | None:
+    """Return which part of the blocks asked for was found; None where nothing was asked for."""
+    names = frozenset(instance_ids)
+    numbers = {number for number, name in enumerate(recording.instance_names) if name in names}
+    asked = found = 0
+    for access in recording.accesses:
+        if isinstance(access, Lookup) and access.instance in numbers:
+            asked += len(access.blocks)
+            found += access.found
+    return found / asked if asked else None
+
+
+def unsupported_settings(state: GroupState) -> list[str]:
+    """Return a sentence for each setting that a rehearsal passes over."""
+    group, strategy = state.group, state.group.cache_config.reclaim_strategy
+    told = {
+        "quotas of storage types limit it, too; they are not rehearsed": bool(group.quota.quota_config),
+        f"it shares the global quota {state.global_quota!r} with other groups; it is rehearsed alone": bool(
+            state.global_quota
+        ),
+        "its prefix classes are not rehearsed": bool(strategy.prefix_classes),
+        "its step limits are not rehearsed": bool(strategy.reclaim_step_size or strategy.reclaim_step_percentage),
+        "its limit of blocks per instance is not rehearsed": bool(group.cache_config.meta_indexer_config.max_key_count),
+        "its pins are not rehearsed": bool(group.pin_budget_bytes),
+    }
+    return [sentence for sentence, is_so in told.items() if is_so]
+
 
 POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
 _POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
@@ -39,14 +118,14 @@ _SMALL_CHANGE = 0.05  # of a quota: not worth it
 _MIB = 1 << 20
 _FEW_LOOKUPS = 200
 _LATE = 99.9  # per cent of the intervals between reads that an age has to outlast
-_ROOM_FOR_AGE = 1.5
+_QUOTA_MARGIN_FOR_AGE = 1.5
 _LEAST_AGES = 4  # in what is recorded, for an age to be believed
 _FREED = 0.9  # of the bytes used: an age that frees less is not worth it
 _OFF_BY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TuningGoal:
     """What is wanted.
 
     Attributes:
@@ -95,7 +174,7 @@ class Proposal:
         return self.proposed.outcome.hit_rate - self.present.outcome.hit_rate
 
 
-def propose(situation: Situation, rehearse: Rehearse, wish: Wish | None = None) -> list[Proposal]:
+def propose(situation: ManagerState, rehearse: Rehearse, wish: TuningGoal | None = None) -> list[Proposal]:
     """Return a proposal for each group whose instances were asked for anything.
 
     Args:
@@ -107,12 +186,12 @@ def propose(situation: Situation, rehearse: Rehearse, wish: Wish | None = None) 
     for state in situation.groups:
         measured = measured_hit_rate(situation.recording, state.block_bytes)
         if measured is not None:
-            made.append(_Search(state, situation.recording, rehearse, wish or Wish()).proposal(measured))
+            made.append(_Search(state, situation.recording, rehearse, wish or TuningGoal()).proposal(measured))
     return made
 
 
 class _Search:
-    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, wish: Wish) -> None:
+    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, wish: TuningGoal) -> None:
         self._state = state
         self._recording = recording
         self._rehearse = rehearse
@@ -121,10 +200,10 @@ class _Search:
     def proposal(self, measured: float) -> Proposal:
         state, group = self._state, self._state.group
         rule = group.policy_of("")
-        grid = self._tried(
+        grid = self._rehearsed(
             [with_quota(with_policy(group, each), quota) for quota in self._quotas() for each in self._rules()]
         )
-        present, endless = self._tried([group, unlimited(group)])
+        present, endless = self._rehearsed([group, unlimited(group)])
         attainable = endless.outcome.hit_rate
         same_quota = [trial for trial in grid if trial.group.quota.capacity == group.quota.capacity]
         proposed = self._better(present, max(same_quota, key=_hit_rate, default=present))
@@ -134,10 +213,10 @@ class _Search:
             proposed = self._with_quota(present, proposed, self._wish.target * attainable)
         if not rule.ttl_seconds:
             proposed = self._with_age(proposed)
-        warnings += unrehearsed(state)
+        warnings += unsupported_settings(state)
         return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
 
-    def _tried(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
+    def _rehearsed(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
         return self._rehearse(groups, self._state.block_bytes, self._state.used_bytes)
 
     def _quotas(self) -> list[int]:
@@ -158,7 +237,7 @@ class _Search:
         asked = trial.outcome.asked_blocks
         busiest = sorted(asked, key=lambda name: -asked[name])[:_MOST_INSTANCES]
         for name in busiest if len(asked) > 1 else ():
-            tried = self._tried([with_policy(trial.group, rule, name) for rule in self._rules()])
+            tried = self._rehearsed([with_policy(trial.group, rule, name) for rule in self._rules()])
             trial = self._better(trial, max(tried, key=_hit_rate))
         return trial
 
@@ -186,7 +265,7 @@ class _Search:
         while high > low * _SEARCH_RATIO and high - low > _AT_ONCE:
             step = (high / low) ** (1 / (_AT_ONCE + 1))
             quotas = [int(low * step**number) for number in range(1, _AT_ONCE + 1)]
-            for tried in self._tried([with_quota(trial.group, quota) for quota in quotas]):
+            for tried in self._rehearsed([with_quota(trial.group, quota) for quota in quotas]):
                 if tried.outcome.hit_rate >= wanted:
                     best, high = tried, tried.group.quota.capacity
                     break
@@ -197,7 +276,7 @@ class _Search:
         capacity = best.group.quota.capacity
         quotas = [-(-int(capacity * ratio) // _MIB) * _MIB for ratio in _MARGINS]
         found = None
-        for tried in reversed(self._tried([with_quota(trial.group, quota) for quota in quotas])):
+        for tried in reversed(self._rehearsed([with_quota(trial.group, quota) for quota in quotas])):
             if tried.outcome.hit_rate < wanted:
                 break
             found = tried
@@ -211,7 +290,7 @@ class _Search:
         if rule.name not in POLICIES_WITH_AGE or not seconds or not long_enough:
             return trial
         aged = replace(rule, ttl_seconds=seconds, ttl_sliding=not rule.orders_by_write)
-        (tried,) = self._tried([with_policy(trial.group, aged)])
+        (tried,) = self._rehearsed([with_policy(trial.group, aged)])
         before, after = trial.outcome, tried.outcome
         keeps_hits = after.hit_rate >= before.hit_rate - self._wish.least_gain / 5
         frees = after.mean_used_bytes <= _FREED * before.mean_used_bytes
@@ -229,7 +308,7 @@ class _Search:
                 intervals.append(since[np.isfinite(since)])
                 last[list(access.blocks)] = access.at
         found = np.concatenate(intervals) if intervals else np.empty(0)
-        return int(np.ceil(_ROOM_FOR_AGE * np.percentile(found, _LATE))) if len(found) else 0
+        return int(np.ceil(_QUOTA_MARGIN_FOR_AGE * np.percentile(found, _LATE))) if len(found) else 0
 
     def _confidence(self, measured: float, present: Trial) -> tuple[str, list[str]]:
         """Return how far the recording reaches, and what speaks against it."""
@@ -259,3 +338,71 @@ class _Search:
 
 def _hit_rate(trial: Trial) -> float:
     return trial.outcome.hit_rate
+
+
+# Proposals as JSON and CSV have them.
+
+
+def settings_of(group: InstanceGroup) -> dict[str, Any]:
+    """Return what proposals are about: quota, policy and age of a group, and what its instances do differently."""
+    rule = group.policy_of("")
+    overrides = group.cache_config.reclaim_strategy.instance_overrides
+    return {
+        "quota_bytes": group.quota.capacity,
+        "policy": rule.name,
+        "ttl_seconds": rule.ttl_seconds,
+        "instance_policies": {each.instance_id: each.policy.name for each in overrides if each.policy.name},
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    outcome = trial.outcome
+    return {
+        **settings_of(trial.group),
+        "hit_rate": outcome.hit_rate,
+        "mean_used_bytes": int(outcome.mean_used_bytes),
+        "written_blocks": outcome.written_blocks,
+        "evicted_blocks": outcome.evicted_blocks,
+        "refused_blocks": outcome.refused_blocks,
+    }
+
+
+def trial_rows(proposals: Iterable[Proposal]) -> list[dict[str, Any]]:
+    """Return a row per rehearsal, without what single instances do differently."""
+    rows = []
+    for proposal in proposals:
+        for trial in (*proposal.trials, proposal.proposed):
+            row = {"group": proposal.state.group.name, **_trial(trial)}
+            del row["instance_policies"]
+            rows.append(row)
+    return rows
+
+
+def document_of(situation: ManagerState, proposals: Iterable[Proposal]) -> Mapping[str, Any]:
+    """Return everything that is known, as one JSON object."""
+    coverage = situation.recording.coverage
+    return {
+        "recorded": {
+            "since_us": int(coverage.since * 1e6),
+            "until_us": int(coverage.until * 1e6),
+            "lookups": situation.recording.lookups,
+            "dropped_accesses": coverage.dropped_accesses,
+            "dropped_keys": coverage.dropped_keys,
+        },
+        "groups": [
+            {
+                "group": proposal.state.group.name,
+                "version": proposal.state.group.version,
+                "used_bytes": proposal.state.used_bytes,
+                "measured_hit_rate": proposal.measured_hit_rate,
+                "attainable_hit_rate": proposal.attainable_hit_rate,
+                "present": _trial(proposal.present),
+                "proposed": _trial(proposal.proposed),
+                "gain": proposal.gain,
+                "confidence": proposal.confidence,
+                "warnings": list(proposal.warnings),
+                "trials": [_trial(trial) for trial in proposal.trials],
+            }
+            for proposal in proposals
+        ],
+    }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvcm.model.masks import BlockMask
+from kvcm.model.keys import BlockMask
 from kvcm.optimizer.errors import TraceError
 
 __all__ = ["Access", "Coverage", "Finish", "Lookup", "Recording", "Start", "read_recording"]
@@ -138,19 +138,19 @@ def read_recording(lines: Iterable[bytes]) -> Recording:
         TraceError: a line is no event, the first is not of type `recent`, or the manager keeps no accesses.
     """
     decode = msgspec.json.Decoder(_Line).decode
-    building: _Building | None = None
+    building: _RecordingBuilder | None = None
     for number, text in enumerate(filter(bytes.strip, lines), start=1):
         try:
             line = decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(f"line {number} of the recent accesses is no event: {error}") from None
         if building is None:
-            building = _Building(_coverage(line))
-        elif line.type in _TAKEN:
-            _TAKEN[line.type](building, line)
+            building = _RecordingBuilder(_coverage(line))
+        elif line.type in _LINE_HANDLERS:
+            _LINE_HANDLERS[line.type](building, line)
     if building is None:
         raise TraceError("nothing came of the recent accesses, not even the line that says what there is")
-    return building.done()
+    return building.build()
 
 
 def _coverage(line: _Line) -> Coverage:
@@ -165,7 +165,7 @@ def _coverage(line: _Line) -> Coverage:
 
 
 @dataclass(slots=True)
-class _Building:
+class _RecordingBuilder:
     coverage: Coverage
     instances: dict[str, int] = field(default_factory=dict)
     numbers: list[dict[int, int]] = field(default_factory=list)
@@ -182,7 +182,7 @@ class _Building:
         asked = [blocks[place] for place in _mask(line.block_mask).unmasked(len(blocks))]
         is_prefix = line.query_type in _PREFIX_MODES
         if is_prefix:
-            self._note_warm(asked[: line.hit_keys], first_seen)
+            self._add_warm_blocks(asked[: line.hit_keys], first_seen)
         self.accesses.append(Lookup(line.trigger_time_us / 1e6, instance, asked, line.hit_keys, is_prefix))
 
     def start(self, line: _Line) -> None:
@@ -191,7 +191,7 @@ class _Building:
         written = [blocks[place] for place in _mask(line.block_mask).unmasked(len(blocks))]
         if not line.refused_keys:  # else what was masked may have been refused
             there = set(blocks).difference(written)
-            self._note_warm([block for block in blocks if block in there], first_seen)
+            self._add_warm_blocks([block for block in blocks if block in there], first_seen)
         at = line.trigger_time_us / 1e6
         self.accesses.append(Start(at, instance, self.count, list(dict.fromkeys(blocks)), line.refused_keys))
         if line.write_session_id:
@@ -208,7 +208,7 @@ class _Building:
         failed = frozenset(written[place] for place in _failed(line.success_block, len(written)))
         self.accesses.append(Finish(line.trigger_time_us / 1e6, self._instance(line.source), session, failed))
 
-    def _note_warm(self, blocks: Sequence[int], first_seen: int) -> None:
+    def _add_warm_blocks(self, blocks: Sequence[int], first_seen: int) -> None:
         """Note blocks of a chain that were there, those of them that nobody had named before."""
         self.warm.update(dict.fromkeys(block for block in reversed(blocks) if block >= first_seen))
 
@@ -233,7 +233,7 @@ class _Building:
             before = block
         return blocks, first_seen
 
-    def done(self) -> Recording:
+    def build(self) -> Recording:
         depths = [0] * len(self.parents)
         for block, parent in enumerate(self.parents):
             if parent >= 0:  # and smaller: numbers are given in the order of chains
@@ -249,10 +249,10 @@ class _Building:
         )
 
 
-_TAKEN: dict[str, Callable[[_Building, _Line], None]] = {
-    "GetCacheLocation": _Building.lookup,
-    "StartWriteCache": _Building.start,
-    "FinishWriteCache": _Building.finish,
+_LINE_HANDLERS: dict[str, Callable[[_RecordingBuilder, _Line], None]] = {
+    "GetCacheLocation": _RecordingBuilder.lookup,
+    "StartWriteCache": _RecordingBuilder.start,
+    "FinishWriteCache": _RecordingBuilder.finish,
 }
 
 

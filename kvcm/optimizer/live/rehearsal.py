@@ -14,18 +14,278 @@ manager over Redis evicts from windows of the coldest blocks, which is less exac
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+from multiprocessing import get_context
 
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, InstanceGroupQuota, TriggerStrategy
 from kvcm.optimizer.live.recording import Finish, Lookup, Recording, Start
-from kvcm.optimizer.live.resident_blocks import ResidentBlocks
-from kvcm.optimizer.live.victims import Member, evict
-from kvcm.reclaim.policies import POLICIES
+from kvcm.reclaim.policies import POLICIES, Policy
+from kvcm.reclaim.policies.sharing import Sharing
 from kvcm.reclaim.watermarks import Mark, group_mark, size_mark
 
-__all__ = ["UNLIMITED_BYTES", "Outcome", "rehearse", "unlimited"]
+__all__ = [
+    "MOST_FOLLOWERS",
+    "UNLIMITED_BYTES",
+    "Member",
+    "Outcome",
+    "Rehearse",
+    "ResidentBlocks",
+    "Trial",
+    "evict",
+    "rehearsals",
+    "rehearse",
+    "unlimited",
+]
+
+# Which blocks of a rehearsal are there, and how they follow one another.
+
+MOST_FOLLOWERS = 1024
+"""Blocks behind a victim that are looked through for the coldest leaf, as by the live guard."""
+
+
+class ResidentBlocks:
+    """The state of every block; *living* is what is resident or being written.
+
+    Args:
+        recording: whose blocks they are.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        count = len(recording.parents)
+        self.parents: Sequence[int] = recording.parents
+        self.depths: Sequence[int] = recording.depths
+        self.is_resident = bytearray(count)
+        self.is_writing = bytearray(count)
+        self.read_at = array("d", bytes(8 * count))
+        self.written_at = array("d", bytes(8 * count))
+        self._resident_children = array("i", bytes(4 * count))
+        self._writing_children = array("i", bytes(4 * count))
+        self._children: dict[int, list[int]] = {}
+        for block, parent in enumerate(recording.parents):
+            if parent >= 0:
+                self._children.setdefault(parent, []).append(block)
+
+    def begin_writing(self, block: int) -> None:
+        """A block is being written."""
+        self.is_writing[block] = 1
+        if self.parents[block] >= 0:
+            self._writing_children[self.parents[block]] += 1
+
+    def end_writing(self, block: int) -> None:
+        """It is not, any more."""
+        self.is_writing[block] = 0
+        if self.parents[block] >= 0:
+            self._writing_children[self.parents[block]] -= 1
+
+    def add(self, block: int, at: float) -> None:
+        """A block is resident from now on."""
+        self.is_resident[block] = 1
+        self.read_at[block] = self.written_at[block] = at
+        if self.parents[block] >= 0:
+            self._resident_children[self.parents[block]] += 1
+
+    def remove(self, block: int) -> None:
+        """A block is gone."""
+        self.is_resident[block] = 0
+        if self.parents[block] >= 0:
+            self._resident_children[self.parents[block]] -= 1
+
+    def has_no_resident_child(self, block: int) -> bool:
+        """Return what policies call a leaf."""
+        return not self._resident_children[block]
+
+    def is_leaf(self, block: int) -> bool:
+        """Return whether nothing living follows a block."""
+        return not (self._resident_children[block] or self._writing_children[block])
+
+    def _is_living(self, block: int) -> bool:
+        return bool(self.is_resident[block] or self.is_writing[block])
+
+    def ancestors_missing(self, block: int) -> list[int]:
+        """Return the blocks before one that are not living, the first of the chain first."""
+        missing = []
+        parent = self.parents[block]
+        while parent >= 0 and not self._is_living(parent):
+            missing.append(parent)
+            parent = self.parents[parent]
+        return missing[::-1]
+
+    def tail_first(self, root: int) -> Iterator[int]:
+        """Yield what follows a block in the order in which it is to go, the block itself at last, as the live guard
+        does: always the coldest leaf, of equals the deepest. Nothing where more than `MOST_FOLLOWERS` follow.
+
+        Whoever iterates removes a block before asking for the next, or does not: then nothing before it is named.
+        """
+        found, open_children = self._living_below(root)
+        if len(found) > MOST_FOLLOWERS:
+            return
+        leaves = [self._coldness(block) for block in found if block not in open_children]
+        heapify(leaves)
+        while leaves:
+            block = heappop(leaves)[2]
+            yield block
+            parent = self.parents[block]
+            if self._is_living(block) or block == root or parent not in open_children:
+                continue
+            open_children[parent] -= 1
+            if not open_children[parent]:
+                del open_children[parent]
+                heappush(leaves, self._coldness(parent))
+
+    def _coldness(self, block: int) -> tuple[float, int, int]:
+        return self.read_at[block], -self.depths[block], block
+
+    def _living_below(self, root: int) -> tuple[list[int], dict[int, int]]:
+        """Return a block with what follows it, and of those that are followed how many directly do."""
+        found, open_children = [root], dict[int, int]()
+        for block in found:  # which grows meanwhile
+            children = [child for child in self._children.get(block, ()) if self._is_living(child)]
+            if children:
+                open_children[block] = len(children)
+                found += children
+            if len(found) > MOST_FOLLOWERS:
+                break
+        return found, open_children
+
+
+# Who goes when a rehearsed group is above a mark: what the live reclaimer would take, one block after the other.
+
+_NAMES_LEAVES = "leaf_lru"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An instance of the group.
+
+    Attributes:
+        name: its id.
+        block_bytes: of each of its blocks.
+        weight: of its claim to the group's space.
+        rule: order and age of its blocks.
+        policy: the order.
+        used_blocks: resident, being written, or being deleted.
+        asked_blocks, found_blocks: by lookups.
+    """
+
+    name: str
+    block_bytes: int
+    weight: float
+    rule: EvictionPolicy
+    policy: Policy
+    used_blocks: int = 0
+    asked_blocks: int = 0
+    found_blocks: int = 0
+
+
+class _VictimSelection:
+    """One look of the reclaimer.
+
+    Args:
+        members: from whom it may be taken.
+        blocks: what is there.
+        amount: bytes that have to go.
+        share: which member gives: `group_lru`, `proportional` or `fixed`.
+        now: seconds.
+        gone: told of each block that goes, and of its member.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        blocks: ResidentBlocks,
+        amount: int,
+        share: str,
+        now: float,
+        gone: Callable[[Member, int], None],
+    ) -> None:
+        self._members = members
+        self._blocks = blocks
+        self._left = amount
+        self._now = now
+        self._gone = gone
+        used = {turn: member.used_blocks * member.block_bytes for turn, member in enumerate(members)}
+        self._sharing = Sharing(share, used, {turn: member.weight for turn, member in enumerate(members)}, amount)
+
+    def run(self) -> None:
+        """Take victims until it is enough, or there are no more."""
+        walks = [member.policy.victims() for member in self._members]
+        try:
+            self._evict_merged(walks)
+        finally:
+            for walk in walks:
+                walk.close()  # type: ignore[attr-defined] # they are generators: a cursor of the policy is closed
+
+    def _evict_merged(self, walks: Sequence[Iterator[int]]) -> None:
+        heads = [next(walk, -1) for walk in walks]
+        while self._left > 0:
+            turns = [turn for turn, head in enumerate(heads) if head >= 0]
+            if not turns:
+                return
+            turn = turns[0] if len(turns) == 1 else min(turns, key=lambda turn: self._turn(turn, heads[turn]))
+            left = self._left
+            self._evict_with_tail(self._members[turn], heads[turn])
+            self._sharing.record(turn, left - self._left)
+            if self._left > 0:
+                heads[turn] = next(walks[turn], -1)
+
+    def _turn(self, turn: int, head: int) -> tuple[float, float]:
+        return self._sharing.priority(turn, self._now - self._blocks.read_at[head])
+
+    def _evict_with_tail(self, member: Member, head: int) -> None:
+        if self._blocks.is_leaf(head):
+            self._evict(member, head)
+            if member.rule.name == _NAMES_LEAVES:
+                self._evict_colder_leaves(member, head)
+        elif member.rule.name != _NAMES_LEAVES:  # else something is being written behind it
+            for block in self._blocks.tail_first(head):
+                if self._left <= 0:
+                    return
+                self._evict(member, block)
+
+    def _evict_colder_leaves(self, member: Member, block: int) -> None:
+        """A block that is the end of its chain now, and colder than the one that was, has been left behind."""
+        read_at, parent = self._blocks.read_at[block], self._blocks.parents[block]
+        while self._left > 0 and parent >= 0 and self._blocks.is_resident[parent]:
+            if self._blocks.read_at[parent] >= read_at or not self._blocks.is_leaf(parent):
+                return
+            self._evict(member, parent)
+            parent = self._blocks.parents[parent]
+
+    def _evict(self, member: Member, block: int) -> None:
+        if not self._blocks.is_resident[block]:  # it is being written
+            return
+        self._left -= member.block_bytes
+        self._gone(member, block)
+
+
+def evict(
+    members: Sequence[Member],
+    blocks: ResidentBlocks,
+    amount: int,
+    share: str,
+    now: float,
+    gone: Callable[[Member, int], None],
+) -> None:
+    """Choose blocks of so many bytes, as far as there are any.
+
+    Args:
+        members: from whom they may be taken.
+        blocks: what is there.
+        amount: bytes that have to go.
+        share: which member gives: `group_lru` (or ""), `proportional` or `fixed`.
+        now: seconds.
+        gone: takes a block out of the policy of its member and of what is there.
+    """
+    _VictimSelection(members, blocks, amount, share, now, gone).run()
+
 
 UNLIMITED_BYTES = 1 << 60
 _DRAIN_SECONDS = 1.0  # between two times that reads are written down
@@ -123,7 +383,7 @@ class _Rehearsal:
         for block in self._recording.warm:
             member = self._members.get(self._recording.owners[block])
             if member is not None:
-                self._take_room(member, 1)
+                self._acquire_bytes(member, 1)
                 self._add(member, [block])
         low = min((mark.low for mark in self._marks), default=0)
         if self._used and self._used < low and used_bytes >= _FULL * low:
@@ -139,7 +399,7 @@ class _Rehearsal:
                 continue
             self._advance(access.at)
             if isinstance(access, Lookup):
-                self._look_up(member, access)
+                self._lookup(member, access)
             elif isinstance(access, Start):
                 self._start(member, access)
             else:
@@ -168,7 +428,7 @@ class _Rehearsal:
             self._expire()
             self._drain_at = at - (at - self._drain_at) % _DRAIN_SECONDS + _DRAIN_SECONDS
 
-    def _look_up(self, member: Member, access: Lookup) -> None:
+    def _lookup(self, member: Member, access: Lookup) -> None:
         is_resident, blocks = self._blocks.is_resident, access.blocks
         if access.is_prefix:
             count = next((place for place, block in enumerate(blocks) if not is_resident[block]), len(blocks))
@@ -207,7 +467,7 @@ class _Rehearsal:
         new = new[:room]
         for block in new:
             blocks.begin_writing(block)
-        self._take_room(member, len(new))
+        self._acquire_bytes(member, len(new))
         self._sessions[access.session] = new
         self._evict_down()
 
@@ -216,7 +476,7 @@ class _Rehearsal:
         for block in new:
             self._blocks.end_writing(block)
         written = [block for block in new if block not in access.failed]
-        self._give_room(member, len(new) - len(written))
+        self._release_bytes(member, len(new) - len(written))
         self._written += len(written)
         self._add(member, written)
         self._evict_down()
@@ -227,12 +487,12 @@ class _Rehearsal:
         newest_last = blocks[::-1]
         member.policy.insert_all(newest_last, newest_last)
 
-    def _take_room(self, member: Member, count: int) -> None:
+    def _acquire_bytes(self, member: Member, count: int) -> None:
         member.used_blocks += count
         self._used += count * member.block_bytes
 
-    def _give_room(self, member: Member, count: int) -> None:
-        self._take_room(member, -count)
+    def _release_bytes(self, member: Member, count: int) -> None:
+        self._acquire_bytes(member, -count)
 
     def _evict_down(self) -> None:
         for mark in self._marks:
@@ -241,11 +501,11 @@ class _Rehearsal:
                 stale = min(excess, self._stale)
                 self._stale -= stale
                 self._used -= stale
-                evict([*self._members.values()], self._blocks, excess - stale, self._share, self._now, self._gone)
+                evict([*self._members.values()], self._blocks, excess - stale, self._share, self._now, self._on_removed)
             is_above = self._used - self._leaving > mark.low
             self._active = self._active | {mark} if excess and is_above else self._active - {mark}
 
-    def _gone(self, member: Member, block: int) -> None:
+    def _on_removed(self, member: Member, block: int) -> None:
         member.policy.remove(block, evicted=True)
         self._blocks.remove(block)
         self._evicted += 1
@@ -272,7 +532,66 @@ class _Rehearsal:
                 going = 0
                 for block in old:
                     if self._blocks.is_leaf(block):
-                        self._gone(member, block)
+                        self._on_removed(member, block)
                         going += 1
                 if not going:
                     break
+
+
+# Rehearsals of several settings, in processes beside each other where there is much to rehearse.
+
+_WORTH_A_PROCESS = 100_000  # accesses to blocks: below, a process takes longer to start
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings, and what they would have given."""
+
+    group: InstanceGroup
+    outcome: Outcome
+
+
+Rehearse = Callable[[Sequence[InstanceGroup], Mapping[str, int], int], list[Trial]]
+"""Rehearses one group with several settings: those, the bytes of a block by instance, and what the group uses now."""
+_recording: Recording | None = None
+
+
+@contextmanager
+def rehearsals(recording: Recording, workers: int = 0) -> Iterator[Rehearse]:
+    """Yield what rehearses settings inside the block.
+
+    Args:
+        recording: what to rehearse.
+        workers: processes, 0 for one per core; one does without.
+    """
+    accesses = sum(len(access.blocks) for access in recording.accesses if isinstance(access, Lookup))
+    workers = workers or len(os.sched_getaffinity(0))
+    if workers == 1 or accesses < _WORTH_A_PROCESS:
+        yield partial(_rehearse_in_process, recording)
+        return
+    # Started afresh: whoever shows progress has threads, which a fork would leave behind.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _init_worker, (recording,)) as pool:
+        yield partial(_rehearse_in_workers, pool)
+
+
+def _rehearse_in_process(
+    recording: Recording, groups: Sequence[InstanceGroup], block_bytes: Mapping[str, int], used_bytes: int
+) -> list[Trial]:
+    return [Trial(group, rehearse(recording, group, block_bytes, used_bytes)) for group in groups]
+
+
+def _rehearse_in_workers(
+    pool: ProcessPoolExecutor, groups: Sequence[InstanceGroup], block_bytes: Mapping[str, int], used_bytes: int
+) -> list[Trial]:
+    one = partial(_rehearse_in_worker, block_bytes=dict(block_bytes), used_bytes=used_bytes)
+    return [Trial(group, outcome) for group, outcome in zip(groups, pool.map(one, groups), strict=True)]
+
+
+def _init_worker(recording: Recording) -> None:
+    global _recording
+    _recording = recording
+
+
+def _rehearse_in_worker(group: InstanceGroup, block_bytes: Mapping[str, int], used_bytes: int) -> Outcome:
+    assert _recording is not None
+    return rehearse(_recording, group, block_bytes, used_bytes)

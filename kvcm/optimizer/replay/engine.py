@@ -6,25 +6,100 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 
-from kvcm.optimizer.policy_spec import PolicySpec
-from kvcm.optimizer.replay.job import Job, Mode, check
+from kvcm.optimizer.errors import OptionError
+from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.replay.kernels.frequency import replay_lfu
 from kvcm.optimizer.replay.kernels.future import replay_belady
-from kvcm.optimizer.replay.kernels.insertion import replay_fifo
-from kvcm.optimizer.replay.kernels.recency import replay_leaf_lru, replay_lru
+from kvcm.optimizer.replay.kernels.recency import replay_fifo, replay_leaf_lru, replay_lru
 from kvcm.optimizer.replay.kernels.requests import Requests, requests_of
 from kvcm.optimizer.replay.kernels.s3fifo import replay_s3fifo
 from kvcm.optimizer.replay.kernels.sampling import replay_random_lru
 from kvcm.optimizer.replay.kernels.sieve import replay_sieve
-from kvcm.optimizer.replay.outcome import Outcome, counted
-from kvcm.optimizer.results import Replay
+from kvcm.optimizer.results import Hits, Replay
 from kvcm.optimizer.trace import Int32Column, Trace
 
-__all__ = ["replay", "replay_all"]
+__all__ = ["Job", "Mode", "Outcome", "check", "counted", "replay", "replay_all"]
+
+# What is asked of a replay, and what is refused.
+
+Mode = Literal["block", "request"]
+"""Whether a cache is held to its capacity before each block that it takes, or after each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One replay.
+
+    Attributes:
+        spec: the policy.
+        capacity_blocks: 1 or more.
+        mode: `block` or `request`.
+        keep_requests: whether the outcome of each request is kept.
+    """
+
+    spec: PolicySpec
+    capacity_blocks: int
+    mode: Mode = "block"
+    keep_requests: bool = False
+
+
+def check(trace: Trace, job: Job) -> None:
+    """Do nothing if a job can be done.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if job.capacity_blocks < 1:
+        raise OptionError(f"capacity_blocks: {job.capacity_blocks} is out of range; allowed: 1 or more")
+    if job.mode not in get_args(Mode):
+        raise OptionError(f"mode: {job.mode!r} is none; allowed: {', '.join(get_args(Mode))}")
+    if not trace.is_plain:
+        raise OptionError(
+            f"trace: {trace.name!r} has requests with query modes, masks or location specs; allowed here: plain "
+            "prefix reads. Replay it as groups (kvcm.optimizer.groups)"
+        )
+
+
+# What a replay leaves behind, and what is counted from it (optimizer.md, Counting).
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a replay finds.
+
+    Attributes:
+        request_hits: [R] leading resident blocks of each request.
+        request_resident: [R] blocks resident after each request.
+        object_blocks: accesses to a resident block.
+    """
+
+    request_hits: Int32Column
+    request_resident: Int32Column
+    object_blocks: int
+
+
+def counted(trace: Trace, job: Job, outcome: Outcome, seconds: float) -> Replay:
+    """Return what a replay counts."""
+    hits = outcome.request_hits
+    tokens = np.minimum(hits * trace.tokens_per_block(), trace.input_tokens)
+    is_full = (trace.read_blocks > 0) & (hits == trace.read_blocks)
+    kept = (hits, outcome.request_resident) if job.keep_requests else (None, None)
+    return Replay(
+        job.spec.label,
+        job.capacity_blocks,
+        Hits(int(hits.sum(dtype=np.int64)), int(tokens.sum()), int(outcome.object_blocks), int(is_full.sum())),
+        trace.totals,
+        seconds,
+        trace.accesses,
+        *kept,
+    )
+
 
 _LONGEST_FIRST = ("random_lru", "lfu", "s3fifo", "belady", "sieve", "ttl", "leaf_lru", "lru", "fifo")
 _NO_LIMIT = -1
@@ -47,7 +122,7 @@ def replay(
     """
     job = Job(spec, capacity_blocks, mode, keep_requests)
     check(trace, job)
-    return _done(trace, requests_of(trace), job)
+    return _replay_job(trace, requests_of(trace), job)
 
 
 def replay_all(
@@ -73,7 +148,7 @@ def replay_all(
     requests = requests_of(trace)
     done: dict[int, Replay] = {}
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        places = {pool.submit(_done, trace, requests, jobs[place]): place for place in _longest_first(jobs)}
+        places = {pool.submit(_replay_job, trace, requests, jobs[place]): place for place in _longest_first(jobs)}
         for future in as_completed(places):
             done[places[future]] = future.result()
             if progress is not None:
@@ -89,7 +164,7 @@ def _longest_first(jobs: Sequence[Job]) -> list[int]:
     )
 
 
-def _done(trace: Trace, requests: Requests, job: Job) -> Replay:
+def _replay_job(trace: Trace, requests: Requests, job: Job) -> Replay:
     kernel = _kernel(job.spec)
     by_request = job.mode == "request"
     hits, resident = np.zeros(len(trace), np.int32), np.zeros(len(trace), np.int32)

@@ -30,11 +30,9 @@ from collections import Counter
 
 import numpy as np
 
-from kvcm.optimizer.policy_spec import PolicySpec
-from kvcm.optimizer.replay.belady import Future
-from kvcm.optimizer.replay.job import Job, Mode, check
-from kvcm.optimizer.replay.outcome import Outcome, counted
-from kvcm.optimizer.replay.policies import policy_of
+from kvcm.optimizer.options import PolicySpec
+from kvcm.optimizer.replay.engine import Job, Mode, Outcome, check, counted
+from kvcm.optimizer.replay.policies import Future, policy_of
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.trace import Trace
 
@@ -127,12 +125,12 @@ class _Cache:
             self._policy.touch(block)
             if self._spec.name != "ttl" or self._spec.ttl_sliding:
                 self._times[block] = self._now
-        elif self._makes_room_for(block):
+        elif self._evict_for(block):
             self._policy.insert(block, block)
             self._times[block] = self._now
             self._children[int(self._trace.parents[block])] += 1
 
-    def _makes_room_for(self, block: int) -> bool:
+    def _evict_for(self, block: int) -> bool:
         if self._by_request or len(self._policy) < self._capacity:
             return True
         if self._future is not None and self._spec.bypass:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.study import Estimate
-from kvcm.optimizer.writers import write_whole
+from kvcm.optimizer.writers import write_atomic
 
 __all__ = ["Row", "rows_of", "write_json"]
 
@@ -33,4 +33,4 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
         OSError: the file cannot be written.
     """
     lines = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    write_whole(path, f"[{lines}]\n")
+    write_atomic(path, f"[{lines}]\n")

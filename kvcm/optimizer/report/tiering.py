@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from kvcm.optimizer.report import amounts
-from kvcm.optimizer.report.drawing import Chart, Pane, Table, figure
-from kvcm.optimizer.report.markup import Markup, table
-from kvcm.optimizer.report.palette import INK, MUTED, SERIES
-from kvcm.optimizer.report.scales import share_axis, time_axis
-from kvcm.optimizer.report.section import Section
+from kvcm.optimizer.pooling import PoolingRow, PoolingStudy, Router, Topology
+from kvcm.optimizer.report import html
+from kvcm.optimizer.report.charts import Chart, Pane, Table, figure, share_axis, time_axis
+from kvcm.optimizer.report.html import INK, MUTED, SERIES, Markup, Section, table
 from kvcm.optimizer.study import Splits, Study, Tiering
 from kvcm.optimizer.tiers import TierUse
 
-__all__ = ["tiering"]
+__all__ = ["pooling", "tiering"]
 
 _DASHES = ("-", "--", "-.", ":")
 
@@ -41,11 +41,11 @@ def _levels(found: Tiering) -> Markup:
         "tier", "blocks", "size", "blocks hit", "read", "written", "bandwidth", "saturated", "price per month",
     )  # fmt: skip
     rows = [_level(use, replay.totals.blocks) for use in replay.tiers]
-    rate = amounts.percent(replay.block_hit_rate)
+    rate = html.percent(replay.block_hit_rate)
     times = replay.load_times
     caption = (
-        f"All tiers together find {rate} of the blocks; loading takes {amounts.duration(times.mean)} on average and "
-        f"{amounts.duration(times.p99)} for 99 % of the requests that load"
+        f"All tiers together find {rate} of the blocks; loading takes {html.duration(times.mean)} on average and "
+        f"{html.duration(times.p99)} for 99 % of the requests that load"
     )
     return table(columns, rows, caption=caption)
 
@@ -54,14 +54,14 @@ def _level(use: TierUse, read_blocks: int) -> tuple[str, ...]:
     bandwidth = use.tier.bandwidth_bytes_per_second
     return (
         use.tier.name,
-        amounts.count(use.tier.capacity_blocks),
-        amounts.size(use.tier.capacity_blocks * use.block_bytes),
-        amounts.percent(use.prefix_blocks / max(1, read_blocks)),
-        amounts.size(use.read_bytes),
-        amounts.size(use.written_bytes),
+        html.count(use.tier.capacity_blocks),
+        html.size(use.tier.capacity_blocks * use.block_bytes),
+        html.percent(use.prefix_blocks / max(1, read_blocks)),
+        html.size(use.read_bytes),
+        html.size(use.written_bytes),
         "no limit" if np.isinf(bandwidth) else f"{bandwidth / 1e9:g} GB/s",
-        amounts.duration(use.saturated_seconds),
-        amounts.money(use.price_per_month),
+        html.duration(use.saturated_seconds),
+        html.money(use.price_per_month),
     )
 
 
@@ -74,7 +74,7 @@ def _split(found: Tiering, splits: Splits, key: str) -> Chart:
     best = int(splits.saved_seconds.argmax())
     rates = splits.hits.prefix_blocks / max(1, found.replay.totals.blocks)
     rows = [
-        (amounts.percent(splits.shares[at], 0), *map(amounts.percent, rates[at]), _node_time(splits.saved_seconds[at]))
+        (html.percent(splits.shares[at], 0), *map(html.percent, rates[at]), _node_time(splits.saved_seconds[at]))
         for at in range(0, len(splits.shares), 4)
     ]
     return Chart(
@@ -82,7 +82,7 @@ def _split(found: Tiering, splits: Splits, key: str) -> Chart:
         "Where hits lie when room is split differently",
         f"All room stays as it is, its share in the fastest tier ({names[0]}) varies, the others share the rest. "
         "Prefill "
-        f"saved, less loading, is greatest with {amounts.percent(splits.shares[best], 0)} of the room in {names[0]}: "
+        f"saved, less loading, is greatest with {html.percent(splits.shares[best], 0)} of the room in {names[0]}: "
         f"{_node_time(splits.saved_seconds[best])} of a node, if the price does not matter.",
         lambda pane: _draw_split(found, splits, pane),
         Table((f"room in {names[0]}", *(f"hits in {name}" for name in names), "node time saved"), rows),
@@ -92,7 +92,7 @@ def _split(found: Tiering, splits: Splits, key: str) -> Chart:
 
 
 def _node_time(seconds: float) -> str:
-    return amounts.duration(float(seconds))
+    return html.duration(float(seconds))
 
 
 def _draw_split(found: Tiering, splits: Splits, pane: Pane) -> None:
@@ -124,9 +124,9 @@ def _budgets(found: Tiering, splits: Splits, key: str) -> Chart:
     names = _names(found)
     rows = [
         (
-            amounts.money(budget),
-            *(amounts.size(blocks * found.replay.tiers[0].block_bytes) for blocks in best.capacities),
-            amounts.percent(sum(best.prefix_blocks) / max(1, found.replay.totals.blocks)),
+            html.money(budget),
+            *(html.size(blocks * found.replay.tiers[0].block_bytes) for blocks in best.capacities),
+            html.percent(sum(best.prefix_blocks) / max(1, found.replay.totals.blocks)),
             _node_time(best.saved_seconds),
         )
         for budget, best in zip(splits.budgets, splits.best, strict=True)
@@ -155,13 +155,13 @@ def _draw_budgets(found: Tiering, splits: Splits, pane: Pane) -> None:
         left.bar(places, size, bottom=bottom, color=color, alpha=0.75 - 0.15 * (number % 3), label=name, width=0.75)
         bottom += size
     left.set_ylabel("room (GiB)")
-    left.yaxis.set_major_formatter(FuncFormatter(lambda each, _: amounts.short(each)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda each, _: html.short(each)))
     right.bar(places, [best.saved_seconds / 3600 for best in splits.best], color=MUTED, width=0.75)
     right.set_ylabel("node hours of prefill saved")
     every = 2 if pane.is_narrow else 1
     for axes in pane.axes:
         axes.grid(visible=False, axis="x")
-        axes.set_xticks(places[::every], [f"${amounts.short(each)}" for each in splits.budgets[::every]])
+        axes.set_xticks(places[::every], [f"${html.short(each)}" for each in splits.budgets[::every]])
         axes.set_xlabel("budget per month")
         if not pane.is_narrow:
             axes.tick_params(axis="x", labelsize=10)
@@ -174,18 +174,18 @@ def _busy(study: Study, found: Tiering, key: str) -> Chart:
     every = range(0, len(series.starts_seconds), max(1, len(series.starts_seconds) // 12))
     rows = [
         (
-            amounts.duration(float(series.starts_seconds[at])),
-            *(f"{amounts.size(series.read_bytes_per_second[level, at])}/s" for level in range(len(names))),
-            *(amounts.percent(series.utilisation[level, at]) for level in range(len(names))),
+            html.duration(float(series.starts_seconds[at])),
+            *(f"{html.size(series.read_bytes_per_second[level, at])}/s" for level in range(len(names))),
+            *(html.percent(series.utilisation[level, at]) for level in range(len(names))),
         )
         for at in every
     ]
-    most = [f"{name} {amounts.percent(float(series.utilisation[at].max(initial=0)))}" for at, name in enumerate(names)]
+    most = [f"{name} {html.percent(float(series.utilisation[at].max(initial=0)))}" for at, name in enumerate(names)]
     return Chart(
         key,
         "How busy tiers are",
         "Bytes moved for loads, promotions, demotions and insertions, against the bandwidth, in windows of "
-        f"{amounts.duration(series.window_seconds)}; the busiest: {', '.join(most)}. Above 100 % a tier cannot "
+        f"{html.duration(series.window_seconds)}; the busiest: {', '.join(most)}. Above 100 % a tier cannot "
         "keep up.",
         lambda pane: _draw_busy(study, found, pane),
         Table(("from", *(f"{name} reads" for name in names), *(f"{name} busy" for name in names)), rows),
@@ -204,3 +204,108 @@ def _draw_busy(study: Study, found: Tiering, pane: Pane) -> None:
     share_axis(axes, "bandwidth in use", max(0.01, min(most * 1.1, 20.0)))
     time_axis(axes, study.trace.span_seconds, is_narrow=pane.is_narrow)
     pane.legend()
+
+
+# What it is worth that engines share one pool.
+
+_NOTABLE = 0.05
+"""Points of hit rate."""
+
+
+def pooling(study: Study, key: str) -> Section:
+    """Return the section on pooling."""
+    found = study.pooling
+    return Section(
+        key,
+        "One pool against local caches",
+        f"{found.engines} engines with caches of their own find only what they computed themselves, so it matters "
+        "where a "
+        "request goes; a pool finds what any of them computed, wherever it goes. All caches are LRU and the room "
+        "in total "
+        "is the same; with both, the pool comes on top of the local caches.",
+        (figure(_chart(found, f"{key}-rates")),),
+    )
+
+
+def _routers(found: PoolingStudy) -> list[Router]:
+    return list(dict.fromkeys(row.router for row in found.rows))
+
+
+def _description(found: PoolingStudy) -> str:
+    pool = next(row for row in found.rows if row.topology is Topology.POOL)
+    local = [row for row in found.rows if row.topology is Topology.LOCAL]
+    best, worst = max(local, key=_rate), min(local, key=_rate)
+    gain = 100 * (pool.token_hit_rate - best.token_hit_rate)
+    saved = pool.hits.prefix_tokens - best.hits.prefix_tokens
+    than = f"the best router of local caches ({best.router.label})"
+    if gain >= _NOTABLE:
+        comparison = f"{gain:.1f} points more than {than}: {html.short(saved)} tokens less to compute"
+    elif gain > -_NOTABLE:
+        comparison = f"as many as {than}"
+    else:
+        comparison = f"{-gain:.1f} points less than {than}"
+    return (
+        f"The pool finds {html.percent(pool.token_hit_rate)} of the tokens, {comparison}, and "
+        f"{100 * (pool.token_hit_rate - worst.token_hit_rate):.1f} points more than {worst.router.label}."
+    )
+
+
+def _rate(row: PoolingRow) -> float:
+    return row.token_hit_rate
+
+
+def _chart(found: PoolingStudy, key: str) -> Chart:
+    local = next(row for row in found.rows if row.topology is Topology.LOCAL)
+    return Chart(
+        key,
+        "Tokens found by router and topology",
+        f"Local caches of {html.count(local.local_blocks)} blocks each "
+        f"({html.size(local.local_blocks * local.block_bytes)}). {_description(found)}",
+        lambda pane: _draw(found, pane),
+        _table(found.rows),
+        height=320,
+    )
+
+
+def _draw(found: PoolingStudy, pane: Pane) -> None:
+    (axes,) = pane.axes
+    routers = _routers(found)
+    pool = next(row for row in found.rows if row.topology is Topology.POOL)
+    axes.axvline(pool.token_hit_rate, color=INK, linewidth=2, linestyle="--", label="one pool, whatever the router")
+    styles = {
+        Topology.LOCAL: (SERIES[2], "o", "local caches"),
+        Topology.BOTH: (SERIES[0], "D", "local caches and pool"),
+    }
+    for topology, (color, marker, name) in styles.items():
+        rows = {row.router: row for row in found.rows if row.topology is topology}
+        rates = [rows[router].token_hit_rate for router in routers if router in rows]
+        axes.plot(rates, range(len(rates)), marker, color=color, markersize=8, label=name)
+    axes.set_yticks(range(len(routers)), [router.label.replace("+", "\n+ ").replace("_", " ") for router in routers])
+    axes.set_ylim(len(routers) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{100 * each:g} %"))
+    axes.set_xlabel("prompt tokens found")
+    pane.legend(columns=3)
+
+
+def _table(rows: Iterable[PoolingRow]) -> Table:
+    columns = (
+        "router", "caches", "tokens found", "in local caches", "in the pool", "busiest engine", "migrations",
+        "mean wait", "kept twice",
+    )  # fmt: skip
+    return Table(columns, [_row(row) for row in rows])
+
+
+def _row(row: PoolingRow) -> tuple[str, ...]:
+    tokens = max(1, row.totals.tokens)
+    return (
+        row.router.label,
+        row.topology.value,
+        html.percent(row.token_hit_rate),
+        html.percent(row.local_hit_tokens / tokens),
+        html.percent(row.pool_hit_tokens / tokens),
+        f"{row.imbalance:.2f} × the mean",
+        html.count(row.migrations),
+        html.duration(row.mean_wait_seconds),
+        html.size(row.mean_duplicate_bytes),
+    )

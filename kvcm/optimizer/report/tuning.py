@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcm.model.groups import InstanceGroup
-from kvcm.optimizer.live.proposals import Proposal
-from kvcm.optimizer.live.rows import settings_of
-from kvcm.optimizer.live.situation import Situation
-from kvcm.optimizer.live.trials import Trial
-from kvcm.optimizer.report import amounts
-from kvcm.optimizer.report.document import document
-from kvcm.optimizer.report.drawing import Chart, Pane, Table, figure
-from kvcm.optimizer.report.markup import joined, table, tag
-from kvcm.optimizer.report.palette import INK, MUTED, policy_style
-from kvcm.optimizer.report.scales import share_axis
-from kvcm.optimizer.report.section import Section, rendered
+from kvcm.optimizer.live.proposals import ManagerState, Proposal, settings_of
+from kvcm.optimizer.live.rehearsal import Trial
+from kvcm.optimizer.report import html
+from kvcm.optimizer.report.charts import Chart, Pane, Table, figure, share_axis
+from kvcm.optimizer.report.html import INK, MUTED, Section, document, joined, policy_style, rendered, table, tag
 
 __all__ = ["tuning_page"]
 
@@ -24,7 +18,7 @@ _COLUMNS = ("group", "measured", "unlimited", "now", "proposed", "predicted", "g
 _GIB = 1 << 30
 
 
-def tuning_page(situation: Situation, proposals: Sequence[Proposal]) -> str:
+def tuning_page(situation: ManagerState, proposals: Sequence[Proposal]) -> str:
     """Return a report on a running manager, as HTML.
 
     Args:
@@ -33,8 +27,8 @@ def tuning_page(situation: Situation, proposals: Sequence[Proposal]) -> str:
     """
     coverage = situation.recording.coverage
     text = (
-        f"{amounts.count(situation.recording.lookups)} lookups in {coverage.seconds:,.0f} s were rehearsed with other "
-        f"settings; {amounts.count(coverage.dropped_accesses)} older accesses had been pushed out before."
+        f"{html.count(situation.recording.lookups)} lookups in {coverage.seconds:,.0f} s were rehearsed with other "
+        f"settings; {html.count(coverage.dropped_accesses)} older accesses had been pushed out before."
     )
     sections = [rendered(_section(each, f"g{number}")) for number, each in enumerate(proposals)]
     return document(_TITLE, _TITLE, tag("p", text), table(_COLUMNS, [_row(each) for each in proposals]), *sections)
@@ -43,28 +37,28 @@ def tuning_page(situation: Situation, proposals: Sequence[Proposal]) -> str:
 def _row(proposal: Proposal) -> tuple[str, ...]:
     return (
         proposal.state.group.name,
-        amounts.percent(proposal.measured_hit_rate, 2),
-        amounts.percent(proposal.attainable_hit_rate, 2),
-        _shown(proposal.present.group),
-        _shown(proposal.proposed.group) if proposal.is_change else "as it is",
-        amounts.percent(proposal.proposed.outcome.hit_rate, 2),
+        html.percent(proposal.measured_hit_rate, 2),
+        html.percent(proposal.attainable_hit_rate, 2),
+        _settings_text(proposal.present.group),
+        _settings_text(proposal.proposed.group) if proposal.is_change else "as it is",
+        html.percent(proposal.proposed.outcome.hit_rate, 2),
         f"{100 * proposal.gain:+.2f} points",
     )
 
 
-def _shown(group: InstanceGroup) -> str:
+def _settings_text(group: InstanceGroup) -> str:
     settings = settings_of(group)
     age = f" for {settings['ttl_seconds']} s" if settings["ttl_seconds"] else ""
     own = "".join(f"; {name}: {policy}" for name, policy in settings["instance_policies"].items())
-    return f"{settings['policy']}{age}, {amounts.size(settings['quota_bytes'])}{own}"
+    return f"{settings['policy']}{age}, {html.size(settings['quota_bytes'])}{own}"
 
 
 def _section(proposal: Proposal, key: str) -> Section:
     group = proposal.state.group
-    change = _shown(proposal.proposed.group) if proposal.is_change else "Nothing better was found"
+    change = _settings_text(proposal.proposed.group) if proposal.is_change else "Nothing better was found"
     lead = (
-        f"{change}: {amounts.percent(proposal.proposed.outcome.hit_rate, 2)} of the blocks asked for are predicted to "
-        f"be found, {amounts.percent(proposal.present.outcome.hit_rate, 2)} with the present settings; "
+        f"{change}: {html.percent(proposal.proposed.outcome.hit_rate, 2)} of the blocks asked for are predicted to "
+        f"be found, {html.percent(proposal.present.outcome.hit_rate, 2)} with the present settings; "
         f"confidence is {proposal.confidence}."
     )
     warnings = tag("ul", *(tag("li", warning) for warning in proposal.warnings))
@@ -112,16 +106,16 @@ def _table(proposal: Proposal) -> Table:
 
 
 def _place(trial: Trial) -> tuple[int, str]:
-    return trial.group.quota.capacity, _shown(trial.group)
+    return trial.group.quota.capacity, _settings_text(trial.group)
 
 
 def _trial_row(trial: Trial) -> tuple[str, ...]:
     outcome = trial.outcome
     return (
         trial.group.policy_of("").name,
-        amounts.size(trial.group.quota.capacity),
-        amounts.percent(outcome.hit_rate, 2),
-        amounts.size(int(outcome.mean_used_bytes)),
-        amounts.count(outcome.evicted_blocks),
-        amounts.count(outcome.refused_blocks),
+        html.size(trial.group.quota.capacity),
+        html.percent(outcome.hit_rate, 2),
+        html.size(int(outcome.mean_used_bytes)),
+        html.count(outcome.evicted_blocks),
+        html.count(outcome.refused_blocks),
     )

@@ -6,16 +6,23 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from kvcm.optimizer.report import amounts
-from kvcm.optimizer.report.drawing import Chart, Pane, Table, figure
-from kvcm.optimizer.report.markup import Markup, table, tag
-from kvcm.optimizer.report.palette import INK, MUTED, SERIES, policy_style
-from kvcm.optimizer.report.scales import capacity_axis, geometric_places, money_ticks
-from kvcm.optimizer.report.section import Section
-from kvcm.optimizer.roi import Returns
-from kvcm.optimizer.study import BOUND, Recommendation, Study
+from kvcm.optimizer.report import html
+from kvcm.optimizer.report.charts import (
+    Chart,
+    Pane,
+    Table,
+    capacity_axis,
+    duration_axis,
+    figure,
+    geometric_places,
+    money_ticks,
+    share_axis,
+)
+from kvcm.optimizer.report.html import INK, MUTED, SERIES, Markup, Section, policy_style, table, tag
+from kvcm.optimizer.roi import FirstTokens, Grid, Returns, Spread, Swing
+from kvcm.optimizer.study import BOUND, Recommendation, Services, Study
 
-__all__ = ["value"]
+__all__ = ["first_tokens", "sensitivity", "services", "value"]
 
 _MOST_LINES = 200
 
@@ -45,8 +52,8 @@ def _over_capacity(study: Study, found: Recommendation, key: str) -> Chart:
     return Chart(
         key,
         "GPUs saved and net value over capacity",
-        f"{found.policy} returns most, {amounts.money(best['net_per_hour'], 2)} per hour, at "
-        f"{amounts.count(best['capacity_blocks'])} blocks ({amounts.size(best['capacity_gib'] * 2**30)}); the "
+        f"{found.policy} returns most, {html.money(best['net_per_hour'], 2)} per hour, at "
+        f"{html.count(best['capacity_blocks'])} blocks ({html.size(best['capacity_gib'] * 2**30)}); the "
         "circle marks "
         "the smallest capacity that comes within 1 % of it, which is the one recommended.",
         lambda pane: _draw_over_capacity(study, found, pane),
@@ -111,14 +118,14 @@ def _capacity_table(returns: Returns) -> Table:
         row = returns.row(place)
         rows.append(
             (
-                amounts.count(row["capacity_blocks"]),
-                amounts.size(row["capacity_gib"] * 2**30),
-                amounts.percent(row["hit_share"]),
+                html.count(row["capacity_blocks"]),
+                html.size(row["capacity_gib"] * 2**30),
+                html.percent(row["hit_share"]),
                 f"{row['gpus_saved']:,.2f}",
                 f"{row['whole_gpus_saved']:,.0f}",
-                amounts.money(row["saved_per_hour"], 2),
-                amounts.money(row["storage_per_hour"], 2),
-                amounts.money(row["net_per_hour"], 2),
+                html.money(row["saved_per_hour"], 2),
+                html.money(row["storage_per_hour"], 2),
+                html.money(row["net_per_hour"], 2),
             )
         )
     return Table(columns, rows)
@@ -131,7 +138,7 @@ def _nodes(found: Recommendation, key: str) -> Chart:
     shares = np.linspace(0, 1, 11)
     compute, link = _bounds(returns, shares)
     rows = [
-        (amounts.percent(each, 0), f"{nodes:,.2f}", f"{links:,.2f}")
+        (html.percent(each, 0), f"{nodes:,.2f}", f"{links:,.2f}")
         for each, nodes, links in zip(shares, compute, link, strict=True)
     ]
     return Chart(
@@ -139,7 +146,7 @@ def _nodes(found: Recommendation, key: str) -> Chart:
         "What limits the nodes",
         "Nodes that prefill the rest, and nodes whose links carry the loads; the greater of both is needed. They "
         "meet at "
-        f"{amounts.percent(returns.turning_share)} found; the recommended setting is {where} that.",
+        f"{html.percent(returns.turning_share)} found; the recommended setting is {where} that.",
         lambda pane: _draw_nodes(found, pane),
         Table(("tokens found", "nodes for prefill", "nodes for links"), rows),
         height=300,
@@ -180,21 +187,222 @@ def _inputs(study: Study, found: Recommendation) -> Markup:
     deployment, returns = study.options.deployment, found.returns
     threshold = deployment.threshold_tokens
     rows = [
-        ("prefill of a node", amounts.rate(deployment.prefill_tokens_per_second, "tokens/s")),
+        ("prefill of a node", html.rate(deployment.prefill_tokens_per_second, "tokens/s")),
         ("GPUs per node", f"{deployment.gpus_per_node:g}"),
-        ("KV", f"{amounts.count(deployment.kv_bytes_per_token)} bytes per token"),
+        ("KV", f"{html.count(deployment.kv_bytes_per_token)} bytes per token"),
         (
             "link of a node to the cache",
             f"{deployment.bandwidth_bytes_per_second / 1e9:,.3g} GB/s, of which "
-            f"{amounts.percent(deployment.usable_share, 0)} "
-            f"usable, after {amounts.duration(deployment.latency_seconds)}",
+            f"{html.percent(deployment.usable_share, 0)} "
+            f"usable, after {html.duration(deployment.latency_seconds)}",
         ),
-        ("planned utilisation", amounts.percent(deployment.utilisation, 0)),
-        ("prices", f"{amounts.money(deployment.price_per_gpu_hour, 2)} per GPU-hour, "
-                   f"{amounts.money(deployment.price_per_gib_month, 2)} per GiB-month of storage"),
-        ("offered load", amounts.rate(returns.offered_tokens_per_second, "prompt tokens/s")),
+        ("planned utilisation", html.percent(deployment.utilisation, 0)),
+        ("prices", f"{html.money(deployment.price_per_gpu_hour, 2)} per GPU-hour, "
+                   f"{html.money(deployment.price_per_gib_month, 2)} per GiB-month of storage"),
+        ("offered load", html.rate(returns.offered_tokens_per_second, "prompt tokens/s")),
         ("nodes without a cache", f"{returns.nodes_without:,.2f}"),
         ("a prefix is worth loading from", "never" if threshold == float("inf") else f"{threshold:,.0f} tokens"),
-        ("storage price that leaves nothing", f"{amounts.money(returns.break_even_gib_month, 2)} per GiB-month"),
+        ("storage price that leaves nothing", f"{html.money(returns.break_even_gib_month, 2)} per GiB-month"),
     ]  # fmt: skip
     return tag("div", table(("", ""), rows, caption=f"Deployment: {study.options.deployment_name}"), class_="facts")
+
+
+# How long requests wait for their first token, with and without a cache.
+
+_DASHES = ("-", "--", "-.", ":")
+_POINTS = 300
+
+
+def first_tokens(study: Study, key: str) -> Section:
+    """Return the section on times to the first token."""
+    without, best = study.first_tokens[0], study.first_tokens[min(1, len(study.first_tokens) - 1)]
+    nodes = without.queued.nodes
+    chart = Chart(
+        f"{key}-spread",
+        "Time to the first token",
+        f"On {nodes} {'node' if nodes == 1 else 'nodes'}, as many as are needed without a cache; requests wait "
+        "for each "
+        f"other. Half of them have their first token within {html.duration(without.queued.spread.p50)} without "
+        "a cache "
+        f"and {html.duration(best.queued.spread.p50)} with the recommended one; 95 % within "
+        f"{html.duration(without.queued.spread.p95)} and {html.duration(best.queued.spread.p95)}.",
+        lambda pane: _draw_first_tokens(study, pane),
+        _first_token_table(study.first_tokens),
+        height=320,
+    )
+    return Section(
+        key,
+        "Time to the first token",
+        "A hit is loaded instead of computed. Hits are those of the replay: that shorter waits change the order "
+        "of requests "
+        "is left out.",
+        (figure(chart),),
+    )
+
+
+def _label(each: FirstTokens) -> str:
+    return f"{each.policy}, {html.short(each.capacity_blocks)} blocks" if each.capacity_blocks else "no cache"
+
+
+def _draw_first_tokens(study: Study, pane: Pane) -> None:
+    (axes,) = pane.axes
+    for number, each in enumerate(study.first_tokens):
+        seconds = np.maximum(np.sort(each.queued.seconds), 1e-4)
+        places = np.unique(np.linspace(0, len(seconds) - 1, _POINTS).astype(np.int64))
+        color, dashes = SERIES[(2, 0, 1, 3)[number % 4]], _DASHES[number % 4]
+        axes.plot(seconds[places], (places + 1) / len(seconds), dashes, color=color, label=_label(each))
+    share_axis(axes, "share of requests", 1.02)
+    duration_axis(axes, "time to the first token", is_narrow=pane.is_narrow)
+    pane.legend(columns=3)
+
+
+def _first_token_table(found: tuple[FirstTokens, ...]) -> Table:
+    columns = ("", "mean", "50 %", "90 %", "95 %", "99 %", "GPUs busy", "links busy")
+    rows = []
+    for each in found:
+        busy = (html.percent(each.queued.prefill_busy), html.percent(each.queued.link_busy))
+        rows.append((_label(each), *_times(each.queued.spread), *busy))
+        rows.append((f"{_label(each)}, without waiting for others", *_times(each.unqueued), "", ""))
+    return Table(columns, rows)
+
+
+def _times(spread: Spread) -> tuple[str, ...]:
+    return tuple(html.duration(each) for each in (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99))
+
+
+# How much of the answer hangs on each input of the deployment.
+
+_NAMES = {
+    "prefill_tokens_per_second": "prefill throughput",
+    "gpus_per_node": "GPUs per node",
+    "kv_bytes_per_token": "KV per token",
+    "bandwidth_bytes_per_second": "bandwidth of a link",
+    "latency_seconds": "latency of loads",
+    "usable_share": "usable bandwidth",
+    "utilisation": "planned utilisation",
+    "price_per_gpu_hour": "price of a GPU",
+    "price_per_gib_month": "price of storage",
+    "load_factor": "offered load",
+}
+
+
+def sensitivity(study: Study, key: str) -> Section | None:
+    """Return the section on what is not known well; None without a policy that could be set."""
+    if not study.swings or study.grid is None or study.recommendation is None:
+        return None
+    widest = study.swings[0]
+    now = float(study.recommendation.returns.net_per_hour.max())
+    chart = Chart(
+        f"{key}-tornado",
+        "Net value when one input is off by 20 %",
+        "Each bar is the best net value per hour at the low and at the high end of one input; the line is the "
+        "value as "
+        f"assumed, {html.money(now, 2)}. Most hangs on {_input_name(widest)}.",
+        lambda pane: _draw_swings(study.swings, now, pane),
+        _swing_table(study.swings),
+        height=380,
+    )
+    return Section(
+        key,
+        "Sensitivity",
+        "Which of the assumed figures are worth measuring first, and whether the recommended capacity would change.",
+        (figure(chart), _grid(study.grid, study.bytes_per_block)),
+    )
+
+
+def _input_name(swing: Swing) -> str:
+    return _NAMES.get(swing.input, swing.input.replace("_", " "))
+
+
+def _draw_swings(swings: tuple[Swing, ...], now: float, pane: Pane) -> None:
+    (axes,) = pane.axes
+    places = range(len(swings))
+    for each, color, name in ((0, SERIES[2], "input 20 % lower"), (1, SERIES[0], "input 20 % higher")):
+        widths = [(swing.low_net, swing.high_net)[each] - now for swing in swings]
+        axes.barh(places, widths, left=now, color=color, alpha=0.85, height=0.7, label=name)
+    axes.axvline(now, color=INK, linewidth=1)
+    axes.set_yticks(places, [_sensitivity_label(swing, is_narrow=pane.is_narrow) for swing in swings])
+    axes.set_ylim(len(swings) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    money_ticks(axes.xaxis, 4 if pane.is_narrow else 7)
+    axes.set_xlabel("net value per hour")
+    pane.legend()
+
+
+def _sensitivity_label(swing: Swing, *, is_narrow: bool) -> str:
+    return _input_name(swing).replace(" ", "\n", 1) if is_narrow else _input_name(swing)
+
+
+def _swing_table(swings: tuple[Swing, ...]) -> Table:
+    columns = ("input", "low", "high", "net if low", "net if high", "best capacity if low", "if high", "widest swing")
+    rows = [
+        (
+            _input_name(swing),
+            f"{swing.low:,.4g}",
+            f"{swing.high:,.4g}",
+            html.money(swing.low_net, 2),
+            html.money(swing.high_net, 2),
+            f"{swing.low_blocks:,} blocks",
+            f"{swing.high_blocks:,} blocks",
+            html.money(swing.width, 2),
+        )
+        for swing in swings
+    ]
+    return Table(columns, rows)
+
+
+def _grid(found: Grid, bytes_per_block: float) -> Markup:
+    columns = ("link of a node", *(f"{html.money(price, 2)} per GiB-month" for price in found.prices))
+    rows = [
+        (
+            f"{bandwidth / 1e9:,.3g} GB/s",
+            *(
+                f"{html.money(net, 2)}, {html.size(blocks * bytes_per_block)}"
+                for net, blocks in zip(found.net_per_hour[row], found.best_blocks[row], strict=True)
+            ),
+        )
+        for row, bandwidth in enumerate(found.bandwidths)
+    ]
+    return table(columns, rows, caption="Best net value per hour, and the capacity it takes, by bandwidth and price")
+
+
+# Several traces as several services: which of them room is worth most to, and how to split a budget.
+
+
+def services(found: Services, key: str) -> Section:
+    """Return the section on several services."""
+    rows = [
+        (
+            rank.name,
+            f"{html.money(rank.per_gib_hour, 4)} per GiB-hour",
+            html.size(rank.next_bytes),
+            html.size(rank.best_bytes),
+            html.money(rank.best_net_per_hour, 2),
+        )
+        for rank in found.ranks
+    ]
+    ranked = table(
+        ("service", "first room saves", "up to", "best alone", "net per hour then"),
+        rows,
+        caption="Services by what a GiB saves, the most first",
+    )
+    columns = (
+        ("budget", *(share.name for share in found.splits[0].shares), "net per hour", "exact") if found.splits else ()
+    )
+    split = [
+        (
+            html.size(budget),
+            *(html.size(share.stored_bytes) for share in each.shares),
+            html.money(each.net_per_hour, 2),
+            "yes" if each.is_exact else f"within {html.money(each.at_most - each.net_per_hour, 2)}",
+        )
+        for budget, each in zip(found.budgets, found.splits, strict=True)
+    ]
+    return Section(
+        key,
+        "Services compared",
+        f"{len(found.ranks)} traces as services that could share one store: where room saves most, and how a "
+        "budget is split so "
+        "that all together return most.",
+        (ranked, table(columns, split, caption="Budgets of bytes, split so that the net value is greatest")),
+    )

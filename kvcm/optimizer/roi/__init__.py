@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from kvcm.optimizer.roi.deployment import RANGES, Deployment
-from kvcm.optimizer.roi.first_token import Spread, Work, spread_of, work_of
-from kvcm.optimizer.roi.fleet import FirstTokens, first_tokens
-from kvcm.optimizer.roi.length_profile import LengthProfile, fit_profile, read_profile
-from kvcm.optimizer.roi.presets import INPUTS, PRESETS, parse_deployment
-from kvcm.optimizer.roi.queueing import Queueing, simulate
-from kvcm.optimizer.roi.returns import Returns, block_bytes, offered_tokens_per_second, returns
-from kvcm.optimizer.roi.reuse import Reuse, hit_tokens, loaded_tokens, reuse_of
-from kvcm.optimizer.roi.sensitivity import Grid, Swing, grid, sensitivity
-from kvcm.optimizer.roi.services import Rank, Service, rank_services
-from kvcm.optimizer.roi.splitting import Share, Split, split_budget
+from kvcm.optimizer.roi.deployment import (
+    INPUTS,
+    PRESETS,
+    RANGES,
+    Deployment,
+    LengthProfile,
+    fit_profile,
+    parse_deployment,
+    read_profile,
+)
+from kvcm.optimizer.roi.first_token import (
+    FirstTokens,
+    Queueing,
+    Spread,
+    Work,
+    first_tokens,
+    simulate,
+    spread_of,
+    work_of,
+)
+from kvcm.optimizer.roi.returns import (
+    Grid,
+    Returns,
+    Reuse,
+    Swing,
+    block_bytes,
+    grid,
+    hit_tokens,
+    loaded_tokens,
+    offered_tokens_per_second,
+    returns,
+    reuse_of,
+    sensitivity,
+)
+from kvcm.optimizer.roi.services import Rank, Service, Share, Split, rank_services, split_budget
 
 __all__ = [
     "INPUTS",

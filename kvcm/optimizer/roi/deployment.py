@@ -2,14 +2,233 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.roi.formulas import load_threshold_tokens, saturation_share
-from kvcm.optimizer.roi.length_profile import LengthProfile
 
-__all__ = ["RANGES", "Deployment", "Range"]
+__all__ = [
+    "GIB",
+    "HOURS_PER_MONTH",
+    "INPUTS",
+    "PRESETS",
+    "RANGES",
+    "Deployment",
+    "Floats",
+    "LengthProfile",
+    "Range",
+    "fit_profile",
+    "gpus_saved",
+    "load_seconds",
+    "load_threshold_tokens",
+    "loaded_part",
+    "parse_deployment",
+    "prefill_seconds",
+    "read_profile",
+    "saturation_share",
+    "storage_price_per_hour",
+    "whole_nodes",
+]
+
+# What a hit is worth, as formulas (optimizer.md, ROI); each is one line of the model.
+#
+# Symbols, and the names they have here:
+#
+# * P `prefill_tokens_per_second` and g `gpus` of a node; b `kv_bytes` of a token;
+# * BW `bandwidth` of a node's link in bytes per second, of which the share u `usable` arrives; L0 `latency` in
+#   seconds;
+# * η `utilisation` that is planned for; λ `offered` tokens per second;
+# * h, the share of the offered tokens that is loaded instead of computed.
+
+GIB = 1 << 30
+HOURS_PER_MONTH = 730.0
+"""A twelfth of a year of 365 days."""
+Floats = npt.NDArray[np.float64]
+_ROUNDING = 1e-9
+
+
+def prefill_seconds(linear: float, quadratic: float, tokens: Floats, cached: Floats) -> Floats:
+    """Return T(n, k) = a(n − k) + q(n² − k²)/2, the seconds that a node computes for n tokens of which k are loaded.
+
+    Args:
+        linear: a, seconds per token; 1/P where the cost of a token does not depend on its position.
+        quadratic: q, seconds per token and token before it.
+        tokens: n.
+        cached: k.
+    """
+    return linear * (tokens - cached) + quadratic * (tokens * tokens - cached * cached) / 2
+
+
+def load_seconds(tokens: Floats, *, kv_bytes: float, bandwidth: float, usable: float, latency: float) -> Floats:
+    """Return L(k) = L0 + k·b/(BW·u), the seconds that loading k tokens takes over a link that nothing else uses."""
+    return latency + tokens * (kv_bytes / (bandwidth * usable))
+
+
+def load_threshold_tokens(linear: float, quadratic: float, *, link_seconds: float, latency: float) -> float:
+    """Return the number of tokens above which loading a prefix takes less time than computing it.
+
+    It is the k at which L(k) = T(n, 0) − T(n, k) = a·k + q·k²/2. With q = 0 that is L0 / (1/P − b/(BW·u)), and
+    loading pays only over a link with BW·u > b·P.
+
+    Args:
+        linear: a, seconds.
+        quadratic: q, seconds.
+        link_seconds: b/(BW·u), seconds that the link takes per token.
+        latency: L0, seconds.
+
+    Returns:
+        tokens; infinite where loading never pays.
+    """
+    gain = linear - link_seconds
+    if quadratic == 0:
+        return latency / gain if gain > 0 else math.inf
+    root = math.sqrt(gain * gain + 2 * quadratic * latency)
+    # The same root twice, each time without the difference of two numbers that are nearly equal.
+    return 2 * latency / (root + gain) if gain > 0 else (root - gain) / quadratic
+
+
+def saturation_share(prefill_tokens_per_second: float, *, kv_bytes: float, bandwidth: float, usable: float) -> float:
+    """Return h* = BW·u/(BW·u + P·b), the share of loaded tokens at which a node's link is as busy as its GPUs."""
+    return bandwidth * usable / (bandwidth * usable + prefill_tokens_per_second * kv_bytes)
+
+
+def loaded_part(without: float, relieved: Floats, links: Floats) -> Floats:
+    """Return which part of the loads to make, so that the fewest nodes are needed.
+
+    Nodes are max(D − x·S, x·L) when the part x is loaded. Where links are not the bottleneck x is 1; otherwise it is
+    where both are equally busy: a link that is saturated makes more hits worth nothing, but never less than nothing.
+    The part is one of every load; which loads would best be left out is not asked.
+
+    Args:
+        without: D, nodes without a cache, or node-seconds.
+        relieved: S, fewer for their GPUs when everything is loaded.
+        links: L, that have links for all loads.
+    """
+    most = np.maximum(relieved + links, without)
+    return np.where(most > 0, without / np.where(most > 0, most, 1.0), 1.0)
+
+
+def whole_nodes(nodes: Floats) -> Floats:
+    """Return nodes that can be bought; a billionth of one counts as rounding."""
+    return np.ceil(nodes * (1 - _ROUNDING))
+
+
+def gpus_saved(gpus: float, nodes_without: float, nodes_with: Floats) -> Floats:
+    """Return g(N(0) − N(h))."""
+    return gpus * (nodes_without - nodes_with)
+
+
+def storage_price_per_hour(stored_bytes: Floats, price_per_gib_month: float) -> Floats:
+    """Return what it costs to hold so many bytes for an hour."""
+    return stored_bytes * (price_per_gib_month / (GIB * HOURS_PER_MONTH))
+
+
+# How long a prefill takes by its length: attention to the tokens before makes later tokens dearer.
+
+Point = tuple[float, float]
+_COLUMNS = ("tokens", "seconds")
+_ALLOWED = "CSV with the columns tokens,seconds or a JSON list of [tokens, seconds]"
+
+
+@dataclass(frozen=True, slots=True)
+class LengthProfile:
+    """T(n, k) = a(n − k) + q(n² − k²)/2.
+
+    Attributes:
+        linear: a, seconds per token.
+        quadratic: q, seconds per token and token before it.
+        largest_error_seconds: how far it is from a point that it was fitted to.
+
+    Raises:
+        OptionError: a coefficient is below zero, or both are zero.
+    """
+
+    linear: float
+    quadratic: float = 0.0
+    largest_error_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.linear < 1e12 and 0 <= self.quadratic < 1e12 and self.linear + self.quadratic > 0):
+            raise OptionError(
+                f"profile: linear {self.linear:g}, quadratic {self.quadratic:g}; allowed: from 0, one of them above 0"
+            )
+
+    def seconds(self, tokens: Floats, cached: Floats) -> Floats:
+        """Return the seconds of a prefill of `tokens`, of which `cached` are loaded."""
+        return prefill_seconds(self.linear, self.quadratic, tokens, cached)
+
+    def saved_seconds(self, cached: Floats) -> Floats:
+        """Return T(n, 0) − T(n, k), the same for every n."""
+        return self.seconds(cached, np.zeros_like(cached))
+
+
+def fit_profile(points: Sequence[Point]) -> LengthProfile:
+    """Return the profile with a, q ≥ 0 whose squared errors are least.
+
+    Args:
+        points: (tokens, seconds) of prefills without a cached prefix.
+
+    Raises:
+        OptionError: no point, or one that is not above zero.
+    """
+    for point in points:
+        if not all(0 < each < 1e12 for each in point):
+            raise OptionError(f"profile: {point} is no point; allowed: tokens and seconds above 0")
+    if not points:
+        raise OptionError("profile: it has no points; allowed: at least one of tokens and seconds")
+    measured = np.array(points, np.float64)
+    tokens, seconds = measured[:, 0], measured[:, 1]
+    columns = np.stack([tokens, tokens * tokens / 2], axis=1)
+    linear, quadratic = _least_squares_above_zero(columns, seconds)
+    errors = np.abs(columns @ np.array([linear, quadratic]) - seconds)
+    return LengthProfile(linear, quadratic, float(errors.max()))
+
+
+def _least_squares_above_zero(columns: Floats, target: Floats) -> tuple[float, float]:
+    # With two coefficients there are three candidates: both free, or either at zero.
+    scale = np.linalg.norm(columns, axis=0)
+    scaled = columns / scale
+    both = np.linalg.lstsq(scaled, target, rcond=None)[0]
+    candidates = [both] if (both >= 0).all() else []
+    candidates += [np.array([scaled[:, 0] @ target, 0.0]), np.array([0.0, scaled[:, 1] @ target])]
+    best = min(candidates, key=lambda each: float(np.square(scaled @ each - target).sum()))
+    linear, quadratic = best / scale
+    return float(linear), float(quadratic)
+
+
+def read_profile(path: Path) -> LengthProfile:
+    """Return the profile of measured points in a file.
+
+    Raises:
+        OptionError: the file cannot be read or holds no points.
+    """
+    try:
+        text = path.read_text()
+        points = _json_points(text) if text.lstrip().startswith("[") else _csv_points(text)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise OptionError(f"profile: {str(path)!r} holds no points ({error}); allowed: {_ALLOWED}") from error
+    return fit_profile(points)
+
+
+def _json_points(text: str) -> list[Point]:
+    rows = [[row[name] for name in _COLUMNS] if isinstance(row, dict) else row for row in json.loads(text)]
+    return [(float(tokens), float(seconds)) for tokens, seconds in rows]
+
+
+def _csv_points(text: str) -> list[Point]:
+    rows = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    return [(float(row["tokens"]), float(row["seconds"])) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +259,6 @@ class Range:
 _POSITIVE = Range(0, 1e18, above=True)
 _NOT_NEGATIVE = Range(0, 1e18)
 _SHARE = Range(0, 1, above=True)
-
 RANGES = {
     "prefill_tokens_per_second": _POSITIVE,
     "gpus_per_node": Range(0, 1e6, above=True),
@@ -132,3 +350,75 @@ class Deployment:
 def _check(name: str, value: float, allowed: Range) -> None:
     if value not in allowed:
         raise OptionError(f"deployment: {name} is {value}; allowed: {allowed}")
+
+
+# Deployments as they are asked for: a preset, and inputs that differ from it, such as `deepseek_v3,gpu_hour=2.5`.
+
+PRESETS: Mapping[str, Deployment] = MappingProxyType(
+    {
+        "deepseek_v3": Deployment(prefill_tokens_per_second=32_200, kv_bytes_per_token=61 * 576 * 2),
+        "qwen3_coder_480b": Deployment(prefill_tokens_per_second=10_000, kv_bytes_per_token=62 * 2 * 8 * 128 * 2),
+    }
+)
+"""Published throughput of nodes with 8 GPUs and a link of 20 GB/s; layers · width · 2 bytes of KV per token.
+
+DeepSeek-V3 keeps the latent of multi-head latent attention in bf16, Qwen3-Coder-480B keys and values of 8 heads of 128.
+Prices are examples: nobody publishes those that others pay.
+"""
+INPUTS: Mapping[str, str] = MappingProxyType(
+    {
+        "prefill": "prefill_tokens_per_second",
+        "kv_bytes": "kv_bytes_per_token",
+        "gpus": "gpus_per_node",
+        "bandwidth": "bandwidth_bytes_per_second",
+        "latency": "latency_seconds",
+        "usable": "usable_share",
+        "utilisation": "utilisation",
+        "gpu_hour": "price_per_gpu_hour",
+        "gib_month": "price_per_gib_month",
+        "offered": "offered_tokens_per_second",
+        "load_factor": "load_factor",
+        "profile": "profile",
+    }
+)
+"""What an input is called in a text, and its field."""
+
+
+def parse_deployment(text: str) -> Deployment:
+    """Return the deployment of a text: a preset's name, inputs as `name=number`, or both, with commas between.
+
+    `profile=FILE` reads measured points. A text without a preset starts from the first one.
+
+    Raises:
+        OptionError: there is no such preset or input, or a value is out of its range.
+    """
+    first, *rest = (part.strip() for part in text.split(","))
+    is_preset = "=" not in first
+    deployment = _preset(first) if is_preset else next(iter(PRESETS.values()))
+    changes: dict[str, Any] = {}
+    for part in rest if is_preset else [first, *rest]:
+        changes |= _input(part)
+    return replace(deployment, **changes)
+
+
+def _preset(name: str) -> Deployment:
+    if name not in PRESETS:
+        raise OptionError(f"deployment: {name!r} is no preset; there are {', '.join(PRESETS)}{_hint(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def _input(part: str) -> dict[str, Any]:
+    name, _, value = (each.strip() for each in part.partition("="))
+    if name not in INPUTS:
+        raise OptionError(f"deployment: {name!r} is no input; there are {', '.join(INPUTS)}{_hint(name, INPUTS)}")
+    if name == "profile":
+        return {"profile": read_profile(Path(value))}
+    try:
+        return {INPUTS[name]: float(value)}
+    except ValueError as error:
+        raise OptionError(f"deployment: {name} is {value!r}; allowed: a number") from error
+
+
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from kvcm.optimizer.compiled import compiled
+from kvcm.optimizer.curves.recency import leaf_lru_depths, lru_depths
+from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.results import Curve, Replay
-from kvcm.optimizer.roi.deployment import Deployment
-from kvcm.optimizer.roi.formulas import (
+from kvcm.optimizer.roi.deployment import (
     GIB,
     HOURS_PER_MONTH,
+    RANGES,
+    Deployment,
     Floats,
     gpus_saved,
     loaded_part,
@@ -19,10 +25,179 @@ from kvcm.optimizer.roi.formulas import (
     storage_price_per_hour,
     whole_nodes,
 )
-from kvcm.optimizer.roi.reuse import Reuse, reuse_of
-from kvcm.optimizer.trace import Int64Column, Trace
+from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 
-__all__ = ["NEARLY", "Returns", "block_bytes", "offered_tokens_per_second", "returns"]
+__all__ = [
+    "NEARLY",
+    "Grid",
+    "Returns",
+    "Reuse",
+    "Swing",
+    "block_bytes",
+    "grid",
+    "hit_tokens",
+    "loaded_tokens",
+    "offered_tokens_per_second",
+    "returns",
+    "reuse_of",
+    "sensitivity",
+]
+
+# What hits spare and what their loads cost, at each capacity; only hits that are worth loading are loaded.
+#
+# Whether a hit is worth it depends on its length, so on the hits of single requests. Three sources know them:
+#
+# 1. a curve, when even the shortest hit that the trace can have is worth loading and tokens cost the same everywhere;
+# 2. a curve of lru or leaf_lru, always: the depths of its accesses are found when they are needed;
+# 3. replays that kept their requests, always, at their capacities.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reuse:
+    """Hits of a trace at M capacities, of which the first is 0.
+
+    Attributes:
+        policy: label.
+        capacity_blocks: [M] ascending.
+        hit_tokens: [M] of prefix hits.
+        loaded_tokens: [M] of those that are worth loading.
+        spared_seconds: [M] that a node would have computed for these.
+        computed_seconds: that a node computes for the whole trace without a cache.
+    """
+
+    policy: str
+    capacity_blocks: Int64Column
+    hit_tokens: Floats
+    loaded_tokens: Floats
+    spared_seconds: Floats
+    computed_seconds: float
+
+
+def hit_tokens(trace: Trace, hit_blocks: Int32Column) -> Floats:
+    """Return [R] tokens of the first k blocks of each request, no more than it has."""
+    tokens: Int64Column = np.minimum(hit_blocks * trace.tokens_per_block(), trace.input_tokens)
+    return tokens.astype(np.float64)
+
+
+def loaded_tokens(tokens: Floats, deployment: Deployment) -> Floats:
+    """Return the tokens of hits that are worth loading, 0 for the others."""
+    return np.where(tokens > deployment.threshold_tokens, tokens, 0.0)
+
+
+def reuse_of(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment) -> Reuse:
+    """Return what a curve, or replays that kept their requests, are worth loading.
+
+    Args:
+        hits: of `trace`; replays are of one policy.
+        trace: that they are hits of.
+        deployment: what loads and prefills cost.
+
+    Raises:
+        OptionError: whether hits are worth loading does not follow from what is given.
+    """
+    if not isinstance(hits, Curve):
+        return _of_replays(hits, trace, deployment)
+    threshold = deployment.threshold_tokens
+    if deployment.profile is not None or _shortest_hit(trace) <= threshold < math.inf:
+        return _of_depths(hits, trace, deployment, _depths(hits, trace))
+    tokens = hits.prefix_tokens.astype(np.float64)
+    loaded = tokens if threshold < math.inf else np.zeros_like(tokens)
+    spared = deployment.prefill.saved_seconds(loaded)
+    return Reuse(hits.policy, np.arange(len(tokens)), tokens, loaded, spared, _computed_seconds(trace, deployment))
+
+
+def _depths(curve: Curve, trace: Trace) -> Int32Column:
+    if curve.policy == "lru":
+        return lru_depths(trace.blocks, trace.unique_blocks)
+    if curve.policy == "leaf_lru":
+        return leaf_lru_depths(trace.blocks, trace.offsets, trace.unique_blocks)
+    raise OptionError(
+        f"curve: that of {curve.policy} does not tell how long hits are, on which it depends whether they are worth"
+        " loading; allowed: lru, leaf_lru, or replays that kept their requests"
+    )
+
+
+def _computed_seconds(trace: Trace, deployment: Deployment) -> float:
+    tokens = trace.input_tokens[trace.read_blocks > 0].astype(np.float64)
+    return float(deployment.prefill.seconds(tokens, np.zeros_like(tokens)).sum())
+
+
+def _shortest_hit(trace: Trace) -> float:
+    tokens = np.minimum(trace.tokens_per_block(), trace.input_tokens)[trace.read_blocks > 0]
+    return float(tokens.min()) if len(tokens) else math.inf
+
+
+def _of_depths(curve: Curve, trace: Trace, deployment: Deployment, depths: Int32Column) -> Reuse:
+    prefill = deployment.prefill
+    more = _more_at_each(
+        depths,
+        trace.offsets,
+        trace.read_blocks,
+        trace.input_tokens,
+        trace.tokens_per_block(),
+        trace.unique_blocks,
+        deployment.threshold_tokens,
+        prefill.linear,
+        prefill.quadratic,
+    )
+    loaded, spared = np.cumsum(more, axis=1)
+    tokens = curve.prefix_tokens.astype(np.float64)
+    return Reuse(curve.policy, np.arange(len(tokens)), tokens, loaded, spared, _computed_seconds(trace, deployment))
+
+
+@compiled
+def _more_at_each(
+    depths: Int32Column,
+    offsets: Int64Column,
+    read_blocks: Int32Column,
+    input_tokens: Int64Column,
+    tokens_per_block: Int64Column,
+    unique_blocks: int,
+    threshold: float,
+    linear: float,
+    quadratic: float,
+) -> Floats:
+    """Return [2, U + 1] how many more tokens each capacity loads than the one below it, and the seconds they spare.
+
+    A block is a prefix hit at the greatest of the depths up to it. The first one above the threshold brings all before
+    it along.
+    """
+    more = np.zeros((2, unique_blocks + 1))
+    for request in range(len(offsets) - 1):
+        greatest, loaded = 0, 0.0
+        for place in range(read_blocks[request]):
+            depth = depths[offsets[request] + place]
+            if depth == 0:
+                break
+            greatest = max(greatest, depth)
+            tokens = float(min((place + 1) * tokens_per_block[request], input_tokens[request]))
+            if tokens > threshold:
+                more[0, greatest] += tokens - loaded
+                more[1, greatest] += linear * (tokens - loaded) + quadratic * (tokens * tokens - loaded * loaded) / 2
+                loaded = tokens
+    return more
+
+
+def _of_replays(replays: Sequence[Replay], trace: Trace, deployment: Deployment) -> Reuse:
+    ordered = sorted(replays, key=lambda each: each.capacity_blocks)
+    tokens, loaded, spared = [0.0], [0.0], [0.0]
+    for replay in ordered:
+        if replay.request_hits is None:
+            raise OptionError(f"replays: {replay.policy} kept no requests; allowed: replays with keep_requests")
+        hit = hit_tokens(trace, replay.request_hits)
+        worth = loaded_tokens(hit, deployment)
+        tokens.append(float(hit.sum()))
+        loaded.append(float(worth.sum()))
+        spared.append(float(deployment.prefill.saved_seconds(worth).sum()))
+    return Reuse(
+        ordered[0].policy if ordered else "none",
+        np.array([0, *(each.capacity_blocks for each in ordered)]),
+        np.array(tokens),
+        np.array(loaded),
+        np.array(spared),
+        _computed_seconds(trace, deployment),
+    )
+
 
 NEARLY = 0.01
 """How much less than the best a capacity may return to be nearly the best."""
@@ -168,7 +343,7 @@ def returns(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment
         deployment=deployment,
         block_bytes=block_bytes(trace, deployment),
         offered_tokens_per_second=offered,
-        turning_share=_turning_share(reuse, tokens, deployment),
+        turning_share=_break_even_share(reuse, tokens, deployment),
         nodes_without=without * traces_per_second,
         capacity_blocks=reuse.capacity_blocks,
         hit_share=reuse.hit_tokens / tokens,
@@ -179,7 +354,7 @@ def returns(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment
     )
 
 
-def _turning_share(reuse: Reuse, tokens: int, deployment: Deployment) -> float:
+def _break_even_share(reuse: Reuse, tokens: int, deployment: Deployment) -> float:
     mean = reuse.computed_seconds / tokens
     throughput = 1 / mean if mean > 0 else deployment.prefill_tokens_per_second
     return saturation_share(
@@ -188,3 +363,118 @@ def _turning_share(reuse: Reuse, tokens: int, deployment: Deployment) -> float:
         bandwidth=deployment.bandwidth_bytes_per_second,
         usable=deployment.usable_share,
     )
+
+
+# How much of the answer hangs on each input: what the cache returns, and which capacity is best, when one is off.
+
+_CHANGE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Swing:
+    """What one input does at a low and at a high value, all others as they are.
+
+    Attributes:
+        input: name of the field of `Deployment`.
+        low, high: its values; no further than its range goes.
+        low_net, high_net: money per hour at the capacity that is best then.
+        low_blocks, high_blocks: the capacity that is best then.
+    """
+
+    input: str
+    low: float
+    high: float
+    low_net: float
+    high_net: float
+    low_blocks: int
+    high_blocks: int
+
+    @property
+    def width(self) -> float:
+        """Return how far apart the net values are."""
+        return abs(self.high_net - self.low_net)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The best capacity for each of I bandwidths and J prices of storage.
+
+    Attributes:
+        bandwidths: [I] bytes per second of a node's link.
+        prices: [J] of a GiB and month.
+        best_blocks: [I, J] the best capacity.
+        net_per_hour: [I, J] money that it returns.
+    """
+
+    bandwidths: tuple[float, ...]
+    prices: tuple[float, ...]
+    best_blocks: Int64Column
+    net_per_hour: Floats
+
+
+def sensitivity(
+    hits: Curve | Sequence[Replay],
+    trace: Trace,
+    deployment: Deployment,
+) -> tuple[Swing, ...]:
+    """Return the swing of each input that is a fifth off in both directions, the widest first.
+
+    Args:
+        hits, trace, deployment: see `returns`.
+    """
+    swings = []
+    for name, allowed in RANGES.items():
+        value = getattr(deployment, name)
+        ends = allowed.clamp(value * (1 - _CHANGE)), allowed.clamp(value * (1 + _CHANGE))
+        found = [returns(hits, trace, _changed(deployment, name, end)) for end in ends]
+        swings.append(_swing(name, ends, found))
+    return tuple(sorted(swings, key=lambda each: -each.width))
+
+
+def _changed(deployment: Deployment, name: str, value: float) -> Deployment:
+    changes: dict[str, Any] = {name: value}
+    return replace(deployment, **changes)
+
+
+def _swing(name: str, ends: tuple[float, float], found: Sequence[Returns]) -> Swing:
+    (low, low_net), (high, high_net) = ((each, each.net_per_hour) for each in found)
+    return Swing(
+        input=name,
+        low=ends[0],
+        high=ends[1],
+        low_net=float(low_net.max()),
+        high_net=float(high_net.max()),
+        low_blocks=int(low.capacity_blocks[low.best]),
+        high_blocks=int(high.capacity_blocks[high.best]),
+    )
+
+
+def grid(
+    hits: Curve | Sequence[Replay],
+    trace: Trace,
+    deployment: Deployment,
+    *,
+    bandwidths: Sequence[float],
+    prices: Sequence[float],
+) -> Grid:
+    """Return the best capacity for each bandwidth and price of storage.
+
+    Args:
+        hits, trace, deployment: see `returns`.
+        bandwidths: bytes per second.
+        prices: of a GiB and month.
+
+    Raises:
+        OptionError: one of them is out of its range.
+    """
+    best = np.zeros((len(bandwidths), len(prices)), np.int64)
+    net = np.zeros(best.shape)
+    for row, bandwidth in enumerate(bandwidths):
+        wired = replace(deployment, bandwidth_bytes_per_second=bandwidth)
+        found = returns(hits, trace, wired)
+        for column, price in enumerate(prices):
+            # The price of storage changes no node.
+            priced = replace(found, deployment=replace(wired, price_per_gib_month=price))
+            best[row, column] = priced.capacity_blocks[priced.best]
+            net[row, column] = priced.net_per_hour[priced.best]
+    return Grid(tuple(bandwidths), tuple(prices), best, net)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kvcm.optimizer.tiers.budgets import BestSplit, best_split
-from kvcm.optimizer.tiers.outcome import LoadTimes, TierReplay, TierSeries, TierUse
 from kvcm.optimizer.tiers.replaying import KV_BYTES_PER_TOKEN, block_bytes_of, replay_tiers
-from kvcm.optimizer.tiers.splits import SplitCurve, SplitHits, split_curve
-from kvcm.optimizer.tiers.tier import ASSUMED_TIERS, Tier, parse_tiers
+from kvcm.optimizer.tiers.splits import BestSplit, SplitCurve, SplitHits, best_split, split_curve
+from kvcm.optimizer.tiers.tier import ASSUMED_TIERS, LoadTimes, Tier, TierReplay, TierSeries, TierUse, parse_tiers
 
 __all__ = [
     "ASSUMED_TIERS",

@@ -8,19 +8,104 @@ exactly from the runs of distances, in no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb, prod
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcm.optimizer.compiled import compiled
-from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.tiers.outcome import FloatColumn
-from kvcm.optimizer.tiers.runs import Runs, runs_of
-from kvcm.optimizer.tiers.tier import Tier
-from kvcm.optimizer.trace import Int64Column, Trace
+from kvcm.optimizer.curves.recency import lru_depths
+from kvcm.optimizer.errors import OptionError, TraceError
+from kvcm.optimizer.tiers.tier import FloatColumn, Tier
+from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 
-__all__ = ["SplitCurve", "SplitHits", "split_curve"]
+__all__ = ["BestSplit", "Runs", "SplitCurve", "SplitHits", "best_split", "runs_of", "split_curve"]
+
+# Stack distances of what may be part of a prefix, by runs.
+#
+# What one request touched in a row mostly comes again in a row, with one distance. Such runs are fewer than accesses
+# by one or two orders of magnitude.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """K runs, by request and place.
+
+    Attributes:
+        requests: [K] whose blocks they are.
+        counts: [K] blocks.
+        distances: [K] stack distance of each block.
+        furthest: [K] the largest distance in the request up to those blocks.
+        block_tokens: [K] tokens of the prompt in each block.
+        misses: [U + 1] accesses that do not find their block in the newest so many, whether they read or write.
+    """
+
+    requests: Int64Column
+    counts: Int64Column
+    distances: Int64Column
+    furthest: Int64Column
+    block_tokens: Int64Column
+    misses: Int64Column
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+def runs_of(trace: Trace) -> Runs:
+    """Return the runs of a trace; one pass.
+
+    Raises:
+        TraceError: requests read otherwise than a prefix or do not write what they read, so that what they touch
+            depends on the capacity.
+    """
+    if not (trace.is_plain and trace.writes.all()):
+        raise TraceError(f"{trace.name}: has requests that do not read and write plain prefixes; splits need only such")
+    depths = lru_depths(trace.blocks, trace.unique_blocks)
+    table = np.empty((trace.accesses, 5), np.int64)
+    rows = _runs(depths, trace.offsets, trace.read_blocks, trace.input_tokens, trace.tokens_per_block(), table)
+    requests, counts, distances, furthest, tokens = table[:rows].T.copy()
+    return Runs(requests, counts, distances, furthest, tokens, _misses(depths, trace.unique_blocks))
+
+
+def _misses(depths: Int32Column, unique_blocks: int) -> Int64Column:
+    found = np.bincount(depths, minlength=unique_blocks + 1)[: unique_blocks + 1]
+    found[0] = 0
+    misses: Int64Column = len(depths) - np.cumsum(found)
+    return misses
+
+
+@compiled
+def _runs(
+    depths: Int32Column,
+    offsets: Int64Column,
+    read_blocks: Int32Column,
+    input_tokens: Int64Column,
+    block_tokens: Int64Column,
+    table: Int64Column,
+) -> int:
+    """Fill rows of (request, count, distance, furthest, tokens per block) and return how many there are."""
+    rows = 0
+    for request in range(read_blocks.size):
+        size, prompt = block_tokens[request], input_tokens[request]
+        first, furthest = rows, 0
+        for place in range(read_blocks[request]):
+            depth = depths[offsets[request] + place]
+            if depth == 0:
+                break
+            furthest = max(furthest, depth)
+            tokens = min((place + 1) * size, prompt) - min(place * size, prompt)
+            # What has the same distance is no further than the furthest so far.
+            if rows > first and depth == table[rows - 1, 2] and tokens == table[rows - 1, 4]:
+                table[rows - 1, 1] += 1
+                continue
+            table[rows, 0], table[rows, 1], table[rows, 2] = request, 1, depth
+            table[rows, 3], table[rows, 4] = furthest, tokens
+            rows += 1
+    return rows
+
 
 Table = Sequence[Sequence[int]] | Int64Column
 
@@ -62,7 +147,7 @@ class SplitCurve:
         Raises:
             OptionError: they are no table of numbers from 0 on.
         """
-        room = _rooms(capacities)
+        room = _check_capacities(capacities)
         nothing = np.zeros(room.shape[1])
         return self._measure(room, nothing, nothing, 0.0)[0]
 
@@ -88,7 +173,7 @@ class SplitCurve:
         Raises:
             OptionError: capacities are no table of numbers from 0 on, one for each tier.
         """
-        room = _rooms(capacities)
+        room = _check_capacities(capacities)
         if room.shape[1] != len(tiers):
             raise OptionError(
                 f"capacities: rows have {room.shape[1]} numbers; allowed: {len(tiers)}, one for each tier"
@@ -141,7 +226,7 @@ def split_curve(trace: Trace) -> SplitCurve:
     return SplitCurve(runs_of(trace), trace.unique_blocks)
 
 
-def _rooms(capacities: Table) -> Int64Column:
+def _check_capacities(capacities: Table) -> Int64Column:
     try:
         room = np.array(capacities, np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -192,3 +277,199 @@ def _split(
                     loading[split, level] += 1
                     seconds += latency[level] + found[level] * per_block[level]
             saved[split] += max(0.0, prefix_tokens * per_token - seconds)
+
+
+# The best split of a budget among tiers.
+
+_MOST_SPLITS = 3000
+_ROUNDING = 1 + 1e-12
+"""So that money for ten blocks buys ten."""
+
+
+class _Worth(NamedTuple):
+    """What is compared: seconds saved first."""
+
+    saved_seconds: float
+    kept: float
+
+
+@dataclass(frozen=True, slots=True)
+class BestSplit:
+    """The split that saves most.
+
+    Attributes:
+        capacities: blocks of each tier.
+        price_per_month: of them; at most the budget.
+        saved_seconds: prefill over the trace, less loading.
+        prefix_blocks: of each tier.
+        prefix_tokens: of each tier.
+        tried: splits that were looked at.
+    """
+
+    capacities: tuple[int, ...]
+    price_per_month: float
+    saved_seconds: float
+    prefix_blocks: tuple[int, ...]
+    prefix_tokens: tuple[int, ...]
+    tried: int
+
+
+def best_split(
+    curve: SplitCurve,
+    tiers: Sequence[Tier],
+    budget_per_month: float,
+    *,
+    block_bytes: int,
+    recompute_seconds_per_token: float,
+    most_splits: int = _MOST_SPLITS,
+) -> BestSplit:
+    """Return how to spend a monthly budget on tiers so that most seconds are saved (`SplitCurve.saved_seconds`).
+
+    Tiers without a price get all the room they may have. Where there are at most `most_splits` ways to buy blocks, all
+    are tried. Otherwise the budget is cut into equal parts, and every way to hand them out, or to keep some, is tried;
+    from the best of these money is moved between tiers in ever smaller amounts, as long as that helps. So the result is
+    the best of that grid or better, though a better split may still lie between.
+
+    Args:
+        curve: of the trace.
+        tiers: the fastest first; a capacity is the most that a tier may have, 0 being no limit.
+        budget_per_month: in the currency of the tiers' prices.
+        block_bytes: of a block.
+        recompute_seconds_per_token: 1/P.
+        most_splits: that are tried before the best of them is refined, which tries some twice as many; each takes time
+            that grows with the runs of the curve.
+
+    Raises:
+        OptionError: there are no tiers, or a number is out of its range.
+    """
+    _check(tiers, budget_per_month, block_bytes, recompute_seconds_per_token)
+    search = _Search(curve, tiers, budget_per_month, block_bytes, recompute_seconds_per_token, most_splits)
+    every = search.every()
+    capacities, worth = search.best(every) if len(every) else search.refined()
+    hits = curve.at(capacities[None])
+    return BestSplit(
+        tuple(capacities.tolist()),
+        -worth.kept,
+        worth.saved_seconds,
+        tuple(hits.prefix_blocks[0].tolist()),
+        tuple(hits.prefix_tokens[0].tolist()),
+        search.tried,
+    )
+
+
+def _check(
+    tiers: Sequence[Tier],
+    budget_per_month: float,
+    block_bytes: int,
+    recompute_seconds_per_token: float,
+) -> None:
+    if not tiers:
+        raise OptionError("tiers: there are none to split a budget among; allowed: one or more")
+    for field, value in (
+        ("budget_per_month", budget_per_month),
+        ("block_bytes", block_bytes),
+        ("recompute_seconds_per_token", recompute_seconds_per_token),
+    ):
+        if not 0 <= value < 1e18:
+            raise OptionError(f"{field} is {value}; allowed: 0 or more, below 1e18")
+
+
+class _Search:
+    """Tries splits; money that is kept is the last of the shares."""
+
+    def __init__(
+        self,
+        curve: SplitCurve,
+        tiers: Sequence[Tier],
+        budget: float,
+        block_bytes: int,
+        recompute_seconds_per_token: float,
+        most_splits: int,
+    ) -> None:
+        self._curve = curve
+        self._tiers = tiers
+        self._budget = budget
+        self._block_bytes = block_bytes
+        self._recompute_seconds_per_token = recompute_seconds_per_token
+        self.block_prices = np.array([tier.price_per_gib_month * block_bytes / 2**30 for tier in tiers])
+        self._limits = np.array(
+            [min(tier.capacity_blocks or curve.unique_blocks, curve.unique_blocks) for tier in tiers]
+        )
+        self._priced = np.flatnonzero(self.block_prices)
+        self._most = most_splits
+        self._parts = _parts_of(len(self._priced), most_splits)
+        self.tried = 0
+
+    def every(self) -> Int64Column:
+        """Return [S, T] all capacities that the budget pays; none if there are too many."""
+        least, most = self._limits.copy(), self._limits.copy()
+        least[self._priced] = 0
+        bought = np.floor(self._budget / self.block_prices[self._priced] * _ROUNDING)
+        most[self._priced] = np.minimum(most[self._priced], bought)
+        if prod((most - least + 1).tolist()) > self._most:
+            return np.zeros((0, len(most)), np.int64)
+        ranges = [np.arange(low, high + 1) for low, high in zip(least, most, strict=True)]
+        table = np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, len(ranges))
+        affordable: Int64Column = table[table @ self.block_prices <= self._budget * _ROUNDING]
+        return affordable
+
+    def refined(self) -> tuple[Int64Column, _Worth]:
+        """Return capacities from which moving money between two tiers does not help any more, and their worth."""
+        shares, capacities, worth = self._best_shares(self._hand_outs())
+        amount = self._budget / self._parts
+        least = self.block_prices[self._priced].min()
+        while amount >= least and self.tried < 3 * self._most:
+            moved, bought, better = self._best_shares(np.array(list(_moves(shares, amount))))
+            if better > worth:
+                shares, capacities, worth = moved, bought, better
+            else:
+                amount /= 2
+        return capacities, worth
+
+    def best(self, capacities: Int64Column) -> tuple[Int64Column, _Worth]:
+        """Return the capacities among [S, T] that save most, the cheapest of several, and their worth."""
+        place, worth = self._best_of(capacities)
+        return capacities[place], worth
+
+    def _best_shares(self, shares: FloatColumn) -> tuple[FloatColumn, Int64Column, _Worth]:
+        blocks = np.tile(self._limits, (len(shares), 1))
+        bought = np.floor(shares[:, :-1] / self.block_prices[self._priced] * _ROUNDING)
+        blocks[:, self._priced] = np.minimum(bought, self._limits[self._priced]).astype(np.int64)
+        place, worth = self._best_of(blocks)
+        return shares[place], blocks[place], worth
+
+    def _hand_outs(self) -> FloatColumn:
+        """Return [S, P + 1] money for tiers with a price, the last being kept: each way to hand out equal parts."""
+        ends = len(self._priced) + self._parts
+        rows = [np.diff([-1, *bars, ends]) - 1 for bars in combinations(range(ends), len(self._priced))]
+        return np.array(rows) * (self._budget / self._parts)
+
+    def _best_of(self, capacities: Int64Column) -> tuple[int, _Worth]:
+        saved = self._curve.saved_seconds(
+            self._tiers,
+            capacities,
+            block_bytes=self._block_bytes,
+            recompute_seconds_per_token=self._recompute_seconds_per_token,
+        )
+        self.tried += len(capacities)
+        prices = capacities @ self.block_prices
+        best = int(np.lexsort((prices, -saved))[0])
+        return best, _Worth(float(saved[best]), -float(prices[best]))
+
+
+def _parts_of(priced: int, most_splits: int) -> int:
+    """Return into how many parts a budget is cut, so that there are at most so many ways to hand them out."""
+    parts = 1
+    while parts < 256 and comb(parts + 1 + priced, priced) <= most_splits:
+        parts += 1
+    return parts
+
+
+def _moves(shares: FloatColumn, amount: float) -> Iterator[FloatColumn]:
+    for giver in range(len(shares)):
+        for taker in range(len(shares)):
+            moved = shares.copy()
+            given = min(amount, float(shares[giver]))
+            moved[giver] -= given
+            moved[taker] += given
+            yield moved

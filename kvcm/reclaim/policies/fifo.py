@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcm.reclaim.policies.ordered import Ordered
-from kvcm.reclaim.policies.policy import Summary
+from kvcm.reclaim.policies.policy import Ordered, Summary
 
 __all__ = ["Fifo"]
 

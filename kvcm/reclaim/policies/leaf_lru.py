@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcm.reclaim.policies.ordered import Ordered
-from kvcm.reclaim.policies.policy import IsLeaf, Summary
-from kvcm.reclaim.policies.queue import END, Cursor
+from kvcm.reclaim.policies.policy import END, Cursor, IsLeaf, Ordered, Summary
 
 __all__ = ["LeafLru"]
 
-_MOST_LOOKS = 64
+_MOST_CANDIDATES = 64
 
 
 class LeafLru(Ordered):
@@ -89,7 +87,7 @@ class LeafLru(Ordered):
     def _oldest_leaf(self, passed: set[int]) -> int:
         """Return the oldest leaf if it is near the old end of the queue, the end if it is not."""
         slot = self._queue.newer(END)
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_MOST_CANDIDATES):
             if slot < 0 or (slot not in passed and self._is_leaf(slot)):
                 return slot
             slot = self._queue.newer(slot)

@@ -14,9 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from kvcm.reclaim.policies.ordered import Ordered
-from kvcm.reclaim.policies.policy import Summary
-from kvcm.reclaim.policies.queue import END
+from kvcm.reclaim.policies.policy import END, Ordered, Summary
 
 __all__ = ["Lfu"]
 

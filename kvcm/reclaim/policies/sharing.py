@@ -36,11 +36,11 @@ class Sharing:
         self._taken: Counter[int] = Counter()
         self._part = max(0, sum(used.values()) - amount) / (sum(weights.values()) or 1.0)
 
-    def took(self, uid: int, amount: int) -> None:
+    def record(self, uid: int, amount: int) -> None:
         """Note what an instance gave."""
         self._taken[uid] += amount
 
-    def turn(self, uid: int, age: float) -> tuple[float, float]:
+    def priority(self, uid: int, age: float) -> tuple[float, float]:
         """Return where an instance stands: the smallest gives next.
 
         Args:

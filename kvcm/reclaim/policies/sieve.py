@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcm.reclaim.policies.policy import Summary
-from kvcm.reclaim.policies.queue import END, Cursor, Links, Queue
+from kvcm.reclaim.policies.policy import END, Cursor, SlotLinks, SlotQueue, Summary
 
 __all__ = ["Sieve"]
 
@@ -20,8 +19,8 @@ class Sieve:
     __slots__ = ("_hand", "_links", "_queue", "_visited")
 
     def __init__(self) -> None:
-        self._links = Links()
-        self._queue = Queue(self._links)
+        self._links = SlotLinks()
+        self._queue = SlotQueue(self._links)
         self._visited = self._links.column("B")
         self._hand = END  # the next slot to look at; the oldest when it is the end
 

@@ -7,14 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.changing import unless_absent
-from kvcm.service.rest.documents import Document, NamePath
-from kvcm.service.rest.etags import check_preconditions, etag_of
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.names import encoded_name
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.routing import add_route, answer, answer_item, not_found
+from kvcm.service.rest.calls import CallRunner, change_existing
+from kvcm.service.rest.conversion import encode_name, message_to_dict
+from kvcm.service.rest.documents import Document, NamePath, Page, PageQuery, page_of
+from kvcm.service.rest.routing import add_route, answer, answer_item, check_preconditions, etag_of, not_found
 
 __all__ = ["AccountDocument", "AccountResource", "NewAccountDocument", "PasswordDocument"]
 
@@ -55,7 +51,7 @@ class AccountResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -85,14 +81,14 @@ class AccountResource:
             check_preconditions(request.headers, None if known is None else etag_of(known))
         await self._book.run(request, "AdminService.AddAccount", user_name=name, **body.model_dump())
         account = {"user_name": name, "role": body.role}
-        return answer_item(request, account, etag_of(account), 201, {"location": f"/v1/accounts/{encoded_name(name)}"})
+        return answer_item(request, account, etag_of(account), 201, {"location": f"/v1/accounts/{encode_name(name)}"})
 
     async def delete_account(self, request: Request, name: NamePath) -> Response:
         """Delete an account."""
         if "if-match" in request.headers:
             check_preconditions(request.headers, etag_of(await self._existing(request, name)))
         removal = self._book.run(request, "AdminService.DeleteAccount", user_name=name)
-        await unless_absent(removal, lambda: self._existing(request, name))
+        await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def set_account_password(
@@ -100,12 +96,12 @@ class AccountResource:
     ) -> Response:
         """Change the password of an account, or give it one, and end its logins."""
         change = self._book.run(request, "AccessService.SetPassword", user_name=name, **body.model_dump())
-        await unless_absent(change, lambda: self._existing(request, name))
+        await change_existing(change, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _all(self, request: Request) -> list[dict[str, Any]]:
         listed = await self._book.run(request, "AdminService.ListAccount")
-        return [plain(account) for account in listed.accounts]
+        return [message_to_dict(account) for account in listed.accounts]
 
     async def _find(self, request: Request, name: str) -> dict[str, Any] | None:
         found = [account for account in await self._all(request) if account["user_name"] == name]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvcm.service.rest.call_book import CallBook
+from kvcm.service.rest.calls import CallRunner
+from kvcm.service.rest.conversion import message_to_dict
 from kvcm.service.rest.documents import Document, Int64
-from kvcm.service.rest.messages import plain
 from kvcm.service.rest.routing import add_route, answer
 
 __all__ = ["AlertDocument", "AlertResource", "AlertsDocument"]
@@ -67,7 +67,7 @@ class AlertResource:
         book: runs the call behind it.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -77,7 +77,7 @@ class AlertResource:
     async def list_alerts(self, request: Request, query: Annotated[AlertQuery, Query()]) -> Response:
         """Tell what is wrong, why, and what to do. Who is limited to groups hears of its groups."""
         listed = await self._book.run(request, "InsightService.ListAlerts", instance_group=query.group)
-        return answer({"items": [_alert(plain(alert)) for alert in listed.alerts]})
+        return answer({"items": [_alert(message_to_dict(alert)) for alert in listed.alerts]})
 
 
 def _alert(alert: dict[str, Any]) -> dict[str, Any]:

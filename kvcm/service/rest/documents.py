@@ -6,18 +6,22 @@ texts, since they do not fit into the numbers of many JSON readers. Enums are th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+import base64
+import json
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from fastapi import Path
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.names import check_name
-from kvcm.service.request_sizes import MOST_ENTRIES, MOST_FREE_TEXT_BYTES, MOST_TEXT_BYTES
-from kvcm.service.rest.names import decoded_name
+from kvcm.model.uri import check_name
+from kvcm.service.rejections import FieldError, Problem, ProblemError
+from kvcm.service.request_limits import MAX_ENTRIES, MAX_FREE_TEXT_BYTES, MAX_TEXT_BYTES
+from kvcm.service.rest.conversion import decode_name, message_to_dict
 
 __all__ = [
-    "MOST_ENTRIES",
+    "MAX_ENTRIES",
     "BlockKey",
     "Document",
     "FreeText",
@@ -25,11 +29,14 @@ __all__ = [
     "Int64",
     "Name",
     "NamePath",
+    "Page",
+    "PageQuery",
     "Ratio",
     "StoragePath",
     "Text",
     "TokenPath",
     "Whole",
+    "page_of",
 ]
 
 _INT64: Final = 1 << 63
@@ -45,18 +52,18 @@ class Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-def _whole(value: Any) -> Any:
+def _json_integer(value: Any) -> Any:
     """Take 5.0 for 5, as JSON Schema does; floats that have lost digits are no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(_json_integer)]
 Int32 = Annotated[Whole, Field(ge=-_INT32, lt=_INT32)]
 Int64 = Annotated[Whole, Field(ge=-_INT64, lt=_INT64)]
 Ratio = float
-Text = Annotated[str, Field(max_length=MOST_TEXT_BYTES)]
-Name = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_BYTES)]
-FreeText = Annotated[str, Field(max_length=MOST_FREE_TEXT_BYTES)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+FreeText = Annotated[str, Field(max_length=MAX_FREE_TEXT_BYTES)]
 BlockKey = Annotated[str, Field(pattern=r"^-?(0|[1-9][0-9]{0,18})$", examples=["9007199254740993"])]
 
 
@@ -66,7 +73,7 @@ def _name(value: Any) -> str:
     Raises:
         ValueError: it cannot be the name of anything.
     """
-    name = decoded_name(value)
+    name = decode_name(value)
     try:
         check_name("it", name)
     except InvalidArgumentError as error:
@@ -74,7 +81,7 @@ def _name(value: Any) -> str:
     return name
 
 
-def _shown(**keywords: Any) -> WithJsonSchema:
+def _schema(**keywords: Any) -> WithJsonSchema:
     """Return what the document says of a parameter whose validators hide it."""
     return WithJsonSchema({"type": "string", **keywords})
 
@@ -83,17 +90,98 @@ NamePath = Annotated[
     str,
     BeforeValidator(_name),
     Path(description="The name, percent-encoded as one path component: `/` is `%2F`.", min_length=1, max_length=256),
-    _shown(pattern=r"^[^\u0000-\u001f\u007f-\u009f]+$", maxLength=256),
+    _schema(pattern=r"^[^\u0000-\u001f\u007f-\u009f]+$", maxLength=256),
 ]
 StoragePath = Annotated[
     str,
-    BeforeValidator(decoded_name),
+    BeforeValidator(decode_name),
     Path(description="The storage's name.", pattern=_STORAGE),
-    _shown(pattern=_STORAGE),
+    _schema(pattern=_STORAGE),
 ]
 TokenPath = Annotated[
     str,
-    BeforeValidator(decoded_name),
+    BeforeValidator(decode_name),
     Path(description="The id.", pattern=_ID),
-    _shown(pattern=_ID),
+    _schema(pattern=_ID),
 ]
+
+# Pages of lists: each begins behind the last entry of the one before, so entries may come and go meanwhile.
+
+Item = TypeVar("Item")
+Key = tuple[str | int, ...]
+_MAX_TOKEN_CHARACTERS = 4096
+
+
+class Page(Document, Generic[Item]):
+    """Some entries of a list."""
+
+    items: list[Item]
+    """The entries, ordered by name."""
+    next_page_token: str | None
+    """What to send as `page_token` for those that follow; null when there are none."""
+
+
+class PageQuery(BaseModel):
+    """Which page of a list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: Annotated[int, Field(ge=1, le=1000, description="Most entries of one page.")] = 100
+    page_token: Annotated[
+        str,
+        Field(
+            max_length=_MAX_TOKEN_CHARACTERS, description="`next_page_token` of the page before; none for the first."
+        ),
+    ] = ""
+
+
+def page_of(
+    items: Iterable[Any], key: Callable[[Any], Key], query: PageQuery, show: Callable[[Any], Any] = message_to_dict
+) -> dict[str, Any]:
+    """Return one page.
+
+    Args:
+        items: all entries, in any order.
+        key: that orders them, and is each one's own.
+        query: which page.
+        show: makes documents of entries; only of those on the page, since there may be many.
+
+    Raises:
+        ProblemError: 400, the token is none of ours.
+    """
+    ordered = sorted(items, key=key)
+    if query.page_token:
+        behind = _read(query.page_token, len(key(ordered[0])) if ordered else 0)
+        ordered = [item for item in ordered if _is_behind(key(item), behind)]
+    page = ordered[: query.limit]
+    token = _token(key(page[-1])) if len(ordered) > len(page) else None
+    return {"items": [show(item) for item in page], "next_page_token": token}
+
+
+def _is_behind(key: Key, behind: Key) -> bool:
+    try:
+        return key > behind
+    except TypeError:
+        raise _refused() from None
+
+
+def _token(key: Key) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode().rstrip("=")
+
+
+def _read(token: str, length: int) -> Key:
+    try:
+        padded = token.encode("ascii") + b"=" * (-len(token) % 4)
+        key = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (ValueError, RecursionError):
+        raise _refused() from None
+    if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
+        raise _refused()
+    if length and len(key) != length:
+        raise _refused()
+    return tuple(key)
+
+
+def _refused() -> ProblemError:
+    error = FieldError("query.page_token", None, "the next_page_token of an earlier page of this list")
+    return ProblemError(Problem(400, "page_token is none of this list: begin again without one", errors=[error]))

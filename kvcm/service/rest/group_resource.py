@@ -2,27 +2,250 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import Field
 
 from kvcm.model.errors import ErrorCode
-from kvcm.service.rest.call_book import CallBook, RefusedError
-from kvcm.service.rest.changing import MOST_TRIES, check_same_name, fields_of, lost, merged, unless_absent
-from kvcm.service.rest.documents import NamePath
-from kvcm.service.rest.etags import check_preconditions, etag_of
-from kvcm.service.rest.group_documents import GroupDocument
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.names import encoded_name
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.routing import MERGE_PATCH, add_route, answer, answer_item, not_found
+from kvcm.service.rejections import Problem, ProblemError
+from kvcm.service.rest.calls import (
+    MAX_ATTEMPTS,
+    CallRefusedError,
+    CallRunner,
+    apply_patch,
+    change_existing,
+    check_same_name,
+    conflict,
+    fields_of,
+)
+from kvcm.service.rest.conversion import encode_name, message_to_dict
+from kvcm.service.rest.documents import (
+    MAX_ENTRIES,
+    Document,
+    FreeText,
+    Int32,
+    Int64,
+    Name,
+    NamePath,
+    Page,
+    PageQuery,
+    Ratio,
+    Text,
+    page_of,
+)
+from kvcm.service.rest.routing import (
+    MERGE_PATCH,
+    add_route,
+    answer,
+    answer_item,
+    check_preconditions,
+    etag_of,
+    not_found,
+)
 
-__all__ = ["GroupResource"]
+__all__ = ["CurveDocument", "CurveResource", "GroupDocument", "GroupResource", "StorageTypeName"]
+
+# Instance groups as JSON documents.
+
+StorageTypeName = Literal[
+    "ST_UNSPECIFIED", "ST_3FS", "ST_MOONCAKE", "ST_TAIRMEMPOOL", "ST_NFS", "ST_VCNS_3FS", "ST_DUMMY"
+]
+_Policy = Literal["POLICY_UNSPECIFIED", "POLICY_LRU", "POLICY_LFU", "POLICY_TTL"]
+_Strategy = Literal[
+    "CPS_UNSPECIFIED", "CPS_ALWAYS_3FS", "CPS_PREFER_3FS", "CPS_ALWAYS_MOONCAKE", "CPS_PREFER_MOONCAKE",
+    "CPS_ALWAYS_TAIR_MEMPOOL", "CPS_PREFER_TAIR_MEMPOOL", "CPS_ALWAYS_VCNS_3FS", "CPS_PREFER_VCNS_3FS",
+]  # fmt: skip
+
+
+class TriggerStrategyDocument(Document):
+    """When reclaiming begins."""
+
+    used_size: Int64 = 0
+    """Bytes in use above which reclaiming begins; 0 = not used."""
+    used_percentage: Ratio = 0.0
+    """Share of a limit above which reclaiming begins, as a ratio; above 1 is never; 0 = not used."""
+    hysteresis: Ratio | None = None
+    """How far below the mark reclaiming goes, as a ratio of the same limit; unset = 0.02."""
+
+
+class EvictionPolicyDocument(Document):
+    """Order and age of eviction."""
+
+    name: Text = ""
+    """lru, lfu, ttl, fifo, sieve, s3fifo or leaf_lru; empty = as the level above says."""
+    ttl_seconds: Int64 = 0
+    """Blocks leave at this age although there is room; 0 = never."""
+    ttl_sliding: bool = False
+    """Whether age counts from the last read; from the write otherwise."""
+
+
+class PrefixClassDocument(Document):
+    """A class of blocks: those that fit every condition set here."""
+
+    name: Text
+    """Name in metrics and messages, unique in the group."""
+    min_depth: Int32 = 0
+    """Least depth in the prefix chain, counted from 0."""
+    end_depth: Int32 = 0
+    """Depth from which on blocks are not of this class; 0 = no limit."""
+    min_reads: Int32 = 0
+    """Least number of reads since the block was stored."""
+    instance_ids: list[Text] = Field(default_factory=list, max_length=MAX_ENTRIES)
+    """Instances whose blocks it takes; empty = all of the group."""
+    priority: Int32 = 0
+    """Blocks of a lower priority leave first; others have 0."""
+    policy: EvictionPolicyDocument | None = None
+    """Order and age of these blocks."""
+    budget: Ratio = 0.0
+    """Share of the group's quota, as a ratio: above it the class gives up blocks before any other; 0 = no limit."""
+
+
+class InstanceOverrideDocument(Document):
+    """What one instance does differently from its group."""
+
+    instance_id: Text
+    """The instance; it need not be registered yet."""
+    policy: EvictionPolicyDocument | None = None
+    """Order and age of its blocks."""
+    weight: Ratio = 0.0
+    """How much of the group's capacity it deserves beside others, which have 1; 0 = 1."""
+
+
+class ReclaimStrategyDocument(Document):
+    """How a group gives space back."""
+
+    storage_unique_name: Text = "any"
+    """Has no effect; the original requires it."""
+    reclaim_policy: _Policy = "POLICY_UNSPECIFIED"
+    """Which blocks leave first; `policy.name` wins where it is set."""
+    trigger_strategy: TriggerStrategyDocument = TriggerStrategyDocument(used_percentage=0.8)
+    """When reclaiming begins; left out: above 0.8 of any limit."""
+    trigger_period_seconds: Int32 = 0
+    """Seconds between checks."""
+    reclaim_step_size: Int32 = 0
+    """Bytes to reclaim in one step."""
+    reclaim_step_percentage: Int32 = 0
+    """Share of the quota to reclaim in one step, in percent."""
+    delay_before_delete_ms: Int32 = 0
+    """How long a location stays readable for those who hold it after it vanished from answers."""
+    policy: EvictionPolicyDocument | None = None
+    """Which blocks leave first, by name, and after what time they leave anyway."""
+    share: Text = ""
+    """Which instance of the group gives up blocks: `group_lru` (or empty), `proportional` or `fixed`."""
+    prefix_classes: list[PrefixClassDocument] = Field(default_factory=list, max_length=MAX_ENTRIES)
+    """Blocks that are treated apart; of several rules that fit a block the first one counts."""
+    instance_overrides: Annotated[list[InstanceOverrideDocument], Field(max_length=MAX_ENTRIES)] = Field(
+        default_factory=list
+    )
+    """What single instances do differently."""
+
+
+class MetaStorageDocument(Document):
+    """Where metadata is stored: there is one store per deployment, which this has to agree with."""
+
+    storage_type: Text = "local"
+    """`local` or `redis`."""
+    storage_uri: Text = ""
+    """Address of the store; of type `local` it is ignored."""
+
+
+class MetaCachePolicyDocument(Document):
+    """Cache in front of the metadata store."""
+
+    capacity: Int64 = 0
+    """Size in MB; 0 = no cache."""
+    type: Text = "LRU"
+    """Name of the policy."""
+    cache_shard_bits: Int32 = 0
+    """Binary logarithm of the number of shards."""
+    high_pri_pool_ratio: Ratio = 0.0
+    """Share of the cache kept for entries of high priority."""
+
+
+class MetaIndexerDocument(Document):
+    """Metadata index of each instance of a group."""
+
+    max_key_count: Int64 = 0
+    """Most keys that one instance may have; 0 = not limited."""
+    mutex_shard_num: Int64 = 0
+    """Number of lock shards: a power of two, at most max_key_count; 0 = the manager's choice."""
+    batch_key_size: Int64 = 0
+    """Keys handled under one lock."""
+    meta_storage_backend_config: MetaStorageDocument = MetaStorageDocument()
+    """Where metadata is stored."""
+    meta_cache_policy_config: MetaCachePolicyDocument = MetaCachePolicyDocument()
+    """Cache in front of it."""
+
+
+class CacheConfigDocument(Document):
+    """How a group caches."""
+
+    reclaim_strategy: ReclaimStrategyDocument = ReclaimStrategyDocument()
+    """How space is given back."""
+    data_storage_strategy: _Strategy = "CPS_PREFER_3FS"
+    """Which storage gets new blocks. ALWAYS fails without that kind, PREFER falls back to the first candidate."""
+    meta_indexer_config: MetaIndexerDocument = MetaIndexerDocument()
+    """Metadata index."""
+
+
+class TypeQuotaDocument(Document):
+    """Quota of one kind of storage."""
+
+    storage_type: StorageTypeName
+    """The kind."""
+    capacity: Int64 = 0
+    """Bytes allowed on it."""
+
+
+class GroupQuotaDocument(Document):
+    """Quota of a group."""
+
+    capacity: Int64 = 0
+    """Bytes allowed in all."""
+    quota_config: list[TypeQuotaDocument] = Field(default_factory=list, max_length=MAX_ENTRIES)
+    """Limits of single kinds of storage."""
+
+
+class StorageGuaranteeDocument(Document):
+    """A minimum of bytes that a group can always have on a storage that it shares."""
+
+    storage_unique_name: Text
+    """The storage."""
+    guaranteed_bytes: Int64 = 0
+    """Bytes."""
+
+
+class GroupDocument(Document):
+    """Instances that share one quota."""
+
+    name: Text = ""
+    """Its name; that of the path where it is left out."""
+    storage_candidates: Annotated[list[Name], Field(min_length=1, max_length=MAX_ENTRIES)]
+    """Names of the storages that the group may use, in order of preference."""
+    global_quota_group_name: Name
+    """Name of the quota that the group draws from, together with the others that name it."""
+    max_instance_count: Int64 = 0
+    """Most instances that the group may have."""
+    quota: GroupQuotaDocument | None = None
+    """Bytes that the group may use; unset = nothing may be written."""
+    cache_config: CacheConfigDocument = CacheConfigDocument()
+    """How the group caches."""
+    user_data: FreeText = ""
+    """Free text."""
+    version: Annotated[Int64, Field(json_schema_extra={"readOnly": True})] = 0
+    """Grows with every change. The manager counts: what is sent is ignored."""
+    storage_guarantees: Annotated[list[StorageGuaranteeDocument], Field(max_length=MAX_ENTRIES)] = Field(
+        default_factory=list
+    )
+    """Bytes on storages that no other group may take."""
+    pin_budget_bytes: Int64 = 0
+    """Bytes that pins of the group may hold at most; 0 = nothing can be pinned."""
+
 
 _CREATE = "AdminService.CreateInstanceGroup"
 _UPDATE = "AdminService.UpdateInstanceGroup"
 _GET = "AdminService.GetInstanceGroup"
-
 _Group = dict[str, Any]
 
 
@@ -33,7 +256,7 @@ class GroupResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -58,32 +281,32 @@ class GroupResource:
     async def put_group(self, request: Request, name: NamePath, body: Annotated[GroupDocument, Body()]) -> Response:
         """Create or replace a group. `If-None-Match: *` only creates, `If-Match` only replaces that state."""
         check_same_name("name", body.name, name)
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_ATTEMPTS):
             known = await self._find(request, name)
             check_preconditions(request.headers, None if known is None else _tag(known))
             if await self._store(request, fields_of(body, name=name), known):
                 return await self._stored(request, name, 201 if known is None else 200)
-        raise lost(request, name)
+        raise conflict(request, name)
 
     async def patch_group(
         self, request: Request, name: NamePath, body: Annotated[dict[str, Any], Body(media_type=MERGE_PATCH)]
     ) -> Response:
         """Change fields of a group by a JSON merge patch (RFC 7396): null takes a field back to its default."""
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_ATTEMPTS):
             known = await self._existing(request, name)
             check_preconditions(request.headers, _tag(known))
-            wanted = merged(GroupDocument, known, body)
+            wanted = apply_patch(GroupDocument, known, body)
             check_same_name("name", wanted.name, name)
             if await self._store(request, fields_of(wanted, name=name), known):
                 return await self._stored(request, name, 200)
-        raise lost(request, name)
+        raise conflict(request, name)
 
     async def delete_group(self, request: Request, name: NamePath) -> Response:
         """Remove a group. Its instances stay readable and refuse writes."""
         if "if-match" in request.headers:
             check_preconditions(request.headers, _tag(await self._existing(request, name)))
         removal = self._book.run(request, "AdminService.RemoveInstanceGroup", name=name)
-        await unless_absent(removal, lambda: self._existing(request, name))
+        await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _store(self, request: Request, group: _Group, known: _Group | None) -> bool:
@@ -99,7 +322,7 @@ class GroupResource:
                 version = known["version"]
                 newer = {**group, "version": version + 1}
                 await self._book.run(request, _UPDATE, instance_group=newer, current_version=version)
-        except RefusedError as error:
+        except CallRefusedError as error:
             if error.code not in {ErrorCode.INVALID_ARGUMENT, ErrorCode.DUPLICATE_ENTITY}:
                 raise
             now = await self._find(request, group["name"])
@@ -110,7 +333,7 @@ class GroupResource:
 
     async def _find(self, request: Request, name: str) -> _Group | None:
         found = await self._book.find(request, _GET, name=name)
-        return None if found is None else plain(found.instance_group)
+        return None if found is None else message_to_dict(found.instance_group)
 
     async def _existing(self, request: Request, name: str) -> _Group:
         if (group := await self._find(request, name)) is None:
@@ -119,9 +342,95 @@ class GroupResource:
 
     async def _stored(self, request: Request, name: str, status: int) -> Response:
         group = await self._existing(request, name)
-        headers = {"location": f"/v1/groups/{encoded_name(name)}"} if status == 201 else None
+        headers = {"location": f"/v1/groups/{encode_name(name)}"} if status == 201 else None
         return answer_item(request, group, _tag(group), status, headers)
 
 
 def _tag(group: _Group) -> str:
     return etag_of(group, group["version"])
+
+
+# /v1/groups/{name}/curve.
+
+
+class CurvePointDocument(Document):
+    """One point of a curve."""
+
+    bytes: Int64
+    """Capacity."""
+    hit_ratio: Ratio
+    """Share of the blocks asked for that are found with it."""
+
+
+class CurveTargetDocument(Document):
+    """A capacity that gives a part of the attainable hits."""
+
+    part: Ratio
+    """The part."""
+    hit_ratio: Ratio
+    """The share of the blocks asked for which that is."""
+    bytes: Int64
+    """The capacity."""
+
+
+class CurvePresentDocument(Document):
+    """Where a group stands on its curve."""
+
+    quota_bytes: Int64
+    """Its quota."""
+    kept_bytes: Int64
+    """What eviction keeps it at: the soft mark, or the quota where there is none."""
+    used_bytes: Int64
+    """What it uses."""
+    predicted_ratio: Ratio
+    """Share of the blocks asked for that are found with `kept_bytes`."""
+
+
+class CurveDocument(Document):
+    """What capacity is worth to a group, estimated from a sample of the lookups of the manager that answers."""
+
+    since_ms: Int64
+    """Since when lookups of the group are counted, unix time in ms. What is older than an hour counts half, and so
+    on."""
+    lookups: Int64
+    """Blocks that were asked for, older ones counted less."""
+    sampled_keys: Int64
+    """Keys that are followed."""
+    attainable_ratio: Ratio
+    """Share of the blocks asked for that a cache of any size would find."""
+    points: list[CurvePointDocument]
+    """The curve, ascending: where it rises."""
+    targets: list[CurveTargetDocument]
+    """Capacities for 60, 80, 90, 95 and 99 % of what is attainable; empty while nothing was found again."""
+    present: CurvePresentDocument
+    """Where the group stands now."""
+
+
+class CurveResource:
+    """Curves of groups.
+
+    Args:
+        book: runs the calls behind it.
+    """
+
+    def __init__(self, book: CallRunner) -> None:
+        self._book = book
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the route."""
+        path = "/v1/groups/{name}/curve"
+        add_route(router, "GET", path, self.get_group_curve, CurveDocument, problems=[404, 409])
+
+    async def get_group_curve(self, request: Request, name: NamePath) -> Response:
+        """Tell what more or less capacity is worth to a group. 409 while there is no estimate: `detail` says what to
+        set, or what to wait for."""
+        look = self._book.run(request, "InsightService.GetCurve", instance_group=name)
+        found = message_to_dict(await change_existing(look, lambda: self._check_group(request, name)))
+        why_not = found.pop("why_not")
+        if not found.pop("is_known"):
+            raise ProblemError(Problem(409, f"of group {name!r} there is no estimate: {why_not}"))
+        return answer(found)
+
+    async def _check_group(self, request: Request, name: str) -> None:
+        if await self._book.find(request, "AdminService.GetInstanceGroup", name=name) is None:
+            raise not_found("group", name)

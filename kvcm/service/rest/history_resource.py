@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvcm.model.principals import Principal
 from kvcm.service.calls import LOCAL, Arrival
-from kvcm.service.http_app import ARRIVAL
+from kvcm.service.http_server import ARRIVAL
+from kvcm.service.rejections import Problem, ProblemError
 from kvcm.service.rest.documents import Document, Int64
-from kvcm.service.rest.problem import Problem, ProblemError
 from kvcm.service.rest.routing import add_route, answer, not_found
-from kvcm.service.vitals.history import LONGEST_SECONDS
-from kvcm.service.vitals.spans import HistorySpan
-from kvcm.service.vitals.watch import VitalsWatch
+from kvcm.service.vitals import VitalsWatch
+from kvcm.service.vitals_history import LONGEST_SECONDS, HistoryRange
+from kvcm.telemetry.events import RecentAccesses
 
-__all__ = ["HistoryResource"]
+__all__ = ["EventResource", "HistoryResource"]
 
 
 class SeriesDocument(Document):
@@ -76,8 +77,8 @@ class HistoryResource:
         if query.group:
             self._check(principal, query.group)
         groups = None if principal.has_all_groups else principal.groups
-        span = await self._watch.span(query.seconds, query.group, groups)
-        return answer(_shown(span))
+        span = await self._watch.range(query.seconds, query.group, groups)
+        return answer(_document(span))
 
     def _check(self, principal: Principal, group: str) -> None:
         if not principal.covers(group):
@@ -86,9 +87,35 @@ class HistoryResource:
             raise not_found("group", group)
 
 
-def _shown(span: HistorySpan) -> dict[str, Any]:
+def _document(span: HistoryRange) -> dict[str, Any]:
     return {
         "interval_seconds": span.interval_seconds,
         "until_ms": int(span.until * 1000),
         "series": [each._asdict() for each in span.series],
     }
+
+
+# /v1/events.
+
+_LINES = "application/x-ndjson"
+
+
+class EventResource:
+    """What happened of late.
+
+    Args:
+        recent: the accesses that are kept.
+    """
+
+    def __init__(self, recent: RecentAccesses) -> None:
+        self._recent = recent
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the route."""
+        add_route(router, "GET", "/v1/events/recent", self.list_recent_events, media=_LINES)
+
+    async def list_recent_events(self) -> Response:
+        """Tell of the last accesses of engines, one event per line, the oldest first; how many are kept says
+        `kvcm.optimizer.recent_keys`. The first line, of type `recent`, says from when to when nothing is missing, and
+        how much was pushed out before. For administrators: keys and write sessions are among it."""
+        return StreamingResponse(self._recent.lines(), media_type=_LINES)

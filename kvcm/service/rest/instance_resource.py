@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import Field
+from pydantic import FailFast, Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.changing import check_same_name, fields_of
-from kvcm.service.rest.documents import MOST_ENTRIES, Document, FreeText, Int32, Int64, Name, NamePath, Text
-from kvcm.service.rest.etags import check_preconditions, etag_of
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.names import encoded_name
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.routing import add_route, answer, answer_item, not_found
+from kvcm.cache.instance_cache import batches
+from kvcm.service.rejections import FieldError, Problem, ProblemError
+from kvcm.service.rest.calls import CallRunner, check_same_name, fields_of
+from kvcm.service.rest.conversion import encode_name, message_to_dict
+from kvcm.service.rest.documents import (
+    MAX_ENTRIES,
+    BlockKey,
+    Document,
+    FreeText,
+    Int32,
+    Int64,
+    Name,
+    NamePath,
+    Page,
+    PageQuery,
+    Ratio,
+    Text,
+    page_of,
+)
+from kvcm.service.rest.routing import add_route, answer, answer_item, check_preconditions, etag_of, not_found
 
-__all__ = ["InstanceDocument", "InstanceResource"]
+__all__ = ["ChainDocument", "ExploreResource", "InstanceDocument", "InstanceResource"]
 
 
 class SpecInfoDocument(Document):
@@ -36,7 +48,7 @@ class SpecGroupDocument(Document):
 
     name: Name
     """Name, unique within the instance."""
-    spec_names: list[Text] = Field(default_factory=list, max_length=MOST_ENTRIES)
+    spec_names: list[Text] = Field(default_factory=list, max_length=MAX_ENTRIES)
     """Names of the parts."""
 
 
@@ -74,11 +86,11 @@ class InstanceDocument(Document):
     """Its id; that of the path where it is left out."""
     block_size: Int32 = 0
     """Tokens per block."""
-    location_spec_infos: Annotated[list[SpecInfoDocument], Field(min_length=1, max_length=MOST_ENTRIES)]
+    location_spec_infos: Annotated[list[SpecInfoDocument], Field(min_length=1, max_length=MAX_ENTRIES)]
     """The parts of a block."""
     model_deployment: ModelDeploymentDocument
     """Identity of the model."""
-    location_spec_groups: Annotated[list[SpecGroupDocument], Field(max_length=MOST_ENTRIES)] = Field(
+    location_spec_groups: Annotated[list[SpecGroupDocument], Field(max_length=MAX_ENTRIES)] = Field(
         default_factory=list
     )
     """Named sets of parts."""
@@ -97,7 +109,7 @@ class InstanceResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -133,7 +145,7 @@ class InstanceResource:
         instance = await self._existing(request, name)
         if known is not None:
             return answer_item(request, instance, etag_of(instance))
-        headers = {"location": f"/v1/instances/{encoded_name(name)}"}
+        headers = {"location": f"/v1/instances/{encode_name(name)}"}
         return answer_item(request, instance, etag_of(instance), 201, headers)
 
     async def delete_instance(self, request: Request, name: NamePath) -> Response:
@@ -145,9 +157,141 @@ class InstanceResource:
 
     async def _find(self, request: Request, name: str) -> dict[str, Any] | None:
         found = await self._book.find(request, "AdminService.GetInstanceInfo", instance_id=name)
-        return None if found is None else plain(found.instance_info)
+        return None if found is None else message_to_dict(found.instance_info)
 
     async def _existing(self, request: Request, name: str) -> dict[str, Any]:
         if (instance := await self._find(request, name)) is None:
             raise not_found("instance", name)
         return instance
+
+
+# /v1/instances/{name}/explore.
+
+_MAX_KEYS: Final = 65_536
+_MAX_TOKENS: Final = 1 << 20
+_BATCH: Final = 64
+_PREFIXES: Final = {"state": "BLOCK_", "end": "CHAIN_END_"}
+
+
+class ExploreDocument(Document):
+    """A chain, by its keys or its tokens; one of the two."""
+
+    block_keys: Annotated[list[BlockKey], Field(max_length=_MAX_KEYS), FailFast()] = Field(default_factory=list)
+    """Block keys of the chain in order, as texts."""
+    token_ids: Annotated[list[Int64], Field(max_length=_MAX_TOKENS), FailFast()] = Field(default_factory=list)
+    """Tokens of the prompt."""
+
+
+class ExploredLocationDocument(Document):
+    """One place where a block lies."""
+
+    storage: str
+    """Name of the storage."""
+    storage_type: str
+    """Its kind, as in metrics: file, hf3fs, mooncake …"""
+    status: Literal["writing", "serving", "deleting"]
+    """What has become of it."""
+    specs: list[str]
+    """Names of the specs that it holds."""
+    size_bytes: Int64
+    """Bytes of all of them."""
+    began_at_ms: Int64
+    """When its writing began, unix time in ms."""
+
+
+class ExploredBlockDocument(Document):
+    """What is known of one block."""
+
+    position: Int64
+    """Position in the chain that was asked for, from 0."""
+    block_key: BlockKey
+    """Its key."""
+    state: Literal["serving", "writing", "deleting", "absent"]
+    """What has become of it: the best of its locations."""
+    is_readable: bool
+    """Whether a match returns it."""
+    why_not: str
+    """Why not; of one that can be read, what it lacks. Empty = nothing is wrong."""
+    locations: list[ExploredLocationDocument]
+    """Where it lies, the oldest first."""
+    last_access_at_ms: Int64
+    """When it was read last or else written, unix time in ms; 0 = not known."""
+    accesses: Int64
+    """How often it was read, as far as the policy of its instance counts that."""
+    age_seconds: Ratio
+    """Seconds since its oldest location was begun; -1 = it is not there."""
+    is_pinned: bool
+    """Whether a pin keeps it from eviction."""
+    parent_is_present: bool
+    """Whether the block before it is in the index; true for the head of a chain."""
+
+
+class ChainSummaryDocument(Document):
+    """How far a chain can be read."""
+
+    blocks: Int64
+    """Blocks that were asked for."""
+    tokens_per_block: Int64
+    """Tokens of one block."""
+    matched_blocks: Int64
+    """Blocks that a prefix match finds."""
+    matched_tokens: Int64
+    """Their tokens."""
+    complete_blocks: Int64
+    """Blocks that a match finds which asks for every spec but those of linear attention."""
+    end: Literal["none", "absent", "writing", "deleting", "storage"]
+    """Why the match ends: it does not, or the next block is not there, is being written or deleted, or lies on a
+    storage that cannot be read."""
+    end_reason: str
+    """The same for people, with the block it is about."""
+
+
+class ChainDocument(Document):
+    """A chain of blocks."""
+
+    summary: ChainSummaryDocument
+    """What a reader who asks for it gets."""
+    blocks: list[ExploredBlockDocument]
+    """In the order of the chain."""
+
+
+class ExploreResource:
+    """Chains of blocks.
+
+    Args:
+        book: runs the call behind it.
+    """
+
+    def __init__(self, book: CallRunner) -> None:
+        self._book = book
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the route."""
+        path = "/v1/instances/{name}/explore"
+        add_route(router, "POST", path, self.explore_instance, ChainDocument, problems=[404])
+
+    async def explore_instance(
+        self, request: Request, name: NamePath, body: Annotated[ExploreDocument, Body()]
+    ) -> Response:
+        """Tell of every block of a chain where it lies, whether it can be read, and why not. Nothing of it counts as an
+        access."""
+        if bool(body.block_keys) == bool(body.token_ids):
+            given = "both are" if body.block_keys else "neither is"
+            error = FieldError("body.block_keys", None, "one of block_keys and token_ids")
+            text = f"block_keys or token_ids: {given} given, must be one of the two"
+            raise ProblemError(Problem(400, text, "INVALID_ARGUMENT", errors=[error]))
+        fields: dict[str, Any] = {"block_keys": body.block_keys, "token_ids": body.token_ids}
+        found = await self._book.run(request, "InsightService.ExploreBlocks", instance_id=name, **fields)
+        blocks: list[dict[str, Any]] = []
+        for page in batches(found.blocks, _BATCH):  # a long chain takes long to tell
+            blocks += [_with_enum_names(message_to_dict(block)) for block in page]
+            await asyncio.sleep(0)
+        return answer({"summary": _with_enum_names(message_to_dict(found.summary)), "blocks": blocks})
+
+
+def _with_enum_names(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document with its enums in words."""
+    words = {
+        name: document[name].removeprefix(prefix).lower() for name, prefix in _PREFIXES.items() if name in document
+    }
+    return document | words

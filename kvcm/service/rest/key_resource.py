@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.changing import fields_of, unless_absent
-from kvcm.service.rest.documents import MOST_ENTRIES, Document, Text, TokenPath, Whole
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.paging import Page, PageQuery, page_of
+from kvcm.service.rest.calls import CallRunner, change_existing, fields_of
+from kvcm.service.rest.conversion import message_to_dict
+from kvcm.service.rest.documents import MAX_ENTRIES, Document, Page, PageQuery, Text, TokenPath, Whole, page_of
 from kvcm.service.rest.routing import add_route, answer, not_found
 
 __all__ = ["KeyDocument", "KeyResource", "LoginDocument", "NewKeyDocument", "RotationDocument", "WhoAmIDocument"]
@@ -53,9 +51,9 @@ class NewKeyDocument(Document):
     """Of the principal; taken by no other key."""
     role: RoleName
     """What it may do."""
-    instance_groups: list[Text] = Field(default_factory=list, max_length=MOST_ENTRIES)
+    instance_groups: list[Text] = Field(default_factory=list, max_length=MAX_ENTRIES)
     """Where: required for engines; none means all groups for the other roles."""
-    verbs: list[EngineVerbName] = Field(default_factory=list, max_length=MOST_ENTRIES)
+    verbs: list[EngineVerbName] = Field(default_factory=list, max_length=MAX_ENTRIES)
     """Of engines; none means all."""
     ttl_seconds: Seconds = 0
     """When it ends; 0 = never."""
@@ -114,7 +112,7 @@ class KeyResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -145,24 +143,24 @@ class KeyResource:
 
     async def create_key(self, request: Request, body: Annotated[NewKeyDocument, Body()]) -> Response:
         """Make a key. Its secret is in this answer, and nowhere else."""
-        return _made(await self._book.run(request, "AccessService.CreateKey", **fields_of(body)))
+        return _created(await self._book.run(request, "AccessService.CreateKey", **fields_of(body)))
 
     async def rotate_key(
         self, request: Request, key_id: TokenPath, body: Annotated[RotationDocument, Body()]
     ) -> Response:
         """Make a key with the rights of another, which ends after a while."""
         rotation = self._book.run(request, "AccessService.RotateKey", key_id=key_id, **fields_of(body))
-        return _made(await unless_absent(rotation, lambda: self._existing(request, key_id)))
+        return _created(await change_existing(rotation, lambda: self._existing(request, key_id)))
 
     async def revoke_key(self, request: Request, key_id: TokenPath) -> Response:
         """End a key at once."""
         end = self._book.run(request, "AccessService.RevokeKey", key_id=key_id)
-        await unless_absent(end, lambda: self._existing(request, key_id))
+        await change_existing(end, lambda: self._existing(request, key_id))
         return Response(status_code=204)
 
     async def login(self, request: Request, body: Annotated[LoginDocument, Body()]) -> Response:
         """Turn an account's password into a key that ends soon."""
-        return _made(await self._book.run(request, "AccessService.Login", **fields_of(body)))
+        return _created(await self._book.run(request, "AccessService.Login", **fields_of(body)))
 
     async def logout(self, request: Request) -> Response:
         """End the key that is shown if it is of a login. Other keys stay as they are."""
@@ -171,11 +169,11 @@ class KeyResource:
 
     async def who_am_i(self, request: Request) -> Response:
         """Tell who the caller is and what it may."""
-        return answer(plain(await self._book.run(request, "AccessService.WhoAmI")))
+        return answer(message_to_dict(await self._book.run(request, "AccessService.WhoAmI")))
 
     async def _all(self, request: Request, *, with_logins: bool) -> list[dict[str, Any]]:
         listed = await self._book.run(request, "AccessService.ListKeys", with_logins=with_logins)
-        return [plain(key) for key in listed.keys]
+        return [message_to_dict(key) for key in listed.keys]
 
     async def _existing(self, request: Request, key_id: str) -> dict[str, Any]:
         found = [key for key in await self._all(request, with_logins=True) if key["key_id"] == key_id]
@@ -184,6 +182,6 @@ class KeyResource:
         return found[0]
 
 
-def _made(message: Any) -> Response:
-    made = plain(message)
+def _created(message: Any) -> Response:
+    made = message_to_dict(message)
     return answer(made, 201, {"location": f"/v1/keys/{made['key']['key_id']}"})

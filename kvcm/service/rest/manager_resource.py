@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from kvcm.model.vitals import METHODS
+from kvcm.model.nodes import METHODS
 from kvcm.service.rest.documents import Document, Int64, Ratio
 from kvcm.service.rest.routing import add_route, answer
-from kvcm.service.vitals.rates import Rates, quantile
-from kvcm.service.vitals.watch import ManagerView, VitalsWatch
+from kvcm.service.vitals import ManagerView, VitalsWatch
+from kvcm.service.vitals_history import Rates, quantile
 
 __all__ = ["ManagerResource"]
 
@@ -96,10 +96,10 @@ class ManagerResource:
 
     async def list_managers(self) -> Response:
         """List the managers that work on this deployment, as the one that answers has heard of them."""
-        return answer({"items": [_shown(each) for each in self._watch.managers()]})
+        return answer({"items": [_document(each) for each in self._watch.managers()]})
 
 
-def _shown(view: ManagerView) -> dict[str, Any]:
+def _document(view: ManagerView) -> dict[str, Any]:
     endpoint, vitals = view.endpoint, view.vitals
     return {
         "node_id": endpoint.node_id,

@@ -7,20 +7,17 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import FailFast, Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.changing import fields_of
-from kvcm.service.rest.documents import BlockKey, Document, Int64, NamePath, TokenPath, Whole
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.names import encoded_name
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.problem import Problem, ProblemError
+from kvcm.service.rejections import Problem, ProblemError
+from kvcm.service.rest.calls import CallRunner, fields_of
+from kvcm.service.rest.conversion import encode_name, message_to_dict
+from kvcm.service.rest.documents import BlockKey, Document, Int64, NamePath, Page, PageQuery, TokenPath, Whole, page_of
 from kvcm.service.rest.routing import add_route, answer
 
 __all__ = ["MadePinDocument", "NewPinDocument", "PinDocument", "PinResource"]
 
-_MOST_KEYS = 65_536
-_MOST_TOKENS = 1 << 20
-_MOST_TTL_SECONDS = 30 * 86_400
+_MAX_KEYS = 65_536
+_MAX_TOKENS = 1 << 20
+_MAX_TTL_SECONDS = 30 * 86_400
 
 
 class PinDocument(Document):
@@ -45,13 +42,13 @@ class NewPinDocument(Document):
 
     instance_id: Annotated[str, Field(min_length=1, max_length=256)]
     """The instance."""
-    block_keys: Annotated[list[BlockKey], Field(max_length=_MOST_KEYS), FailFast()] = Field(default_factory=list)
+    block_keys: Annotated[list[BlockKey], Field(max_length=_MAX_KEYS), FailFast()] = Field(default_factory=list)
     """Block keys of the prefix in order, as texts. They win when token_ids are given too."""
-    token_ids: Annotated[list[Int64], Field(max_length=_MOST_TOKENS), FailFast()] = Field(default_factory=list)
+    token_ids: Annotated[list[Int64], Field(max_length=_MAX_TOKENS), FailFast()] = Field(default_factory=list)
     """Tokens of the prefix."""
     owner: Annotated[str, Field(min_length=1, max_length=256)]
     """Who pins; shown in lists."""
-    ttl_seconds: Annotated[Whole, Field(ge=1, le=_MOST_TTL_SECONDS)]
+    ttl_seconds: Annotated[Whole, Field(ge=1, le=_MAX_TTL_SECONDS)]
     """For how long."""
 
 
@@ -81,7 +78,7 @@ class PinResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -97,11 +94,11 @@ class PinResource:
 
     async def create_pin(self, request: Request, body: Annotated[NewPinDocument, Body()]) -> Response:
         """Pin the longest readable prefix of some keys."""
-        made = plain(await self._book.run(request, "PinService.PinPrefix", **fields_of(body)))
+        made = message_to_dict(await self._book.run(request, "PinService.PinPrefix", **fields_of(body)))
         if not made["pin_id"]:
             text = f"nothing of this prefix can be read in instance {body.instance_id!r}: there is nothing to pin"
             raise ProblemError(Problem(409, text))
-        location = f"/v1/pins/{encoded_name(body.instance_id)}/{encoded_name(made['pin_id'])}"
+        location = f"/v1/pins/{encode_name(body.instance_id)}/{encode_name(made['pin_id'])}"
         return answer(made, 201, {"location": location})
 
     async def delete_pin(self, request: Request, instance: NamePath, pin_id: TokenPath) -> Response:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -13,37 +15,95 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from kvcm.cache.pages import pages
-from kvcm.service.rest.etags import is_known
-from kvcm.service.rest.problem import MEDIA_TYPE, FieldError, Problem, ProblemError, problem_of_refusal
-from kvcm.service.turned_away import TurnedAwayError
+from kvcm.cache.instance_cache import batches
+from kvcm.service.rejections import MEDIA_TYPE, FieldError, Problem, ProblemError, RejectedError, problem_of_refusal
 
 __all__ = [
     "MERGE_PATCH",
-    "TAKEN",
+    "RECEIVED",
     "add_route",
     "answer",
     "answer_item",
     "answer_problem",
+    "check_preconditions",
+    "etag_of",
+    "has_match",
+    "is_known",
     "not_found",
     "problem_of_fields",
 ]
 
+# Entity tags: what a client saw of a resource, so that it does not overwrite what it has not seen (RFC 9110, 13).
+
+_TAG = re.compile(r'(W/)?("[\x21\x23-\x7e\x80-\xff]*")')
+
+
+def etag_of(item: Any, version: int | None = None) -> str:
+    """Return the tag of a representation, with its version in front where there is one."""
+    digest = sha256(json.dumps(item, sort_keys=True).encode()).hexdigest()[:24]
+    return f'"{digest}"' if version is None else f'"{version}-{digest}"'
+
+
+def has_match(headers: Headers) -> bool:
+    """Return whether the client names the state that it wants to change."""
+    return "if-match" in headers
+
+
+def check_preconditions(headers: Headers, etag: str | None) -> None:
+    """Refuse a change of a state that is not the one that the client means.
+
+    Args:
+        headers: of the request.
+        etag: of the stored state, None where there is nothing.
+
+    Raises:
+        ProblemError: 412.
+    """
+    wanted = _joined(headers, "if-match")
+    if wanted is not None and (etag is None or (wanted != "*" and etag not in _strong(wanted))):
+        raise _failed("If-Match", wanted, etag)
+    unwanted = _joined(headers, "if-none-match")
+    if unwanted is not None and etag is not None and (unwanted == "*" or etag in _any(unwanted)):
+        raise _failed("If-None-Match", unwanted, etag)
+
+
+def is_known(headers: Headers, etag: str) -> bool:
+    """Return whether the client that asks for a state has it already."""
+    known = _joined(headers, "if-none-match")
+    return known is not None and (known == "*" or etag in _any(known))
+
+
+def _joined(headers: Headers, name: str) -> str | None:
+    values = headers.getlist(name)
+    return ",".join(values).strip() if values else None
+
+
+def _strong(text: str) -> set[str]:
+    return {tag for weak, tag in _TAG.findall(text) if not weak}
+
+
+def _any(text: str) -> set[str]:
+    return {tag for _, tag in _TAG.findall(text)}
+
+
+def _failed(name: str, value: str, etag: str | None) -> ProblemError:
+    state = "nothing is stored under this name" if etag is None else f"the stored state has the tag {etag}"
+    return ProblemError(Problem(412, f"{name} is {value[:200]!r}, but {state}: read it again"))
+
+
 MERGE_PATCH: Final = "application/merge-patch+json"
-
-TAKEN: Final = "kvcm.taken"
+RECEIVED: Final = "kvcm.taken"
 """Key of a scope under which there may be a list: it gets the answer's values, and the answer has no body then."""
-
 _log = structlog.get_logger("kvcm.service")
-
-_MOST_SHOWN_ERRORS: Final = 20
-_WRITTEN_AT_ONCE: Final = 32  # of the longest entries, those of histories, some milliseconds
-_MOST_SHOWN_CHARACTERS: Final = 80
-_MOST_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
-_MOST_SHOWN_NUMBER: Final = 1 << 64
+_MAX_SHOWN_ERRORS: Final = 20
+_ENCODE_BATCH: Final = 32  # of the longest entries, those of histories, some milliseconds
+_MAX_SHOWN_CHARACTERS: Final = 80
+_MAX_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
+_MAX_SHOWN_NUMBER: Final = 1 << 64
 _SECRET: Final = {"old_password", "password", "secret"}
 _ALWAYS: Final = (400, 401, 403, 429, 500, 503)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -59,7 +119,7 @@ class _StrictRequest(Request):
             JSONDecodeError: it is no JSON, a key is given twice, or a number is none.
         """
         body = await self.body()
-        for sign, most in _MOST_SIGNS.items():
+        for sign, most in _MAX_SIGNS.items():
             if body.count(sign) > most:
                 raise json.JSONDecodeError(f"it has more than {most} {sign.decode()!r}", "", 0)
         try:
@@ -102,7 +162,7 @@ class ProblemRoute(APIRoute):
                 response = await handle(_StrictRequest(request.scope, request.receive))
             except ProblemError as error:
                 return answer_problem(request, error.problem)
-            except TurnedAwayError as error:
+            except RejectedError as error:
                 return answer_problem(request, problem_of_refusal(error))
             except RequestValidationError as error:
                 return answer_problem(request, problem_of_fields(error.errors()))
@@ -111,7 +171,7 @@ class ProblemRoute(APIRoute):
             except Exception:
                 _log.exception("failed", resource=self.path)
                 return answer_problem(request, Problem(500, "the manager failed to answer; its log has the reason"))
-            _tell_state(request, response)
+            _add_state_headers(request, response)
             return response
 
         return answer_whatever_happens
@@ -160,16 +220,16 @@ class _Json(JSONResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or put it into `TAKEN`."""
-        taken = scope.get(TAKEN)
+        taken = scope.get(RECEIVED)
         if taken is None:
-            self.body = (await _written(self._content)).encode()
+            self.body = (await _encode(self._content)).encode()
             self.headers["content-length"] = str(len(self.body))
         else:
             taken.append(self._content)
         await super().__call__(scope, receive, send)
 
 
-async def _written(content: Any) -> str:
+async def _encode(content: Any) -> str:
     """Return something as JSON; others have their turn between the entries of its lists."""
     if not isinstance(content, dict):
         return json.dumps(content)
@@ -177,10 +237,10 @@ async def _written(content: Any) -> str:
 
 
 async def _value(value: Any) -> str:
-    if not isinstance(value, list) or len(value) <= _WRITTEN_AT_ONCE:
+    if not isinstance(value, list) or len(value) <= _ENCODE_BATCH:
         return json.dumps(value)
     parts = []
-    for page in pages(value, _WRITTEN_AT_ONCE):
+    for page in batches(value, _ENCODE_BATCH):
         parts.append(json.dumps(page)[1:-1])
         await asyncio.sleep(0)
     return f"[{', '.join(parts)}]"
@@ -207,7 +267,7 @@ def answer_problem(request: Request, problem: Problem) -> Response:
     response = Response(problem._replace(request_id=request_id).body(), problem.status, media_type=MEDIA_TYPE)
     for name, value in problem.headers:
         response.headers.append(name, value)
-    _tell_state(request, response)
+    _add_state_headers(request, response)
     return response
 
 
@@ -216,7 +276,7 @@ def not_found(what: str, name: str) -> ProblemError:
     return ProblemError(Problem(404, f"{what} {name!r} does not exist"))
 
 
-def _tell_state(request: Request, response: Response) -> None:
+def _add_state_headers(request: Request, response: Response) -> None:
     """Say what calls left to be said."""
     for key, name in (("request_id", "x-request-id"), ("warning", "x-kvcm-warning")):
         text = getattr(request.state, key, "")
@@ -229,7 +289,7 @@ def _tell_state(request: Request, response: Response) -> None:
 def _check_media_type(request: Request, allowed: set[str]) -> None:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() not in allowed:
-        error = FieldError("header.content-type", given[:_MOST_SHOWN_CHARACTERS], " or ".join(sorted(allowed)))
+        error = FieldError("header.content-type", given[:_MAX_SHOWN_CHARACTERS], " or ".join(sorted(allowed)))
         raise ProblemError(Problem(415, f"content-type is {given[:80]!r}, must be {error.allowed}", errors=[error]))
 
 
@@ -237,12 +297,12 @@ def _refuse_query(request: Request) -> None:
     """Refuse parameters that would be passed over: who adds `dry_run` does not want it done."""
     if request.query_params:
         errors = [FieldError(f"query.{name[:80]}", None, "no parameter") for name in request.query_params]
-        raise ProblemError(Problem(400, "there are no query parameters here", errors=errors[:_MOST_SHOWN_ERRORS]))
+        raise ProblemError(Problem(400, "there are no query parameters here", errors=errors[:_MAX_SHOWN_ERRORS]))
 
 
 def problem_of_fields(errors: Sequence[Any]) -> Problem:
     """Return the problem of a request that is not what its documents say, by pydantic's errors."""
-    shown = [_field_error(error) for error in errors[:_MOST_SHOWN_ERRORS]]
+    shown = [_field_error(error) for error in errors[:_MAX_SHOWN_ERRORS]]
     first = shown[0]
     detail = f"{first.field}: {first.allowed}" + (f"; and {len(errors) - 1} more" if len(errors) > 1 else "")
     return Problem(400, detail, "INVALID_ARGUMENT", errors=shown)
@@ -258,7 +318,7 @@ def _field_error(error: Mapping[str, Any]) -> FieldError:
 
 def _shown(value: Any) -> Any:
     if isinstance(value, str):
-        return value[:_MOST_SHOWN_CHARACTERS]
+        return value[:_MAX_SHOWN_CHARACTERS]
     if isinstance(value, int | float | None):
-        return value if -_MOST_SHOWN_NUMBER < (value or 0) < _MOST_SHOWN_NUMBER else "a number"
+        return value if -_MAX_SHOWN_NUMBER < (value or 0) < _MAX_SHOWN_NUMBER else "a number"
     return "an array" if isinstance(value, list) else "an object"

@@ -7,9 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.documents import Document, Int64
-from kvcm.service.rest.paging import Page, PageQuery, page_of
+from kvcm.service.rest.calls import CallRunner
+from kvcm.service.rest.documents import Document, Int64, Page, PageQuery, page_of
 from kvcm.service.rest.routing import add_route, answer
 
 __all__ = ["SessionDocument", "SessionResource"]
@@ -54,7 +53,7 @@ class SessionResource:
         book: runs the call behind it.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:

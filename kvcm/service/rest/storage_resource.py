@@ -2,26 +2,186 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from kvcm.model.errors import ErrorCode
-from kvcm.service.rest.call_book import CallBook, RefusedError
-from kvcm.service.rest.changing import MOST_TRIES, Turns, check_same_name, fields_of, lost, merged, unless_absent
-from kvcm.service.rest.documents import StoragePath
-from kvcm.service.rest.etags import check_preconditions, etag_of
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.routing import MERGE_PATCH, add_route, answer, answer_item, not_found
-from kvcm.service.rest.storage_documents import StorageDocument, StorageStatusDocument
+from kvcm.service.rest.calls import (
+    MAX_ATTEMPTS,
+    CallRefusedError,
+    CallRunner,
+    ResourceLocks,
+    apply_patch,
+    change_existing,
+    check_same_name,
+    conflict,
+    fields_of,
+)
+from kvcm.service.rest.conversion import message_to_dict
+from kvcm.service.rest.documents import Document, Int32, Int64, Page, PageQuery, Ratio, StoragePath, Text, page_of
+from kvcm.service.rest.routing import (
+    MERGE_PATCH,
+    add_route,
+    answer,
+    answer_item,
+    check_preconditions,
+    etag_of,
+    not_found,
+)
 
-__all__ = ["StorageResource"]
+__all__ = ["SPEC_FIELDS", "StorageDocument", "StorageResource", "StorageStatusDocument"]
+
+# Storages as JSON documents.
+
+SPEC_FIELDS = ("threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy")
+
+
+class ThreeFSDocument(Document):
+    """A 3FS file system, mounted at the same place on every host."""
+
+    cluster_name: Text = ""
+    """Name of the 3FS cluster; informative."""
+    mountpoint: Text
+    """Mount point."""
+    root_dir: Text
+    """Directory below the mount point that holds the files."""
+    key_count_per_file: Int32 = 0
+    """Slots packed into one file; values below 1 mean 1."""
+    touch_file_when_create: bool = False
+    """Create the empty file when its address is allocated."""
+
+
+class VcnsThreeFSDocument(ThreeFSDocument):
+    """A 3FS file system behind a VCNS metadata service."""
+
+    remote_host: Text
+    """Host of the metadata service."""
+    remote_port: Int32
+    """Port of the metadata service."""
+    meta_storage_uri: Text
+    """Where the metadata service keeps its state."""
+
+
+class MooncakeDocument(Document):
+    """A Mooncake store."""
+
+    local_hostname: Text
+    """Address of the server's own client, ip:port."""
+    metadata_connstring: Text
+    """Mooncake's metadata service."""
+    protocol: Text
+    """Transport, `tcp` or `rdma`."""
+    rdma_device: Text = ""
+    """Device to use; required with `rdma`."""
+    master_service_entry: Text
+    """Mooncake's master, ip:port, or an etcd:// address when it is replicated."""
+
+
+class MemoryPoolDocument(Document):
+    """A memory pool."""
+
+    domain: Text = ""
+    """Domain of the pool's metadata service."""
+    timeout: Int32 = 0
+    """Timeout of calls to the pool."""
+    enable_vipserver: bool = False
+    """Resolve the domain through vipserver."""
+    node_id: Text = ""
+    """The node whose shared memory the pool is; with it there is no domain."""
+    capacity_bytes: Int64 = 0
+    """Bytes of the pool; required with node_id."""
+
+
+class NfsDocument(Document):
+    """A directory shared by all hosts."""
+
+    root_path: Text
+    """Put in front of every file name as it is, so give it a leading and a trailing slash."""
+    key_count_per_file: Int32 = 0
+    """Slots packed into one file; values below 1 mean 1."""
+
+
+class DummyDocument(Document):
+    """A storage that moves no bytes."""
+
+    root_path: Text = ""
+    """Put in front of every name in the URIs."""
+    key_count_per_file: Int32 = 0
+    """Slots packed into one file; values below 1 mean 1."""
+
+
+class StorageStatusDocument(Document):
+    """How a storage is for the manager that answers: each probes what it has open."""
+
+    storage_unique_name: str
+    """Name of the storage."""
+    is_enabled: bool
+    """false = it was disabled: nothing is read from it or written to it, however it is."""
+    health: Literal["SH_UNSPECIFIED", "SH_UP", "SH_DEGRADED", "SH_DOWN"]
+    """What probes say of it."""
+    reason: str
+    """The last thing that was wrong; empty while it is up."""
+    since_ms: Int64
+    """When `health` changed last, unix time in ms; 0 = it was not probed."""
+    probe_seconds: Ratio
+    """What the last probe took; so far, of one that is late."""
+    failed_probes: Int64
+    """Probes that failed since the storage was opened."""
+    medium_bytes: Int64
+    """Bytes of the medium when it last answered; -1 = not known."""
+    medium_free_bytes: Int64
+    """Those of them that are free; -1 = not known."""
+    is_draining: bool
+    """It is being drained: nothing is written to it, and its blocks are evicted."""
+
+
+def _is_given(field: str) -> dict[str, Any]:
+    return {"required": [field], "properties": {field: {"type": "object"}}}
+
+
+class StorageDocument(Document):
+    """A storage and how to reach it: exactly one of the kinds, which cannot be changed later."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_is_given(field) for field in SPEC_FIELDS]})
+
+    global_unique_name: Text = ""
+    """Its name; that of the path where it is left out."""
+    threefs: ThreeFSDocument | None = None
+    """3FS."""
+    mooncake: MooncakeDocument | None = None
+    """Mooncake store."""
+    tair_mem_pool: MemoryPoolDocument | None = None
+    """Memory pool."""
+    nfs: NfsDocument | None = None
+    """Shared directory."""
+    vcnsthreefs: VcnsThreeFSDocument | None = None
+    """3FS behind VCNS."""
+    dummy: DummyDocument | None = None
+    """Moves no bytes."""
+    check_storage_available_when_open: bool = False
+    """3FS: check when opening that mount point and directory exist. Not kept."""
+    capacity_bytes: Int64 = 0
+    """Bytes that all groups together may use on it; 0 = not limited here."""
+    used_percentage: Ratio = 0.0
+    """Share of capacity_bytes above which reclaiming begins, as a ratio; above 1 is never, 0 = 0.9."""
+    is_available: bool = True
+    """false = it is disabled: nothing is read from it or written to it."""
+    status: Annotated[StorageStatusDocument | None, Field(json_schema_extra={"readOnly": True})] = None
+    """How it is; in lists that ask for it. What is sent is ignored."""
+
+    @model_validator(mode="after")
+    def has_one_kind(self) -> StorageDocument:
+        """Refuse a storage of no kind or of several."""
+        given = [field for field in SPEC_FIELDS if getattr(self, field) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(SPEC_FIELDS)} must be given, not {given or 'none'}")
+        return self
+
 
 _LIST = "AdminService.ListStorage"
 _SWITCHES = ("is_available", "status")  # of the document, and not of the storage's config
-
 _Storage = dict[str, Any]
 
 
@@ -38,9 +198,9 @@ class StorageResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
-        self._turns = Turns()
+        self._turns = ResourceLocks()
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -74,23 +234,23 @@ class StorageResource:
     ) -> Response:
         """Create or replace a storage. `If-None-Match: *` only creates, `If-Match` only replaces that state."""
         check_same_name("global_unique_name", body.global_unique_name, name)
-        async with self._turns.of(name):
-            for _ in range(MOST_TRIES):
+        async with self._turns.lock(name):
+            for _ in range(MAX_ATTEMPTS):
                 known = await self._find(request, name)
                 check_preconditions(request.headers, None if known is None else etag_of(_without_status(known)))
                 if await self._store(request, name, body, known):
                     return await self._stored(request, name, 201 if known is None else 200)
-        raise lost(request, name)
+        raise conflict(request, name)
 
     async def patch_storage(
         self, request: Request, name: StoragePath, body: Annotated[dict[str, Any], Body(media_type=MERGE_PATCH)]
     ) -> Response:
         """Change fields of a storage by a JSON merge patch (RFC 7396); `is_available` switches it off and on."""
-        async with self._turns.of(name):
+        async with self._turns.lock(name):
             known = await self._existing(request, name)
             before = _without_status(known)
             check_preconditions(request.headers, etag_of(before))
-            wanted = merged(StorageDocument, before, body)
+            wanted = apply_patch(StorageDocument, before, body)
             check_same_name("global_unique_name", wanted.global_unique_name, name)
             if fields_of(wanted) == {**before, "is_available": wanted.is_available}:
                 await self._switch(request, name, before["is_available"], wanted.is_available)
@@ -101,12 +261,12 @@ class StorageResource:
     async def delete_storage(self, request: Request, name: StoragePath) -> Response:
         """Remove a storage; its blocks count as missing. What is left of it to be forgotten is the task `removal:NAME`
         while that lasts."""
-        async with self._turns.of(name):
+        async with self._turns.lock(name):
             if "if-match" in request.headers:
                 known = _without_status(await self._existing(request, name))
                 check_preconditions(request.headers, etag_of(known))
             removal = self._book.run(request, "AdminService.RemoveStorage", storage_unique_name=name)
-            await unless_absent(removal, lambda: self._existing(request, name))
+            await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _store(self, request: Request, name: str, wanted: StorageDocument, known: _Storage | None) -> bool:
@@ -117,7 +277,7 @@ class StorageResource:
         call = "AdminService.AddStorage" if known is None else "AdminService.UpdateStorage"
         try:
             await self._book.run(request, call, storage=config)
-        except RefusedError as error:
+        except CallRefusedError as error:
             if known is None and error.code is ErrorCode.DUPLICATE_ENTITY:
                 return False
             raise
@@ -131,8 +291,8 @@ class StorageResource:
 
     async def _all(self, request: Request) -> list[_Storage]:
         listed = await self._book.run(request, _LIST)
-        statuses = {status.storage_unique_name: plain(status) for status in listed.storage_status}
-        return [_document(plain(storage), statuses) for storage in listed.storage]
+        statuses = {status.storage_unique_name: message_to_dict(status) for status in listed.storage_status}
+        return [_document(message_to_dict(storage), statuses) for storage in listed.storage]
 
     async def _find(self, request: Request, name: str) -> _Storage | None:
         found = [each for each in await self._all(request) if each["global_unique_name"] == name]

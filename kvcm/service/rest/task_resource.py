@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import Field
 
-from kvcm.service.rest.call_book import CallBook
-from kvcm.service.rest.changing import unless_absent
-from kvcm.service.rest.documents import Document, Int64, StoragePath, Text, TokenPath
-from kvcm.service.rest.messages import plain
-from kvcm.service.rest.paging import Page, PageQuery, page_of
-from kvcm.service.rest.problem import Problem, ProblemError
+from kvcm.service.rejections import Problem, ProblemError
+from kvcm.service.rest.calls import CallRunner, change_existing
+from kvcm.service.rest.conversion import message_to_dict
+from kvcm.service.rest.documents import Document, Int64, Page, PageQuery, StoragePath, Text, TokenPath, page_of
 from kvcm.service.rest.routing import add_route, answer, not_found
 
 __all__ = ["TaskDocument", "TaskResource"]
@@ -134,7 +132,7 @@ class TaskResource:
         book: runs the calls behind them.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -168,7 +166,7 @@ class TaskResource:
             fields["min_age_seconds"] = body.min_age_seconds
             call = "CapacityService.ScrubStorage"
         report = await self._book.run(request, call, dry_run=body.dry_run, **fields)
-        return answer({"kind": body.kind, "state": "done", "report": plain(report)})
+        return answer({"kind": body.kind, "state": "done", "report": message_to_dict(report)})
 
     async def delete_task(self, request: Request, task_id: TokenPath) -> Response:
         """Cancel a drain: the storage takes writes again, and what is left on it stays."""
@@ -182,13 +180,13 @@ class TaskResource:
     async def drain_storage(self, request: Request, name: StoragePath) -> Response:
         """Begin to empty a storage: nothing is written to it any more, and its blocks are evicted."""
         begin = self._book.run(request, _DRAIN, storage_unique_name=name)
-        await unless_absent(begin, lambda: self._check_storage(request, name))
+        await change_existing(begin, lambda: self._check_storage(request, name))
         return await self._accepted(request, name)
 
     async def cancel_drain(self, request: Request, name: StoragePath) -> Response:
         """Let a storage take writes again; one that is not drained is no error."""
         end = self._book.run(request, _CANCEL, storage_unique_name=name)
-        await unless_absent(end, lambda: self._check_storage(request, name))
+        await change_existing(end, lambda: self._check_storage(request, name))
         return Response(status_code=204)
 
     async def _check_storage(self, request: Request, name: str) -> None:
@@ -202,7 +200,7 @@ class TaskResource:
 
     async def _all(self, request: Request) -> list[dict[str, Any]]:
         listed = await self._book.run(request, _LIST)
-        return [_task(plain(drain)) for drain in listed.drains]
+        return [_task(message_to_dict(drain)) for drain in listed.drains]
 
     async def _existing(self, request: Request, task_id: str) -> dict[str, Any]:
         found = [task for task in await self._all(request) if task["id"] == task_id]

@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvcm.service.rest.call_book import CallBook
+from kvcm.service.rest.calls import CallRunner
+from kvcm.service.rest.conversion import message_to_dict
 from kvcm.service.rest.documents import Document, Int64, Ratio
-from kvcm.service.rest.group_documents import StorageTypeName
-from kvcm.service.rest.messages import plain
+from kvcm.service.rest.group_resource import StorageTypeName
 from kvcm.service.rest.routing import add_route, answer
 
 __all__ = ["UsageReportDocument", "UsageResource"]
@@ -142,7 +142,7 @@ class UsageResource:
         book: runs the calls behind it.
     """
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallRunner) -> None:
         self._book = book
 
     def routes(self, router: APIRouter) -> None:
@@ -152,4 +152,4 @@ class UsageResource:
     async def get_usage(self, request: Request, query: Annotated[UsageQuery, Query()]) -> Response:
         """Tell what is used and allowed."""
         usage = await self._book.run(request, "CapacityService.GetUsage", instance_group=query.group)
-        return answer(await asyncio.to_thread(plain, usage))
+        return answer(await asyncio.to_thread(message_to_dict, usage))

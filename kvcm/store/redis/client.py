@@ -11,27 +11,497 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import time
 from binascii import crc_hqx
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
+from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from redis.asyncio.connection import Connection
-from redis.exceptions import AskError, MovedError, NoScriptError, RedisError, ResponseError, TryAgainError
+import hiredis
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    MovedError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from kvcm.model.errors import StorageIOError
-from kvcm.store.redis.node import Command, Node, open_connection
-from kvcm.store.redis.script import Script, ScriptCall
-from kvcm.store.redis.topology import topology_of
+from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.uri import Address, RedisSettings
-from kvcm.telemetry.metrics_values import Histogram
+from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["RedisClient", "Script", "ScriptCall", "slot_of"]
+__all__ = [
+    "Argument",
+    "Command",
+    "Node",
+    "RedisClient",
+    "Script",
+    "ScriptCall",
+    "Topology",
+    "open_connection",
+    "slot_of",
+    "topology_of",
+]
+
+# Lua functions that run inside the server, atomically over the keys of one hash tag.
+
+Argument = bytes | str | int | float
+
+
+class Script:
+    """A Lua text, known to servers by its SHA-1.
+
+    Args:
+        text: of the function.
+        allow_oom: whether it runs on a server that is at its `maxmemory` too. For what ends or renews something and so
+            must be possible then; it must not let the store grow with every call.
+    """
+
+    __slots__ = ("sha1", "text")
+
+    def __init__(self, text: str, *, allow_oom: bool = False) -> None:
+        # The server reads the flags of a script from its first line.
+        self.text = f"#!lua flags=allow-oom\n{text}" if allow_oom else text
+        self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class ScriptCall(NamedTuple):
+    """One call of a script.
+
+    Attributes:
+        script: what runs.
+        keys: at least one; all share one hash tag.
+        args: further arguments.
+    """
+
+    script: Script
+    keys: Sequence[bytes]
+    args: Sequence[Argument] = ()
+
+    @property
+    def by_sha1(self) -> tuple[Argument, ...]:
+        """The command, for a server that knows the script."""
+        return (b"EVALSHA", self.script.sha1, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def by_text(self) -> tuple[Argument, ...]:
+        """The command, for a server that does not; it does afterwards."""
+        return (b"EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
+
+# One server: its connections, and round trips of several commands at once.
+#
+# Built on redis-py's connections and not on its clients. Those retry by policies of their own, so that a write whose
+# answer was lost is sent twice; their cluster pipelines refuse MGET and EVALSHA; and packing arguments in Python costs
+# more than the server needs for the answer.
+#
+# 1. A connection goes back only after every answer was read: whatever stops a round trip, cancellation included,
+#   closes
+#    its connection, so nobody reads the answer of another.
+# 2. Nothing waits for ever: not for a free connection, a new one or an answer.
+# 3. Commands are sent once. Only who knows that a command may run twice sends it again.
+
+Command = Sequence[Argument]
+_READ_BYTES = 1 << 18
+_LOST = (OSError, RedisError)
+_pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # says: one argument
+
+
+async def open_connection(settings: RedisSettings, address: Address) -> Connection:
+    """Return a new, authenticated connection.
+
+    Raises:
+        OSError, RedisError: there is none.
+    """
+    connection = _new_connection(settings, address)
+    try:
+        async with asyncio.timeout(settings.connect_timeout_seconds):
+            await connection.connect()  # type: ignore[no-untyped-call]
+    except BaseException:
+        await connection.disconnect(nowait=True)
+        raise
+    return connection
+
+
+def _new_connection(settings: RedisSettings, address: Address) -> Connection:
+    options: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "db": settings.database,
+        "username": settings.user or None,
+        "password": settings.password or None,
+        "protocol": 2,
+        "socket_timeout": None,
+        "socket_connect_timeout": settings.connect_timeout_seconds,
+        "socket_read_size": _READ_BYTES,
+        "driver_info": None,
+    }
+    if settings.tls is None:
+        return Connection(**options)
+    for file in (settings.tls.ca_file, settings.tls.cert_file, settings.tls.key_file):
+        if file and not Path(file).is_file():
+            raise FileNotFoundError(f"{file} is not a file")  # the TLS library does not say which one is missing
+    return SSLConnection(
+        ssl_ca_certs=settings.tls.ca_file or None,
+        ssl_certfile=settings.tls.cert_file or None,
+        ssl_keyfile=settings.tls.key_file or None,
+        ssl_check_hostname=settings.tls.check_hostname,
+        **options,
+    )
+
+
+class Node:
+    """One server.
+
+    Args:
+        settings: how to reach it.
+        address: where it is.
+        must_be_master: refuse to talk to it as long as it is a replica.
+    """
+
+    def __init__(self, settings: RedisSettings, address: Address, must_be_master: bool = False) -> None:
+        self.address = address
+        self._settings = settings
+        self._must_be_master = must_be_master
+        self._idle: list[Connection] = []
+        self._places = asyncio.Semaphore(settings.pool_size)
+        self._closed = False
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one packet and return their answers in order; an error answer is a ResponseError there.
+
+        Answers are those of RESP2: bytes, numbers, None and lists of them.
+
+        Raises:
+            StorageIOError: there is no connection, or it was lost; some of the commands may have run.
+        """
+        await self._acquire_slot()
+        try:
+            connection = await self._acquire()
+            answers = await self._round_trip(connection, commands)
+            await self._release(connection)
+        except TimeoutError:
+            raise self._failure(f"no answer within {self._settings.timeout_seconds:g} s") from None
+        except AuthenticationError as error:
+            raise StorageIOError(f"redis {self.address}: {error}; check user and password in the uri") from error
+        except _LOST as error:
+            raise self._failure(str(error)) from error
+        else:
+            return answers
+        finally:
+            self._places.release()
+
+    async def forget_connections(self) -> None:
+        """Close the connections that are not in use: they may lead to a server that changed its role."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            await connection.disconnect(nowait=True)
+
+    async def close(self) -> None:
+        """Close the connections, those in use after their round trips."""
+        self._closed = True
+        await self.forget_connections()
+
+    async def _acquire_slot(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.timeout_seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            raise self._failure(
+                f"all {self._settings.pool_size} connections were busy for {self._settings.timeout_seconds:g} s"
+            ) from None
+
+    async def _acquire(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if await _is_usable(connection):
+                return connection
+            await connection.disconnect(nowait=True)
+        connection = await open_connection(self._settings, self.address)
+        if self._must_be_master:
+            role = (await self._round_trip(connection, [(b"ROLE",)]))[0]
+            if not isinstance(role, list) or role[0] != b"master":
+                await connection.disconnect(nowait=True)
+                raise ResponseError("is not the master yet")
+        return connection
+
+    async def _release(self, connection: Connection) -> None:
+        if self._closed:
+            await connection.disconnect(nowait=True)
+        else:
+            self._idle.append(connection)
+
+    async def _round_trip(self, connection: Connection, commands: Sequence[Command]) -> list[Any]:
+        packed = b"".join([_pack(tuple(command)) for command in commands])
+        try:
+            async with asyncio.timeout(self._settings.timeout_seconds):
+                await connection.send_packed_command([packed], check_health=False)
+                return [await _answer(connection) for _ in commands]
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+
+    def _failure(self, what: str) -> StorageIOError:
+        return StorageIOError(f"redis {self.address}: {what}; try again")
+
+
+async def _answer(connection: Connection) -> Any:
+    try:
+        return await connection.read_response(disconnect_on_error=False)
+    except ResponseError as error:
+        return error
+
+
+async def _is_usable(connection: Connection) -> bool:
+    try:
+        return not await connection.can_read()
+    except _LOST:
+        return False
+
+
+# Which server is responsible for which keys: one server, the master that sentinels name, or the nodes of a cluster.
+#
+# What is known is used until it is doubted: a lost connection, a redirection or the answer of a replica doubts it, and
+# the next call asks anew, through whoever of several servers answers first, so that one that hangs holds up nobody.
 
 _SLOT_COUNT = 16384
+_MOST_QUERIED = 4
+_PATIENCE_SECONDS = 0.1
+_Answer = TypeVar("_Answer")
+
+
+class Topology(Protocol):
+    """Which server is responsible for which keys."""
+
+    async def node_of(self, slot: int) -> Node:
+        """Return the master of a slot.
+
+        Raises:
+            StorageIOError: nobody who would know can be asked, or there is none.
+        """
+
+    async def masters(self) -> list[Node]:
+        """Ask anew and return all masters, in a fixed order.
+
+        Raises:
+            StorageIOError: nobody who would know can be asked.
+        """
+
+    def at(self, address: Address) -> Node:
+        """Return the server at an address that a redirection names."""
+
+    async def invalidate(self) -> None:
+        """Ask anew before the next call."""
+
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+def topology_of(settings: RedisSettings, random: Random) -> Topology:
+    """Return the topology that a uri describes.
+
+    Args:
+        settings: what the uri says.
+        random: chooses whom of many to ask.
+    """
+    if settings.kind == "cluster":
+        return ClusterTopology(settings, random)
+    if settings.kind == "sentinel":
+        return SentinelTopology(settings, random)
+    return SingleTopology(settings)
+
+
+class SingleTopology:
+    """One server."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._node = Node(settings, settings.addresses[0])
+
+    async def node_of(self, slot: int) -> Node:
+        return self._node
+
+    async def masters(self) -> list[Node]:
+        return [self._node]
+
+    def at(self, address: Address) -> Node:
+        raise StorageIOError(f"redis {self._node.address} is a node of a cluster; use redis+cluster://")
+
+    async def invalidate(self) -> None:
+        # The name may lead to another server by now, so only the connections are doubtful.
+        await self._node.forget_connections()
+
+    async def close(self) -> None:
+        await self._node.close()
+
+
+class SentinelTopology:
+    """The master that sentinels name."""
+
+    def __init__(self, settings: RedisSettings, random: Random) -> None:
+        self._settings = settings
+        self._random = random
+        at_sentinels = dataclasses.replace(
+            settings, user=settings.sentinel_user, password=settings.sentinel_password, database=0
+        )
+        self._sentinels = [Node(at_sentinels, address) for address in settings.addresses]
+        self._master: Node | None = None
+        self._epoch = 0
+        self._doubted = False
+        self._asking = asyncio.Lock()
+
+    async def node_of(self, slot: int) -> Node:
+        if self._master is not None and not self._doubted:
+            return self._master
+        async with self._asking:
+            return await self._find() if self._master is None or self._doubted else self._master
+
+    async def masters(self) -> list[Node]:
+        async with self._asking:
+            return [await self._find()]
+
+    def at(self, address: Address) -> Node:
+        raise StorageIOError(f"redis {address} is a node of a cluster; use redis+cluster://")
+
+    async def invalidate(self) -> None:
+        self._doubted = True
+        if self._master is not None:
+            await self._master.forget_connections()  # whether it is still the master is asked of new connections
+
+    async def close(self) -> None:
+        for node in [*self._sentinels, *([self._master] if self._master else [])]:
+            await node.close()
+
+    async def _find(self) -> Node:
+        asked = self._random.sample(self._sentinels, len(self._sentinels))
+        try:
+            self._epoch, address = await _first(asked, self._master_of, f"sentinels of {self._settings.service!r}")
+        except StorageIOError:
+            self._epoch = 0  # sentinels that were set up anew count from the start again
+            raise
+        before, self._doubted = self._master, False
+        if before is not None and before.address == address:
+            return before
+        master = self._master = Node(self._settings, address, must_be_master=True)
+        if before is not None:
+            await before.close()
+        return master
+
+    async def _master_of(self, sentinel: Node) -> tuple[int, Address]:
+        service = self._settings.service
+        master, state = await sentinel.send(
+            [(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service), (b"SENTINEL", b"MASTER", service)]
+        )
+        if not isinstance(master, list) or not isinstance(state, list):
+            raise StorageIOError(f"sentinel {sentinel.address} knows no master {service!r}")
+        epoch = int(dict(zip(state[::2], state[1::2], strict=True))[b"config-epoch"])
+        if epoch < self._epoch:
+            raise StorageIOError(f"sentinel {sentinel.address} has not heard of the last failover of {service!r} yet")
+        return epoch, Address(master[0].decode(), int(master[1]))
+
+
+class ClusterTopology:
+    """The nodes of a cluster by slot."""
+
+    def __init__(self, settings: RedisSettings, random: Random) -> None:
+        self._settings = settings
+        self._random = random
+        self._nodes: dict[Address, Node] = {}
+        self._slots: list[Node | None] = [None] * _SLOT_COUNT
+        self._doubted = True
+        self._asking = asyncio.Lock()
+
+    async def node_of(self, slot: int) -> Node:
+        if self._doubted:
+            async with self._asking:
+                if self._doubted:
+                    await self._find()
+        node = self._slots[slot]
+        if node is None:
+            self._doubted = True
+            raise StorageIOError(f"no node of the redis cluster serves slot {slot} now; try again")
+        return node
+
+    async def masters(self) -> list[Node]:
+        async with self._asking:
+            await self._find()
+        by_address = {node.address: node for node in self._slots if node is not None}
+        return [by_address[address] for address in sorted(by_address)]
+
+    def at(self, address: Address) -> Node:
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = Node(self._settings, address)
+        return node
+
+    async def invalidate(self) -> None:
+        self._doubted = True
+
+    async def close(self) -> None:
+        for node in self._nodes.values():
+            await node.close()
+
+    async def _find(self) -> None:
+        masters = list({node.address: node for node in self._slots if node is not None}.values())
+        known = self._random.sample(masters, min(len(masters), _MOST_QUERIED))
+        seeds = self._random.sample(self._settings.addresses, min(len(self._settings.addresses), _MOST_QUERIED))
+        asked = list({node.address: node for node in [*known, *map(self.at, seeds)]}.values())
+        ranges = await _first(asked, _slots_reported_by, "nodes of the redis cluster")
+        slots: list[Node | None] = [None] * _SLOT_COUNT
+        for first, last, address in ranges:
+            slots[first : last + 1] = [self.at(address)] * (last + 1 - first)
+        self._slots, self._doubted = slots, False
+        await self._close_others({address for _, _, address in ranges} | set(self._settings.addresses))
+
+    async def _close_others(self, staying: set[Address]) -> None:
+        for address in self._nodes.keys() - staying:
+            await self._nodes.pop(address).close()
+
+
+async def _slots_reported_by(node: Node) -> list[tuple[int, int, Address]]:
+    (answer,) = await node.send([(b"CLUSTER", b"SLOTS")])
+    if isinstance(answer, ResponseError):
+        raise StorageIOError(f"redis {node.address} is no node of a cluster: {answer}")
+    # A node that does not know its own name says nothing, or "?".
+    return [
+        (first, last, Address(_host(master[0]) or node.address.host, master[1]))
+        for first, last, master, *_replicas in answer
+    ]
+
+
+def _host(name: bytes | None) -> str:
+    return "" if name in (None, b"", b"?") else (name or b"").decode()
+
+
+async def _first(nodes: Iterable[Node], ask: Callable[[Node], Coroutine[Any, Any, _Answer]], whom: str) -> _Answer:
+    """Ask one, and while there is no answer one more after each `_PATIENCE_SECONDS`; return the first answer."""
+    waiting, running, errors = list(nodes), set[asyncio.Task[_Answer]](), list[str]()
+    try:
+        while waiting or running:
+            if waiting:
+                running.add(asyncio.create_task(ask(waiting.pop(0))))
+            patience = _PATIENCE_SECONDS if waiting else None
+            done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    return task.result()
+                if not isinstance(error, StorageIOError):
+                    raise error
+                errors.append(str(error))
+    finally:
+        await end_tasks(running)
+    raise StorageIOError(f"none of the {whom} answers: {'; '.join(errors)}")
+
+
 _MOST_ROUNDS = 32
 _PAUSE_SECONDS = 0.02
 _LEAST_VERSION = (7, 0)
@@ -106,12 +576,12 @@ class RedisClient:
 
     async def ping(self) -> None:
         """Return when every master answers."""
-        await self._ask_masters((b"PING",))
+        await self._send_to_masters((b"PING",))
 
     async def info_version(self) -> tuple[int, ...]:
         """Return the version of the oldest master, as Redis counts them."""
         versions = []
-        for answer in await self._ask_masters((b"INFO", b"server")):
+        for answer in await self._send_to_masters((b"INFO", b"server")):
             lines = dict(line.partition(":")[::2] for line in answer.decode().splitlines())
             versions.append(tuple(int(part) for part in lines["redis_version"].split(".")))
         return min(versions)
@@ -164,9 +634,9 @@ class RedisClient:
         answers = iter(values)
         return [list(islice(answers, len(group))) for group in groups]
 
-    async def _ask_masters(self, command: Command) -> list[Any]:
+    async def _send_to_masters(self, command: Command) -> list[Any]:
         async with self._deadline():
-            return [self._checked(await node.ask([command]))[0] for node in await self._topology.masters()]
+            return [self._checked(await node.send([command]))[0] for node in await self._topology.masters()]
 
     async def _send(self, sent: Sequence[_Sent]) -> list[Any]:
         """Return the answers, after redirections. Errors are returned, save lost connections."""
@@ -187,17 +657,17 @@ class RedisClient:
             node = one.node or await self._topology.node_of(one.slot)
             left[at] = one._replace(node=node)
             by_node.setdefault(node, []).append(at)
-        results = await _all(self._ask(node, [left[at] for at in places]) for node, places in by_node.items())
+        results = await _all(self._send_to(node, [left[at] for at in places]) for node, places in by_node.items())
         for places, result in zip(by_node.values(), results, strict=True):
             for at, answer in zip(places, result, strict=True):
                 answers[at] = answer
 
-    async def _ask(self, node: Node, sent: Sequence[_Sent]) -> list[Any]:
+    async def _send_to(self, node: Node, sent: Sequence[_Sent]) -> list[Any]:
         commands = [part for one in sent for part in (((b"ASKING",), one.command) if one.asking else (one.command,))]
         try:
-            answers = iter(await node.ask(commands))
+            answers = iter(await node.send(commands))
         except StorageIOError:
-            await self._topology.doubt()
+            await self._topology.invalidate()
             raise
         return [(next(answers), next(answers))[1] if one.asking else next(answers) for one in sent]
 
@@ -206,7 +676,7 @@ class RedisClient:
             return None
         if isinstance(answer, AskError):
             if isinstance(answer, MovedError):
-                await self._topology.doubt()
+                await self._topology.invalidate()
             assert sent.node is not None
             # A node that does not know the other's name means its own.
             node = self._topology.at(Address(answer.host or sent.node.address.host, answer.port))
@@ -215,7 +685,7 @@ class RedisClient:
             # Some keys of the slot have moved and others not yet.
             return sent._replace(node=None, asking=False)
         if _code(answer) in _OTHER_ROLE:
-            await self._topology.doubt()
+            await self._topology.invalidate()
         return None
 
     @staticmethod

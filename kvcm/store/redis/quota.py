@@ -32,13 +32,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.script import Script, ScriptCall
+from kvcm.store.redis.client import RedisClient, Script, ScriptCall
 
 __all__ = ["Counters", "Demand", "QuotaCounters", "Recount", "Report", "TotalLimit"]
 
 _encode = msgspec.msgpack.encode
-
 _RESERVE = Script("""
 local counters, rows = KEYS[1], KEYS[2]
 local want = cmsgpack.unpack(ARGV[3])
@@ -65,7 +63,6 @@ if fits and redis.call('HSETNX', rows, ARGV[1], cmsgpack.pack({ARGV[2], want})) 
 end
 return {fits and 1 or 0, flat}
 """)
-
 _RELEASE = """
 local function release(owner)
   local row = redis.call('HGET', rows, owner)
@@ -74,12 +71,10 @@ local function release(owner)
   redis.call('HDEL', rows, owner)
 end
 """
-
-_GIVE_BACK = Script(
+_RELEASE_CALL = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n" + _RELEASE + "release(ARGV[1])\nreturn 1\n",
     allow_oom=True,
 )
-
 _REPORT = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n"
     + _RELEASE
@@ -103,14 +98,12 @@ return redis.call('HGETALL', counters)
 """,
     allow_oom=True,
 )
-
 _OVERDUE = Script("""
 for _, row in ipairs(redis.call('HVALS', KEYS[1])) do
   if tonumber(cmsgpack.unpack(row)[1]) < tonumber(ARGV[1]) then return 1 end
 end
 return 0
 """)
-
 _BEGIN = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n"
     + _RELEASE
@@ -126,7 +119,6 @@ return redis.call('HGETALL', counters)
 """,
     allow_oom=True,
 )
-
 _END = Script(
     """
 local counters = KEYS[1]
@@ -280,7 +272,7 @@ class QuotaCounters:
 
     async def release(self, account: str, owner: str) -> None:
         """End a reservation under which nothing was stored; doing so twice is fine."""
-        await self._client.run([ScriptCall(_GIVE_BACK, self._keys(account), (owner,))])
+        await self._client.run([ScriptCall(_RELEASE_CALL, self._keys(account), (owner,))])
 
     async def report(self, account: str, report: Report) -> Counters:
         """Add differences and end reservations; a report of a number that was heard already changes nothing."""

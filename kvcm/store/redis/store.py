@@ -2,10 +2,217 @@
 
 from __future__ import annotations
 
-from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.tables import RedisTable
+import zlib
+from collections.abc import Mapping, Sequence
+from heapq import merge
+from itertools import islice
+from typing import Any
 
-__all__ = ["RedisStore"]
+from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
+from kvcm.store.store import LeaseState, Replacement
+
+__all__ = ["RedisLease", "RedisStore", "RedisTable"]
+
+# The lease in Redis: a key that expires, and a counter that fences off earlier holders.
+#
+# The server's clock alone decides when it ends. A server that loses its last second (a failover, `appendfsync
+# everysec`) can forget a lease, so two managers may lead for a moment; the duties are compare-and-set like everything
+# else.
+
+_ACQUIRE = Script(
+    """
+local holder = redis.call('GET', KEYS[1])
+if not holder then
+  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+  return {ARGV[1], redis.call('INCR', KEYS[2])}
+end
+if holder == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return {holder, tonumber(redis.call('GET', KEYS[2]) or 0)}
+""",
+    allow_oom=True,  # duties need a leader, and it is they that make room
+)
+_RELEASE = Script("""
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+end
+return 0
+""")
+_GET = Script("""
+return {redis.call('GET', KEYS[1]) or '', tonumber(redis.call('GET', KEYS[2]) or 0)}
+""")
+
+
+class RedisLease:
+    """One lease.
+
+    Args:
+        client: of the servers.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+        self._keys = (f"{client.prefix}:l{{leader}}".encode(), f"{client.prefix}:f{{leader}}".encode())
+
+    async def acquire(self, node_id: str, seconds: float) -> LeaseState:
+        args = (node_id.encode(), max(1, int(seconds * 1000)))
+        ((holder, token),) = await self._client.run([ScriptCall(_ACQUIRE, self._keys, args)])
+        return LeaseState(holder.decode(), token)
+
+    async def get(self) -> LeaseState:
+        ((holder, token),) = await self._client.run([ScriptCall(_GET, self._keys)])
+        return LeaseState(holder.decode(), token)
+
+    async def release(self, node_id: str) -> None:
+        await self._client.run([ScriptCall(_RELEASE, self._keys, (node_id.encode(),))])
+
+
+# Documents in Redis: per part of a table a hash of documents, a sorted set of due times and a counter of changes.
+#
+# The three share a hash tag and change in one script, so that no crash leaves one of them behind. How a document ended
+# is a string of its own of the same hash tag, which the server forgets in time: nobody has to sweep.
+
+_REPLACE = """
+local there = redis.call('HGET', KEYS[1], ARGV[1])
+if ARGV[2] == '1' then
+  if there ~= ARGV[3] then return 0 end
+elseif there then
+  return 0
+end
+if ARGV[4] == '1' then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[5])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+if ARGV[6] ~= '' then
+  redis.call('ZADD', KEYS[2], ARGV[6], ARGV[1])
+else
+  redis.call('ZREM', KEYS[2], ARGV[1])
+end
+redis.call('INCR', KEYS[3])
+return 1
+"""
+_REPLACE_TOGETHER = """
+for at = 1, #ARGV, 5 do
+  local there = redis.call('HGET', KEYS[1], ARGV[at])
+  if ARGV[at + 1] == '1' then
+    if there ~= ARGV[at + 2] then return 0 end
+  elseif there then
+    return 0
+  end
+end
+for at = 1, #ARGV, 5 do
+  if ARGV[at + 3] == '1' then
+    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 4])
+  else
+    redis.call('HDEL', KEYS[1], ARGV[at])
+  end
+  redis.call('ZREM', KEYS[2], ARGV[at])
+end
+redis.call('INCR', KEYS[3])
+return 1
+"""
+_CONCLUDE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('INCR', KEYS[3])
+redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
+return 1
+"""
+_CREATE = Script(_REPLACE)
+_CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server what is there can be decided, ended and removed
+_END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
+_CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
+_CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
+# Written by operators and by managers that start: few, and removing an instance begins with a new document.
+_ALWAYS = {"registry", "nodes"}
+
+
+class RedisTable:
+    """One table.
+
+    Args:
+        client: of the servers.
+        name: lower-case letters.
+        shard_count: number of parts; the same for all managers.
+    """
+
+    def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
+        self._client = client
+        self._create = _CHANGE if name in _ALWAYS else _CREATE
+        self._create_together = _CHANGE_TOGETHER if name in _ALWAYS else _CREATE_TOGETHER
+        self._parts = range(shard_count)
+        self._documents, self._due, self._versions, self._outcomes = (
+            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvo"
+        )
+
+    async def get(self, name: str) -> bytes | None:
+        (document,) = await self._client.execute([(b"HGET", self._documents[self._part(name)], name.encode())])
+        assert document is None or isinstance(document, bytes)
+        return document
+
+    async def all(self) -> Mapping[str, bytes]:
+        parts = await self._client.execute([(b"HGETALL", key) for key in self._documents])
+        return {name.decode(): value for part in parts for name, value in _pairs(part)}
+
+    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        keys = self._keys(self._part(name))
+        when = repr(float(due)) if due and new is not None else ""
+        args = (name.encode(), int(old is not None), old or b"", int(new is not None), new or b"", when)
+        (done,) = await self._client.run([ScriptCall(self._create if old is None else _CHANGE, keys, args)])
+        return bool(done)
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        parts = {self._part(each.name) for each in replacements}
+        assert len(parts) <= 1, "documents of several parts may lie on several servers"
+        if not parts:
+            return True
+        creates = any(each.old is None for each in replacements)
+        script = self._create_together if creates else _CHANGE_TOGETHER
+        args = [argument for each in replacements for argument in _arguments(each)]
+        (done,) = await self._client.run([ScriptCall(script, self._keys(parts.pop()), args)])
+        return bool(done)
+
+    async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+        keys = (*self._keys(self._part(name)), self._outcome_key(name))
+        args = (name.encode(), old, outcome, max(1, round(seconds * 1000)))
+        (done,) = await self._client.run([ScriptCall(_END, keys, args)])
+        return bool(done)
+
+    async def outcome(self, name: str, now: float) -> bytes | None:
+        (outcome,) = await self._client.execute([(b"GET", self._outcome_key(name))])
+        assert outcome is None or isinstance(outcome, bytes)
+        return outcome
+
+    def _outcome_key(self, name: str) -> bytes:
+        return self._outcomes[self._part(name)] + name.encode()
+
+    def _keys(self, part: int) -> tuple[bytes, bytes, bytes]:
+        return self._documents[part], self._due[part], self._versions[part]
+
+    async def due(self, now: float, most: int) -> list[str]:
+        limit = (b"LIMIT", 0, most, b"WITHSCORES")
+        parts = await self._client.execute(
+            [(b"ZRANGEBYSCORE", key, b"-inf", repr(float(now)), *limit) for key in self._due]
+        )
+        names = merge(*([(float(score), name) for name, score in _pairs(part)] for part in parts))
+        return [name.decode() for _, name in islice(names, most)]
+
+    async def version(self) -> int:
+        return sum(int(count or 0) for count in await self._client.execute([(b"GET", key) for key in self._versions]))
+
+    def _part(self, name: str) -> int:
+        return zlib.crc32(name.encode()) % len(self._parts)
+
+
+def _arguments(each: Replacement) -> tuple[Argument, ...]:
+    return each.name.encode(), int(each.old is not None), each.old or b"", int(each.new is not None), each.new or b""
+
+
+def _pairs(flat: list[Any]) -> zip[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
 
 
 class RedisStore:

@@ -72,11 +72,11 @@ class Invalidations:
 
     async def _follow(self) -> str:
         """Follow all masters until something happens to one of them, and return what."""
-        followers: list[_Follower] = []
+        followers: list[_MasterConnection] = []
         try:
             masters = await self._client.masters()
             for address in masters:
-                followers.append(_Follower(address, await self._client.connect(address), self._heard))
+                followers.append(_MasterConnection(address, await self._client.connect(address), self._on_message))
                 await followers[-1].subscribe(self._prefix)
             self._on_reset()
             self._is_live = True
@@ -109,7 +109,7 @@ class Invalidations:
             if now != masters:
                 return f"the masters are {', '.join(map(str, now))} now"
 
-    def _heard(self, keys: Sequence[bytes] | None) -> None:
+    def _on_message(self, keys: Sequence[bytes] | None) -> None:
         if keys is None:
             self._on_reset()
         else:
@@ -121,7 +121,7 @@ class Invalidations:
             self._on_reset()
 
 
-class _Follower:
+class _MasterConnection:
     """The connection to one master."""
 
     def __init__(
@@ -136,9 +136,9 @@ class _Follower:
         """Ask for invalidations."""
         try:
             async with asyncio.timeout(_PONG_SECONDS):
-                client_id = await self._ask(b"CLIENT", b"ID")
-                await self._ask(b"CLIENT", b"TRACKING", b"ON", b"BCAST", b"PREFIX", prefix, b"REDIRECT", client_id)
-                await self._ask(b"SUBSCRIBE", _CHANNEL)
+                client_id = await self._call(b"CLIENT", b"ID")
+                await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", b"PREFIX", prefix, b"REDIRECT", client_id)
+                await self._call(b"SUBSCRIBE", _CHANNEL)
         except ResponseError as error:
             raise StorageIOError(f"redis {self._address} does not track keys: {error}") from error
         except (OSError, RedisError) as error:
@@ -174,6 +174,6 @@ class _Follower:
         """Close the connection."""
         await self._connection.disconnect(nowait=True)
 
-    async def _ask(self, *command: bytes | int) -> Any:
+    async def _call(self, *command: bytes | int) -> Any:
         await self._connection.send_command(*command, check_health=False)
         return await self._connection.read_response()

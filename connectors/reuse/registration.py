@@ -1,0 +1,319 @@
+"""The registration of one instance with the manager, and the storages that come with it.
+
+Registers when first needed, and again when the manager has forgotten the instance. A manager that is absent at the
+start is tried again with every use, at a bounded pace; one that refused is not, since a conflict of configuration does
+not go away by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from connectors.client import ManagerClient
+from connectors.pool_reports import PoolReporter, PoolReports
+from connectors.results import Registration, RegistrationState
+from connectors.transfer import TransferEngine
+from connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.storages import StorageConfig
+
+__all__ = ["InstanceSpecs", "KvIdentity", "ManagerLink", "weights_fingerprint"]
+
+_log = logging.getLogger(__name__)
+_RETRY_SECONDS = 1.0
+_TRIES = 30  # in the background; then it is tried again when somebody asks
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpecs:
+    """What an instance registers as.
+
+    Attributes:
+        instance_group: existing group whose quota and storages are used.
+        block_tokens: tokens per block.
+        parts: of a block.
+        deployment: identity of the model.
+        part_groups: named sets of parts that are stored together.
+    """
+
+    instance_group: str
+    block_tokens: int
+    parts: Sequence[LocationSpecInfo]
+    deployment: ModelDeployment
+    part_groups: Sequence[LocationSpecGroup] = ()
+
+
+class ManagerLink:
+    """Keeps an instance registered; safe to use from several threads.
+
+    Args:
+        client: of the manager; closed with the link.
+        specs: what to register.
+        call_seconds: for each call to the manager.
+        make_engine: makes what moves bytes, of the group's storages; None in a process that moves none.
+        clock: seconds of a clock that never runs backwards.
+
+    Attributes:
+        registration: what the manager last said.
+    """
+
+    def __init__(
+        self,
+        client: ManagerClient,
+        specs: InstanceSpecs,
+        call_seconds: float,
+        make_engine: Callable[[Sequence[StorageConfig]], TransferEngine] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.registration = Registration(RegistrationState.UNREACHABLE, message="not tried yet")
+        self._specs = specs
+        self._call_seconds = call_seconds
+        self._make_engine = make_engine
+        self._clock = clock
+        self._engine: TransferEngine | None = None
+        self._storages: tuple[StorageConfig, ...] | None = None
+        self._registering = threading.Lock()
+        self._next_attempt_at = clock()
+        self._background = WorkerPool(1, "kvcm-register")
+        self._is_queued = threading.Lock()
+        self._is_closed = threading.Event()
+        self._pool_reporter = PoolReporter(PoolReports(client), call_seconds)
+
+    def register(self, timeout_seconds: float | None = None) -> bool:
+        """Register if need be, and return whether the instance is registered. Blocks for the timeout at most."""
+        if self.registration.state is RegistrationState.UNREACHABLE:
+            with self._registering:
+                if self.registration.state is RegistrationState.UNREACHABLE:
+                    self._register(self._call_seconds if timeout_seconds is None else timeout_seconds)
+        if self.registration.ok and self._engine is not None:
+            self._pool_reporter.report_pools(self._engine)
+        return self.registration.ok
+
+    def is_ready(self) -> bool:
+        """Return whether the instance is registered, never blocking: if it is not, it is being seen to."""
+        if self.registration.ok:
+            if self._engine is not None:
+                self._pool_reporter.report_pools(self._engine)
+            return True
+        is_due = self.registration.state is RegistrationState.UNREACHABLE and self._clock() >= self._next_attempt_at
+        if is_due and self._is_queued.acquire(blocking=False):
+            self._background.submit(PRIORITY_LOAD, self._register_in_background)
+        return False
+
+    def engine(self, timeout_seconds: float | None = None) -> TransferEngine | None:
+        """Return what moves bytes, None while the instance is not registered. Blocks for the timeout at most."""
+        return self._engine if self.register(timeout_seconds) else None
+
+    def engine_if_ready(self) -> TransferEngine | None:
+        """The same, never blocking."""
+        return self._engine if self.is_ready() else None
+
+    def invalidate(self) -> None:
+        """Register again at the next use: the manager does not know the instance, or we do not know its storages."""
+        if self.registration.ok:
+            self.registration = Registration(RegistrationState.UNREACHABLE, message="to be registered again")
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Close client and storages; what hangs longer than the timeout is left behind."""
+        seconds = self._call_seconds if timeout_seconds is None else timeout_seconds
+        deadline = self._clock() + seconds
+        self._is_closed.set()
+        self._background.close(seconds)
+        self._pool_reporter.close(deadline - self._clock())
+        self.client.close()
+        if self._engine is not None:
+            self._engine.close(deadline - self._clock())
+
+    def _register_in_background(self) -> None:
+        """Try for a while: an engine that starts beside its manager should be registered at its first request."""
+        try:
+            for _ in range(_TRIES):
+                self.register()
+                if self.registration.state is not RegistrationState.UNREACHABLE or self._is_closed.wait(_RETRY_SECONDS):
+                    break
+        finally:
+            self._next_attempt_at = self._clock() + _RETRY_SECONDS
+            self._is_queued.release()
+
+    def _register(self, timeout_seconds: float) -> None:
+        specs = self._specs
+        answer = self.client.register_instance(
+            specs.instance_group,
+            specs.block_tokens,
+            specs.parts,
+            specs.deployment,
+            spec_groups=specs.part_groups,
+            timeout_seconds=timeout_seconds,
+        )
+        if answer.ok and self._make_engine is not None and answer.storages != self._storages:
+            try:
+                before, self._engine = self._engine, self._make_engine(answer.storages)
+            except Exception as error:  # a storage's client may raise anything; the engine that we serve goes on
+                _log.exception("the storages of group %s cannot be used, KV is not reused", specs.instance_group)
+                answer = Registration(RegistrationState.UNREACHABLE, message=f"storages cannot be used: {error!r}")
+            else:
+                self._storages = answer.storages
+                if before is not None:
+                    before.close()
+        if answer.ok:
+            self._pool_reporter.reset()  # a manager that asks for another registration lost what it was told
+        self.registration = answer
+
+
+# Who may share KV: the identity of a deployment, as it is registered and as it enters every block key.
+#
+# KV may be shared exactly when the same tokens give the same bytes. Whatever that depends on besides the tokens is
+# named here, registered with the manager, which refuses an engine that differs, and part of the namespace of the keys.
+
+
+@dataclass(frozen=True, slots=True)
+class KvIdentity:
+    """Everything that the stored KV of given tokens depends on.
+
+    Attributes:
+        model: name of the model, for people.
+        weights: what tells its weights from others under that name: a revision, or a digest.
+        engine: family of the engine and version of its layout: two engines' KV is not interchangeable.
+        dtype: of K and V, quantisation included.
+        hashing: algorithm and seed of the block keys.
+        formats: how each part of a block is stored, by name of the group of layers.
+        tp_size: ranks that share the heads.
+        pp_size: ranks that share the layers.
+        cp_size: ranks that share the tokens of a context.
+        use_mla: whether KV is MLA's latent one.
+        extra: what else counts for this engine.
+
+    Raises:
+        InvalidArgumentError: a text is empty, or a size is not positive; names it.
+    """
+
+    model: str
+    weights: str
+    engine: str
+    dtype: str
+    hashing: str
+    formats: Mapping[str, str]
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    use_mla: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "engine", "dtype", "hashing", "formats"):
+            if not getattr(self, name):
+                raise InvalidArgumentError(f"{name} is empty, must say what the KV depends on")
+        for name in ("tp_size", "pp_size", "cp_size"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be > 0")
+
+    def deployment(self) -> ModelDeployment:
+        """Return what is registered with the manager."""
+        return ModelDeployment(
+            model_name=self.model,
+            dtype=self.dtype,
+            use_mla=self.use_mla,
+            tp_size=self.tp_size,
+            dp_size=1,  # replicas share: which of them computed a block does not matter
+            pp_size=self.pp_size,
+            extra=json.dumps(
+                {
+                    **self.extra,
+                    "cp_size": self.cp_size,
+                    "engine": self.engine,
+                    "formats": dict(self.formats),
+                    "keys": self.hashing,
+                    "weights": self.weights,
+                },
+                sort_keys=True,
+            ),
+        )
+
+    @property
+    def namespace(self) -> bytes:
+        """What every block key depends on."""
+        deployment = self.deployment()
+        sizes = f"tp{self.tp_size}.pp{self.pp_size}.mla{int(self.use_mla)}"
+        return "\n".join([deployment.model_name, deployment.dtype, sizes, deployment.extra]).encode()
+
+
+# Tells the weights of a model from others of the same shape and name, without reading all of them.
+#
+# Of every tensor in the model's safetensors files a piece in its middle is read: training, fine-tuning and merged
+# adapters change it, and a thousand tensors take milliseconds. Files in other formats count by name, size and pieces
+# at even distances. The configuration counts as a whole. Who needs more certainty than that names the weights himself.
+
+_PIECE_BYTES = 256
+_PIECES_PER_FILE = 256
+_MAX_HEADER_BYTES = 100 << 20
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def weights_fingerprint(directory: Path) -> str:
+    """Return a text that differs when configuration or weights of a model differ.
+
+    Args:
+        directory: of the model, with `config.json` and its weights.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is not what its name says, or there are no weights at all.
+    """
+    digest = hashlib.sha256()
+    config = directory / "config.json"
+    if config.exists():
+        digest.update(json.dumps(_relevant_settings(json.loads(config.read_text())), sort_keys=True).encode())
+    for path in _files(directory):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            for piece in _pieces(file, path):
+                digest.update(piece)
+    return digest.hexdigest()[:32]
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of weights. The same weights may lie there in several formats: engines take the first."""
+    for pattern in _PATTERNS:
+        if found := sorted(directory.glob(pattern)):
+            return found
+    raise ValueError(f"there are no weights in {directory.name}")
+
+
+def _relevant_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that computing depends on; a version and a name are not."""
+    return {key: value for key, value in config.items() if key not in {"_name_or_path", "transformers_version"}}
+
+
+def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        yield from _tensor_pieces(file, size)
+        return
+    step = max(_PIECE_BYTES, size // _PIECES_PER_FILE)
+    for begin in range(0, size, step):
+        file.seek(begin)
+        yield file.read(_PIECE_BYTES)
+
+
+def _tensor_pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"a safetensors file has a header of {header_bytes} bytes")
+    header: dict[str, Any] = json.loads(file.read(header_bytes))
+    header.pop("__metadata__", None)
+    yield json.dumps(header, sort_keys=True).encode()
+    for _, tensor in sorted(header.items()):
+        begin, end = tensor["data_offsets"]
+        middle = max(begin, (begin + end - _PIECE_BYTES) // 2)
+        file.seek(8 + header_bytes + middle)
+        yield file.read(min(_PIECE_BYTES, end - begin))

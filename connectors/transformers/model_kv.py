@@ -1,0 +1,450 @@
+"""Which parts a stored block of a model has, and how far a prefix goes whose parts are known.
+
+Layers that keep KV in the same way and shape are one part: those with full attention, and those with a sliding window.
+What linear-attention layers remember of all tokens so far, their state, is another part; only blocks where somebody
+stopped computing have it. Whoever goes on behind block `n` needs
+
+1. the full-attention parts of all `n` blocks,
+2. a window's part of as many blocks before `n` as the window reaches back,
+3. the state at the end of block `n - 1`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+from connectors.layout import BlockLayout
+from connectors.layout.tensors import dtype_name
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
+
+__all__ = [
+    "FULL_PART",
+    "STATE",
+    "KVPart",
+    "ModelKV",
+    "ModelParts",
+    "PartOfBlock",
+    "StatePart",
+    "StateTensor",
+    "compute",
+    "empty_state",
+    "join_states",
+    "pack_state",
+    "probe_model",
+    "state_tensors",
+    "unpack_state",
+]
+
+STATE = "state"
+_KV_GROUP, _ALL_GROUP = "kv", "kv+state"
+_ALIGNMENT_BYTES = 16
+PartOfBlock = tuple[str, int]
+"""Name of a part, and index of the block in its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """Layers whose KV is stored together.
+
+    Attributes:
+        name: of the spec.
+        layers: their indices in the model's cache.
+        layout: of the stored part.
+        dtype: of K and V.
+        devices: where each layer's KV is.
+        window: tokens that a token sees, itself included; None for all.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    layout: BlockLayout
+    dtype: torch.dtype
+    devices: tuple[torch.device, ...]
+    window: int | None = None
+
+    @property
+    def window_blocks(self) -> int | None:
+        """Blocks before a block boundary that a token behind it may see; None for all."""
+        return None if self.window is None else math.ceil((self.window - 1) / self.layout.block_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that two parts share exactly when their stored bytes are interchangeable."""
+        return f"{self.layout.fingerprint} of={self.layers} window={self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a linear-attention layer's state.
+
+    Attributes:
+        layer: its index in the model's cache.
+        kind: `conv_states` or `recurrent_states`, as the cache names them.
+        index: which of the layer's states.
+        shape: of one sequence's, without the batch.
+        dtype: of the elements.
+        device: where it is.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device = field(compare=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one sequence's."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """State of all linear-attention layers, stored as one part: each tensor from a multiple of 16 bytes on."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First byte of each tensor."""
+        offsets, end = [], 0
+        for tensor in self.tensors:
+            offsets.append(end)
+            end += -(-tensor.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return tuple(offsets)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stored part."""
+        last = self.tensors[-1]
+        return self.offsets[-1] + -(-last.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that two parts share exactly when their stored bytes are interchangeable."""
+        return "kvcm-state/1 " + " ".join(
+            f"{tensor.layer}.{tensor.kind}.{tensor.index}{list(tensor.shape)}{dtype_name(tensor.dtype)}"
+            for tensor in self.tensors
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of a stored block.
+
+    Attributes:
+        block_tokens: tokens per block.
+        kv: layers with attention, one entry per part; at least one.
+        state: None when no layer has one.
+    """
+
+    block_tokens: int
+    kv: tuple[KVPart, ...]
+    state: StatePart | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a stored block, without state."""
+        return sum(part.layout.block_bytes for part in self.kv)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """How each part is stored, by its name."""
+        formats = {part.name: part.fingerprint for part in self.kv}
+        return formats | ({STATE: self.state.fingerprint} if self.state else {})
+
+    @property
+    def spec_infos(self) -> list[LocationSpecInfo]:
+        """The parts, to be registered."""
+        full = LocationSpecKind.LSK_FULL_ATTENTION if self.state else LocationSpecKind.LSK_UNSPECIFIED
+        infos = [LocationSpecInfo(part.name, part.layout.block_bytes, full) for part in self.kv]
+        if self.state:
+            infos.append(LocationSpecInfo(STATE, self.state.size_bytes, LocationSpecKind.LSK_LINEAR_ATTENTION))
+        return infos
+
+    @property
+    def spec_groups(self) -> list[LocationSpecGroup]:
+        """What is written together, to be registered: everything, unless some blocks have no state."""
+        if not self.state:
+            return []
+        names = tuple(part.name for part in self.kv)
+        return [LocationSpecGroup(_KV_GROUP, names), LocationSpecGroup(_ALL_GROUP, (*names, STATE))]
+
+    @property
+    def reach_blocks(self) -> int | None:
+        """Blocks before a block boundary that whoever goes on needs; None for all, or when there is a state."""
+        reaches = [part.window_blocks for part in self.kv]
+        known = [reach for reach in reaches if reach is not None]
+        return None if self.state is not None or len(known) < len(reaches) else max([1, *known])
+
+    @property
+    def without_state(self) -> ModelParts:
+        """The same blocks without state."""
+        return replace(self, state=None)
+
+    def group_of(self, has_state: bool) -> str:
+        """Return the name of the spec group of a block that has a state, or has none."""
+        return _ALL_GROUP if has_state else _KV_GROUP
+
+    def usable_blocks(self, has: Callable[[str, int], bool], blocks: int) -> int:
+        """Return the length of the longest prefix that can be gone on from.
+
+        Args:
+            has: whether a part of a block is known, by name of the part and index of the block.
+            blocks: most blocks.
+        """
+        for part in self.kv:
+            if part.window is None:
+                blocks = next((block for block in range(blocks) if not has(part.name, block)), blocks)
+        runs = [_runs(part, has, blocks) for part in self.kv if part.window is not None]
+        for length in range(blocks, 0, -1):
+            in_windows = all(run[length - 1] >= min(length, needed) for run, needed in runs)
+            if in_windows and (self.state is None or has(STATE, length - 1)):
+                return length
+        return 0
+
+    def needed(self, blocks: int) -> list[PartOfBlock]:
+        """Return the parts that have to be loaded to go on behind a prefix of so many blocks."""
+        needed: list[PartOfBlock] = []
+        for part in self.kv:
+            reach = part.window_blocks
+            first = 0 if reach is None else max(0, blocks - reach)
+            needed += [(part.name, block) for block in range(first, blocks)]
+        return needed + ([(STATE, blocks - 1)] if self.state and blocks else [])
+
+
+def _runs(part: KVPart, has: Callable[[str, int], bool], blocks: int) -> tuple[Sequence[int], int]:
+    """Return how many consecutive blocks up to each one are known, and how many are needed."""
+    runs: list[int] = []
+    for block in range(blocks):
+        runs.append((runs[-1] if runs else 0) + 1 if has(part.name, block) else 0)
+    return runs, part.window_blocks or 0
+
+
+# Takes the state of linear-attention layers out of a cache, as stored bytes, and puts it back in.
+
+
+def state_tensors(layers: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
+    """Return layer, kind, index and value of every tensor of state in a cache, each `[batch, ...]`."""
+    return [
+        (position, kind, index, tensor)
+        for position, layer in enumerate(layers)
+        if isinstance(layer, LinearAttentionLayer)
+        for kind in ("conv_states", "recurrent_states")
+        for index, tensor in getattr(layer, kind).items()
+        if tensor is not None
+    ]
+
+
+def empty_state(part: StatePart) -> torch.Tensor:
+    """Return host memory for a stored state, zeroed: that is the state before the first token."""
+    return torch.zeros(part.size_bytes, dtype=torch.uint8)
+
+
+def pack_state(part: StatePart, layers: Sequence[Any], row: int) -> torch.Tensor:
+    """Return a copy of a sequence's state as stored bytes in host memory; zeros where there is none yet."""
+    memory = empty_state(part)
+    for place, tensor in _places(part, memory):
+        value = getattr(layers[tensor.layer], tensor.kind)[tensor.index]
+        if value is not None:
+            place.copy_(value[row])
+    return memory
+
+
+def unpack_state(part: StatePart, memory: torch.Tensor, layers: Sequence[Any]) -> None:
+    """Give the layers of a cache of one sequence the state that was stored."""
+    join_states(part, [memory], layers)
+
+
+def join_states(part: StatePart, memories: Sequence[torch.Tensor], layers: Sequence[Any]) -> None:
+    """Give the layers of a cache the stored states of its sequences, in their order."""
+    rows = [_places(part, memory) for memory in memories]
+    for places in zip(*rows, strict=True):
+        tensor = places[0][1]
+        value = torch.stack([place for place, _ in places]).to(tensor.device)
+        _put(layers[tensor.layer], tensor, value)
+
+
+def _put(layer: Any, tensor: StateTensor, value: torch.Tensor) -> None:
+    layer.lazy_initialization(**{tensor.kind: value, "state_idx": tensor.index})
+    getattr(layer, tensor.kind)[tensor.index].copy_(value)
+    layer.has_previous_state[tensor.index] = True
+
+
+def _places(part: StatePart, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, StateTensor]]:
+    for offset, tensor in zip(part.offsets, part.tensors, strict=True):
+        place = memory[offset : offset + tensor.size_bytes].view(tensor.dtype).view(tensor.shape)
+        yield place, tensor
+
+
+# Lets a model compute some tokens of a sequence, as `generate` does.
+
+
+def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last_only: bool = True) -> torch.Tensor:
+    """Compute tokens of one sequence without padding, and return their logits, `[token, vocabulary]`.
+
+    Args:
+        model: a causal language model.
+        tokens: to compute.
+        start: position of the first one; the cache holds all before it. Given to the model where it takes that: some
+            models would count from 0.
+        cache: is filled.
+        last_only: whether the logits of the last token suffice.
+    """
+    positions = torch.arange(start, start + len(tokens), device=model.device)[None]
+    possible = {"position_ids": positions, "logits_to_keep": int(last_only)}
+    taken = inspect.signature(model.forward).parameters
+    arguments = {name: value for name, value in possible.items() if name in taken}
+    ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
+    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments).logits
+    return logits[0]
+
+
+# Finds out what a model's KV looks like, and whether it can be taken apart, by letting it compute a few tokens.
+
+FULL_PART = "tp0"  # one process holds all heads; named as engines name their first rank
+_KINDS = frozenset(
+    {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
+)
+# More than a convolution reaches back; the second step is short, so that a lost state shows.
+_PROBE_TOKENS, _PROBE_SPLIT = 24, 16
+# Logits of a state that is carried on differ by rounding: by no more than what steps of other lengths make, several
+# times over, or than the type can tell. Random models that lost theirs differ by 0.002 and more.
+_MAX_NOISE_FACTOR = 4.0
+_MIN_DIFFERENCE = 1e-3
+_Shape = tuple[int | None, int, int, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKV:
+    """The KV that a model computes.
+
+    Attributes:
+        parts: of a stored block.
+        states_per_layer: of the model's cache, 0 for layers with attention alone.
+    """
+
+    parts: ModelParts
+    states_per_layer: tuple[int, ...]
+
+
+def probe_model(model: PreTrainedModel, block_tokens: int) -> ModelKV:
+    """Return what the model's KV looks like, found by computing a few tokens.
+
+    Args:
+        model: a causal language model.
+        block_tokens: tokens per block.
+
+    Raises:
+        InvalidArgumentError: KV of this kind of model cannot be reused; the message says why.
+    """
+    _check_kind(model)
+    with torch.no_grad():
+        layers, logits = _compute(model)
+        state = _state_part(layers)
+        parts = ModelParts(block_tokens, _kv_parts(layers, block_tokens), state)
+        if state is not None:
+            _check_state(model, logits)
+    return ModelKV(parts, tuple(getattr(layer, "number_of_states", 0) for layer in layers))
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder:
+        raise InvalidArgumentError("model is an encoder-decoder, must be a decoder only")
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if "chunked_attention" in kinds:
+        raise InvalidArgumentError("model has layers of kind chunked_attention, whose KV is not reused")
+    layers = DynamicCache(config=model.config).layers
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
+    if unknown:
+        raise InvalidArgumentError(f"model has cache layers of kind {unknown}, whose KV is not reused")
+    if all(type(layer) is LinearAttentionLayer for layer in layers):
+        raise InvalidArgumentError("model has no layer with attention, must have one: blocks are of its KV")
+
+
+def _compute(model: PreTrainedModel) -> tuple[list[Any], torch.Tensor]:
+    cache = DynamicCache(config=model.config)
+    try:
+        logits = compute(model, _tokens(model), 0, cache, last_only=False)
+    except Exception as error:  # models with caches of their own raise all kinds of them
+        raise InvalidArgumentError(f"model cannot compute with the cache of transformers: {error!r}") from error
+    return list(cache.layers), logits
+
+
+def _tokens(model: PreTrainedModel) -> list[int]:
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    return [number * 7919 % vocabulary for number in range(1, _PROBE_TOKENS + 1)]
+
+
+def _kv_parts(layers: Sequence[Any], block_tokens: int) -> tuple[KVPart, ...]:
+    shapes: dict[_Shape, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, DynamicLayer):
+            shapes.setdefault(_shape_of(index, layer), []).append(index)
+    parts: list[KVPart] = []
+    for (window, heads, head_dim, dtype), indices in shapes.items():
+        layout = BlockLayout(len(indices), heads, head_dim, block_tokens, dtype_name(dtype))
+        devices = tuple(layers[index].keys.device for index in indices)
+        name = FULL_PART if window is None else f"window{window}"
+        taken = sum(part.window == window for part in parts)
+        parts.append(KVPart(f"{name}-{taken}" if taken else name, tuple(indices), layout, dtype, devices, window))
+    return tuple(parts)
+
+
+def _shape_of(index: int, layer: Any) -> _Shape:
+    if layer.keys is None:
+        raise InvalidArgumentError(f"model: layer {index} of its cache keeps no KV, must keep it")
+    keys, values = layer.keys, layer.values
+    if keys.shape != values.shape or keys.dtype != values.dtype:
+        found = f"K {tuple(keys.shape)} {keys.dtype}, V {tuple(values.shape)} {values.dtype}"
+        raise InvalidArgumentError(f"model: layer {index} has {found}, must be of the same shape and type")
+    return getattr(layer, "sliding_window", None), keys.shape[1], keys.shape[3], keys.dtype
+
+
+def _state_part(layers: Sequence[Any]) -> StatePart | None:
+    tensors = tuple(
+        StateTensor(layer, kind, index, tuple(value.shape[1:]), value.dtype, value.device)
+        for layer, kind, index, value in state_tensors(layers)
+    )
+    return StatePart(tensors) if tensors else None
+
+
+def _check_state(model: PreTrainedModel, at_once: torch.Tensor) -> None:
+    """Check that the model goes on from a state: some compute several tokens as if there were none before them."""
+    tokens, steps = _tokens(model), _PROBE_TOKENS - _PROBE_SPLIT
+    alone = compute(model, tokens[:steps], 0, DynamicCache(config=model.config), last_only=False)
+    noise = _difference(alone, at_once[:steps])
+    cache = DynamicCache(config=model.config)
+    compute(model, tokens[:_PROBE_SPLIT], 0, cache)
+    behind = compute(model, tokens[_PROBE_SPLIT:], _PROBE_SPLIT, cache, last_only=False)
+    difference = _difference(behind, at_once[_PROBE_SPLIT:])
+    most = max(_MAX_NOISE_FACTOR * noise, torch.finfo(model.dtype).eps, _MIN_DIFFERENCE)
+    if not difference <= most:  # also when it is not a number
+        raise InvalidArgumentError(
+            f"model: {type(model).__name__} does not go on from the state of its linear attention when several tokens"
+            f" follow, so its state cannot be reused (its logits differ by {difference:.2g}, rounding by {noise:.2g})"
+        )
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative difference at any token."""
+    logits, expected = logits.float(), expected.float()
+    return float(((logits - expected).norm(dim=1) / expected.norm(dim=1)).max())

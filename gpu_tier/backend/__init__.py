@@ -1,1 +1,0 @@
-"""How the attention kernel is told what to read."""

@@ -1,0 +1,751 @@
+"""Every hard limit that a write of a group has to keep, as configured right now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from kvcm.index.meta_index import MetaIndex, UsageListener, UsageNote
+from kvcm.model.errors import KvcmError
+from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.locations import StorageKey
+from kvcm.model.storages import StorageConfig, StorageType
+from kvcm.model.uri import path_component
+from kvcm.registry.registry import Registry
+from kvcm.store.redis.quota import Counters, Demand, QuotaCounters, Report, TotalLimit
+
+__all__ = [
+    "MOST_KEYS",
+    "OVERALL",
+    "AccountReservation",
+    "FreeSpace",
+    "InstanceIndexes",
+    "Ledger",
+    "LimitCache",
+    "Limits",
+    "Reservation",
+    "SharedLedger",
+    "SharedQuota",
+    "StorageLimit",
+    "TakenBytes",
+    "UsageLedger",
+    "account_reservations",
+    "bytes_by_group",
+    "bytes_by_place",
+    "count_usage",
+    "field_title",
+    "fields_by_account",
+    "group_account",
+    "keys_field",
+    "storage_account",
+]
+
+MOST_KEYS = 1 << 62
+"""Blocks of an instance without a limit."""
+
+
+class StorageLimit(NamedTuple):
+    """A storage with a capacity of its own.
+
+    Attributes:
+        capacity_bytes: what all groups may use together.
+        guaranteed: by group, bytes that no other group may take.
+    """
+
+    capacity_bytes: int
+    guaranteed: Mapping[str, int]
+
+    def guaranteed_to_others(self, group_name: str) -> dict[str, int]:
+        """Return by other group how many bytes count as taken at least."""
+        return {name: size for name, size in self.guaranteed.items() if name != group_name}
+
+
+class SharedQuota(NamedTuple):
+    """A global quota and the groups that draw from it."""
+
+    quota: GlobalQuota
+    group_names: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one group.
+
+    Attributes:
+        group: its quota.
+        storages: by name, those that have a limit of their own.
+        shared: the global quota that it draws from, None when there is none.
+    """
+
+    group: InstanceGroup
+    storages: Mapping[str, StorageLimit] = field(default_factory=dict)
+    shared: SharedQuota | None = None
+
+    @property
+    def max_key_count(self) -> int:
+        """Most blocks of an instance."""
+        return self.group.cache_config.meta_indexer_config.max_key_count or MOST_KEYS
+
+
+class LimitCache:
+    """Looks limits up; what is derived from the registry is derived again when that changed.
+
+    Args:
+        registry: groups, storages, global quotas.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._generation = -1
+        self._storages: Mapping[str, StorageLimit] = {}
+        self._group_names: Mapping[str, Sequence[str]] = {}
+
+    def of(self, group: InstanceGroup) -> Limits:
+        """Return the limits of a group."""
+        if self._generation != self._registry.generation:
+            self._generation = self._registry.generation
+            self._reload()
+        quota = self._registry.quotas.find(group.global_quota_group_name)
+        names = self._group_names.get(group.global_quota_group_name, (group.name,))
+        return Limits(group, self._storages, SharedQuota(quota, names) if quota is not None else None)
+
+    def _reload(self) -> None:
+        groups = self._registry.groups.all()
+        guarantors = [group for group in groups if group.storage_guarantees]  # few of many
+        self._storages = {
+            config.global_unique_name: StorageLimit(config.limit_bytes, _guarantees_on(config, guarantors))
+            for config in self._registry.storages.all()
+            if config.limit_bytes
+        }
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for group in groups:
+            names[group.global_quota_group_name].append(group.name)
+        self._group_names = names
+
+
+def _guarantees_on(config: StorageConfig, groups: Sequence[InstanceGroup]) -> dict[str, int]:
+    return {group.name: size for group in groups if (size := group.guaranteed_on(config))}
+
+
+# Bytes and blocks in use, and what a write may still take (wire.md 9.4).
+#
+# A write reserves what it plans before it allocates, so that writes that overlap never exceed a limit together. What
+# is counted follows from the changes of the indexes (invariant 4).
+
+
+class Reservation(NamedTuple):
+    """What one write session is about to take.
+
+    Attributes:
+        owner: id of the session.
+        limits: those of the group that it counts against.
+        uid: number of the instance, whose key limit it counts against.
+        wanted_bytes: by place.
+        new_keys: blocks that the index does not know yet.
+        deadline: unix seconds; a reservation of a manager that died is void afterwards.
+    """
+
+    owner: str
+    limits: Limits
+    uid: int
+    wanted_bytes: Mapping[StorageKey, int]
+    new_keys: int
+    deadline: float
+
+
+class Ledger(Protocol):
+    """Keeps count of groups and storages. Of a shared store, what is told without waiting is as last heard.
+
+    Attributes:
+        rejections: writes that this manager refused for want of room, wholly or partly, by group.
+    """
+
+    rejections: Counter[str]
+
+    def listener(self, group_name: str, uid: int) -> UsageListener:
+        """Return the listener for the index of an instance of a group."""
+
+    def used(self, group_name: str) -> Mapping[StorageKey, int]:
+        """Return the bytes that a group uses, by place."""
+
+    def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
+        """Return the bytes that a group uses, by place, at least: what is reserved for writes may be among them."""
+
+    def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
+        """Return the same of a storage, by group."""
+
+    def bytes_by_group(self) -> Mapping[str, int]:
+        """Return the same in total, by group."""
+
+    async def refresh_group(self, group_name: str, storages: Collection[str] = ()) -> None:
+        """Ask the store what a group uses, and what all groups use on some storages."""
+
+    async def refresh_groups(self, group_names: Collection[str]) -> None:
+        """Ask the store what groups use, all at once."""
+
+    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+        """Return what an instance of a group may still take right now."""
+
+    async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
+        """Take what was planned. False: it does not fit any more; nothing is taken then."""
+
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+
+    def settle(self, reservation: Reservation, index: MetaIndex) -> None:
+        """End a reservation: what was stored under it is counted by the index from now on."""
+
+
+class TakenBytes(NamedTuple):
+    """Bytes that are used or reserved.
+
+    Attributes:
+        by_place: of the group.
+        by_storage: of every storage with a limit, by group.
+        by_group: of the groups that share a global quota.
+    """
+
+    by_place: Mapping[StorageKey, int]
+    by_storage: Mapping[str, Mapping[str, int]]
+    by_group: Mapping[str, int]
+
+
+class _ByteCounts:
+    """Bytes by group and place, and the sums that limits are compared with."""
+
+    def __init__(self) -> None:
+        self.places: defaultdict[str, Counter[StorageKey]] = defaultdict(Counter)
+        self.storages: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.groups: Counter[str] = Counter()
+
+    def add(self, group_name: str, difference: Mapping[StorageKey, int], sign: int = 1) -> None:
+        for place, size in difference.items():
+            self.places[group_name][place] += sign * size
+            self.storages[place.storage][group_name] += sign * size
+            self.groups[group_name] += sign * size
+
+
+class UsageLedger:
+    """Usage of all groups while no other manager works on the store: exact, and nothing ever suspends."""
+
+    def __init__(self) -> None:
+        self._used = _ByteCounts()
+        self._taken = _ByteCounts()
+        self.rejections: Counter[str] = Counter()
+
+    def listener(self, group_name: str, uid: int) -> UsageListener:
+        def note(difference: Mapping[StorageKey, int], _keys: int) -> None:
+            self._used.add(group_name, difference)
+            self._taken.add(group_name, difference)
+
+        return lambda: note
+
+    def used(self, group_name: str) -> Mapping[StorageKey, int]:
+        return self._used.places.get(group_name, Counter())
+
+    def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
+        return self.used(group_name)
+
+    def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
+        return self._used.storages.get(storage, Counter())
+
+    def bytes_by_group(self) -> Mapping[str, int]:
+        return self._used.groups
+
+    async def refresh_group(self, group_name: str, storages: Collection[str] = ()) -> None:
+        """Everything is known here already."""
+
+    async def refresh_groups(self, group_names: Collection[str]) -> None:
+        """Everything is known here already."""
+
+    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+        taken = TakenBytes(self._taken.places[limits.group.name], self._taken.storages, self._taken.groups)
+        return FreeSpace(limits, taken, index.free_key_count)
+
+    async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
+        self._taken.add(reservation.limits.group.name, reservation.wanted_bytes)
+        index.reserve_keys(reservation.new_keys)
+        return True
+
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Settling does that at once."""
+
+    def settle(self, reservation: Reservation, index: MetaIndex) -> None:
+        self._taken.add(reservation.limits.group.name, reservation.wanted_bytes, -1)
+        index.reserve_keys(-reservation.new_keys)
+
+
+class FreeSpace:
+    """What a group may still take; the planning of one write takes from it block by block.
+
+    Args:
+        limits: of the group.
+        taken: bytes already used or reserved.
+        free_keys: blocks that the index still accepts.
+    """
+
+    def __init__(self, limits: Limits, taken: TakenBytes, free_keys: int) -> None:
+        self._limits = limits
+        self._by_type: Counter[StorageType] = Counter()
+        for place, size in taken.by_place.items():
+            self._by_type[place.storage_type] += size
+        self._total = sum(taken.by_place.values())
+        self._by_storage = taken.by_storage
+        self._on_storage: dict[str, tuple[int, int]] = {}
+        self._shared = sum(taken.by_group.get(name, 0) for name in limits.shared.group_names) if limits.shared else 0
+        self._planned: Counter[str] = Counter()
+        self.free_keys = free_keys
+
+    def limit(self, place: StorageKey, size_bytes: int) -> str | None:
+        """Return None when `size_bytes` fit in a place, else the limit that they would exceed."""
+        return (
+            self._group_limit(size_bytes)
+            or self._shared_limit(size_bytes)
+            or self._type_limit(place.storage_type, size_bytes)
+            or self._storage_limit(place.storage, size_bytes)
+        )
+
+    def _group_limit(self, size_bytes: int) -> str | None:
+        group = self._limits.group
+        if self._total + size_bytes <= group.quota.capacity:
+            return None
+        return (
+            f"group {group.name!r} is full: it uses {self._total} of its quota.capacity of {group.quota.capacity} bytes"
+        )
+
+    def _shared_limit(self, size_bytes: int) -> str | None:
+        if self._limits.shared is None:
+            return None
+        quota = self._limits.shared.quota
+        if self._shared + size_bytes <= quota.capacity_bytes:
+            return None
+        return (
+            f"global quota {quota.name!r} is full: its groups use {self._shared} of its capacity_bytes of "
+            f"{quota.capacity_bytes}"
+        )
+
+    def _type_limit(self, storage_type: StorageType, size_bytes: int) -> str | None:
+        group = self._limits.group
+        capacity = group.quota.capacity_of(storage_type)
+        used = self._by_type[storage_type]
+        if capacity is None or used + size_bytes <= capacity:
+            return None
+        kind = storage_type.kind
+        return f"group {group.name!r} is full on {kind}: it uses {used} of its quota of {capacity} bytes on {kind}"
+
+    def _storage_limit(self, storage: str, size_bytes: int) -> str | None:
+        limit = self._limits.storages.get(storage)
+        if limit is None:
+            return None
+        used, kept = self._on_storage.get(storage) or self._load_storage(storage, limit)
+        used += self._planned[storage]
+        if used + kept + size_bytes <= limit.capacity_bytes:
+            return None
+        others = f" and {kept} more are guaranteed to other groups" if kept else ""
+        return f"storage {storage!r} is full: {used} of its capacity_bytes of {limit.capacity_bytes} are used{others}"
+
+    def _load_storage(self, storage: str, limit: StorageLimit) -> tuple[int, int]:
+        """Return what is taken on a storage, and what is kept beside that for other groups."""
+        taken = self._by_storage.get(storage, {})
+        kept_from = limit.guaranteed_to_others(self._limits.group.name).items()
+        kept = sum(max(0, size - taken.get(name, 0)) for name, size in kept_from)
+        self._on_storage[storage] = sum(taken.values()), kept
+        return self._on_storage[storage]
+
+    def fitting(self, place: StorageKey, size_bytes: int, most: int) -> int:
+        """Return how many times `size_bytes` fit in a place one after the other, at most so many times."""
+        group, shared, limit = self._limits.group, self._limits.shared, self._limits.storages.get(place.storage)
+        free = group.quota.capacity - self._total
+        if shared is not None:
+            free = min(free, shared.quota.capacity_bytes - self._shared)
+        capacity = group.quota.capacity_of(place.storage_type)
+        if capacity is not None:
+            free = min(free, capacity - self._by_type[place.storage_type])
+        if limit is not None:
+            used, kept = self._on_storage.get(place.storage) or self._load_storage(place.storage, limit)
+            free = min(free, limit.capacity_bytes - used - self._planned[place.storage] - kept)
+        if free < size_bytes:
+            return 0
+        return min(most, free // size_bytes) if size_bytes else most
+
+    def add_planned(self, place: StorageKey, size_bytes: int) -> None:
+        """Count bytes as taken."""
+        self._by_type[place.storage_type] += size_bytes
+        self._planned[place.storage] += size_bytes
+        self._total += size_bytes
+        self._shared += size_bytes
+
+
+# Which shared counters a change of usage counts in (`kvcm.store.redis.quota`).
+#
+# * A group's account: `b<storage type>/<storage>` bytes in a place, `k<uid>` blocks of an instance. Its quota, in
+#   total
+#   and by type, and the key limits of its instances are checked there.
+# * A storage's account: `b<group>` bytes of a group. The storage's capacity and what groups are guaranteed on it.
+# * One account over all: `b<group>` bytes of a group. Global quotas: not an account each, so that a group that is
+#   given
+#   another quota takes its usage along.
+#
+# All accounts are reported to always, also while there is no limit, so that one that is set holds at once.
+
+OVERALL = "a.all"
+InstanceIndexes = Mapping[str, Mapping[int, MetaIndex]]
+"""Every index by group and uid, also those of instances that are being removed."""
+AccountReservation = tuple[str, list[Demand], list[TotalLimit]]
+"""Account, what is reserved there, and the limits that have to hold."""
+
+
+def group_account(group_name: str) -> str:
+    """Return the account of a group."""
+    return f"g.{path_component(group_name)}"
+
+
+def storage_account(storage: str) -> str:
+    """Return the account of a storage."""
+    return f"s.{path_component(storage)}"
+
+
+def keys_field(uid: int) -> str:
+    """Return the field that counts the blocks of an instance."""
+    return f"k{uid}"
+
+
+def _group_field(group_name: str) -> str:
+    return f"b{group_name}"
+
+
+def _type_prefix(storage_type: StorageType) -> str:
+    return f"b{int(storage_type)}/"
+
+
+def _parse_place(place: StorageKey) -> str:
+    return f"{_type_prefix(place.storage_type)}{place.storage}"
+
+
+def bytes_by_place(fields: Mapping[str, int]) -> dict[StorageKey, int]:
+    """Read the bytes in a group's account."""
+    found: dict[StorageKey, int] = {}
+    for name, value in fields.items():
+        if name[0] == "b" and value:
+            number, _, storage = name[1:].partition("/")
+            found[StorageKey(storage, StorageType(int(number)))] = value
+    return found
+
+
+def bytes_by_group(fields: Mapping[str, int]) -> dict[str, int]:
+    """Read the bytes in a storage's account, or in that over all."""
+    return {name[1:]: value for name, value in fields.items()}
+
+
+def field_title(account: str, field: str) -> str:
+    """Return what a field counts, for people."""
+    if not account.startswith("g."):
+        return f"bytes of group {field[1:]!r}"
+    if field[0] == "k":
+        return f"blocks of registration {field[1:]}"
+    ((place, _),) = bytes_by_place({field: 1}).items()
+    return f"bytes on {place.storage} ({place.storage_type.kind})"
+
+
+def fields_by_account(
+    group_name: str, uid: int, difference: Mapping[StorageKey, int], keys: int
+) -> dict[str, dict[str, int]]:
+    """Return what a change of an instance's usage changes, by account and field."""
+    by_storage: Counter[str] = Counter()
+    for place, size in difference.items():
+        by_storage[place.storage] += size
+    own = {_parse_place(place): size for place, size in difference.items()}
+    field = _group_field(group_name)
+    return {
+        group_account(group_name): {**own, keys_field(uid): keys},
+        **{storage_account(storage): {field: size} for storage, size in by_storage.items()},
+        OVERALL: {field: sum(by_storage.values())},
+    }
+
+
+def account_reservations(reservation: Reservation, max_key_count: int) -> list[AccountReservation]:
+    """Return what a reservation reserves, in the order in which every manager does."""
+    limits, wanted = reservation.limits, reservation.wanted_bytes
+    field = _group_field(limits.group.name)
+    made = [_group_reservation(reservation, max_key_count)]
+    by_storage: Counter[str] = Counter()
+    for place, size in wanted.items():
+        by_storage[place.storage] += size
+    for storage in sorted(by_storage.keys() & limits.storages.keys()):
+        size, limit = by_storage[storage], limits.storages[storage]
+        floors = {_group_field(name): kept for name, kept in limit.guaranteed_to_others(limits.group.name).items()}
+        total = TotalLimit("b", floors, size, limit.capacity_bytes)
+        made.append((storage_account(storage), [Demand(field, size)], [total]))
+    if limits.shared is not None:
+        size, quota = sum(wanted.values()), limits.shared.quota
+        groups = {_group_field(name): 0 for name in limits.shared.group_names}
+        made.append((OVERALL, [Demand(field, size)], [TotalLimit("", groups, size, quota.capacity_bytes)]))
+    return made
+
+
+def _group_reservation(reservation: Reservation, max_key_count: int) -> AccountReservation:
+    quota, wanted = reservation.limits.group.quota, reservation.wanted_bytes
+    by_type: Counter[StorageType] = Counter()
+    for place, size in wanted.items():
+        by_type[place.storage_type] += size
+    totals = [TotalLimit("b", {}, sum(wanted.values()), quota.capacity)]
+    totals += [
+        TotalLimit(_type_prefix(storage_type), {}, size, max(0, limit))
+        for storage_type, size in by_type.items()
+        if (limit := quota.capacity_of(storage_type)) is not None
+    ]
+    demands = [Demand(_parse_place(place), size) for place, size in wanted.items()]
+    if max_key_count < MOST_KEYS:
+        field = keys_field(reservation.uid)
+        demands.append(Demand(field, reservation.new_keys))
+        totals.append(TotalLimit("", {field: 0}, reservation.new_keys, max_key_count))
+    return group_account(reservation.limits.group.name), demands, totals
+
+
+async def count_usage(census: InstanceIndexes) -> dict[str, dict[str, int]]:
+    """Return what indexes use, as their stores count it, by account and field."""
+    accounts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for group_name, indexes in census.items():
+        for uid, index in indexes.items():
+            await index.refresh()
+            changes = fields_by_account(group_name, uid, index.usage_bytes, index.key_count)
+            for account, fields in changes.items():
+                accounts[account].update(fields)
+    return {account: dict(fields) for account, fields in accounts.items()}
+
+
+# Usage of groups and storages while several managers work on one store.
+#
+# What the indexes of this manager report is gathered and sent in batches, many times a second; a reservation covers
+# what is not sent yet, so limits hold all the same (see `kvcm.store.redis.quota` for the protocol).
+
+_log = structlog.get_logger("kvcm.cache")
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What this manager has to report to one account. What shrank did so in `epoch` or later."""
+
+    epoch: int = 0
+    grown: Counter[str] = field(default_factory=Counter)
+    shrunk: Counter[str] = field(default_factory=Counter)
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.grown or self.shrunk or self.done)
+
+
+class SharedLedger:
+    """Counts in a store that all managers share.
+
+    Args:
+        counters: the shared counters.
+        node_id: id of this manager, new with every start.
+    """
+
+    def __init__(self, counters: QuotaCounters, node_id: str) -> None:
+        self._counters = counters
+        self._node_id = node_id
+        self._heard: dict[str, Counters] = {}
+        self._epochs: Mapping[
+            str, int
+        ] = {}  # replaced, never changed: a change of usage keeps the one of its beginning
+        self._outboxes: defaultdict[str, _Outbox] = defaultdict(_Outbox)
+        self._sending: dict[str, Report] = {}
+        self._numbers: Counter[str] = Counter()
+        self._wake = asyncio.Event()
+        self.rejections: Counter[str] = Counter()
+
+    def listener(self, group_name: str, uid: int) -> UsageListener:
+        """Return the listener for the index of an instance of a group."""
+
+        def begin() -> UsageNote:
+            # Before the store is asked: what shrinks from now on happens in these epochs or later ones.
+            epochs = self._epochs
+
+            def note(difference: Mapping[StorageKey, int], keys: int) -> None:
+                for account, changes in fields_by_account(group_name, uid, difference, keys).items():
+                    self._record_change(account, epochs.get(account, 0), changes)
+
+            return note
+
+        return begin
+
+    def _record_change(self, account: str, epoch: int, changes: Mapping[str, int]) -> None:
+        outbox = self._outboxes[account]
+        if any(change < 0 for change in changes.values()):
+            outbox.epoch = min(outbox.epoch, epoch) if outbox.shrunk else epoch
+        for name, change in changes.items():
+            if change:
+                (outbox.grown if change > 0 else outbox.shrunk)[name] += change
+        self._wake.set()
+
+    def used(self, group_name: str) -> Mapping[StorageKey, int]:
+        """Return the bytes that a group uses, by place, as last heard."""
+        heard = self._heard.get(group_account(group_name))
+        return bytes_by_place(heard.used) if heard is not None else {}
+
+    def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
+        """Return the bytes that a group uses or has reserved, by place, as last heard. What was stored a moment ago and
+        is not reported yet is still reserved."""
+        return bytes_by_place(self._reserved_or_used_in(group_account(group_name)))
+
+    def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
+        """Return the same of a storage, by group. Writes hear of one that has a capacity."""
+        return bytes_by_group(self._reserved_or_used_in(storage_account(storage)))
+
+    def bytes_by_group(self) -> Mapping[str, int]:
+        """Return the same in total, by group. Writes hear of it that draw from a global quota."""
+        return bytes_by_group(self._reserved_or_used_in(OVERALL))
+
+    def _reserved_or_used_in(self, account: str) -> Mapping[str, int]:
+        heard = self._heard.get(account)
+        return _used_and_reserved(heard) if heard is not None else {}
+
+    async def refresh_group(self, group_name: str, storages: Collection[str] = ()) -> None:
+        """Ask the store what a group uses, and what all groups use on some storages."""
+        await self.refresh([group_account(group_name), *map(storage_account, storages)])
+
+    async def refresh_groups(self, group_names: Collection[str]) -> None:
+        """Ask the store what groups use, all at once."""
+        await self.refresh([group_account(name) for name in group_names])
+
+    async def refresh(self, accounts: Collection[str]) -> dict[str, Counters]:
+        """Hear what stands in accounts."""
+        answers = await self._counters.read_many(list(accounts))
+        return {account: self._update(account, heard) for account, heard in zip(accounts, answers, strict=True)}
+
+    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+        """Return what an instance of a group may still take right now."""
+        own = group_account(limits.group.name)
+        limited = {name: storage_account(name) for name in limits.group.storage_candidates if name in limits.storages}
+        overall = () if limits.shared is None else (OVERALL,)
+        heard = await self.refresh([own, *limited.values(), *overall])
+        fields = {account: _used_and_reserved(counters) for account, counters in heard.items()}
+        taken = TakenBytes(
+            bytes_by_place(fields[own]),
+            {name: bytes_by_group(fields[account]) for name, account in limited.items()},
+            bytes_by_group(fields.get(OVERALL, {})),
+        )
+        return FreeSpace(limits, taken, max(0, index.max_key_count - fields[own][keys_field(uid)]))
+
+    async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
+        """Take what was planned. False: it does not fit any more; nothing is taken then."""
+        asked: list[str] = []
+        try:
+            for account, demands, limits in account_reservations(reservation, index.max_key_count):
+                asked.append(account)
+                fits, heard = await self._counters.reserve(
+                    account, reservation.owner, reservation.deadline, demands, limits
+                )
+                self._update(account, heard)
+                if not fits:
+                    await asyncio.gather(*(self._counters.release(each, reservation.owner) for each in asked[:-1]))
+                    return False
+        except BaseException:
+            self._end(reservation.owner, asked)  # nothing will be stored under it
+            raise
+        return True
+
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+        made = account_reservations(reservation, index.max_key_count)
+        await asyncio.gather(*(self._counters.release(account, reservation.owner) for account, _, _ in made))
+
+    def settle(self, reservation: Reservation, index: MetaIndex) -> None:
+        """End a reservation, together with the report of what was stored under it."""
+        self._end(
+            reservation.owner, (account for account, _, _ in account_reservations(reservation, index.max_key_count))
+        )
+
+    def _end(self, owner: str, accounts: Iterable[str]) -> None:
+        for account in accounts:
+            self._outboxes[account].done.append(owner)
+        self._wake.set()
+
+    async def run(self, interval_seconds: float = 0.02) -> None:
+        """Send reports as they come, until cancelled."""
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(interval_seconds)
+            self._wake.clear()
+            try:
+                await self.flush()
+            except KvcmError as error:  # nothing is lost: the same report is sent again
+                _log.warning("usage_not_reported", reason=str(error))
+                self._wake.set()
+                await asyncio.sleep(1)
+
+    async def flush(self) -> None:
+        """Send everything that is to be reported.
+
+        Raises:
+            StorageIOError: the store cannot be asked; what was not heard is sent again next time.
+        """
+        accounts = sorted({*self._outboxes, *self._sending})
+        outcomes = await asyncio.gather(*map(self._flush, accounts), return_exceptions=True)
+        for outcome in outcomes:  # where one node of a cluster is away, the others have been told
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _flush(self, account: str) -> None:
+        while self._next_report(account):
+            heard = await self._counters.report(account, self._sending[account])
+            self._sending.pop(account, None)
+            self._update(account, heard)
+
+    def _next_report(self, account: str) -> bool:
+        if account in self._sending:
+            return True  # perhaps it was heard and the answer lost: the same number is sent again
+        outbox = self._outboxes.pop(account, None)
+        if outbox is None or outbox.is_empty:
+            return False
+        self._numbers[account] += 1
+        number = self._numbers[account]
+        self._sending[account] = Report(
+            self._node_id, number, outbox.epoch, dict(outbox.grown), dict(outbox.shrunk), tuple(outbox.done)
+        )
+        return True
+
+    def _update(self, account: str, counters: Counters) -> Counters:
+        self._heard[account] = counters
+        if self._epochs.get(account, 0) != counters.epoch:
+            self._epochs = {**self._epochs, account: counters.epoch}
+        return counters
+
+    async def overdue(self, accounts: Collection[str], now: float) -> frozenset[str]:
+        """Return the accounts with a reservation whose deadline has passed."""
+        return await self._counters.overdue(list(accounts), now)
+
+    async def recount(
+        self, accounts: Collection[str], census: Callable[[], Awaitable[InstanceIndexes]], now: float
+    ) -> dict[str, bool]:
+        """Put the sum of the counters that change with the records in the place of what was reported.
+
+        Args:
+            accounts: which.
+            census: returns the indexes of all instances that count in them. Asked when the recount has begun: what it
+                does not name counts as nothing but what grew since then.
+            now: unix seconds.
+
+        Returns:
+            By account whether it was carried through: not where another manager does just now.
+        """
+        begun = {account: await self._counters.begin_recount(account, now) for account in accounts}
+        truth = await count_usage(await census())
+        return {
+            account: await self._counters.end_recount(account, recount, truth.get(account, {}))
+            for account, recount in begun.items()
+        }
+
+
+def _used_and_reserved(counters: Counters) -> Counter[str]:
+    taken = Counter(counters.used)
+    taken.update(counters.reserved)
+    return taken

@@ -1,0 +1,1680 @@
+"""Checksums of a session's parts: what its writer told at the finish, until it stands in the blocks' locations.
+
+They are part of the decision how the session ends, so that whoever carries it out writes the same ones. They are kept
+by name, since the blocks of one session need not have the same parts: a row per key with one number for every name that
+was told at all, 8 bytes each, 0 where none was told. The manager never sees the bytes, so it believes its writers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import compress, count, groupby
+from operator import ne
+from typing import Final, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvcm.cache.deadlines import DeadlineTable
+from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
+from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
+from kvcm.cache.quotas import Ledger, Limits, Reservation
+from kvcm.cache.write_plan import (
+    NodeStorages,
+    PlannedRun,
+    Specs,
+    WritePlan,
+    WritePlanner,
+    candidates,
+    missing_specs,
+    plan_write,
+)
+from kvcm.index.backends.backend import Change, UniformRun
+from kvcm.index.change_events import ChangeEvents
+from kvcm.index.locking import uninterrupted
+from kvcm.model.clock import Clock
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance, LocationSpecInfo
+from kvcm.model.keys import BlockMask
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
+from kvcm.model.principals import UNRESTRICTED, call_context
+from kvcm.storage.backend import Allocation, Hints, Parts, StorageBackend, is_full
+from kvcm.store.store import Table
+from kvcm.telemetry.events import EventLog
+from kvcm.telemetry.tracing import staged
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "NO_CHECKSUMS",
+    "NO_HINT",
+    "REPEAT_SECONDS",
+    "AddressAllocator",
+    "AllocationRejectedError",
+    "Checksums",
+    "EndedSession",
+    "EndedSessions",
+    "FinishedWrite",
+    "LocationChecksums",
+    "OpenSession",
+    "OpenSessions",
+    "PlacedRun",
+    "ReportedChecksums",
+    "Retention",
+    "SessionStore",
+    "StartedWrite",
+    "WriteRequest",
+    "WriteSession",
+    "WriteSessions",
+    "add_checksums",
+    "all_candidates_rejected",
+    "apply_decision",
+    "change_locations",
+    "check_same",
+    "checksums_of",
+    "timeout_seconds",
+]
+
+CHECKSUM_BYTES = 8
+_BATCH_LOCATIONS = 16  # with a thousand parts each some ten milliseconds of the event loop
+_BATCH_ROWS = 256
+_NO_ROW: dict[str, int] = {}
+_ONLY_PART = ""  # stands for the part of a location that has one only; no spec has this name
+
+
+class LocationChecksums(NamedTuple):
+    """What a writer told of one location.
+
+    Attributes:
+        specs: names and checksums of its parts; 0 is none.
+        checksum: of its only part, when it has only one and `specs` has none for it; 0 is none.
+    """
+
+    specs: Sequence[tuple[str, int]]
+    checksum: int = 0
+
+
+ReportedChecksums = Sequence[LocationChecksums]
+"""Nothing, or one entry per location of the session."""
+
+
+class Checksums(NamedTuple):
+    """The checksums of a session.
+
+    Attributes:
+        names: of parts.
+        values: a row per key of the session, in each one per name: 64 bits, 0 for none. Empty without names.
+    """
+
+    names: tuple[str, ...] = ()
+    values: bytes = b""
+
+    def by_key(self, keys: Sequence[int], begin: int, end: int) -> dict[int, dict[str, int]]:
+        """Return what was told of the keys from `begin` to before `end`, by name, 0 for none; keys of which nothing was
+        told are left out."""
+        if not self.names:
+            return {}
+        row_bytes = len(self.names) * CHECKSUM_BYTES
+        values = iter(array("Q", self.values[begin * row_bytes : end * row_bytes]))
+        rows = {key: dict(zip(self.names, values, strict=False)) for key in keys[begin:end]}
+        return {key: row for key, row in rows.items() if any(row.values())}
+
+
+NO_CHECKSUMS = Checksums()
+
+
+async def checksums_of(told: ReportedChecksums, decision: Sequence[bool], spec_names: Collection[str]) -> Checksums:
+    """Return the checksums of those locations that were written. Other requests get their turn meanwhile.
+
+    Args:
+        told: one entry per location of the session; whatever it is when it holds no checksum, as other clients send it.
+        decision: which of them were written; what is told of the others does not count.
+        spec_names: of the instance.
+
+    Raises:
+        InvalidArgumentError: another number of entries, or a spec that is unknown or named twice.
+    """
+    rows: dict[int, dict[str, int]] = {}
+    for position, location in enumerate(told):
+        if position % _BATCH_LOCATIONS == 0:
+            await asyncio.sleep(0)
+        if not location.checksum and not any(checksum for _, checksum in location.specs):
+            continue
+        if len(told) != len(decision):
+            raise InvalidArgumentError(
+                f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
+                f"{len(decision)}"
+            )
+        if decision[position]:
+            rows[position] = _checksum_row(position, location, spec_names)
+    names = tuple(dict.fromkeys(name for row in rows.values() for name in row))
+    if not names:
+        return NO_CHECKSUMS
+    values = array("Q")
+    for position in range(len(decision)):
+        if position % _BATCH_ROWS == 0:
+            await asyncio.sleep(0)
+        row = rows.get(position, _NO_ROW)
+        values.extend([row.get(name, 0) for name in names])
+    return Checksums(names, values.tobytes())
+
+
+def add_checksums(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
+    """Return the chunk of a location that was written with what was told of its parts; what was told of others has no
+    effect."""
+    if told.get(_ONLY_PART) and len(spec_names) == 1:
+        told = {spec_names[0]: told[_ONLY_PART]}
+    return with_checksums(chunk, told) if told else chunk
+
+
+def _checksum_row(position: int, told: LocationChecksums, spec_names: Collection[str]) -> dict[str, int]:
+    row: dict[str, int] = {}
+    for name, checksum in told.specs:
+        if name not in spec_names:
+            raise InvalidArgumentError(
+                f"locations[{position}] names the spec {name!r}, the instance has {sorted(spec_names)}"
+            )
+        if name in row:
+            raise InvalidArgumentError(f"locations[{position}] names the spec {name!r} twice, must name each once")
+        row[name] = checksum
+    row = {name: checksum for name, checksum in row.items() if checksum}
+    return row or ({_ONLY_PART: told.checksum} if told.checksum else {})
+
+
+# Values of the two-phase write, and how an open session is stored.
+
+_SESSION_FORMAT = 1
+_PRIORITIES = range(-100, 101)
+_LAPSED = 1.0  # a deadline that no open session has; to releases that do not know it, one that is over like any other
+_LONGEST_SECONDS = 1_000_000_000  # of a stored time; some thirty years, so that it fits wherever it is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A writer's hint how long blocks are worth keeping.
+
+    Attributes:
+        priority: what has a lower one is evicted first; others have 0.
+        ttl_seconds: they go after this time, whatever room there is; 0 is no limit.
+    """
+
+    priority: int = 0
+    ttl_seconds: int = 0
+
+    def check(self) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            InvalidArgumentError: naming the field and what is allowed.
+        """
+        if self.priority not in _PRIORITIES:
+            raise InvalidArgumentError(f"retention.priority is {self.priority}, must be from -100 to 100")
+        if self.ttl_seconds < 0:
+            raise InvalidArgumentError(f"retention.ttl_seconds is {self.ttl_seconds}, must be >= 0 (0 is no limit)")
+
+    def keep_until(self, now: float) -> float:
+        """Return the unix time at which blocks of a session that ends now have to go, 0 for never."""
+        return now + min(self.ttl_seconds, _LONGEST_SECONDS) if self.ttl_seconds else 0.0
+
+
+NO_HINT = Retention()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """What a writer wants to store.
+
+    Attributes:
+        keys: block keys of one prefix chain, in order.
+        spec_groups: empty for all specs, or one spec group per key.
+        timeout_seconds: life of the session; 0 and less is the default, more than an hour is an hour.
+        min_replica_count: a block is skipped only when it has so many available replicas; 0 is 1.
+        parent_key: key before `keys[0]`, None at the head of a chain.
+        node_id: the writer's node, whose memory pools it can write; "" for none.
+    """
+
+    keys: Sequence[int]
+    spec_groups: Sequence[str] = ()
+    timeout_seconds: int = 0
+    min_replica_count: int = 0
+    parent_key: int | None = None
+    node_id: str = ""
+
+    @property
+    def replicas(self) -> int:
+        """Available replicas that make a block complete, 1 at least."""
+        return max(1, self.min_replica_count)
+
+
+class _SessionDocument(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    deadline: float
+    location_id: str
+    keys: bytes
+    decision: bytes | None
+
+
+class _HintedDocument(_SessionDocument, array_like=True, frozen=True):
+    """With a writer's hint. A session without one is stored as ever: its document is compared byte by byte."""
+
+    priority: int = 0
+    keep_until: float = 0.0
+
+
+class _CheckedDocument(_HintedDocument, array_like=True, frozen=True):
+    """With the checksums of the parts, too, as `Checksums` has them."""
+
+    checksum_names: tuple[str, ...] = ()
+    checksums: bytes = b""
+
+
+class _OwnedDocument(_CheckedDocument, array_like=True, frozen=True):
+    """The same of a principal who is known."""
+
+    starter: str = ""
+
+
+_session_encoder = msgspec.msgpack.Encoder()
+_session_decoder = msgspec.msgpack.Decoder(_OwnedDocument)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSession:
+    """A session as it is stored.
+
+    Attributes:
+        id: 128 random bits, the only right to finish it.
+        uid: number of the instance it belongs to.
+        deadline: unix seconds.
+        location_id: id of every location that it writes.
+        keys: blocks to be written, in the order of the answer.
+        decision: None while it is open. Then how it ends, per key whether it succeeded: whoever finds the session with
+            a decision carries it out, since the one who made it may have died on the way.
+        priority: what its blocks have once they serve.
+        keep_until: unix seconds when its blocks have to go, 0 for never.
+        checksums: of its parts; these three are part of the decision.
+        starter: name of the principal who may finish it, "" for whoever knows its id.
+    """
+
+    id: str
+    uid: int
+    deadline: float
+    location_id: str
+    keys: tuple[int, ...]
+    decision: tuple[bool, ...] | None = None
+    priority: int = 0
+    keep_until: float = 0.0
+    checksums: Checksums = NO_CHECKSUMS
+    starter: str = ""
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its deadline decided, and not its writer."""
+        return self.decision is not None and self.deadline == _LAPSED
+
+    def lapsed(self) -> WriteSession:
+        """Return the session as its deadline decides it: nothing succeeded."""
+        return replace(self, deadline=_LAPSED, decision=(False,) * len(self.keys))
+
+    def encoded(self) -> bytes:
+        """Return the session's document; its id is the document's name."""
+        decision = bytes(self.decision) if self.decision is not None else None
+        fields = (_SESSION_FORMAT, self.uid, self.deadline, self.location_id, array("q", self.keys).tobytes(), decision)
+        hint = (self.priority, self.keep_until)
+        if self.starter:
+            return _session_encoder.encode(_OwnedDocument(*fields, *hint, *self.checksums, self.starter))
+        if self.checksums.names:
+            return _session_encoder.encode(_CheckedDocument(*fields, *hint, *self.checksums))
+        if any(hint):
+            return _session_encoder.encode(_HintedDocument(*fields, *hint))
+        return _session_encoder.encode(_SessionDocument(*fields))
+
+    @classmethod
+    def decoded(cls, session_id: str, document: bytes) -> WriteSession:
+        """Read what `encoded` wrote.
+
+        Raises:
+            StorageIOError: a newer release wrote it, or it is damaged.
+        """
+        try:
+            stored = _session_decoder.decode(document)
+            keys = array("q", stored.keys)
+        except ValueError as error:  # msgspec's errors are such, too
+            raise StorageIOError(f"a stored write session cannot be read: {error}") from error
+        if stored.version != _SESSION_FORMAT:
+            raise StorageIOError(
+                f"a stored write session has format {stored.version}, this release knows {_SESSION_FORMAT}: "
+                "upgrade it first"
+            )
+        decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
+        checksums = Checksums(stored.checksum_names, stored.checksums)
+        if len(checksums.values) != len(keys) * len(checksums.names) * CHECKSUM_BYTES:
+            raise StorageIOError("a stored write session cannot be read: it has not one checksum per key and name")
+        hint = (stored.priority, stored.keep_until)
+        end = (decision, *hint, checksums, stored.starter)
+        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), *end)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWrite:
+    """Answer to a start.
+
+    Attributes:
+        session: the open session.
+        mask: which of the request's keys need not be written.
+        chunks: where to write the others, encoded as field 2 of an answer, in request order.
+        rejected: number of blocks that were masked because they do not fit.
+        rejection: why not; "" when all do.
+    """
+
+    session: WriteSession
+    mask: BlockMask
+    chunks: Sequence[bytes]
+    rejected: int = 0
+    rejection: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedWrite:
+    """Outcome of a session.
+
+    Attributes:
+        served: blocks that became serving.
+        dropped: blocks that were reported as failed.
+        vanished: blocks reported as successful that were removed meanwhile.
+    """
+
+    served: int
+    dropped: int
+    vanished: int
+
+
+# How write sessions ended, remembered for a while: a finish that is repeated is answered as the first one was.
+#
+# A client whose manager does not answer in time asks the next one, and cannot know how far the first one came. While a
+# session is stored with its decision, whoever is asked carries that out; after that only what is kept here knows of
+# it.
+#
+# * It is written in the step that removes the session, so of two managers that carry out one decision one tells what
+#   counts, and it outlives managers.
+# * It is bounded: by `REPEAT_SECONDS`, and in number for each manager. It has no keys, and a bit per block at most.
+# * Sessions that nobody finished are not remembered: to their writers they are unknown.
+
+REPEAT_SECONDS: Final = 60.0
+"""For so long after a session ended its finish may be repeated: longer than clients try a call, pauses included."""
+_ENDED_FORMAT: Final = 1
+_MOST: Final = 100_000
+
+
+class _EndedDocument(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    starter: str
+    served: int
+    dropped: int
+    vanished: int
+    succeeded: bytes | None  # a bit per block; None where those that succeeded come first
+
+
+_ended_encoder = msgspec.msgpack.Encoder()
+_ended_decoder = msgspec.msgpack.Decoder(_EndedDocument)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSession:
+    """A session that its writer ended.
+
+    Attributes:
+        uid: number of the instance that it belonged to.
+        starter: name of the principal who may ask, "" for whoever knows its id.
+        decision: per block whether it succeeded.
+        finished: what the writer was told.
+    """
+
+    uid: int
+    starter: str
+    decision: tuple[bool, ...]
+    finished: FinishedWrite
+
+    def encoded(self) -> bytes:
+        """Return it as it is stored."""
+        served, dropped, vanished = self.finished.served, self.finished.dropped, self.finished.vanished
+        # The blocks of a chain are written from its head, so this is nearly every session.
+        is_prefix = all(self.decision[: served + vanished])
+        succeeded = None if is_prefix else np.packbits(np.frombuffer(bytes(self.decision), np.uint8)).tobytes()
+        return _ended_encoder.encode(
+            _EndedDocument(_ENDED_FORMAT, self.uid, self.starter, served, dropped, vanished, succeeded)
+        )
+
+    @classmethod
+    def decoded(cls, stored: bytes) -> EndedSession:
+        """Read what `encoded` wrote.
+
+        Raises:
+            StorageIOError: a newer release wrote it, or it is damaged.
+        """
+        try:
+            found = _ended_decoder.decode(stored)
+        except ValueError as error:  # msgspec's errors are such
+            raise StorageIOError(f"the stored end of a write session cannot be read: {error}") from error
+        if found.version != _ENDED_FORMAT:
+            raise StorageIOError(
+                f"the stored end of a write session has format {found.version}, this release knows {_ENDED_FORMAT}: "
+                "upgrade it first"
+            )
+        wanted = found.served + found.vanished
+        if found.succeeded is None:
+            decision = (True,) * wanted + (False,) * found.dropped
+        else:
+            bits = np.unpackbits(np.frombuffer(found.succeeded, np.uint8), count=wanted + found.dropped)
+            decision = tuple(bits.astype(bool).tolist())
+        return cls(found.uid, found.starter, decision, FinishedWrite(found.served, found.dropped, found.vanished))
+
+
+class EndedSessions:
+    """Remembers sessions that were finished.
+
+    Args:
+        table: of the sessions.
+        clock: time source.
+    """
+
+    def __init__(self, table: Table, clock: Clock) -> None:
+        self._table = table
+        self._clock = clock
+        self._until: deque[float] = deque()  # of those that this manager put there
+
+    async def put(self, decided: WriteSession, finished: FinishedWrite) -> FinishedWrite:
+        """Take a session that was carried out from the store; return what its writer is to be told: what another
+        manager has told where that was faster."""
+        assert decided.decision is not None
+        now = self._clock.now()
+        while self._until and self._until[0] <= now:
+            self._until.popleft()
+        if len(self._until) >= _MOST:
+            await self._table.replace(decided.id, decided.encoded(), None)
+            return finished
+        ended = EndedSession(decided.uid, decided.starter, decided.decision, finished)
+        if await self._table.finish(decided.id, decided.encoded(), ended.encoded(), now, REPEAT_SECONDS):
+            self._until.append(now + REPEAT_SECONDS)
+            return finished
+        told = await self.get(decided.id)
+        return told.finished if told is not None else finished
+
+    async def get(self, session_id: str) -> EndedSession | None:
+        """Return how a session ended, None where it is not remembered."""
+        stored = await self._table.outcome(session_id, self._clock.now())
+        return EndedSession.decoded(stored) if stored is not None else None
+
+
+def check_same(said: Sequence[bool], says: Sequence[bool]) -> None:
+    """Return if a finish says of each block what an earlier finish of its session has said.
+
+    Raises:
+        InvalidArgumentError: it does not; the message tells what was said.
+    """
+    position = next(compress(count(), map(ne, said, says)), None)
+    if position is not None:
+        blocks = f"{sum(said)} of {len(said)} succeeded, position {position} {'did' if said[position] else 'did not'}"
+        raise InvalidArgumentError(f"write_session_id was finished before, with other success_blocks: {blocks}")
+
+
+# How the blocks of a session follow its decision: the second step of its end (endings.py).
+#
+# What is still writing for this very session becomes serving or deleting. A removed block is never revived. Doing this
+# twice changes nothing.
+
+# A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
+_new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
+_new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
+_ChecksumsByKey = Mapping[int, Mapping[str, int]]
+"""Checksums by name of the part, by key."""
+
+
+@staged("store")
+async def apply_decision(
+    cache: InstanceCache, session: WriteSession, now: float, note: Callable[[Sequence[Change]], None]
+) -> FinishedWrite:
+    """Let the blocks of a session follow its decision.
+
+    Args:
+        cache: the instance.
+        session: with its decision.
+        now: unix time.
+        note: told of changes as they are stored; not of blocks that serve from then on.
+    """
+    assert session.decision is not None
+    ends = _LocationEnds(session, now)
+    served = 0
+    most = min(cache.batch_keys, max(1, BATCH_KEYS // max(1, len(session.checksums.names))))
+    # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
+    for end in range(len(session.keys), 0, -most):
+        begin = max(0, end - most)
+        ends.checksums = session.checksums.by_key(session.keys, begin, end)
+        keys = session.keys[begin:end][::-1]
+        succeeded = list(compress(keys, session.decision[begin:end][::-1]))
+        ends.succeeded = set(succeeded)
+        if succeeded and cache.index.serve(succeeded, ends.of_run):
+            served += len(succeeded)
+            keys = tuple([key for key in keys if key not in ends.succeeded])
+        if keys:
+            changes = await cache.index.read_modify_write(keys, ends.of_record)
+            served += sum([key in ends.succeeded and _has_served(record, session) for key, _, record, _ in changes])
+            note(changes)
+        if len(session.keys) > most:
+            await asyncio.sleep(0)
+    wanted = sum(session.decision)
+    return FinishedWrite(served, len(session.keys) - wanted, wanted - served)
+
+
+class _LocationEnds:
+    """How the locations of one session end, for the blocks of a page.
+
+    Attributes:
+        checksums: checksums of blocks that have some.
+        succeeded: blocks that are to serve.
+    """
+
+    def __init__(self, session: WriteSession, now: float) -> None:
+        self._session = session
+        self._now = now
+        self.checksums: _ChecksumsByKey = {}
+        self.succeeded: set[int] = set()
+
+    def of_run(self, blocks: UniformRun) -> UniformRun | None:
+        """Return the blocks as they serve; None where they are not the session's."""
+        keys, location, chunks = blocks
+        if location.session_id != self._session.id:
+            return None
+        if self.checksums:
+            pairs = zip(keys, chunks, strict=True)
+            chunks = [add_checksums(chunk, location.spec_names, self.checksums.get(key, {})) for key, chunk in pairs]
+        return UniformRun(keys, self._serving(location, location.chunk), chunks)
+
+    def of_record(self, key: int, old: BlockRecord | None) -> BlockRecord | None:
+        """Return what becomes of any record."""
+        to_serving = key in self.succeeded
+        if to_serving and old is not None and len(old[2]) == 1:  # nearly every block
+            location = old[2][0]
+            if location[8] == self._session.id and location[3] is LocationStatus.WRITING:
+                return _new_record(BlockRecord, (old[0], old[1], (self._served(key, location),)))
+        return change_locations(old, lambda location: self._of_location(key, location, to_serving=to_serving))
+
+    def _of_location(self, key: int, location: Location, *, to_serving: bool) -> Location:
+        if location.session_id != self._session.id or location.status is LocationStatus.SERVING:
+            return location
+        if to_serving and location.status is LocationStatus.WRITING:
+            return self._served(key, location)
+        if location.status is LocationStatus.DELETING and location.deadline <= self._now:
+            return location  # settled before, or about to go
+        # Nobody was ever given it to read: its bytes can go at once. Its writer may come back nevertheless, so it keeps
+        # the session's id to the end: by that it is told from what served (`Location.has_served`).
+        return location._replace(status=LocationStatus.DELETING, deadline=self._now)
+
+    def _served(self, key: int, location: Location) -> Location:
+        told = self.checksums.get(key)
+        return self._serving(location, add_checksums(location[5], location[4], told) if told else location[5])
+
+    def _serving(self, location: Location, chunk: bytes) -> Location:
+        ends = (*location[6:8], "", self._session.keep_until, self._session.priority, location[11])
+        # `_replace` would take five times as long.
+        return _new_location(Location, (*location[:3], LocationStatus.SERVING, location[4], chunk, *ends))
+
+
+def change_locations(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
+    """Return a record whose locations were changed, the same object where none was."""
+    if old is None:
+        return None
+    locations = tuple([change(location) for location in old[2]])
+    return old if locations == old[2] else _new_record(BlockRecord, (old[0], old[1], locations))
+
+
+def _has_served(record: BlockRecord | None, session: WriteSession) -> bool:
+    """Whether the session's location serves now; it may have since a first finish that was cut off."""
+    for location in record[2] if record is not None else ():
+        if location[0] == session.location_id and location[3] is LocationStatus.SERVING:
+            return True
+    return False
+
+
+# How write sessions end: finished, aborted or expired, by any manager, exactly once (invariant 3).
+#
+# A session is a document. It ends in three steps, each of which may be the last that a manager lives to make:
+#
+# 1. The decision (which blocks succeeded) takes the place of the open session by compare-and-set: of a finish, an
+#   expiry
+#    and another finish exactly one wins.
+# 2. The blocks follow it (settling.py). Doing this twice changes nothing.
+# 3. The document goes; how a finish ended is remembered for a while (ended_sessions.py).
+#
+# Whoever finds a document with a decision carries it out, so a finish that was decided is never lost, and a client
+# that asks again gets its answer, at whatever manager. What is still open past its deadline is decided as failed.
+
+_DEFAULT_TIMEOUT_SECONDS = 30
+_MAX_TIMEOUT_SECONDS = 3600
+_RETRY_SECONDS = 5.0  # then whoever looks for due sessions takes a decision over
+_MOST_ATTEMPTS = 16
+_MOST_DUE = 1024
+_MOST_COUNTED = 1 << 20
+_log = structlog.get_logger("kvcm.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedSession:
+    """A session that this manager opened or renewed; times in unix seconds, `at` of the opening if that was here."""
+
+    id: str
+    deadline: float
+    at: float | None
+
+
+class SessionStore:
+    """The stored write sessions of all instances.
+
+    Args:
+        table: where they are stored.
+        find: from the number of an instance to what is kept for it; None when it is gone for good, which the store
+            was asked about.
+        clock: time source.
+        events: told of what expired.
+
+    Attributes:
+        observer: counts how sessions end.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        find: Callable[[int], Awaitable[InstanceCache | None]],
+        clock: Clock,
+        events: EventLog | None = None,
+    ) -> None:
+        self._table = table
+        self._ended = EndedSessions(table, clock)
+        self._find_cache = find
+        self._clock = clock
+        self._events = ChangeEvents(events if events is not None else EventLog())
+        self.observer: CacheObserver = NO_OBSERVER
+        self._opened: DeadlineTable[_OpenedSession] = DeadlineTable()
+
+    @property
+    def open_count(self) -> int:
+        """Sessions that this manager opened and whose deadline has not passed, less those that it ended."""
+        self._opened.pop_due(self._clock.now())
+        return len(self._opened)
+
+    async def open(self, session: WriteSession) -> None:
+        """Store a new session."""
+        if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
+            raise NotReadyError("the id of the new write session is taken: start the write again")
+        self._opened.put(_OpenedSession(session.id, session.deadline, self._clock.now()))
+
+    async def replace(self, old: WriteSession, new: WriteSession) -> None:
+        """Replace an open session.
+
+        Raises:
+            NotReadyError: it has ended or changed meanwhile.
+        """
+        if not await self._table.replace(old.id, old.encoded(), new.encoded(), new.deadline):
+            raise NotReadyError("the write session ended while it was being started: start the write again")
+
+    async def is_open(self, session: WriteSession) -> bool:
+        """Return whether nobody ended a session; before its deadline only its client can."""
+        if self._clock.now() < session.deadline:
+            return True
+        document = await self._table.get(session.id)
+        return document is not None and WriteSession.decoded(session.id, document).decision is None
+
+    async def abort(self, cache: InstanceCache, session: WriteSession) -> None:
+        """Roll a session back, also one whose document is gone already."""
+        document = await self._table.get(session.id)
+        if document is not None:
+            stored = WriteSession.decoded(session.id, document)
+            failed = replace(stored, decision=(False,) * len(stored.keys))
+            if not await self._decide(document, failed, WriteEnd.ABORTED):
+                return
+        await self._apply_to_blocks(cache, replace(session, decision=(False,) * len(session.keys)))
+        if document is not None:
+            await self._forget(failed)
+
+    async def finish(
+        self,
+        cache: InstanceCache,
+        session_id: str,
+        success: BlockMask,
+        retention: Retention = NO_HINT,
+        told: ReportedChecksums = (),
+    ) -> FinishedWrite:
+        """End a session: successful blocks become serving, the others are dropped.
+
+        Args:
+            cache: the instance of the caller, which must be the session's.
+            session_id: the session.
+            success: masked positions succeeded; positions index the locations that the start returned.
+            retention: how long the blocks are worth keeping; of several finishes the one that decided counts.
+            told: checksums of the locations, in the order of the start; the same holds for them.
+
+        Raises:
+            InvalidArgumentError: no such session is open for the instance, or was finished lately with this mask; the
+                mask or the checksums do not fit it, or the retention is out of range; the session stays open then.
+            StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
+        """
+        retention.check()
+        for _ in range(_MOST_ATTEMPTS):
+            found = await self._find(cache, session_id)
+            if found is None:
+                return await self._repeated_answer(cache, session_id, success)
+            session, document = found
+            decision = tuple(_decision_of(success, len(session.keys)))
+            if session.decision is not None:
+                check_same(session.decision, decision)
+                return await self._apply(cache, session)
+            decided = replace(
+                session,
+                decision=decision,
+                priority=retention.priority,
+                keep_until=retention.keep_until(self._clock.now()),
+                checksums=await checksums_of(told, decision, cache.instance.spec_names),
+            )
+            if await self._decide(document, decided, WriteEnd.of(decision)):
+                return await self._apply(cache, decided)
+        raise NotReadyError("the write session keeps changing: finish it again")
+
+    async def _repeated_answer(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
+        """Return what was told of a session that was finished lately."""
+        ended = await self._ended.get(session_id)
+        if ended is None or not _is_owner(ended, cache):
+            raise _unknown_session()
+        check_same(ended.decision, _decision_of(success, len(ended.decision)))
+        return ended.finished
+
+    async def renew(self, cache: InstanceCache, session_id: str, seconds: int) -> WriteSession:
+        """Move a session's deadline to so many seconds from now.
+
+        Raises:
+            InvalidArgumentError: no such session is open for the instance.
+        """
+        if (found := await self._find(cache, session_id)) is None:
+            raise _unknown_session()
+        session, document = found
+        renewed = replace(session, deadline=self._clock.now() + timeout_seconds(seconds))
+        if session.decision is not None or not await self._table.replace(
+            session_id, document, renewed.encoded(), renewed.deadline
+        ):
+            raise InvalidArgumentError("write_session_id is being finished: it cannot be renewed any more")
+        opened = self._opened.get(session_id)
+        self._opened.put(_OpenedSession(session_id, renewed.deadline, opened.at if opened is not None else None))
+        await self._move_deadlines(cache, renewed, renewed.keys)
+        return renewed
+
+    async def expire(self, most: int = _MOST_DUE) -> int:
+        """End sessions that are due: overdue ones are rolled back, decisions carried out. Returns how many were."""
+        ended = 0
+        for session_id in await self._table.due(self._clock.now(), most):
+            try:
+                ended += await self._expire_if_due(session_id)
+            except KvcmError as error:
+                _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
+                await self._postpone(session_id)
+        return ended
+
+    async def due_count(self, overdue_seconds: float = 0.0) -> int:
+        """Return how many sessions `expire` would look at now, all in all; those alone that are due for so long."""
+        return len(await self._table.due(self._clock.now() - overdue_seconds, _MOST_COUNTED))
+
+    async def _postpone(self, session_id: str) -> None:
+        """Come back to a session later, so that what cannot be ended now does not hide what is due behind it."""
+        with suppress(StorageIOError):
+            document = await self._table.get(session_id)
+            if document is not None:
+                await self._table.replace(session_id, document, document, self._clock.now() + _RETRY_SECONDS)
+
+    def overdue(self, records: Iterable[tuple[int, BlockRecord | None]]) -> dict[str, list[int]]:
+        """Return by session the blocks that are still writing for it though its deadline has passed."""
+        now = self._clock.now()
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for key, record in records:
+            for location in record[2] if record is not None else ():
+                if location.status is LocationStatus.WRITING and location.deadline <= now:
+                    found[location.session_id].append(key)
+        return found
+
+    async def expire_writers(self, cache: InstanceCache, overdue: Mapping[str, Sequence[int]]) -> None:
+        """Repair blocks from their records: end their session, or follow it if it was renewed, or roll them back if
+        its document is gone."""
+        for session_id, keys in overdue.items():
+            try:
+                await self._expire_writer(cache, session_id, keys)
+            except StorageIOError as error:  # its document cannot be read: it must not hold up the others
+                _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
+                later = self._clock.now() + _RETRY_SECONDS
+                await self._move_deadlines(cache, WriteSession(session_id, cache.placement.uid, later, "", ()), keys)
+
+    async def _expire_writer(self, cache: InstanceCache, session_id: str, keys: Sequence[int]) -> None:
+        await self._expire_if_due(session_id)
+        document = await self._table.get(session_id)
+        if document is None:
+            orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys))
+            await self._apply_to_blocks(cache, orphaned.lapsed())
+            return
+        session = WriteSession.decoded(session_id, document)
+        if session.decision is None:
+            await self._move_deadlines(cache, session, keys)
+
+    async def deadlines_of(self, session_ids: Iterable[str]) -> dict[str, float]:
+        """Return the deadlines of those sessions that are open."""
+        deadlines: dict[str, float] = {}
+        for session_id in set(session_ids):
+            document = await self._table.get(session_id)
+            session = WriteSession.decoded(session_id, document) if document is not None else None
+            if session is not None and session.decision is None:
+                deadlines[session_id] = session.deadline
+        return deadlines
+
+    async def _find(self, cache: InstanceCache, session_id: str) -> tuple[WriteSession, bytes] | None:
+        """Return a session that its writer can end, or has begun to, and its document; None where it has ended."""
+        document = await self._table.get(session_id)
+        if document is None:
+            return None
+        session = WriteSession.decoded(session_id, document)
+        if not _is_owner(session, cache):
+            raise _unknown_session()
+        is_overdue = session.decision is None and session.deadline <= self._clock.now()
+        if is_overdue or session.has_lapsed:
+            await self._expire_if_due(session_id)
+            return None
+        return session, document
+
+    async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bool:
+        now, opened = self._clock.now(), self._opened.get(decided.id)
+        is_ours = await self._table.replace(decided.id, document, decided.encoded(), now + _RETRY_SECONDS)
+        if is_ours:
+            at = opened.at if opened is not None else None
+            self.observer.on_write_ended(end, now - at if at is not None else None)
+        return is_ours
+
+    async def _expire_if_due(self, session_id: str) -> bool:
+        document = await self._table.get(session_id)
+        if document is None:
+            return False
+        session = WriteSession.decoded(session_id, document)
+        if session.decision is None:
+            if session.deadline > self._clock.now():
+                return False  # renewed
+            session = session.lapsed()
+            # Who has nothing to write need not finish.
+            if not await self._decide(document, session, WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED):
+                return False  # another manager was faster
+        cache = await self._find_cache(session.uid)
+        if cache is None:  # its instance is gone, and all its blocks with it
+            await self._forget(session)
+        else:
+            await self._apply(cache, session)
+        return True
+
+    async def _apply(self, cache: InstanceCache, decided: WriteSession) -> FinishedWrite:
+        finished = await self._apply_to_blocks(cache, decided)
+        if decided.has_lapsed:
+            await self._forget(decided)
+            return finished
+        told = await self._ended.put(decided, finished)
+        self._opened.pop(decided.id)
+        return told
+
+    async def _forget(self, decided: WriteSession) -> None:
+        await self._table.replace(decided.id, decided.encoded(), None)
+        self._opened.pop(decided.id)
+
+    async def _apply_to_blocks(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
+        def note(changes: Sequence[Change]) -> None:
+            if session.has_lapsed:
+                self._events.expired(cache.instance, changes, "session")
+
+        return await apply_decision(cache, session, self._clock.now(), note)
+
+    async def _move_deadlines(self, cache: InstanceCache, session: WriteSession, keys: Sequence[int]) -> None:
+        def move(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+            return change_locations(
+                old,
+                lambda location: (
+                    location._replace(deadline=session.deadline)
+                    if location.session_id == session.id and location.deadline < session.deadline
+                    else location
+                ),
+            )
+
+        for page in batches(keys, cache.batch_keys):
+            await cache.index.read_modify_write(page, move)
+            await asyncio.sleep(0)
+
+
+def timeout_seconds(requested: int) -> int:
+    """Return the life of a session for what the client asked for: unset is 30 s, an hour at most (decision 17)."""
+    return min(requested, _MAX_TIMEOUT_SECONDS) if requested > 0 else _DEFAULT_TIMEOUT_SECONDS
+
+
+def _decision_of(success: BlockMask, count: int) -> Sequence[bool]:
+    if success.offset is not None:
+        if not 0 <= success.offset <= count:
+            raise InvalidArgumentError(f"success_blocks.offset is {success.offset}, must be from 0 to {count}")
+        return [True] * success.offset + [False] * (count - success.offset)
+    flags = success.flags or ()
+    if len(flags) != count:
+        raise InvalidArgumentError(
+            f"success_blocks has {len(flags)} entries, must have one per location that the start returned: {count}"
+        )
+    return flags
+
+
+def _is_owner(session: WriteSession | EndedSession, cache: InstanceCache) -> bool:
+    """Return whether it is of the instance, and whoever asks now has started it; while nobody is asked who he is, all
+    have."""
+    asking = call_context.get().principal
+    has_started = not session.starter or asking is UNRESTRICTED or asking.name == session.starter
+    return has_started and session.uid == cache.placement.uid
+
+
+def _unknown_session() -> InvalidArgumentError:
+    return InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
+
+
+# Addresses for blocks that are about to be written: allocated, made, and given back when nobody will write there.
+#
+# A storage that hands out none right now, since it is full, cannot be used or fails, refuses (`RefusedError`). That
+# does not end a write, whose blocks may go to the next candidate; and it is noted, so that later writes try the others
+# first. Only when no candidate is left the caller is refused (`no_candidate_left`).
+
+_MAKE_TIMEOUT_SECONDS = 5.0  # for one page; what a storage makes later than that is left to the scrub
+_DISCARD_TIMEOUT_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
+
+
+class PlacedRun(NamedTuple):
+    """A run of a plan whose blocks have addresses."""
+
+    planned: PlannedRun
+    blocks: BlockRun
+
+    def split(self, keys: Container[int]) -> Iterator[tuple[bool, PlacedRun]]:
+        """Cut the run where it goes from blocks that are among `keys` to others and back; return what of it is."""
+        begin = 0
+        for is_one, alike in groupby(self.blocks.keys, keys.__contains__):
+            end = begin + len(list(alike))
+            yield is_one, PlacedRun(self.planned.cut(begin, end), self.blocks.cut(begin, end))
+            begin = end
+
+
+class AllocationRejectedError(Exception):
+    """A storage hands out no addresses right now; another one may.
+
+    Args:
+        storage: its name.
+        reason: what a caller is told for whom there is no other one.
+    """
+
+    def __init__(self, storage: str, reason: KvcmError) -> None:
+        super().__init__(str(reason))
+        self.storage = storage
+        self.reason = reason
+
+
+class AddressAllocator:
+    """Asks storages for addresses.
+
+    Args:
+        storages: the open storages.
+        clock: time source.
+    """
+
+    def __init__(self, storages: NodeStorages, clock: Clock) -> None:
+        self._storages = storages
+        self._clock = clock
+
+    async def allocate(
+        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints, page_keys: int
+    ) -> list[list[PlacedRun]]:
+        """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
+        and storage.
+
+        All or none: nobody has to know of an attempt that failed.
+
+        Args:
+            instance: whose blocks they are.
+            session: that writes them.
+            plan: what is to be written.
+            hints: about how long the blocks will live.
+            page_keys: most blocks of a page.
+
+        Raises:
+            RefusedError: a storage hands out none.
+        """
+        placed: list[list[PlacedRun]] = []
+        try:
+            for page in plan.batches(page_keys):
+                if placed:
+                    await asyncio.sleep(0)
+                placed.append([])
+                for storage, runs in _by_storage(page).items():
+                    parts = _parts_of(instance, runs)
+                    uris = await self._uris(instance, session, storage, parts, hints)
+                    placed[-1] += _place_runs(session, runs, _uris_by_spec(instance, runs, uris), self._clock.now())
+                placed[-1].sort(key=lambda run: run.planned.position)
+        except BaseException:
+            await uninterrupted(self.discard(run.blocks for page in placed for run in page))
+            raise
+        return placed
+
+    async def _uris(
+        self, instance: Instance, session: WriteSession, storage: str, parts: Parts, hints: Hints
+    ) -> list[str]:
+        with self._rejections(storage):
+            backend = self._storages.backend(storage)
+            if backend is None:
+                raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start again")
+            return await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
+
+    async def make(self, runs: Sequence[BlockRun]) -> None:
+        """Let storages make the objects of fresh addresses that want to do that themselves.
+
+        Raises:
+            RefusedError: a storage cannot; whoever asked has to give the addresses up.
+        """
+        for storage in dict.fromkeys(run.location.storage for run in runs):
+            backend = self._storages.backend(storage)
+            if backend is None or not backend.makes_objects:
+                continue
+            uris = [uri for run in runs if run.location.storage == storage for uri in _uris_in(run)]
+            for page in batches(uris):
+                with self._rejections(storage):
+                    try:
+                        async with asyncio.timeout(_MAKE_TIMEOUT_SECONDS):
+                            await backend.make_objects(page)
+                    except TimeoutError:
+                        raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
+
+    @contextmanager
+    def _rejections(self, storage: str) -> Iterator[None]:
+        try:
+            yield
+        except (StorageIOError, NotReadyError) as error:
+            self._storages.report_unwritable(storage)
+            raise AllocationRejectedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
+
+    async def discard(self, unused: Iterable[BlockRun]) -> None:
+        """Free addresses that are not handed out, before others of their session are: whoever deletes a packed file has
+        to know that nobody will write these slots, also if this manager dies at once."""
+        by_storage: defaultdict[str, list[str]] = defaultdict(list)
+        for run in unused:
+            by_storage[run.location.storage] += _uris_in(run)
+        for storage, uris in by_storage.items():
+            await self._discard_on(storage, uris)
+
+    async def _discard_on(self, storage: str, uris: Sequence[str]) -> None:
+        backend = self._storages.backend(storage)
+        try:
+            async with asyncio.timeout(_DISCARD_TIMEOUT_SECONDS):
+                reasons = await backend.discard(uris) if backend is not None else ()
+        except TimeoutError:
+            reasons = ["no answer"]
+        for reason in filter(None, reasons):
+            _log.warning("addresses_not_discarded", storage=storage, reason=reason)
+
+
+def all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
+    """Return what the caller is told when every candidate refused: that there is no room where that is so anywhere,
+    since room is made; else that nothing can be used now; else what failed."""
+    text = "; ".join(map(str, reasons))
+    if any(isinstance(reason, CapacityError) for reason in reasons):
+        return CapacityError(f"{text}: retry shortly, room is being made")
+    if any(isinstance(reason, NotReadyError) for reason in reasons):
+        return NotReadyError(text)
+    return StorageIOError(text)
+
+
+def _uris_in(run: BlockRun) -> list[str]:
+    return [uri for chunk in run.chunks for uri in uris_of(chunk)]
+
+
+def _by_storage(runs: Sequence[PlannedRun]) -> Mapping[str, Sequence[PlannedRun]]:
+    by_storage: defaultdict[str, list[PlannedRun]] = defaultdict(list)
+    for run in runs:
+        by_storage[run.place.storage].append(run)
+    return by_storage
+
+
+def _with_spec(runs: Sequence[PlannedRun], name: str) -> Iterator[tuple[int, PlannedRun, LocationSpecInfo]]:
+    """Yield the runs that lack a spec, with their number and what the spec is."""
+    for number, run in enumerate(runs):
+        for info in run.specs:
+            if info.name == name:
+                yield number, run, info
+
+
+def _parts_of(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
+    """Return the parts of blocks, ordered by spec, then by key: a packed file holds one spec of neighbouring blocks."""
+    names: list[str] = []
+    keys: list[int] = []
+    sizes: list[int] = []
+    depths: list[int] = []
+    for name in instance.spec_names:
+        for _, run, info in _with_spec(runs, name):
+            count = len(run.keys)
+            names += [name] * count
+            keys += run.keys
+            sizes += [info.size] * count
+            depths += range(run.depth, run.depth + count)
+    return Parts(names, keys, sizes, depths)
+
+
+def _uris_by_spec(
+    instance: Instance, runs: Sequence[PlannedRun], uris: Sequence[str]
+) -> list[dict[str, Sequence[str]]]:
+    """Return for every run the uris of its blocks by spec, from those of all parts."""
+    found: list[dict[str, Sequence[str]]] = [{} for _ in runs]
+    start = 0
+    for name in instance.spec_names:
+        for number, run, _ in _with_spec(runs, name):
+            found[number][name] = uris[start : start + len(run.keys)]
+            start += len(run.keys)
+    return found
+
+
+def _place_runs(
+    session: WriteSession, runs: Sequence[PlannedRun], uris: Sequence[Mapping[str, Sequence[str]]], now: float
+) -> Iterator[PlacedRun]:
+    for run, of_run in zip(runs, uris, strict=True):
+        names = tuple([info.name for info in run.specs])
+        location = Location(
+            id=session.location_id,
+            storage=run.place.storage,
+            storage_type=run.place.storage_type,
+            status=LocationStatus.WRITING,
+            spec_names=names,
+            chunk=b"",
+            size_bytes=run.size_bytes,
+            written_at=now,
+            session_id=session.id,
+            deadline=session.deadline,
+        )
+        chunks = encode_chunks(run.place.storage_type, names, [of_run[name] for name in names])
+        yield PlacedRun(run, BlockRun(run.keys, run.parent, run.depth, location, chunks))
+
+
+# Write sessions: the lease between StartWriteCache and FinishWriteCache.
+#
+# Invariants held here:
+#
+# * 2: two writers never hold a writing location of the same block and spec: the location is added in the same
+#   compare-and-set that checks for another one.
+# * 3: a session ends exactly once. See `endings`.
+#
+# A session is a document of the store, so any manager can finish what another one started. It is stored before its
+# blocks (design.md decision 3): whatever happens in between, its end rolls the blocks back, and a block that came too
+# late for that carries session and deadline itself, so it is found and repaired from its record alone.
+#
+# Addresses come before both, all or none, so nothing has to be undone when a storage refuses them: the write is
+# planned anew without that storage, in the same call.
+
+_EMPTY_SESSION_SECONDS = 10
+_MAX_SESSIONS = 100_000
+_MOST_PLANS = 8
+_RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
+_STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
+
+
+class _PlacedPlan(NamedTuple):
+    """A plan whose blocks have addresses.
+
+    Attributes:
+        plan: the blocks.
+        reservation: of the room that they take; None when nothing has to be written.
+        backends: what was open of their storages before the first was asked for addresses.
+        batches: the runs with their addresses.
+    """
+
+    plan: WritePlan
+    reservation: Reservation | None
+    backends: Mapping[str, StorageBackend | None]
+    batches: Sequence[Sequence[PlacedRun]]
+
+
+class WriteSessions:
+    """Starts write sessions.
+
+    Args:
+        endings: stores and ends them.
+        storages: the open storages.
+        usage: keeps count of what the groups use.
+        clock: time source.
+        new_id: makes a random id of so many hex digits.
+        limits_of: looks up the hard limits of a group.
+        crossed: whether a group is above one of its soft marks.
+        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or by a storage of
+            several, or left it above a soft mark.
+    """
+
+    def __init__(
+        self,
+        endings: SessionStore,
+        storages: NodeStorages,
+        usage: Ledger,
+        clock: Clock,
+        new_id: Callable[[int], str],
+        limits_of: Callable[[InstanceGroup], Limits] = Limits,
+        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
+        on_pressure: Callable[[str], None] = lambda _group_name: None,
+    ) -> None:
+        self._endings = endings
+        self._storages = storages
+        self._addresses = AddressAllocator(storages, clock)
+        self._usage = usage
+        self._clock = clock
+        self._new_id = new_id
+        self._limits_of = limits_of
+        self._crossed = crossed
+        self._on_pressure = on_pressure
+
+    async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
+        """Open a session and hand out addresses for the blocks that have to be written.
+
+        Raises:
+            InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
+            NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
+                faster.
+            CapacityError: not even the first block that has to be written fits, or no storage has room after all.
+            StorageIOError: the store failed, or every storage; what was begun is rolled back now or at the session's
+                deadline.
+        """
+        if request.parent_key is not None and request.parent_key in request.keys:
+            # Such a chain has no end: nothing of it could ever be evicted.
+            raise InvalidArgumentError(f"parent_block_key is {request.parent_key}, must not be one of block_keys")
+        if self._endings.open_count >= _MAX_SESSIONS:
+            raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
+        refusals: dict[str, KvcmError] = {}
+        while (started := await self._try_start(cache, group, request, refusals)) is None:
+            pass  # with the next candidate; there is one less each time
+        if started.rejection:
+            self._record_rejection(group)
+        return started
+
+    async def _try_start(
+        self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: dict[str, KvcmError]
+    ) -> StartedWrite | None:
+        """Start the write without the storages that refused it so far; None when one more of them does."""
+        plan, reservation = await self._reserved_plan(cache, group, request, refusals)
+        session = self._new_session(cache, request, plan, reservation)
+        opened = self._backends_of(reservation)
+        try:
+            await yield_to_others(len(request.keys), cache.batch_keys)
+            placed = await self._allocate(cache, group, session, plan, reservation)
+            return await self._store_or_abort(cache, session, request, _PlacedPlan(plan, reservation, opened, placed))
+        except AllocationRejectedError as refused:
+            refusals[refused.storage] = refused.reason
+            if isinstance(refused.reason, CapacityError):
+                self._on_pressure(group.name)  # room is to be made there, whoever takes these blocks
+            return None
+        finally:
+            if reservation is not None:
+                self._usage.settle(reservation, cache.index)
+                self.check_watermarks(group)
+
+    @staged("allocate")
+    async def _allocate(
+        self,
+        cache: InstanceCache,
+        group: InstanceGroup,
+        session: WriteSession,
+        plan: WritePlan,
+        reservation: Reservation | None,
+    ) -> list[list[PlacedRun]]:
+        hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
+        try:
+            return await self._addresses.allocate(cache.instance, session, plan, hints, cache.batch_keys)
+        except AllocationRejectedError:
+            if reservation is not None:
+                await self._usage.release(reservation, cache.index)  # the next candidate may need that room
+            raise
+
+    def check_watermarks(self, group: InstanceGroup) -> None:
+        """Tell whoever evicts if a group is above a mark, now that something was begun or can be evicted."""
+        if self._crossed(group):
+            self._on_pressure(group.name)
+
+    def _record_rejection(self, group: InstanceGroup) -> None:
+        self._usage.rejections[group.name] += 1
+        self._on_pressure(group.name)
+
+    @staged("plan")
+    async def _reserved_plan(
+        self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
+    ) -> tuple[WritePlan, Reservation | None]:
+        """Plan, and reserve what is planned; again where another manager took the room in between."""
+        for _ in range(_MOST_PLANS):
+            limits = self._limits_of(group)
+            plan = await self._plan(cache, limits, request, refusals)
+            if plan.rejection and not plan.runs:
+                self._record_rejection(group)
+                raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
+            if not plan.runs:
+                return plan, None
+            wanted = plan.wanted_bytes
+            deadline = self._clock.now() + _RESERVATION_SECONDS
+            reservation = Reservation(self._new_id(32), limits, cache.placement.uid, wanted, plan.new_keys, deadline)
+            if await self._usage.reserve(reservation, cache.index):
+                return plan, reservation
+        self._record_rejection(group)
+        raise NotReadyError(f"other managers keep taking the last room of group {group.name!r}: retry shortly")
+
+    async def _plan(
+        self, cache: InstanceCache, limits: Limits, request: WriteRequest, refusals: Mapping[str, KvcmError]
+    ) -> WritePlan:
+        keys, group = request.keys, limits.group
+        wanted = cache.specs_per_key(request.spec_groups, len(keys))
+        head = await self._head(cache, request.parent_key)
+        records = await self._records(cache, keys)
+        view = self._storages.for_node(request.node_id)
+        usable = [place for place in candidates(group, view) if place.storage not in refusals]
+        # What is on a storage that is drained is written anew, where there is another one to write it to.
+        is_leaving = (self._storages.is_draining,) if usable else ()
+        missing = await _missing_specs_of(
+            lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving),
+            *(records, wanted, cache.batch_keys),
+        )
+        if not usable and any(missing):
+            raise self._no_candidate(group, refusals)
+        cache.index.limit_keys(limits.max_key_count)  # as configured now
+        # While no other manager works on the store, nothing suspends from here until the room is reserved.
+        room = await self._usage.room(limits, cache.placement.uid, cache.index) if any(missing) else None
+        return plan_write(WritePlanner(usable, room, cache.index.max_key_count), keys, missing, records, head)
+
+    def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
+        if refusals:
+            error = all_candidates_rejected(list(refusals.values()))
+            if isinstance(error, CapacityError):
+                self._record_rejection(group)
+            return error
+        message = f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}"
+        draining = [name for name in group.storage_candidates if self._storages.is_draining(name)]
+        return NotReadyError(f"{message}, of which {draining} are being drained" if draining else message)
+
+    async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
+        """Read the records, after ending writers whose time is up: their blocks can be written again."""
+        records = await self._get(cache, keys)
+        if not any(records):
+            return records
+        overdue = self._endings.overdue(zip(keys, records, strict=True))
+        if not overdue:
+            return records
+        await self._endings.expire_writers(cache, overdue)
+        return await self._get(cache, keys)
+
+    async def _get(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
+        if cache.index.is_shared:  # its store suspends by itself, and is asked in few calls
+            return await cache.index.get(keys)
+        records: list[BlockRecord | None] = []
+        for page in batches(keys, cache.batch_keys):
+            records += await cache.index.get(page)
+            if len(page) < len(keys):
+                await asyncio.sleep(0)
+        return records
+
+    async def _head(self, cache: InstanceCache, parent_key: int | None) -> tuple[int | None, int]:
+        if parent_key is None:
+            return None, 0
+        (parent,) = await cache.index.get([parent_key])
+        return parent_key, parent.depth + 1 if parent is not None else 0
+
+    def _new_session(
+        self, cache: InstanceCache, request: WriteRequest, plan: WritePlan, reservation: Reservation | None
+    ) -> WriteSession:
+        seconds = timeout_seconds(request.timeout_seconds)
+        if not plan.runs:
+            seconds = min(seconds, _EMPTY_SESSION_SECONDS)
+        session_id = reservation.owner if reservation is not None else self._new_id(32)
+        deadline, starter = self._clock.now() + seconds, call_context.get().principal.name
+        return WriteSession(session_id, cache.placement.uid, deadline, self._new_id(12), plan.keys, starter=starter)
+
+    async def _store_or_abort(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
+    ) -> StartedWrite:
+        """Store the session and its blocks, or nothing of them."""
+        try:
+            lost = await self._store(cache, session, request, placed)
+            return await self._answer(cache, session, request, placed, lost)
+        except BaseException:
+            # Nobody was told the session's id: not even the client could end it.
+            with suppress(KvcmError):
+                await uninterrupted(self._endings.abort(cache, session))
+            raise
+
+    @staged("store")
+    async def _store(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
+    ) -> set[int]:
+        """Store the session, then its blocks; return those that another writer began in the meantime."""
+        lost: set[int] = set()
+        stored = 0
+        try:
+            await self._endings.open(session)
+            await yield_to_others(len(request.keys), cache.batch_keys)
+            for page in placed.batches:
+                self._check_in_time(placed.reservation)
+                lost |= await self._add_locations(cache, session, request, page)
+                stored += 1
+                await yield_to_others(len(request.keys), cache.batch_keys)
+        except BaseException:
+            unstored = [run.blocks for page in placed.batches[stored:] for run in page]
+            await uninterrupted(self._addresses.discard(unstored))
+            raise
+        return lost
+
+    def _check_in_time(self, reservation: Reservation | None) -> None:
+        if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
+            raise NotReadyError("the store took too long for the write to begin: start it again")
+
+    async def _answer(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan, lost: set[int]
+    ) -> StartedWrite:
+        plan, opened = placed.plan, placed.backends
+        session = await self._remove_lost_blocks(session, placed, lost)
+        self._check_storages_unchanged(opened)
+        if not await self._endings.is_open(session):
+            # It expired while the store was busy: blocks that came later have no owner.
+            raise NotReadyError("the write session ended before its blocks were stored: start the write again")
+        won, _ = _split_by_winner(placed, lost)
+        flags = [True] * len(request.keys)
+        for (position, keys, *_), _blocks in won:
+            flags[position : position + len(keys)] = [False] * len(keys)
+        await self._addresses.make([blocks for _, blocks in won])
+        chunks = [chunk for _, blocks in won for chunk in blocks.chunks]
+        return StartedWrite(session, BlockMask.of(flags), chunks, plan.rejected, plan.rejection)
+
+    async def _remove_lost_blocks(self, session: WriteSession, placed: _PlacedPlan, lost: set[int]) -> WriteSession:
+        """Take the blocks that another writer began in the meantime out of the session."""
+        if not lost:
+            return session
+        await self._addresses.discard(run.blocks for run in _split_by_winner(placed, lost)[1])
+        kept = replace(session, keys=tuple(key for key in session.keys if key not in lost))
+        await self._endings.replace(session, kept)
+        return kept
+
+    def _backends_of(self, reservation: Reservation | None) -> dict[str, StorageBackend | None]:
+        """Return what is open of the storages that a write goes to."""
+        places = reservation.wanted_bytes if reservation is not None else ()
+        return {place.storage: self._storages.backend(place.storage) for place in places}
+
+    def _check_storages_unchanged(self, opened: Mapping[str, StorageBackend | None]) -> None:
+        """Refuse addresses on a storage that was removed meanwhile: its name may be that of another medium by now."""
+        for storage, backend in opened.items():
+            if self._storages.backend(storage) is not backend:
+                raise NotReadyError(
+                    f"storage {storage!r} was removed or changed while the write was being started: start it again"
+                )
+
+    async def _add_locations(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, page: Sequence[PlacedRun]
+    ) -> set[int]:
+        """Add the locations to the records; return the blocks that another writer began in the meantime."""
+        rest = [run for run in page if not (run.planned.is_fresh and cache.index.begin(run.blocks))]
+        planned = {
+            key: (run.planned.specs, record)
+            for run in rest
+            for key, record in zip(run.blocks.keys, run.blocks.records(), strict=True)
+        }
+        is_leaving, view = self._storages.is_draining, self._storages.for_node(request.node_id)
+
+        def add_location(key: int, old: BlockRecord | None) -> BlockRecord | None:
+            specs, fresh = planned[key]
+            if old is None:
+                return fresh
+            if any(location.id == session.location_id for location in old.locations):
+                return old  # the store answered too late and we asked again: it is there already
+            if missing_specs(old, specs, view, request.replicas, is_leaving) != specs:
+                return old
+            return old._replace(locations=(*old.locations, *fresh.locations))
+
+        if not planned:
+            return set()
+        changes = await cache.index.read_modify_write(planned, add_location, reserved=True)
+        return {key for key, _, record, _ in changes if not _holds(record, session.location_id)}
+
+
+async def _missing_specs_of(
+    lacks: Callable[[BlockRecord, Specs], Specs],
+    records: Sequence[BlockRecord | None],
+    wanted: Sequence[Specs],
+    page_keys: int,
+) -> Sequence[Specs]:
+    """Return what each block lacks of what is wanted; what is wanted where there is no record."""
+    if not any(records):
+        return wanted
+    missing: list[Specs] = []
+    for page in batches(list(zip(records, wanted, strict=True)), page_keys):
+        missing += [specs if record is None else lacks(record, specs) for record, specs in page]
+        if len(page) < len(records):
+            await asyncio.sleep(0)
+    return missing
+
+
+def _split_by_winner(placed: _PlacedPlan, lost: Collection[int]) -> tuple[list[PlacedRun], list[PlacedRun]]:
+    """Return what a write begins, and what it lost to others, in the order of the request."""
+    runs = [run for page in placed.batches for run in page]
+    if not lost:
+        return runs, []
+    parts = [part for run in runs for part in run.split(lost)]
+    return [run for is_lost, run in parts if not is_lost], [run for is_lost, run in parts if is_lost]
+
+
+def _holds(record: BlockRecord | None, location_id: str) -> bool:
+    for location in record[2] if record is not None else ():  # noqa: SIM110 - a generator would take twice the time
+        if location[0] == location_id:
+            return True
+    return False
+
+
+# The open write sessions of all managers, for people: whose they are, what they hold, and how long they may.
+
+_SHORT = 8
+_READ_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A session; field names are those of the wire.
+
+    Attributes:
+        short_id: the first characters of its id: the whole id is the right to finish it.
+        bytes: that its blocks take when each is written with all of its specs.
+        begun_at_ms: 0 where that is not known.
+        starter: name of the principal that began it, "" while nobody is asked who he is.
+        is_overdue: nobody ended it though its deadline is over.
+        is_ending: it was finished and is being carried out.
+    """
+
+    short_id: str
+    instance_id: str
+    instance_group: str
+    blocks: int
+    bytes: int
+    begun_at_ms: int
+    deadline_ms: int
+    starter: str
+    is_overdue: bool
+    is_ending: bool
+
+
+class OpenSessions:
+    """Reads the stored sessions.
+
+    Args:
+        table: where they are stored.
+        caches: what is kept for every instance.
+        now: unix seconds.
+    """
+
+    def __init__(self, table: Table, caches: OpenCaches, now: Callable[[], float]) -> None:
+        self._table = table
+        self._caches = caches
+        self._now = now
+
+    async def find_all(self, wants: Callable[[InstanceCache], bool] = lambda _cache: True) -> list[OpenSession]:
+        """Return the sessions that have blocks to write, ordered by deadline.
+
+        Args:
+            wants: of which instances.
+
+        Raises:
+            StorageIOError: the store cannot be asked, or a session cannot be read.
+        """
+        found: dict[int, list[WriteSession]] = defaultdict(list)
+        documents = list((await self._table.all()).items())
+        for page in batches(documents, _READ_AT_ONCE):
+            for name, document in page:
+                session = WriteSession.decoded(name, document)
+                if session.keys:  # others only wait for their end
+                    found[session.uid].append(session)
+            await asyncio.sleep(0)
+        told: list[OpenSession] = []
+        for uid, sessions in found.items():
+            cache = self._caches.by_uid(uid)
+            if cache is not None and wants(cache):
+                told += await self._load(cache, sessions)
+        return sorted(told, key=lambda each: (each.deadline_ms, each.short_id))
+
+    async def _load(self, cache: InstanceCache, sessions: Sequence[WriteSession]) -> list[OpenSession]:
+        told: list[OpenSession] = []
+        for page in batches(sessions, BATCH_KEYS):
+            records = await cache.index.get([session.keys[0] for session in page])
+            told += [
+                replace(self._describe(cache, session), begun_at_ms=_begun_at_ms(session, record))
+                for session, record in zip(page, records, strict=True)
+            ]
+            await asyncio.sleep(0)
+        return told
+
+    def _describe(self, cache: InstanceCache, session: WriteSession) -> OpenSession:
+        is_ending = session.decision is not None
+        return OpenSession(
+            session.id[:_SHORT],
+            cache.instance.instance_id,
+            cache.instance.instance_group_name,
+            len(session.keys),
+            len(session.keys) * cache.instance.block_bytes,
+            0,
+            int(session.deadline * 1000),
+            session.starter,
+            not is_ending and session.deadline <= self._now(),
+            is_ending,
+        )
+
+
+def _begun_at_ms(session: WriteSession, first: BlockRecord | None) -> int:
+    """Return when a session began: its first block says so."""
+    locations = first.locations if first is not None else ()
+    return next((int(each.written_at * 1000) for each in locations if each.id == session.location_id), 0)

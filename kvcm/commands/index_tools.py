@@ -1,0 +1,261 @@
+"""What `kvcm index` does, over the store that the settings name: opens it, wires the rooms, and lets go of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from kvcm.cache.archive import (
+    ArchiveReader,
+    ArchiveWriter,
+    Document,
+    Exported,
+    Exporter,
+    Imported,
+    Importer,
+    PinImport,
+    exported_pins,
+    head_of,
+)
+from kvcm.cache.audit import AuditedStore, IndexAuditor
+from kvcm.cache.audit_report import AuditReport, Finding, Repair
+from kvcm.cache.instance_cache import OpenCaches
+from kvcm.cache.quotas import SharedLedger
+from kvcm.cache.usage_recount import UsageRecount
+from kvcm.components import Metadata, local_directory, open_metadata
+from kvcm.config import Settings
+from kvcm.index.backends.audit import AuditedIndex, PlainAudit
+from kvcm.index.backends.redis_audit import RedisAudit
+from kvcm.index.backends.redis_audit import StoredBlocks as RedisBlocks
+from kvcm.index.backends.rocks import LoadedBlocks, RowsFound, audit_rows, drop_rows
+from kvcm.index.search_cache import CacheBudget
+from kvcm.model.clock import Clock
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import Placement
+from kvcm.registry.document_cache import DocumentCache
+from kvcm.registry.registry import Registry, check_schema
+from kvcm.registry.storages import ClosedStorages
+from kvcm.store.rocks import CommitLog, Fsync
+
+__all__ = ["IndexTools", "audited_store"]
+
+_PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is, 0 for unknown."""
+
+
+class IndexTools:
+    """Export, import and verification.
+
+    Args:
+        settings: name the store.
+        clock: time source.
+        progress: told how far it is.
+    """
+
+    def __init__(
+        self, settings: Settings, clock: Clock, progress: Progress = lambda _what, _done, _total: None
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._progress = progress
+
+    async def export(self, file: BinaryIO, group_name: str, *, with_accounts: bool) -> Exported:
+        """Write an archive.
+
+        Raises:
+            InvalidArgumentError: there is no store, or no such group.
+            StorageIOError: the store cannot be opened or asked, or holds what cannot be read.
+        """
+        async with self._opened(self._existing(self._settings)) as (metadata, registry):
+            if group_name:
+                registry.groups.get(group_name)
+            known = await DocumentCache(metadata.store.table("registry"), "meta/", str).read("cluster_id")
+            head = head_of(self._settings.cluster_id or known or "", group_name, self._clock.now())
+            writer = ArchiveWriter(file, head)
+            exporter = Exporter(registry, metadata.new_backend, writer, self._told("export"))
+            pins = await exported_pins(metadata.store, registry, self._clock.now(), group_name)
+            return await exporter.run(group_name, with_accounts=with_accounts, pins=pins)
+
+    async def import_(self, file: BinaryIO, name: str, group_name: str, *, dry_run: bool, is_file: bool) -> Imported:
+        """Add what an archive holds.
+
+        Args:
+            file: the archive; read twice if it is a file, so that nothing is written of a damaged one.
+            name: of the archive, for messages.
+            group_name: of the only group to import, "" for all.
+            dry_run: whether to write nothing.
+            is_file: whether it can be read twice.
+
+        Raises:
+            KvcmError: the archive is damaged or does not fit, or the store failed.
+        """
+        settings = self._settings
+        _reject_memory_store(settings)
+        documents = self._checked(file, name) if is_file else None
+        if dry_run and not _exists(settings):  # opening would make it
+            settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
+        async with self._opened(settings) as (metadata, registry):
+            importer = Importer(
+                registry,
+                metadata.new_backend,
+                metadata.usage,
+                metadata.store,
+                group_name,
+                metadata.kind,
+                dry_run=dry_run,
+                progress=lambda done: self._progress("import", done, 0),
+            )
+            if documents is not None:
+                importer.check(documents)
+                file.seek(0)
+            for frame in ArchiveReader(file, name).frames():
+                await importer.load(frame)
+            await self._restore_pins(metadata, registry, importer, dry_run=dry_run)
+            if isinstance(metadata.usage, SharedLedger):
+                await metadata.usage.flush()
+                if not dry_run:
+                    await self._recount(metadata.usage, metadata, registry)
+            return importer.imported
+
+    async def _restore_pins(self, metadata: Metadata, registry: Registry, importer: Importer, *, dry_run: bool) -> None:
+        imported = importer.imported
+        if dry_run:
+            imported.pins = len(importer.pins)
+            return
+        pins = PinImport(registry, _caches(metadata, registry), metadata.store, self._clock)
+        await pins.restore(importer.pins)
+        imported.pins, imported.rejected_pins = len(pins.restored), pins.rejected
+
+    async def _recount(self, ledger: SharedLedger, metadata: Metadata, registry: Registry) -> None:
+        """Put right what an import that was cut off stored and did not report any more; nobody may lead yet."""
+        recount = UsageRecount(registry, _caches(metadata, registry), ledger, self._clock)
+        before = await recount.different_accounts(recount.accounts())
+        if before:
+            await _pause()  # reports of managers that work on the store are on their way
+            again = await recount.different_accounts(before)
+            await recount.recount(sorted(each for each, by in again.items() if by.items() & before[each].items()))
+
+    async def verify(self, repair: Repair) -> AuditReport:
+        """Look at everything, and mend what may be mended.
+
+        Raises:
+            InvalidArgumentError: there is no store.
+            StorageIOError: the store cannot be opened or asked.
+        """
+        settings = self._existing(self._settings)
+        report, records = AuditReport(), Counter[int]()
+        directory = local_directory(settings)
+        if directory is not None:
+            rows = await self._verify_rows(settings, directory, repair, report)
+            if rows is None:
+                report.unconfirmed.append("everything else, since nothing can be loaded as long as there are such rows")
+                return report
+            records = rows.records
+        async with self._opened(settings) as (metadata, registry):
+            caches = _caches(metadata, registry)
+            auditor = IndexAuditor(
+                audited_store(metadata, registry, caches, records), self._clock, _pause, repair, self._told("verify")
+            )
+            auditor.report = report
+            return await auditor.run()
+
+    async def _verify_rows(
+        self, settings: Settings, directory: Path, repair: Repair, report: AuditReport
+    ) -> RowsFound | None:
+        """Look at the rows of a RocksDB before it is loaded; None when it cannot be."""
+        log = await asyncio.to_thread(CommitLog, directory, Fsync(settings.fsync), self._clock)
+        try:
+            found = await asyncio.to_thread(audit_rows, log, self._told("read"))
+            dropped = [row for row in found.bad if repair.repair and (repair.drop_unreadable or not row.holds_data)]
+            drop_rows(log, dropped)
+            await log.flush()
+        finally:
+            await log.close()
+        gone = {row.key for row in dropped}
+        for row in found.bad:
+            how = "with --drop-unreadable drops the row" if row.holds_data else "drops the row"
+            report.add(Finding("row", row.where, row.reason, how, row.key in gone))
+        left = [row for row in found.bad if row.key not in gone]
+        return None if any(row.stops_loading for row in left) else found
+
+    def _checked(self, file: BinaryIO, name: str) -> list[Document]:
+        documents = []
+        for done, frame in enumerate(ArchiveReader(file, name).frames(), 1):
+            if isinstance(frame, Document):
+                documents.append(frame)
+            self._progress("check", done, 0)
+        return documents
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, settings: Settings) -> AsyncIterator[tuple[Metadata, Registry]]:
+        node_id = f"{socket.gethostname()}:index_{secrets.token_hex(8)}"
+        metadata = await open_metadata(
+            settings, self._clock, node_id, self._told("load"), least_timeout_seconds=_PATIENCE_SECONDS
+        )
+        try:
+            table = metadata.store.table("registry")
+            await check_schema(table)
+            registry = Registry(ClosedStorages(), table, metadata.store.flush, metadata.kind)
+            await registry.load()
+            yield metadata, registry
+        finally:
+            await metadata.close()
+
+    def _existing(self, settings: Settings) -> Settings:
+        _reject_memory_store(settings)
+        if not _exists(settings):
+            raise InvalidArgumentError(
+                f"{local_directory(settings)} does not exist: no manager has stored anything there"
+            )
+        return settings
+
+    def _told(self, what: str) -> Callable[[int, int], None]:
+        return lambda done, total: self._progress(what, done, total)
+
+
+def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, records: Counter[int]) -> AuditedStore:
+    """Return what there is to verify of an opened store; `records` by uid are those of a RocksDB's rows."""
+    client = metadata.client
+    if client is None:
+
+        def in_memory(placement: Placement) -> AuditedIndex:
+            return PlainAudit(metadata.new_backend(placement))
+
+        blocks = LoadedBlocks(records, metadata.new_backend)
+        return AuditedStore(metadata.store, registry, caches, in_memory, blocks)
+
+    def in_redis(placement: Placement) -> AuditedIndex:
+        return RedisAudit(client, placement.uid, placement.shard_count)
+
+    assert isinstance(metadata.usage, SharedLedger)
+    return AuditedStore(metadata.store, registry, caches, in_redis, RedisBlocks(client), metadata.usage)
+
+
+def _caches(metadata: Metadata, registry: Registry) -> OpenCaches:
+    return OpenCaches(registry, ClosedStorages(), metadata.new_backend, metadata.usage, CacheBudget())
+
+
+async def _pause() -> None:
+    await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _exists(settings: Settings) -> bool:
+    directory = local_directory(settings)
+    return directory is None or directory.is_dir()
+
+
+def _reject_memory_store(settings: Settings) -> None:
+    if not settings.registry_storage_uri.startswith("redis") and local_directory(settings) is None:
+        raise InvalidArgumentError(
+            "the metadata is kept in the manager's memory only: give --data-dir, or the kvcm.registry_storage.uri "
+            "that the manager is started with"
+        )

@@ -1,0 +1,240 @@
+"""Files that hold secrets, or what nobody else is to read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import typer
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.units import format_size
+from kvcm.terminal.tables import TerminalTable, format_time
+
+__all__ = [
+    "Change",
+    "changes",
+    "console",
+    "format_expiry",
+    "plain",
+    "plain_fields",
+    "print_below",
+    "print_changes",
+    "print_counts",
+    "print_fields",
+    "print_json",
+    "print_table",
+    "private_file",
+    "progress",
+    "spinner",
+]
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+@contextlib.contextmanager
+def private_file(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """Yield a file to write, which appears under its name when it is complete, readable by its owner only.
+
+    Args:
+        path: its name.
+        force: whether to replace what has the name.
+
+    Raises:
+        InvalidArgumentError: the name is taken.
+        OSError: it cannot be written.
+    """
+    if path.exists() and not force:
+        raise InvalidArgumentError(f"{path} exists: choose another name, or give --force to replace it")
+    temporary = path.with_name(f"{path.name}.tmp")
+    descriptor = _new_file(temporary)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> int:
+    """Make a file that nobody else has open or can point elsewhere; what an interrupted command left there goes."""
+    with contextlib.suppress(FileNotFoundError):
+        left = path.lstat()
+        if stat.S_ISREG(left.st_mode) and left.st_uid == os.geteuid():
+            path.unlink()
+    return os.open(path, _NEW_FILE, 0o600)
+
+
+# What commands print: tables for people, one JSON object for programs.
+
+_WIDTH = 160
+_UNSAFE = {"block_key", "last_block_key"}  # 64-bit numbers, which many JSON readers would round
+
+
+def console() -> Console:
+    """Return where tables go; in a file or pipe they need no more folding than on a wide terminal."""
+    found = Console()
+    return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=_WIDTH)
+
+
+def print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]], *, words: Iterable[str] = ()) -> None:
+    """Print rows of texts; all columns but the first are numbers, save those named in `words`."""
+    table = TerminalTable(columns, words=words)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def print_fields(rows: Iterable[tuple[str, str]]) -> None:
+    """Print what one thing is: names and values."""
+    table = TerminalTable(("field", "value"), words=("value",), has_titles=False)
+    for name, value in rows:
+        table.add_row(Text(name, "dim"), value)
+    console().print(table)
+
+
+def print_below(*sentences: str) -> None:
+    """Print sentences below a table, after an empty line: without it the first would look like a row."""
+    for number, sentence in enumerate(sentences):
+        typer.echo(sentence if number else f"\n{sentence}")
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def print_counts(counts: dict[str, Any], *, as_json: bool) -> None:
+    """Print how many there are of what; names that end in bytes are sizes, but for what is `without_bytes`."""
+    if as_json:
+        print_json(counts)
+        return
+    rows = ((name.replace("_", " "), _format_count(name, count)) for name, count in counts.items())
+    print_table(("found", "number"), rows)
+
+
+def _format_count(name: str, count: int) -> str:
+    is_size = name == "bytes" or (name.endswith("_bytes") and name != "without_bytes")
+    return format_size(count) if is_size else f"{count:,}"
+
+
+def format_expiry(unix_ms: int) -> str:
+    """Return when something ends or happened, "never" for 0."""
+    return format_time(unix_ms) if unix_ms else "never"
+
+
+def plain_fields(message: Any) -> dict[str, Any]:
+    """Return the fields of a message that are no messages, those that are 0 too."""
+    fields = (field for field in message.DESCRIPTOR.fields if field.message_type is None)
+    return {field.name: getattr(message, field.name) for field in fields}
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Return a message as JSON has it, with numbers as numbers and without headers."""
+    return {
+        field.name: _plain_field(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+        if field.name not in {"header", "trace_id"} and not _is_unset(field, message)
+    }
+
+
+def _is_unset(field: Any, message: Message) -> bool:
+    return field.has_presence and not message.HasField(field.name)
+
+
+def _plain_field(field: Any, value: Any) -> Any:
+    if field.is_repeated:
+        return [_plain_value(field, each) for each in value]
+    return _plain_value(field, value)
+
+
+def _plain_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return known.name if known is not None else value
+    return str(value) if field.name in _UNSAFE else value
+
+
+def spinner(what: str) -> AbstractContextManager[object]:
+    """Return what shows inside its block that something goes on, where somebody watches."""
+    watched = Console(stderr=True)
+    return watched.status(what) if watched.is_terminal else nullcontext()
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield what is told how much of the work is done: a bar where somebody watches, nothing elsewhere."""
+    watched = Console(stderr=True)
+    if not watched.is_terminal:
+        yield lambda _done: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=watched, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+# What an update changes, told before and after it is made.
+
+_UNSET: Any = object()
+
+
+class Change(NamedTuple):
+    """A field with another value; None where it has none."""
+
+    field: str
+    old: Any
+    new: Any
+
+
+def changes(old: Message, new: Message, *ignored: str) -> list[Change]:
+    """Return the fields in which two messages differ, as paths; those in `ignored` are left out."""
+    before, after = (dict(_leaves("", plain(message))) for message in (old, new))
+    return [
+        Change(name, before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if name not in ignored and before.get(name, _UNSET) != after.get(name, _UNSET)
+    ]
+
+
+def _leaves(path: str, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _leaves(f"{path}{name}.", value)
+        else:
+            yield path + name, value
+
+
+def print_changes(found: list[Change], *, dry_run: bool, as_json: bool) -> None:
+    """Print what was changed, or would be."""
+    if as_json:
+        print_json({"changed": not dry_run and bool(found), "changes": [each._asdict() for each in found]})
+        return
+    for each in found:
+        typer.echo(f"{each.field}: {_format(each.field, each.old)} → {_format(each.field, each.new)}")
+    if not found:
+        typer.echo("nothing to change: everything is as asked")
+    elif dry_run:
+        typer.echo("nothing was changed: leave --dry-run out for that")
+
+
+def _format(field: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, int) and not isinstance(value, bool) and field.endswith(("capacity", "_bytes")):
+        return format_size(value)
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

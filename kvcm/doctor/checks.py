@@ -1,0 +1,189 @@
+"""The Redis or Valkey that managers share: version, what it does when it is full, what outlives its end, its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redis.asyncio.connection import Connection
+from redis.exceptions import RedisError, ResponseError
+
+from kvcm.config import Settings
+from kvcm.doctor.findings import Finding, Level, check_skew, fail, ok, warn
+from kvcm.doctor.host import (
+    check_authorities,
+    check_certificate,
+    check_metadata_directory,
+    check_ports,
+    combinations,
+    redis_settings,
+)
+from kvcm.doctor.manager import check_storage
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.units import format_size
+from kvcm.registry.startup_document import parse_startup_document
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.uri import Address, RedisSettings
+
+__all__ = ["StoreFacts", "check_settings", "check_shared_store", "findings_of"]
+
+_CHECK = "shared store"
+_LEAST_VERSION = (7, 0)
+_NEAR_FULL = 0.9
+
+
+class StoreFacts(NamedTuple):
+    """What a server says of itself.
+
+    Attributes:
+        info: its INFO.
+        save: its setting of snapshots, None when it does not tell.
+        ahead_seconds: how far its clock is ahead of ours.
+    """
+
+    info: Mapping[str, str]
+    save: str | None
+    ahead_seconds: float
+
+
+def check_shared_store(settings: RedisSettings) -> list[Finding]:
+    """Return how the servers are; asks each master."""
+    try:
+        return asyncio.run(_facts_of(settings))
+    except (StorageIOError, RedisError, OSError, ValueError) as error:
+        shown = ", ".join(map(str, settings.addresses))
+        return [fail(_CHECK, f"{shown}: {error}", "start it, or correct kvcm.registry_storage.uri")]
+
+
+async def _facts_of(settings: RedisSettings) -> list[Finding]:
+    client = RedisClient.of(settings)
+    try:
+        found: list[Finding] = []
+        for address in await client.masters():
+            connection = await client.connect(address)
+            try:
+                async with asyncio.timeout(max(5.0, settings.timeout_seconds)):
+                    found += findings_of(address, await _read_facts(connection))
+            finally:
+                await connection.disconnect(nowait=True)
+        return found
+    finally:
+        await client.close()
+
+
+async def _read_facts(connection: Connection) -> StoreFacts:
+    info = _info(await _query(connection, "INFO"))
+    before = time.time()
+    seconds, microseconds = await _query(connection, "TIME")
+    ahead = int(seconds) + int(microseconds) / 1e6 - (before + time.time()) / 2
+    try:
+        pair = await _query(connection, "CONFIG", "GET", "save")
+        save = pair[1].decode() if len(pair) == 2 else None
+    except ResponseError:  # hosted servers keep their configuration to themselves
+        save = None
+    return StoreFacts(info, save, ahead)
+
+
+async def _query(connection: Connection, *command: str) -> Any:
+    await connection.send_command(*command)
+    return await connection.read_response()
+
+
+def _info(answer: bytes) -> dict[str, str]:
+    lines = answer.decode(errors="replace").splitlines()
+    return dict(line.partition(":")[::2] for line in lines if ":" in line)
+
+
+def findings_of(address: Address, seen: StoreFacts) -> Iterator[Finding]:
+    """Yield what a server's words mean."""
+    info = seen.info
+    yield _version(address, info)
+    yield from _memory(address, info)
+    yield _persistence(address, seen)
+    if info.get("rdb_last_bgsave_status") == "err" or info.get("aof_last_write_status") == "err":
+        yield fail(_CHECK, f"{address} failed to save", "look into its log: its disk may be full")
+    yield check_skew(f"redis {address}", seen.ahead_seconds)
+
+
+def _version(address: Address, info: Mapping[str, str]) -> Finding:
+    shown = info.get("redis_version", "")
+    try:
+        version = tuple(int(part) for part in shown.split("."))
+    except ValueError:
+        version = ()
+    kind = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {shown}"
+    if version < _LEAST_VERSION:
+        return fail(_CHECK, f"{address} is {kind or 'of no version'}", "use Redis 7.0 or later, or Valkey")
+    return ok(_CHECK, f"{address} answers, {kind}")
+
+
+def _memory(address: Address, info: Mapping[str, str]) -> Iterator[Finding]:
+    most, used = int(info.get("maxmemory", "0")), int(info.get("used_memory", "0"))
+    policy = info.get("maxmemory_policy", "")
+    if policy and policy != "noeviction":
+        yield fail(
+            _CHECK,
+            f"{address} has maxmemory-policy {policy}: when it is full it drops metadata, so that bytes leak",
+            "run `redis-cli config set maxmemory-policy noeviction`, and put it into redis.conf",
+        )
+    elif policy:
+        yield ok(_CHECK, f"{address} evicts nothing by itself")
+    if most and used > _NEAR_FULL * most:
+        found = f"{address} uses {format_size(used)} of {format_size(most)}"
+        yield warn(_CHECK, found, "raise its maxmemory, or lower max_key_count of the groups")
+
+
+def _persistence(address: Address, seen: StoreFacts) -> Finding:
+    if seen.info.get("aof_enabled") == "1":
+        return ok(_CHECK, f"{address} keeps a log of every change")
+    if seen.save is None:
+        return warn(
+            _CHECK,
+            f"{address} has no append-only file, and does not tell whether it makes snapshots",
+            "make sure that it does, or set appendonly yes",
+        )
+    if seen.save:
+        return warn(
+            _CHECK,
+            f"{address} has snapshots only ({seen.save}): when it ends, changes since the last one are lost",
+            "set appendonly yes",
+        )
+    return fail(_CHECK, f"{address} keeps nothing: its end loses all metadata", "set appendonly yes")
+
+
+# Everything that can be looked at without a running manager: what its settings name.
+
+
+def check_settings(settings: Settings) -> Iterator[Finding]:
+    """Yield what is found of all that settings name."""
+    yield from combinations(settings)
+    yield from check_metadata_directory(settings)
+    yield from check_ports(settings)
+    yield from _certificates(settings.described())
+    redis = redis_settings(settings)
+    if redis is not None:
+        yield from check_shared_store(redis)
+    yield from _startup_storage(settings)
+
+
+def _certificates(described: dict[str, str]) -> Iterator[Finding]:
+    now = time.time()
+    if cert_file := described.get("kvcm.tls.cert_file", ""):
+        yield from check_certificate(cert_file, described.get("kvcm.tls.key_file", ""), now)
+    if ca_file := described.get("kvcm.tls.client_ca_file", ""):
+        yield from check_authorities(ca_file, now)
+
+
+def _startup_storage(settings: Settings) -> Iterator[Finding]:
+    if not settings.startup_config:
+        return
+    try:
+        document = parse_startup_document(Path(settings.startup_config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, InvalidArgumentError) as error:
+        found = f"kvcm.startup_config {settings.startup_config}: {error}"
+        yield Finding(Level.FAIL, "settings", found, "correct it: `kvcm serve` refuses it too")
+        return
+    yield from check_storage(document.storage)

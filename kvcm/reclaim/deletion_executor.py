@@ -1,0 +1,774 @@
+"""What becomes of the record of a block whose locations are deleted, put off or expire: pure functions, so that a key
+which lost a race is simply tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+
+from kvcm.index.change_events import ChangeEvents
+from kvcm.index.meta_index import Change
+from kvcm.model.clock import Clock
+from kvcm.model.errors import KvcmError
+from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus
+from kvcm.reclaim.background import IndexHandle, IndexProvider, Pacer, StorageProvider
+from kvcm.storage.backend import StorageBackend
+from kvcm.telemetry.events import EventLog
+
+__all__ = [
+    "LATE_SECONDS",
+    "SLICE_BLOCKS",
+    "Backlog",
+    "Deleted",
+    "DeletionExecutor",
+    "Deletions",
+    "StorageWorkers",
+    "due_later",
+    "expired",
+    "is_expired",
+    "slices",
+    "without",
+]
+
+
+def without(old: BlockRecord | None, location_ids: Collection[str]) -> BlockRecord | None:
+    """Return the record without locations, if they are still deleting; None without any."""
+    if old is None:
+        return None
+    kept = tuple(
+        location
+        for location in old.locations
+        if location.status is not LocationStatus.DELETING or location.id not in location_ids
+    )
+    if len(kept) == len(old.locations):
+        return old
+    return old._replace(locations=kept) if kept else None
+
+
+def due_later(old: BlockRecord | None, location_ids: Collection[str], due: float) -> BlockRecord | None:
+    """Return the record with another time from when bytes may go."""
+
+    def later(location: Location) -> Location:
+        if location.status is LocationStatus.DELETING and location.id in location_ids:
+            return location._replace(deadline=due)
+        return location
+
+    return _changed(old, later)
+
+
+def is_expired(location: Location, now: float) -> bool:
+    """Return whether the time is up that the writer of a location gave."""
+    return location.status is LocationStatus.SERVING and 0 < location.deadline <= now
+
+
+def expired(old: BlockRecord | None, now: float, delay_seconds: float) -> BlockRecord | None:
+    """Return the record with what expired marked as deleting; what is pinned expires when the pin ends."""
+
+    def expire(location: Location) -> Location:
+        if not is_expired(location, now):
+            return location
+        if location.pinned_until > now:
+            return location._replace(deadline=location.pinned_until)
+        return location._replace(status=LocationStatus.DELETING, deadline=now + delay_seconds)
+
+    return _changed(old, expire)
+
+
+def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
+    if old is None:
+        return None
+    locations = tuple(map(change, old.locations))
+    return old if locations == old.locations else old._replace(locations=locations)
+
+
+# Workers of one storage: a few deletions at a time, pauses after failures, and what waits, in numbers.
+#
+# A deletion that takes too long counts as a failure, once; it keeps its worker until the storage lets go of it, so
+# that nothing is deleted a second time beside it. Workers that hang are therefore missing, and when all of them do,
+# what waits stays where it was found, in the records. Only when the storage is removed do they let go of it: whatever
+# such a call still does then, it does to bytes that nobody will delete or reuse.
+
+LATE_SECONDS = 30.0
+"""A deletion that takes so long counts as failed."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_MOST_DOUBLINGS = 6  # of the first pause: longer than the longest then
+_SLOW_SECONDS = 1.0
+T = TypeVar("T")
+
+
+class Backlog(NamedTuple):
+    """What waits for one storage.
+
+    Attributes:
+        waiting: locations that are due, or were put off because the storage failed or is busy.
+        executing: locations that it is deleting.
+        failures: locations that it did not delete when it was asked, since the manager began.
+        oldest_seconds: for how long the oldest of those waits that were taken up and are not put off.
+        late: locations that it is deleting for too long.
+    """
+
+    waiting: int = 0
+    executing: int = 0
+    failures: int = 0
+    oldest_seconds: float = 0.0
+    late: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Deletions that are asked for together."""
+
+    count: int
+    since: float
+    started_at: float | None = None
+    is_late: bool = False
+
+
+class StorageWorkers:
+    """Paces the deletions of one storage.
+
+    Args:
+        count: batches at a time.
+        clock: time source.
+    """
+
+    def __init__(self, count: int, clock: Clock) -> None:
+        self._count = count
+        self._clock = clock
+        self._free = asyncio.Semaphore(count)
+        self._batches: dict[_Batch, None] = {}
+        self._failures = 0
+        self._failures_in_a_row = 0
+        self._paused_until = 0.0
+        self._seconds_each = 0.0
+        self._last_done = -math.inf
+        self._put_off: dict[float, int] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._removed: asyncio.Future[None] | None = None
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what a call of the storage returns; None when it was let go of before: then it goes on by itself."""
+        if self._removed is None:
+            self._removed = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._on_task_done)
+        ends: set[asyncio.Future[Any]] = {task, self._removed}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return task.result() if task.done() else None
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # of one that was let go of, nobody asks
+
+    def abandon(self) -> None:
+        """The storage was removed: whoever waits for a call waits no more, and what failed is of no interest."""
+        removed, self._removed = self._removed, None
+        if removed is not None:
+            removed.set_result(None)
+        self.succeeded()
+
+    def cancel(self) -> None:
+        """End the calls that go on by themselves, too."""
+        for task in self._calls:
+            task.cancel()
+
+    @asynccontextmanager
+    async def slot(self, count: int) -> AsyncIterator[None]:
+        """Have a worker inside the block, for so many locations."""
+        batch = _Batch(count, self._clock.now())
+        self._batches[batch] = None
+        try:
+            async with self._free:
+                batch.started_at = self._clock.now()
+                yield
+                self._last_done = self._clock.now()
+                self._seconds_each = (self._last_done - batch.started_at) / count / self._count
+        finally:
+            del self._batches[batch]
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long the storage is left alone from now on."""
+        return max(0.0, self._paused_until - self._clock.now())
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether nothing began or ended for a while, though there is something to do."""
+        return self._stalled_seconds >= _SLOW_SECONDS
+
+    @property
+    def _stalled_seconds(self) -> float:
+        begun = [batch.started_at for batch in self._batches if batch.started_at is not None]
+        return self._clock.now() - max(self._last_done, *begun) if begun else 0.0
+
+    def seconds_for(self, count: int) -> float:
+        """Return how long so many locations will take, at least a first pause and at most the longest."""
+        expected = max(self._seconds_each * count, self._stalled_seconds)
+        return min(max(_FIRST_PAUSE_SECONDS, expected), _LONGEST_PAUSE_SECONDS)
+
+    def succeeded(self) -> None:
+        """The storage did all it was asked for."""
+        self._failures_in_a_row = 0
+        self._paused_until = 0.0
+
+    def failed(self, count: int) -> float:
+        """The storage did not delete so many locations. Returns how long it is left alone: what fails during a pause
+        does not make it longer."""
+        self._failures += count
+        now = self._clock.now()
+        if now >= self._paused_until:
+            self._paused_until = now + min(_FIRST_PAUSE_SECONDS * 2**self._failures_in_a_row, _LONGEST_PAUSE_SECONDS)
+            self._failures_in_a_row = min(self._failures_in_a_row + 1, _MOST_DOUBLINGS)
+        return self._paused_until - now
+
+    def fail_late(self) -> int:
+        """Count deletions that take too long as failures, each once. Returns how many locations those are."""
+        began = self._clock.now() - LATE_SECONDS
+        late = [
+            each
+            for each in self._batches
+            if not each.is_late and each.started_at is not None and each.started_at <= began
+        ]
+        for batch in late:
+            batch.is_late = True
+        count = sum(batch.count for batch in late)
+        if count:
+            self.failed(count)
+        return count
+
+    def postpone(self, count: int, until: float) -> None:
+        """So many locations are due again at a later time."""
+        self._put_off[until] = self._put_off.get(until, 0) + count
+
+    @property
+    def postponed_count(self) -> int:
+        """Locations that are not due again yet."""
+        now = self._clock.now()
+        self._put_off = {until: count for until, count in self._put_off.items() if until > now}
+        return sum(self._put_off.values())
+
+    @property
+    def backlog(self) -> Backlog:
+        """What waits."""
+        return Backlog(
+            self.postponed_count + sum(batch.count for batch in self._batches if batch.started_at is None),
+            sum(batch.count for batch in self._batches if batch.started_at is not None),
+            self._failures,
+            max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
+            sum(batch.count for batch in self._batches if batch.is_late),
+        )
+
+
+# Deletions of batches: bytes first, then metadata, then the space is free; what has to wait is put off.
+#
+# The event loop is held for a slice of blocks at a time, however many batches are under way. Metadata goes only if the
+# location is still the one that was found (compare-and-delete), so deleting twice harms nobody; nothing that is in
+# flight here is begun a second time. Of a storage that is not configured any more the metadata goes alone, also where
+# a call of the storage hangs.
+
+SLICE_BLOCKS = 64
+"""Blocks that the event loop may be held for: half a millisecond of a quiet machine."""
+_MOST_IN_A_BATCH = 128
+_MOST_IN_FLIGHT = 1024  # per index and storage: what is more for a slow one is put off
+_log = structlog.get_logger("kvcm.reclaim")
+
+
+@dataclass(slots=True)
+class Deleted:
+    """What an executor deleted since it was made.
+
+    Attributes:
+        blocks: that have no location any more.
+        locations: whose bytes and metadata are gone.
+        byte_count: of those.
+    """
+
+    blocks: int = 0
+    locations: int = 0
+    byte_count: int = 0
+
+    def add(self, changes: Iterable[Change]) -> None:
+        """Count the locations that changes took out of records."""
+        for change in changes:
+            if change.old is None or change.new is change.old:
+                continue
+            gone = [location.size_bytes for location in _removed_locations(change)]
+            self.blocks += change.new is None
+            self.locations += len(gone)
+            self.byte_count += sum(gone)
+
+
+class Deletions:
+    """What is being deleted.
+
+    Args:
+        storages: the open storages.
+        clock: time source.
+        workers_per_storage: batches that a storage deletes at a time.
+        is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
+            more lose their metadata only; one that is not open here fails.
+        turns: lets one slice of background work run at a time.
+    """
+
+    def __init__(
+        self,
+        storages: StorageProvider,
+        clock: Clock,
+        workers_per_storage: int,
+        is_configured: Callable[[str], bool],
+        turns: Pacer,
+    ) -> None:
+        self._storages = storages
+        self._is_configured = is_configured
+        self._clock = clock
+        self._workers_per_storage = workers_per_storage
+        self._batch_size = min(_MOST_IN_A_BATCH, _MOST_IN_FLIGHT // workers_per_storage)
+        self._workers: dict[str, StorageWorkers] = {}
+        self._in_flight: set[tuple[int, int, str]] = set()
+        self._in_flight_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by uid and storage
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.give_way = turns.pause
+        self.progress = asyncio.Event()
+        self.deleted = Deleted()
+
+    def backlogs(self) -> dict[str, Backlog]:
+        """Return what waits, by storage, for those that ever had something to delete."""
+        return {storage: workers.backlog for storage, workers in self._workers.items()}
+
+    def in_flight(self, uid: int) -> int:
+        """Return how many locations of an index were taken up and are not done."""
+        return sum(self._in_flight_of[uid].values())
+
+    def is_saturated(self, uid: int) -> bool:
+        """Return whether the workers have enough to do of an index: as long as something is in flight, every look finds
+        it anew. What a slow storage will take long for does not count."""
+        counts = self._in_flight_of[uid].items()
+        swift = sum(count for storage, count in counts if count and not self._workers_of(storage).is_slow)
+        return swift >= self._workers_per_storage * self._batch_size
+
+    def start(self, custody: IndexHandle, key: int, location: Location) -> DeletionItem | None:
+        """Take up a deletion, from now on in flight; None when it is already."""
+        claim = (custody.uid, key, location.id)
+        if claim in self._in_flight:
+            return None
+        self._in_flight.add(claim)
+        self._in_flight_of[custody.uid][location.storage] += 1
+        return DeletionItem.of(custody.instance_id, custody.uid, key, location)
+
+    def release(self, items: Iterable[DeletionItem]) -> None:
+        """End what `take` began."""
+        for item in items:
+            self._in_flight.remove((item.uid, item.key, item.location_id))
+            self._in_flight_of[item.uid][item.storage] -= 1
+
+    def fail_late(self) -> None:
+        """Note which storages hang, and let go of those that were removed."""
+        for storage, workers in self._workers.items():
+            if self._is_removed(storage):
+                workers.abandon()
+                continue
+            if count := workers.fail_late():
+                _log.warning("deletion_hangs", storage=storage, count=count, retry_seconds=workers.pause_seconds)
+
+    def submit(self, custody: IndexHandle, items: Sequence[DeletionItem]) -> None:
+        """Delete what was taken up, in the background; given back when it is done or put off."""
+        for storage, of_storage in _by_storage(items).items():
+            seconds = self._seconds_to_wait(storage, self._in_flight_of[custody.uid][storage])
+            for batch in slices(of_storage, self._batch_size):
+                work = self.postpone(custody, batch, seconds) if seconds else self._delete(custody, storage, batch)
+                task = asyncio.create_task(work)
+                self._tasks.add(task)
+                task.add_done_callback(partial(self._on_task_done, batch))
+
+    def _on_task_done(self, items: Sequence[DeletionItem], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.release(items)
+        self.progress.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # found again in the records
+            _log.warning("deletion_interrupted", reason=f"{type(error).__name__}: {error}")
+
+    async def all_done(self) -> None:
+        """Wait for what is being deleted.
+
+        Raises:
+            KvcmError: the store failed.
+        """
+        await asyncio.gather(*self._tasks)
+
+    def cancel(self) -> None:
+        """Stop; what was not done is found again in the records."""
+        for task in self._tasks:
+            task.cancel()
+        for workers in self._workers.values():
+            workers.cancel()
+
+    def _is_removed(self, storage: str) -> bool:
+        return self._storages.backend(storage) is None and not self._is_configured(storage)
+
+    def _workers_of(self, storage: str) -> StorageWorkers:
+        workers = self._workers.get(storage)
+        if workers is None:
+            workers = self._workers[storage] = StorageWorkers(self._workers_per_storage, self._clock)
+        return workers
+
+    def _seconds_to_wait(self, storage: str, in_flight: int) -> float:
+        """Return how long a storage is not to be asked: it fails, or is far behind and in the way of the others."""
+        if self._is_removed(storage):  # it is not asked at all
+            return 0.0
+        workers = self._workers_of(storage)
+        if workers.pause_seconds or in_flight <= _MOST_IN_FLIGHT or not workers.is_slow:
+            return workers.pause_seconds
+        return workers.seconds_for(in_flight + workers.postponed_count)
+
+    async def _delete(self, custody: IndexHandle, storage: str, items: Sequence[DeletionItem]) -> None:
+        workers = self._workers_of(storage)
+        async with workers.slot(len(items)):
+            backend = self._storages.backend(storage)
+            # Whatever waited here while another batch failed has to wait for the end of the pause.
+            is_asked = not self._is_removed(storage) and not workers.pause_seconds
+            reasons = await self._delete_bytes(workers, backend, items) if is_asked else None
+        if self._is_removed(storage) or (is_asked and reasons is None):
+            # Nobody is told: a call that was let go of may still be at it, whatever is configured by now.
+            await self._drop(custody, items)
+            return
+        if reasons is None:
+            await self.postpone(custody, items, workers.pause_seconds)
+            return
+        failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
+        if failed:
+            pause = workers.failed(len(failed))
+            reason = next(filter(None, reasons))
+            _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
+            await self.postpone(custody, failed, pause)
+        else:
+            workers.succeeded()
+        dropped = await self._drop(custody, [item for item, why in zip(items, reasons, strict=True) if why is None])
+        if backend is not None and dropped:
+            await _report_forgotten(backend, storage, dropped)
+
+    async def _delete_bytes(
+        self, workers: StorageWorkers, backend: StorageBackend | None, items: Sequence[DeletionItem]
+    ) -> list[str | None] | None:
+        """Return per item why its bytes are still there, None when they are gone; nothing when the storage was removed
+        before it answered."""
+        if backend is None:
+            return ["the storage is not open on this manager"] * len(items)
+        await self.give_way()
+        try:
+            results = await workers.call(backend.delete([uri for item in items for uri in item.uris]))
+        except Exception as error:  # whatever a storage raises, its items are tried again
+            return [f"{type(error).__name__}: {error}"] * len(items)
+        if results is None:
+            return None
+        each = iter(results)
+        return [next(filter(None, [next(each) for _ in item.uris]), None) for item in items]
+
+    async def _drop(self, custody: IndexHandle, items: Sequence[DeletionItem]) -> list[DeletionItem]:
+        """Drop the metadata of what is gone. Returns what had served of what this very call dropped, and nobody before
+        it."""
+        ids = _ids_by_key(items)
+        dropped: set[tuple[int, str]] = set()
+        for page in slices(list(ids), SLICE_BLOCKS):
+            await self.give_way()
+            changes = await custody.meta_index.read_modify_write(page, lambda key, old: without(old, ids[key]))
+            self.deleted.add(changes)
+            gone = ((change.key, location) for change in changes for location in _removed_locations(change))
+            dropped.update((key, location.id) for key, location in gone if location.has_served)
+        return [item for item in items if (item.key, item.location_id) in dropped]
+
+    async def postpone(self, custody: IndexHandle, items: Sequence[DeletionItem], seconds: float) -> None:
+        """Let deletions become due again so many seconds from now, in their records."""
+        due = self._clock.now() + seconds
+        ids = _ids_by_key(items)
+        for page in slices(list(ids), SLICE_BLOCKS):
+            await self.give_way()
+            await custody.meta_index.read_modify_write(page, lambda key, old: due_later(old, ids[key], due))
+        for storage, count in Counter(item.storage for item in items).items():
+            self._workers_of(storage).postpone(count, due)
+
+
+async def _report_forgotten(backend: StorageBackend, storage: str, dropped: Sequence[DeletionItem]) -> None:
+    """Tell a storage what nobody will delete again. Where that fails, its places are lost until their objects go.
+
+    Of what never served the writer may come back: its places are never anybody else's (design.md decision 16), and no
+    storage is told.
+    """
+    uris = [uri for item in dropped for uri in item.uris]
+    try:
+        await backend.forgotten(uris)
+    except Exception as error:  # whatever a storage raises, its bytes and their metadata are gone
+        _log.warning(
+            "places_not_forgotten", storage=storage, count=len(uris), reason=f"{type(error).__name__}: {error}"
+        )
+
+
+def _removed_locations(change: Change) -> list[Location]:
+    """Return the locations that a change took out of a record."""
+    if change.old is None or change.new is change.old:
+        return []
+    kept = {location.id for location in change.new.locations} if change.new is not None else ()
+    return [location for location in change.old.locations if location.id not in kept]
+
+
+def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Return a sequence in pieces."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _by_storage(items: Iterable[DeletionItem]) -> dict[str, list[DeletionItem]]:
+    batches: defaultdict[str, list[DeletionItem]] = defaultdict(list)
+    for item in items:
+        batches[item.storage].append(item)
+    return batches
+
+
+def _ids_by_key(items: Iterable[DeletionItem]) -> dict[int, Collection[str]]:
+    ids: dict[int, Collection[str]] = {}
+    for item in items:
+        ids[item.key] = (*ids.get(item.key, ()), item.location_id)
+    return ids
+
+
+# Deletion executor: finds in the records what is due, and has it deleted: bytes first, then metadata.
+#
+# A location in status deleting says from when its bytes may go, and every index tells which of its blocks are due. So
+# nothing is forgotten when a manager dies, and whoever leads goes on. Two more things become due and are found the
+# same way: writers whose session is overdue are ended, and what serves past the time that its writer gave is marked as
+# deleting.
+#
+# A read lease or an unfinished writer postpones a deletion, and so does a storage that fails, with growing pauses;
+# both are noted in the record. Each storage has a few workers of its own (workers.py), and nobody who looks for more
+# waits for them: a slow or hanging storage holds up only itself.
+#
+# An index is looked into again when most of what was found there is done, not before: as long as something is in
+# flight, every look finds it anew.
+
+_WORKERS = 4
+_MOST_BLOCKS = 512  # of one look into an index
+_MOST_SCANS = 64  # per round and index: then the others get their turn
+_PINNED_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
+
+
+class DeletionExecutor:
+    """Deletes locations that are marked as deleting.
+
+    Args:
+        storages: the open storages.
+        clock: time source.
+        workers_per_storage: batches that a storage deletes at a time.
+        events: told of what expires.
+        is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
+            more lose their metadata only; one that is not open here is tried again. By default every storage is open.
+        turns: shared with other background work; by default a slice runs every turn.
+    """
+
+    def __init__(
+        self,
+        storages: StorageProvider,
+        clock: Clock,
+        workers_per_storage: int = _WORKERS,
+        events: EventLog | None = None,
+        is_configured: Callable[[str], bool] = lambda _storage: False,
+        turns: Pacer | None = None,
+    ) -> None:
+        self._clock = clock
+        self._custodian: IndexProvider | None = None
+        self._deletions = Deletions(storages, clock, workers_per_storage, is_configured, turns or Pacer(1))
+        self._events = ChangeEvents(events if events is not None else EventLog())
+        self._woken = asyncio.Event()
+        self._behind: dict[int, IndexHandle] = {}  # there is more in them, to be taken up when some is done
+
+    def serve(self, custodian: IndexProvider) -> None:
+        """Set whose locations are deleted."""
+        self._custodian = custodian
+
+    @property
+    def deleted(self) -> Deleted:
+        """What was deleted since the executor was made."""
+        return self._deletions.deleted
+
+    def backlog(self, storage: str) -> Backlog:
+        """Return what waits for a storage."""
+        return self.backlogs().get(storage, Backlog())
+
+    def backlogs(self) -> dict[str, Backlog]:
+        """Return what waits, by storage, for those that ever had something to delete."""
+        return self._deletions.backlogs()
+
+    async def run(self, interval_seconds: float, is_leader: Callable[[], bool] = lambda: True) -> None:
+        """Delete what becomes due while this manager leads, until cancelled. Looking for it waits for no storage."""
+        try:
+            while True:
+                if is_leader():
+                    await self._round(self._start_due)
+                await self._wait(interval_seconds, is_leader)
+        finally:
+            self._deletions.cancel()
+
+    async def _wait(self, seconds: float, is_leader: Callable[[], bool]) -> None:
+        """Let time pass; where more is due than was taken up, go on with that as deletions are done."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self._behind and is_leader() and loop.time() < end:
+            self._deletions.progress.clear()
+            try:
+                async with asyncio.timeout_at(end):
+                    await self._deletions.progress.wait()
+            except TimeoutError:
+                return
+            await self._round(self._resume_partial)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                await self._woken.wait()
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Look at once: something is to be deleted without delay, and a write may be waiting for its space."""
+        self._woken.set()
+
+    async def _round(self, look: Callable[[], Awaitable[int]]) -> None:
+        try:
+            await look()
+        except KvcmError as error:  # the store cannot be asked: the next round tries again
+            _log.warning("deletions_interrupted", reason=str(error))
+        except Exception:
+            _log.exception("deletions_failed")
+
+    async def run_due(self) -> int:
+        """Delete everything that is due now, and return the number of locations that were looked at.
+
+        Raises:
+            KvcmError: the store failed; what is left is found again.
+        """
+        seen = 0
+        while (found := await self._start_due()) or self._behind:
+            seen += found
+            await self._deletions.all_done()
+        return seen
+
+    async def _start_due(self) -> int:
+        """Begin to delete what is due, and return the number of locations that were looked at."""
+        assert self._custodian is not None
+        self._deletions.fail_late()
+        return await self._scan_indexes(list(self._custodian.indexes()))
+
+    async def _resume_partial(self) -> int:
+        return await self._scan_indexes(list(self._behind.values()))
+
+    async def _scan_indexes(self, custodies: Iterable[IndexHandle]) -> int:
+        seen, now = 0, self._clock.now()
+        self._behind.clear()
+        for custody in custodies:
+            if custody.meta_index.due_from > now:  # nearly always
+                continue
+            try:
+                seen += await self._scan_index(custody)
+            except KvcmError as error:  # a damaged record, or a store that is away: the other indexes get their turn
+                _log.warning("deletions_interrupted", instance=custody.instance_id, reason=str(error))
+        return seen
+
+    async def _scan_index(self, custody: IndexHandle) -> int:
+        seen = 0
+        for _ in range(_MOST_SCANS):
+            if self._deletions.is_saturated(custody.uid):
+                self._behind[custody.uid] = custody
+                break
+            found = await self._scan_due(custody)
+            seen += found
+            if not found:
+                break
+        return seen
+
+    async def _scan_due(self, custody: IndexHandle) -> int:
+        """Work on the earliest blocks of an index; 0 when nothing new is due."""
+        now = self._clock.now()
+        keys = await custody.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(custody.uid))
+        found = _Found()
+        try:
+            for page in slices(keys, SLICE_BLOCKS):
+                await self._gather(custody, page, now, found)
+            await self._abort_overdue(custody, found)
+            held = await self._pinned(found.items, now)
+            await self._deletions.postpone(custody, held, _PINNED_RECHECK_SECONDS)
+        except BaseException:
+            self._deletions.release(found.items)
+            raise
+        self._deletions.release(held)
+        self._deletions.submit(custody, _without(found.items, held))
+        return found.count
+
+    async def _gather(self, custody: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:
+        """Find out what has to be done about some blocks, and take up their deletions."""
+        await self._deletions.give_way()
+        for key, record in zip(keys, await custody.meta_index.get(keys), strict=True):
+            for location in record.locations if record is not None else ():
+                if location.status is LocationStatus.SERVING:
+                    if is_expired(location, now):
+                        found.expired[key] = None
+                elif location.deadline > now:
+                    continue
+                elif location.status is LocationStatus.WRITING:
+                    found.overdue.setdefault(location.session_id, []).append(key)
+                elif item := self._deletions.start(custody, key, location):
+                    found.items.append(item)
+
+    async def _abort_overdue(self, custody: IndexHandle, found: _Found) -> None:
+        """End overdue writers, and mark what serves past its time."""
+        assert self._custodian is not None
+        if found.overdue:
+            await self._custodian.abort_overdue_writers(custody.uid, found.overdue)
+        if not found.expired:
+            return
+        delay = self._custodian.delay_seconds(custody.instance)
+        for page in slices(list(found.expired), SLICE_BLOCKS):
+            await self._deletions.give_way()
+            # Each record by the time at which it is changed: a store that takes long must not eat up the delay.
+            changes = await custody.meta_index.read_modify_write(
+                page, lambda _key, old: expired(old, self._clock.now(), delay)
+            )
+            self._events.expired(custody.instance, changes, "ttl")
+
+    async def _pinned(self, items: Sequence[DeletionItem], now: float) -> list[DeletionItem]:
+        """Return what readers or writers still use."""
+        assert self._custodian is not None
+        if not items:
+            return []
+        held_until = await self._custodian.pinned_until(items)
+        return [item for item, until in zip(items, held_until, strict=True) if until > now]
+
+
+class _Found:
+    """What a look into an index found: deletions, blocks of overdue writers by session, blocks whose time is up."""
+
+    def __init__(self) -> None:
+        self.items: list[DeletionItem] = []
+        self.overdue: dict[str, list[int]] = {}
+        self.expired: dict[int, None] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self.items) + sum(map(len, self.overdue.values())) + len(self.expired)
+
+
+def _without(items: Sequence[DeletionItem], held: Sequence[DeletionItem]) -> Sequence[DeletionItem]:
+    if not held:
+        return items
+    names = {(item.key, item.location_id) for item in held}
+    return [item for item in items if (item.key, item.location_id) not in names]

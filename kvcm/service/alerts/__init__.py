@@ -1,1 +1,0 @@
-"""What is wrong now, why, and what to do: pure functions over what a manager knows, and a watch that gathers it."""

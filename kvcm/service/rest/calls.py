@@ -1,0 +1,205 @@
+"""Runs the interface's calls for resources: the same way, limits, counters and log as POST /api/<call>."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi.exceptions import RequestValidationError
+from google.protobuf.message import Message
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from kvcm.model.errors import ErrorCode
+from kvcm.service.calls import LOCAL, Arrival, Call, Caller
+from kvcm.service.http_server import ARRIVAL
+from kvcm.service.json_codec import MalformedBody, parse_request
+from kvcm.service.rejections import FieldError, Problem, ProblemError, problem_of_code
+from kvcm.service.rest.conversion import merge_patch
+
+__all__ = [
+    "MAX_ATTEMPTS",
+    "CallRefusedError",
+    "CallRunner",
+    "ResourceLocks",
+    "apply_patch",
+    "change_existing",
+    "check_same_name",
+    "conflict",
+    "fields_of",
+]
+
+_TRACE_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_ABSENT: Final = {ErrorCode.INVALID_ARGUMENT, ErrorCode.INSTANCE_NOT_EXIST}
+
+
+class CallRefusedError(ProblemError):
+    """A call was carried out, and its outcome is not OK."""
+
+    def __init__(self, code: ErrorCode, text: str, request_id: str) -> None:
+        super().__init__(problem_of_code(code, text, request_id))
+        self.code = code
+
+
+class CallRunner:
+    """The calls by name.
+
+    Args:
+        calls: those that are served.
+        caller: runs them.
+    """
+
+    def __init__(self, calls: Iterable[Call], caller: Caller) -> None:
+        self._calls = {f"{call.service.rpartition('.')[2]}.{call.name}": call for call in calls}
+        self._caller = caller
+
+    def serves(self, name: str) -> bool:
+        """Return whether there is a call of that name, e.g. `AdminService.ListStorage`."""
+        return name in self._calls
+
+    async def run(self, request: Request, name: str, /, **fields: Any) -> Any:
+        """Run a call for a request, and return its answer.
+
+        Args:
+            request: that came.
+            name: of the call.
+            fields: of the call's request, as JSON has them.
+
+        Raises:
+            RefusedError: its outcome is not OK.
+            ProblemError: the fields cannot be read.
+            TurnedAwayError: it is not let in.
+        """
+        call, arrival = self._calls[name], _arrival(request)
+        message = request_message(call, trace_id_of(request), fields)
+        if (refusal := self._caller.rejection(call, arrival)) is not None:
+            raise refusal
+        reply = await self._caller.answer(call, message, arrival)
+        answer: Any = reply.complete()
+        header = answer.header
+        request.state.request_id = header.request_id
+        if header.status.code != ErrorCode.OK:
+            raise CallRefusedError(ErrorCode(header.status.code), header.status.message, header.request_id)
+        if header.status.message:
+            request.state.warning = header.status.message
+        return answer
+
+    async def find(self, request: Request, name: str, /, **fields: Any) -> Any | None:
+        """Run a call that names one thing; None where there is no such thing.
+
+        Raises:
+            ProblemError: as `run`.
+            TurnedAwayError: as `run`.
+        """
+        try:
+            return await self.run(request, name, **fields)
+        except CallRefusedError as error:
+            if error.code in _ABSENT:
+                return None
+            raise
+
+
+def request_message(call: Call, trace_id: str, fields: dict[str, Any]) -> Message:
+    """Return the request of a call.
+
+    Raises:
+        ProblemError: a field is of the wrong kind or out of range.
+    """
+    body = json.dumps({"trace_id": trace_id, **fields}).encode()
+    try:
+        return parse_request(body, call.request_type)
+    except MalformedBody as error:
+        raise ProblemError(Problem(400, str(error), ErrorCode.INVALID_ARGUMENT.name)) from None
+
+
+def trace_id_of(request: Request) -> str:
+    """Return what the request is to be known by: its `x-request-id`, if that is fit for logs."""
+    given = request.headers.get("x-request-id", "")
+    return given if _TRACE_ID.fullmatch(given) else "rest"
+
+
+def _arrival(request: Request) -> Arrival:
+    arrival: Arrival = request.scope.get(ARRIVAL, LOCAL)
+    return arrival
+
+
+# Reading a document, changing it and putting it back, without overwriting what somebody else changed meanwhile.
+
+MAX_ATTEMPTS = 5
+"""Of a change that others are faster than."""
+Answer = TypeVar("Answer")
+Doc = TypeVar("Doc", bound=BaseModel)
+
+
+class ResourceLocks:
+    """One change of each thing at a time, of those that come through this manager's resources."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def lock(self, name: str) -> AsyncIterator[None]:
+        """Be the only one who changes this."""
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        async with lock:
+            yield
+
+
+async def change_existing(change: Awaitable[Answer], check: Callable[[], Awaitable[Any]]) -> Answer:
+    """Carry out a change of something that may not be there, which calls refuse as they refuse wrong fields.
+
+    Args:
+        change: runs the call.
+        check: raises ProblemError where the thing is not there.
+
+    Raises:
+        ProblemError: that of `check`, or the call's own.
+    """
+    try:
+        return await change
+    except CallRefusedError as error:
+        if error.code is ErrorCode.INVALID_ARGUMENT:
+            await check()
+        raise
+
+
+def apply_patch(model: type[Doc], document: Mapping[str, Any], patch: Mapping[str, Any]) -> Doc:
+    """Return a document with a merge patch applied (RFC 7396).
+
+    Raises:
+        RequestValidationError: what comes out is no such document.
+    """
+    try:
+        return model.model_validate(merge_patch(document, patch))
+    except ValidationError as error:
+        found: list[Any] = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(found) from None
+
+
+def fields_of(document: BaseModel, **others: Any) -> dict[str, Any]:
+    """Return a document as the fields of a message, with others in place of its own."""
+    return {**document.model_dump(exclude_none=True), **others}
+
+
+def check_same_name(field: str, given: str, name: str) -> None:
+    """Refuse a document that names something else than its path.
+
+    Raises:
+        ProblemError: 400.
+    """
+    if given and given != name:
+        error = FieldError(f"body.{field}", given[:256], f"{name!r}, or nothing")
+        raise ProblemError(Problem(400, f"{field} is {given[:256]!r}, but the path is of {name!r}", errors=[error]))
+
+
+def conflict(request: Request, name: str) -> ProblemError:
+    """Return the error that says that others were faster all the time."""
+    text = f"{name!r} was changed by others while {request.method} was trying to: try again"
+    return ProblemError(Problem(409, text, headers=[("retry-after", "1")]))

@@ -1,1 +1,0 @@
-"""The embedded store: one RocksDB in the data directory makes durable what the process keeps in memory."""
