@@ -28,11 +28,11 @@ from random import Random
 from engine_site import EngineSite, engine_site, other_manager
 from report import Row, arguments, publish
 
-from connectors.client import ManagerClient
-from connectors.keys import HashKeys
-from connectors.reuse.lookups import LookupPlan, Lookups, LookupSettings
-from connectors.reuse.registration import InstanceSpecs, ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.reuse.lookups import LookupPlan, Lookups, LookupSettings
+from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 MOST_OVERHEAD = 0.03

@@ -44,7 +44,7 @@ class EngineSite:
         if instance_id is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "KVCMConnector",
-                "kv_connector_module_path": "connectors.vllm",
+                "kv_connector_module_path": "kvcm.connectors.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {

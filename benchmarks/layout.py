@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from report import Row, arguments, publish
 
-from connectors.layout import Shard, StoredFormat
-from connectors.layout.gather import EngineKv, gather, scatter
-from connectors.layout.stored_format import KV_PACKED, LAYER_FIRST
+from kvcm.connectors.layout import Shard, StoredFormat
+from kvcm.connectors.layout.gather import EngineKv, gather, scatter
+from kvcm.connectors.layout.stored_format import KV_PACKED, LAYER_FIRST
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 

@@ -23,9 +23,9 @@ from statistics import median
 import numpy as np
 from report import Row, arguments, publish
 
-from connectors.transfer import TransferEngine, TransferItem
-from connectors.transfer.mempool import MemPoolMover
-from connectors.transfer.pool_segment import PoolAccess
+from kvcm.connectors.transfer import TransferEngine, TransferItem
+from kvcm.connectors.transfer.mempool import MemPoolMover
+from kvcm.connectors.transfer.pool_segment import PoolAccess
 from kvcm.model.storages import chunk_bytes
 from kvcm.model.uri import LocationUri
 

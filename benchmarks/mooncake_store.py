@@ -23,8 +23,8 @@ from statistics import median
 import numpy as np
 from report import Row, arguments, left_out, publish
 
-from connectors.transfer import TransferEngine, TransferItem, TransferResult
-from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
+from kvcm.connectors.transfer import TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec
 from kvcm.model.uri import LocationUri

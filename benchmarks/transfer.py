@@ -21,8 +21,8 @@ from statistics import median
 
 from report import Row, arguments, publish
 
-from connectors.transfer import FileMover, TransferEngine, TransferItem
-from connectors.transfer.paths import OpenFolders, open_below, walk_below
+from kvcm.connectors.transfer import FileMover, TransferEngine, TransferItem
+from kvcm.connectors.transfer.paths import OpenFolders, open_below, walk_below
 from kvcm.model.uri import LocationUri
 
 STORAGE = "medium"

@@ -1,5 +1,10 @@
 """What runs inside the engine processes: asks the manager where blocks of KV lie, and moves their bytes itself.
 
-Works with the base install (grpcio, protobuf, numpy); torch and transformers are needed only by `connectors.layout`'s
-tensor functions and by `connectors.transformers`.
+Works with the base install (grpcio, protobuf, numpy); torch and transformers are needed only by
+`kvcm.connectors.layout`'s tensor functions and by `kvcm.connectors.transformers`.
 """
+
+if __name__ == "connectors":  # imported by its old name: until the next release
+    from kvcm.old_names import alias_package
+
+    alias_package("connectors", "kvcm.connectors")

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import grpc
 
-from connectors.results import Outcome
+from kvcm.connectors.results import Outcome
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease

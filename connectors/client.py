@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from connectors.calls import AnswerT, Call, CallSteps, Pause, Reply
-from connectors.credentials import CredentialFiles, PresentedCredentials
-from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
-from connectors.results import (
+from kvcm.connectors.calls import AnswerT, Call, CallSteps, Pause, Reply
+from kvcm.connectors.credentials import CredentialFiles, PresentedCredentials
+from kvcm.connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
+from kvcm.connectors.results import (
     CallCounters,
     ClusterInfo,
     EncodedMatch,

@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from connectors import calls
-from connectors.calls import AnswerT, Call, Policy, RetrySettings, Verdict, new_trace_id
-from connectors.credentials import ClientCredentials
-from connectors.results import (
+from kvcm.connectors import calls
+from kvcm.connectors.calls import AnswerT, Call, Policy, RetrySettings, Verdict, new_trace_id
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.results import (
     CallCounters,
     ClusterInfo,
     EncodedMatch,
@@ -32,7 +32,7 @@ from connectors.results import (
     RegistrationState,
     WriteGrant,
 )
-from connectors.wire import (
+from kvcm.connectors.wire import (
     MalformedAnswerError,
     Requests,
     encode_locations,

@@ -21,12 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from connectors.client import ManagerClient, parse_addresses
-from connectors.credentials import ClientCredentials, CredentialFiles
-from connectors.exchanges import ClientSettings
-from connectors.node import NodeSettings
-from connectors.results import PoolReport
-from connectors.transfer.pool_segment import PoolAccess, PoolSegment, segment_path
+from kvcm.connectors.client import ManagerClient, parse_addresses
+from kvcm.connectors.credentials import ClientCredentials, CredentialFiles
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.results import PoolReport
+from kvcm.connectors.transfer.pool_segment import PoolAccess, PoolSegment, segment_path
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import MIN_POOL_BYTES
 from kvcm.model.uri import check_storage_name

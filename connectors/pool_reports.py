@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from connectors.client import ManagerClient
-from connectors.transfer.engine import TransferEngine
-from connectors.transfer.mempool import AttachedPool
-from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.transfer.engine import TransferEngine
+from kvcm.connectors.transfer.mempool import AttachedPool
+from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
 
 __all__ = ["PoolReporter", "PoolReports"]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from connectors.results import ClusterInfo, Endpoint, Location, MatchMode, WriteGrant
+from kvcm.connectors.results import ClusterInfo, Endpoint, Location, MatchMode, WriteGrant
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import (

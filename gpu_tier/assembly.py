@@ -7,29 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
-from gpu_tier.backend import BackendAdaptor, ExecAdaptor, FlashAdaptor, TokenAdaptor
-from gpu_tier.config import FullOffloadConfig, PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.residency import DeviceResidentPolicy, LruDiffPolicy, ResidencyPolicy, StaticSetPolicy
-from gpu_tier.manager.resident_clusters import ClusterResidentPolicy
-from gpu_tier.manager.sparse_kvcache_manager import KVReader, ResidentLayers, SparseKVCacheManager
-from gpu_tier.manager.stream import HostStream
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.manager.wave_buffer import RawRows, WaveBuffer
-from gpu_tier.manager.wave_gpu import WaveGpuBuffer
-from gpu_tier.manager.wave_store import WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.request_lifecycle import RequestLifecycle
-from gpu_tier.runtime import DeviceRuntime, runtime_for
-from gpu_tier.types import Unit
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from kvcm.gpu_tier.backend import BackendAdaptor, ExecAdaptor, FlashAdaptor, TokenAdaptor
+from kvcm.gpu_tier.config import FullOffloadConfig, PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.manager.residency import DeviceResidentPolicy, LruDiffPolicy, ResidencyPolicy, StaticSetPolicy
+from kvcm.gpu_tier.manager.resident_clusters import ClusterResidentPolicy
+from kvcm.gpu_tier.manager.sparse_kvcache_manager import KVReader, ResidentLayers, SparseKVCacheManager
+from kvcm.gpu_tier.manager.stream import HostStream
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.manager.wave_buffer import RawRows, WaveBuffer
+from kvcm.gpu_tier.manager.wave_gpu import WaveGpuBuffer
+from kvcm.gpu_tier.manager.wave_store import WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.request_lifecycle import RequestLifecycle
+from kvcm.gpu_tier.runtime import DeviceRuntime, runtime_for
+from kvcm.gpu_tier.types import Unit
 
 __all__ = ["HostSplit", "Parts", "Residency", "adaptor_of", "build", "host_split", "policy_of", "resolved"]
 
@@ -100,7 +100,7 @@ class HostSplit:
 
 
 def host_split(config: SparseConfig, geometry: KVGeometry, device_bytes: int, *, publishes: bool) -> HostSplit:
-    """Return how host memory is divided; arguments as of `gpu_tier.assembly.build`."""
+    """Return how host memory is divided; arguments as of `kvcm.gpu_tier.assembly.build`."""
     nbytes = config.host_bytes or int(config.host_to_device_ratio * device_bytes)
     pages = nbytes // geometry.page_bytes
     if config.residency != "blocks" or config.algo.keeps_host_copy():

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import StateError
-from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, PagedMeta, ResidencyPlan, Selection, TokenMeta
+from kvcm.gpu_tier.errors import StateError
+from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, PagedMeta, ResidencyPlan, Selection, TokenMeta
 
 __all__ = [
     "BackendAdaptor",

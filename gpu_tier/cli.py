@@ -11,11 +11,11 @@ from math import isfinite
 from typing import Any
 
 try:
-    from gpu_tier.config import ALGORITHMS, SparseConfig
-    from gpu_tier.errors import ConfigError
-    from gpu_tier.eval.capacity_plan import Advice, Limits, Plan, Workload, advise, plan
-    from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
-    from gpu_tier.geometry import KVDtype
+    from kvcm.gpu_tier.config import ALGORITHMS, SparseConfig
+    from kvcm.gpu_tier.errors import ConfigError
+    from kvcm.gpu_tier.eval.capacity_plan import Advice, Limits, Plan, Workload, advise, plan
+    from kvcm.gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
+    from kvcm.gpu_tier.geometry import KVDtype
 except ModuleNotFoundError as missing:
     sys.exit(f"gpu_tier: {missing.name} is not installed; the GPU tier needs: pip install 'kvcm[gpu]'")
 

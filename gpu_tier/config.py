@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Layout
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Layout
 
 __all__ = [
     "CACHE_POLICIES",
@@ -549,7 +549,7 @@ class SparseConfig:
         page_size: tokens of a page of the pools, which is the block of the storage.
         host_to_device_ratio: size of the host pool over that of the device pool, when `host_bytes` is 0.
         host_bytes: size of the host pool.
-        host_layout: order of the host pool, see `gpu_tier.geometry`.
+        host_layout: order of the host pool, see `kvcm.gpu_tier.geometry`.
         min_sparse_prompt_len: prompt tokens from which a request is sparse; -1 means the algorithm's default.
         residency: lru (buffer with incremental loads), device (all KV stays on the device), static (a fixed set),
             stream (all KV is streamed every step), blocks (an execution buffer is put together every step from a

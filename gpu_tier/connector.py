@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # connectors work in processes without torch, which these import
-    from gpu_tier.geometry import KVGeometry, Layout
+    from kvcm.gpu_tier.geometry import KVGeometry, Layout
 
 __all__ = [
     "KV_SPEC", "KVConnector", "KVFormat", "LoadProgress", "LoadTicket", "PageDst", "PageSrc", "PrefixHandle",

@@ -24,20 +24,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.backend import BackendAdaptor, FlashAdaptor
-from gpu_tier.config import SparseConfig
-from gpu_tier.errors import StateError
-from gpu_tier.forward_pass import Step
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.lse_merge import lse_merge
-from gpu_tier.manager.prefixes import AttachedPrefix
-from gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
-from gpu_tier.manager.stream import HostStream
-from gpu_tier.request_lifecycle import RequestLifecycle, RequestState, RequestTrackers
-from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm
+from kvcm.gpu_tier.backend import BackendAdaptor, FlashAdaptor
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.errors import StateError
+from kvcm.gpu_tier.forward_pass import Step
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.lse_merge import lse_merge
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix
+from kvcm.gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
+from kvcm.gpu_tier.manager.stream import HostStream
+from kvcm.gpu_tier.request_lifecycle import RequestLifecycle, RequestState, RequestTrackers
+from kvcm.gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
 
 __all__ = ["SparseCoordinator", "attend", "partial_of"]
 
@@ -96,7 +96,7 @@ class _LayerInputs:
 
 
 class SparseCoordinator:
-    """Calls algorithm, manager and adaptor at the hooks of an engine. `gpu_tier.assembly.build` makes one.
+    """Calls algorithm, manager and adaptor at the hooks of an engine. `kvcm.gpu_tier.assembly.build` makes one.
 
     Args:
         config: settings.

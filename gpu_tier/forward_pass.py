@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpu_tier.backend import DenseRows
-from gpu_tier.runtime import upload
-from gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
+from kvcm.gpu_tier.backend import DenseRows
+from kvcm.gpu_tier.runtime import upload
+from kvcm.gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
 
 __all__ = ["BatchPlan", "Step", "make_batch"]
 

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.errors import ConfigError
 
 __all__ = ["FP8_MAX", "Addressing", "KVDtype", "KVGeometry", "KVKind", "Layout", "PartStrides", "RowFormat", "Rows"]
 

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.manager.prefixes import PrefixCounters
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.manager.wave_buffer import WaveBuffer
-from gpu_tier.manager.wave_gpu import WaveGpuBuffer
-from gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.manager.prefixes import PrefixCounters
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.manager.wave_buffer import WaveBuffer
+from kvcm.gpu_tier.manager.wave_gpu import WaveGpuBuffer
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 __all__ = ["Figure", "figures", "prometheus_text"]
 

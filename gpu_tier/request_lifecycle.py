@@ -16,13 +16,13 @@ from enum import StrEnum
 
 import torch
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.config import SnapKVConfig, SparseConfig
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.forward_pass import BatchPlan, make_batch
-from gpu_tier.manager.prefixes import AttachedPrefix
-from gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
-from gpu_tier.types import ForwardBatch, Mode, SteadyRing
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from kvcm.gpu_tier.config import SnapKVConfig, SparseConfig
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.forward_pass import BatchPlan, make_batch
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix
+from kvcm.gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
+from kvcm.gpu_tier.types import ForwardBatch, Mode, SteadyRing
 
 __all__ = ["RequestLifecycle", "RequestState", "RequestTrackers", "Tracker", "rebuild_representations"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.errors import ConfigError
 
 __all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for", "upload"]
 

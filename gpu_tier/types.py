@@ -14,8 +14,8 @@ from enum import IntEnum, StrEnum
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Rows
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Rows
 
 __all__ = [
     "AttnMetadata", "CopyRuns", "ExecutionPlan", "ForwardBatch", "LayerKV", "MissPlan", "Mode", "PagedMeta", "Partial",

@@ -42,7 +42,7 @@ def test_the_command_without_the_server_extra_says_what_to_install() -> None:
 
 def test_messages_and_model_need_nothing_of_the_server() -> None:
     done = run(
-        "import kvcm.model.uri, kvcm.model.errors, connectors.client\n"
+        "import kvcm.model.uri, kvcm.model.errors, kvcm.connectors.client\n"
         "from kvcm.protocol import meta_service_pb2_grpc, admin_service_pb2_grpc"
     )
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_messages_and_model_need_nothing_of_the_server() -> None:
 
 def test_bytes_are_moved_and_checked_with_nothing_else() -> None:
     done = run(
-        "from connectors.transfer import TransferEngine, checksum_of\n"
+        "from kvcm.connectors.transfer import TransferEngine, checksum_of\n"
         "TransferEngine({}, checksums=True).close()\n"
         "assert checksum_of([memoryview(b'ab')]) == checksum_of([memoryview(b'a'), memoryview(b'b')])"
     )

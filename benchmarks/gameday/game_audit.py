@@ -8,11 +8,11 @@ from itertools import islice
 
 from game_ledger import Block, Found
 
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import Location, MatchMode, Outcome
-from connectors.transfer import TransferEngine, TransferItem
-from connectors.transfer.mover import checksum_of
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import Location, MatchMode, Outcome
+from kvcm.connectors.transfer import TransferEngine, TransferItem
+from kvcm.connectors.transfer.mover import checksum_of
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 
 __all__ = ["read_blocks"]

@@ -22,10 +22,10 @@ from typing import Any
 from game_lines import Lines
 from game_prompts import BLOCK_TOKENS, NEW_TOKENS, TURNS, make_model, prompt
 
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import WriteGrant
-from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import WriteGrant
+from kvcm.connectors.transformers import KVReuse, ReuseSettings
 
 __all__ = ["EngineSettings", "LedgerClient", "command_of"]
 

@@ -22,11 +22,11 @@ from typing import TypeVar
 
 from game_lines import Lines
 
-from connectors.calls import RetrySettings
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import Outcome, WriteGrant
-from connectors.transfer import TransferEngine, TransferItem
+from kvcm.connectors.calls import RetrySettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import Outcome, WriteGrant
+from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 __all__ = ["PROBE_INSTANCE", "RAISED", "ProberSettings", "command_of"]

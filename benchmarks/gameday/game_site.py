@@ -19,8 +19,8 @@ from game_network import HOSTS, Network
 from game_processes import GameProcess, waited_for
 from game_storages import KEYS_PER_FILE, Storages
 
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 

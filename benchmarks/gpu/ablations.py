@@ -21,13 +21,13 @@ import checkout  # noqa: F401 - first: it makes the rest importable
 from equal_budgets import DIM, GROUP, Samples, samples_of
 from report import Row, arguments, publish
 
-from gpu_tier.config import AlgorithmConfig, PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
-from gpu_tier.eval.methods import OBSERVED, pq_top, wave_share
-from gpu_tier.eval.quality import Driven, QualityResult, evaluate, kv_bytes
-from gpu_tier.eval.report import Cell, ResultTable, write
-from gpu_tier.eval.synth import Regime, kv
-from gpu_tier.types import Selection
+from kvcm.gpu_tier.config import AlgorithmConfig, PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
+from kvcm.gpu_tier.eval.methods import OBSERVED, pq_top, wave_share
+from kvcm.gpu_tier.eval.quality import Driven, QualityResult, evaluate, kv_bytes
+from kvcm.gpu_tier.eval.report import Cell, ResultTable, write
+from kvcm.gpu_tier.eval.synth import Regime, kv
+from kvcm.gpu_tier.types import Selection
 
 _WAVE = wave_share(0.018)
 _K = 1024

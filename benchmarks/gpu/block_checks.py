@@ -6,11 +6,11 @@ import torch
 from check_case import Check, Outputs, Sizes
 from torch import Tensor
 
-from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
-from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
-from gpu_tier.kernels.token_runs import SteadyPlan
-from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
+from kvcm.gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan
+from kvcm.gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["block_checks"]
 

@@ -20,9 +20,9 @@ from kernel_checks import Check, Sizes, checks
 from report import Row
 from torch import Tensor
 
-from gpu_tier.errors import KernelUnavailableError
-from gpu_tier.kernels.registry import implementations
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.errors import KernelUnavailableError
+from kvcm.gpu_tier.kernels.registry import implementations
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = (
     "nothing: it compares every kernel, compiled for the device, with its reference, and runs the tests for a GPU"

@@ -6,12 +6,12 @@ import torch
 from check_case import Check, Outputs, Sizes, ragged
 from torch import Tensor
 
-from gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
-from gpu_tier.kernels.centroid_score import centroid_score
-from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
-from gpu_tier.kernels.weighted_attn import weighted_attn
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
+from kvcm.gpu_tier.kernels.centroid_score import centroid_score
+from kvcm.gpu_tier.kernels.pq_score import pq_score
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
+from kvcm.gpu_tier.kernels.weighted_attn import weighted_attn
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["cluster_checks"]
 

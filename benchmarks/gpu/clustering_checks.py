@@ -8,10 +8,10 @@ import torch
 from check_case import Check, Outputs, Sizes, ragged
 from torch import Tensor
 
-from gpu_tier.kernels.kmeans_assign import METRICS, kmeans_assign
-from gpu_tier.kernels.kmeans_update import kmeans_update
-from gpu_tier.kernels.segment_sum import segment_sum
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.kernels.kmeans_assign import METRICS, kmeans_assign
+from kvcm.gpu_tier.kernels.kmeans_update import kmeans_update
+from kvcm.gpu_tier.kernels.segment_sum import segment_sum
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["clustering"]
 

@@ -31,9 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from gpu_tier.kernels.registry import implementations
-from gpu_tier.kernels.tuning import Tiling, TunedKernel
-from gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.kernels.registry import implementations
+from kvcm.gpu_tier.kernels.tuning import Tiling, TunedKernel
+from kvcm.gpu_tier.runtime import NullRuntime
 
 MOST_SHARED_BYTES = 227 * 1024
 SIZES = Sizes(tokens=512, selected=128, batch=4, steps=2)
@@ -107,7 +107,7 @@ def compiling() -> Iterator[list[Compiled]]:
 
 def tuned_kernels(check: Check) -> list[TunedKernel]:
     """Return the kernels with tile sizes to choose from that a check may launch; its modules are loaded."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("gpu_tier.kernels.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("kvcm.gpu_tier.kernels.")]
     return list({id(one): one for m in modules for one in vars(m).values() if isinstance(one, TunedKernel)}.values())
 
 

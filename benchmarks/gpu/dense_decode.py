@@ -15,12 +15,12 @@ from sparse_system import random_rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.eval.model_shapes import Device, ModelShape
-from gpu_tier.eval.roofline import step_time, traffic
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.eval.model_shapes import Device, ModelShape
+from kvcm.gpu_tier.eval.roofline import step_time, traffic
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["DenseDecode", "dense_share", "fastest_dense"]
 

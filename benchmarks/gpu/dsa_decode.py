@@ -18,19 +18,19 @@ from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
 from torch import Tensor
 
-from gpu_tier.config import DsaConfig, SparseConfig
-from gpu_tier.geometry import KVGeometry, Layout
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.indexer_score import indexer_score
-from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, SwapIn, lru_diff
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch, LayerKV, MissPlan, Mode, ResidencyPlan, Selection, Unit
+from kvcm.gpu_tier.config import DsaConfig, SparseConfig
+from kvcm.gpu_tier.geometry import KVGeometry, Layout
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, SwapIn, lru_diff
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.types import ForwardBatch, LayerKV, MissPlan, Mode, ResidencyPlan, Selection, Unit
 
 __all__ = ["Dense", "Hierarchical", "Indexer", "Resident", "Workload", "counted_hit_rate", "decode_batch", "host_pool"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
-from gpu_tier.eval.methods import OBSERVED, method
-from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes
-from gpu_tier.eval.synth import KVSample, Regime, kv
+from kvcm.gpu_tier.eval.methods import OBSERVED, method
+from kvcm.gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes
+from kvcm.gpu_tier.eval.synth import KVSample, Regime, kv
 
 __all__ = ["DIM", "GROUP", "TOKEN_SHARES", "Measured", "Samples", "measure", "samples_of"]
 

@@ -15,10 +15,10 @@ from sliding_trace import SlidingTrace
 from sparse_system import SparseSystem
 from torch import Tensor
 
-from gpu_tier.algorithms.pqcache import PQCache
-from gpu_tier.algorithms.retroinfer import RetroInfer
-from gpu_tier.config import PQCacheConfig
-from gpu_tier.types import Selection
+from kvcm.gpu_tier.algorithms.pqcache import PQCache
+from kvcm.gpu_tier.algorithms.retroinfer import RetroInfer
+from kvcm.gpu_tier.config import PQCacheConfig
+from kvcm.gpu_tier.types import Selection
 
 __all__ = ["Fed", "fed_selections"]
 

@@ -2,7 +2,7 @@
 the wave index finds as much.
 
 Assigning n tokens to n/16 centroids costs n²; in segments it costs n times the segment. Keys are S1's of one KV head
-(`gpu_tier.eval.synth`), with as many tokens per centroid and as many iterations on both sides, which are built in turn,
+(`kvcm.gpu_tier.eval.synth`), with as many tokens per centroid and as many iterations on both sides, built in turn,
 in one process. Recall is of the 100 heaviest tokens in the clusters of the highest ranks, as many as RetroInfer attends
 to exactly: 1.8 % of them. It differs by several hundredths from prompt to prompt, either way, so many prompts are
 needed to see a difference of one; the standard error is printed. Behind the sinks the keys of S1 are the same in its
@@ -22,9 +22,9 @@ from report import Row, arguments, publish
 from torch import Tensor
 from wave_build import Built, build_prompt
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.eval.quality import attention_weights, recall_at, steady_tokens
-from gpu_tier.eval.synth import KVSample, Regime, kv
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.eval.quality import attention_weights, recall_at, steady_tokens
+from kvcm.gpu_tier.eval.synth import KVSample, Regime, kv
 
 DIMS, GROUP = 128, 4
 MOST_APART = 0.02

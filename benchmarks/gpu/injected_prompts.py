@@ -12,12 +12,12 @@ import torch
 from planted_kv import PlantedKV
 from torch import Tensor
 
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.engine.decode_engine import LayerDriver
-from gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.engine.decode_engine import LayerDriver
+from kvcm.gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 __all__ = ["InjectedEngine", "random_llama"]
 

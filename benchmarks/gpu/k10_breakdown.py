@@ -22,9 +22,9 @@ from sparse_decode import PARTS, Marks, SparseDecode, counted_hit_rate
 from sparse_system import SparseSystem, Work
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_WAVE
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = "the parts of a layer of RetroInfer's decode step at 120K tokens"
 MOST_MICROSECONDS = 150.0

@@ -19,11 +19,11 @@ from pinned_pool import pinned_pool
 from report import Row
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.transfer import Engine, KVTransfer
-from gpu_tier.runtime import DeviceRuntime, runtime_for
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.transfer import Engine, KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime, runtime_for
 
 MEASURES = "copies of 256 B to whole pages between pinned host memory and the device against the peak of the link"
 WHOLE_DEVICE = 1 << 10

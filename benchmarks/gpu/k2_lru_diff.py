@@ -19,11 +19,11 @@ from dsa_decode import Workload, counted_hit_rate, decode_batch
 from report import Row
 from sliding_trace import SlidingTrace
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.runtime import runtime_for
-from gpu_tier.types import Selection, Unit
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.types import Selection, Unit
 
 MEASURES = "the LRU diff of 1 to 64 requests, 2,048 of 2,048 to 8,192 tokens, against a target of 15 µs a layer"
 LAYERS = 16

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_tier.eval.model_shapes import ModelShape, model_shape
-from gpu_tier.geometry import KVDtype, Rows
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.eval.model_shapes import ModelShape, model_shape
+from kvcm.gpu_tier.geometry import KVDtype, Rows
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.types import LayerKV
 
 MEASURES = "decode attention, ours and torch's, over 8K to 128K tokens against the measured speed of device memory"
 SELECTED = 2048

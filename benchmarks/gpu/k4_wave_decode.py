@@ -27,12 +27,12 @@ from sparse_decode import SparseDecode, counted_hit_rate
 from sparse_system import SparseSystem, Work, store_bytes
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_WAVE
 
-from gpu_tier.config import RetroInferConfig, SparseConfig
-from gpu_tier.eval.capacity_plan import footprint
-from gpu_tier.eval.model_shapes import ModelShape, model_shape
-from gpu_tier.eval.roofline import traffic, wave_block_tokens, wave_retrieved
-from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.config import RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.eval.capacity_plan import footprint
+from kvcm.gpu_tier.eval.model_shapes import ModelShape, model_shape
+from kvcm.gpu_tier.eval.roofline import traffic, wave_block_tokens, wave_retrieved
+from kvcm.gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = "decode throughput of RetroInfer and of full attention at one KV budget, 30K to 120K tokens"
 GOAL = 3.0

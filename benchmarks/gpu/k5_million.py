@@ -25,11 +25,11 @@ from sparse_decode import SparseDecode, counted_hit_rate
 from sparse_system import SparseSystem, Work, store_bytes
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_PQ, TINY_WAVE
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.eval.roofline import traffic, wave_cache_tokens, wave_retrieved
-from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.eval.roofline import traffic, wave_cache_tokens, wave_retrieved
+from kvcm.gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = "decode of RetroInfer and of PQCache at a million tokens a request, KV on the host"
 _PLANTED = RetroInferConfig(iterations=0)

@@ -19,13 +19,13 @@ from device_run import DeviceRun, run
 from dsa_decode import Dense, Hierarchical, Indexer, Resident, Workload, counted_hit_rate, host_pool
 from report import Row
 
-from gpu_tier.config import DsaConfig, SparseConfig
-from gpu_tier.eval.capacity_plan import footprint
-from gpu_tier.eval.model_shapes import Device, ModelShape, model_shape
-from gpu_tier.eval.roofline import Traffic, step_time, traffic
-from gpu_tier.geometry import Layout
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.config import DsaConfig, SparseConfig
+from kvcm.gpu_tier.eval.capacity_plan import footprint
+from kvcm.gpu_tier.eval.model_shapes import Device, ModelShape, model_shape
+from kvcm.gpu_tier.eval.roofline import Traffic, step_time, traffic
+from kvcm.gpu_tier.geometry import Layout
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = "decode throughput of hierarchical, resident and dense attention at one KV budget, 16K to 128K tokens"
 DEEPSEEK = model_shape("deepseek-v3.2")

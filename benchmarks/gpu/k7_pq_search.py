@@ -28,12 +28,12 @@ from sparse_decode import SparseDecode, counted_hit_rate
 from sparse_system import SparseSystem, Work
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_PQ
 
-from gpu_tier.config import PQCacheConfig, SparseConfig
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.index.pq import PQShape, tables
-from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.runtime import DeviceRuntime, runtime_for
+from kvcm.gpu_tier.config import PQCacheConfig, SparseConfig
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.index.pq import PQShape, tables
+from kvcm.gpu_tier.kernels.pq_score import pq_score
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.runtime import DeviceRuntime, runtime_for
 
 MEASURES = "PQCache's search, its parts, streams and caches, at 120K tokens"
 _CODES = PQCacheConfig(iterations=1, kmeans_device="device", m=4, b=8)

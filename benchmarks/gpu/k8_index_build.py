@@ -27,9 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, silu
 from wave_build import build_prompt
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.index.kmeans import spherical_kmeans
-from gpu_tier.index.pq import PQShape, encode, train
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.index.kmeans import spherical_kmeans
+from kvcm.gpu_tier.index.pq import PQShape, encode, train
 
 MEASURES = "clustering a layer's keys for RetroInfer and PQCache against the prefill of that layer, 30K to 120K tokens"
 MOST_OF_LAYER = 0.05

@@ -30,11 +30,11 @@ from scaled_layers import Layers
 from sparse_system import Work, store_bytes
 from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_PQ, TINY_WAVE
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
-from gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
+from kvcm.gpu_tier.runtime import runtime_for
 
 MEASURES = "a model of Llama-3-8B's shape end to end: full attention, RetroInfer and PQCache at 120K tokens"
 _SHAPE = LlamaShape(128256, 4096, 32, 32, 8, 128, 14336, 500000.0, 1e-5)

@@ -18,21 +18,21 @@ from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, PartStrides, Rows
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.indexer_score import indexer_score
-from gpu_tier.kernels.lse_merge import lse_merge
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.transfer import Engine, KVTransfer
-from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import CopyRuns, ForwardBatch, LayerKV, Mode, Selection, Unit
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, PartStrides, Rows
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.lse_merge import lse_merge
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.kernels.quest_score import quest_score
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.transfer import Engine, KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.types import CopyRuns, ForwardBatch, LayerKV, Mode, Selection, Unit
 
 __all__ = ["Check", "Sizes", "checks"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_tier.runtime import CudaRuntime, DeviceRuntime, Event, NullRuntime
+from kvcm.gpu_tier.runtime import CudaRuntime, DeviceRuntime, Event, NullRuntime
 
 __all__ = ["serial_runtime"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpu_tier.geometry import KVGeometry, Layout
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.geometry import KVGeometry, Layout
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["pinned_pool"]
 

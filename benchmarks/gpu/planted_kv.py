@@ -1,7 +1,8 @@
 """KV of requests that is never all in memory: what a benchmark clusters and stores, computed where it is read.
 
 Keys follow each other in runs about one topic, like those of the synthetic data that quality is measured with
-(`gpu_tier.eval.synth`, S1), without rotation: neighbours are alike and clusters of a segment differ in size. One span
+(`kvcm.gpu_tier.eval.synth`, S1), without rotation: neighbours are alike and clusters of a segment differ in size.
+One span
 of tokens is drawn; a request's KV in a layer begins somewhere in it and goes round, so no two have the same rows.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.geometry import KVGeometry
 
 __all__ = ["PlantedKV"]
 

@@ -23,10 +23,10 @@ from quality_report import publish_report
 from recall_table import RECALL_SIZES, recall_rows
 from report import Row, arguments, publish
 
-from gpu_tier.eval.hit_rates import HitRate, exact_selections, hit_rates, simulate, trace
-from gpu_tier.eval.methods import BASELINES
-from gpu_tier.eval.quality import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
-from gpu_tier.eval.synth import Regime, kv
+from kvcm.gpu_tier.eval.hit_rates import HitRate, exact_selections, hit_rates, simulate, trace
+from kvcm.gpu_tier.eval.methods import BASELINES
+from kvcm.gpu_tier.eval.quality import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
+from kvcm.gpu_tier.eval.synth import Regime, kv
 
 RATIOS = (1.0, 2.0, 4.0)
 

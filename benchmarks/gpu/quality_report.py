@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from report import Row
 
-from gpu_tier.eval.hit_rates import HitRate
-from gpu_tier.eval.report import Cell, ResultTable, claims_table, plot_lines, write
-from gpu_tier.eval.synth import Regime
+from kvcm.gpu_tier.eval.hit_rates import HitRate
+from kvcm.gpu_tier.eval.report import Cell, ResultTable, claims_table, plot_lines, write
+from kvcm.gpu_tier.eval.synth import Regime
 
 if TYPE_CHECKING:
     from equal_budgets import Measured

@@ -11,10 +11,10 @@ from itertools import chain, repeat
 import torch
 from report import Row
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.recall_model import QuestionPosition, RecallModel, load_recall_model, recall_batch
-from gpu_tier.eval.methods import BASELINES, method, retrieving
-from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.engine.recall_model import QuestionPosition, RecallModel, load_recall_model, recall_batch
+from kvcm.gpu_tier.eval.methods import BASELINES, method, retrieving
+from kvcm.gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 
 __all__ = ["RECALL_SIZES", "RETRIEVAL_SIZES", "Budget", "RecallSize", "recall_rows"]
 

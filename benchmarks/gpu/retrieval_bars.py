@@ -10,10 +10,10 @@ from statistics import fmean
 from equal_budgets import Samples
 from report import Row
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.eval.methods import method, pq_top, wave_share
-from gpu_tier.eval.quality import QualityResult, evaluate
-from gpu_tier.eval.synth import KVSample, Regime
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.eval.methods import method, pq_top, wave_share
+from kvcm.gpu_tier.eval.quality import QualityResult, evaluate
+from kvcm.gpu_tier.eval.synth import KVSample, Regime
 
 __all__ = ["WAVE", "long_rows", "pq", "pq_rows", "wave_rows", "wave_small_rows"]
 

@@ -26,10 +26,10 @@ from report import Row, arguments, publish
 from retrieval_bars import WAVE, long_rows, pq_rows, wave_rows, wave_small_rows
 from retrieval_report import publish_retrieval_report
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
-from gpu_tier.eval.methods import METHODS, OBSERVED, method, pq_top, wave_share
-from gpu_tier.eval.quality import (
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.eval.hit_rates import BlockHits, pq_hits, wave_hits
+from kvcm.gpu_tier.eval.methods import METHODS, OBSERVED, method, pq_top, wave_share
+from kvcm.gpu_tier.eval.quality import (
     Driven,
     QualityResult,
     attention_weights,
@@ -38,7 +38,7 @@ from gpu_tier.eval.quality import (
     recall_at,
     steady_tokens,
 )
-from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv
+from kvcm.gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv
 
 _COMPARED = ("oracle", "wave", "pq m4b8", "pq m2b6")
 _CACHE_RATIOS = (0.025, 0.05, 0.1)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from quality_report import quality_plot, quality_table, recall_table
 from report import Row
 
-from gpu_tier.config import PQCacheConfig, SparseConfig
-from gpu_tier.eval.capacity_plan import Limits, Workload, plan
-from gpu_tier.eval.model_shapes import Device, model_shape
-from gpu_tier.eval.report import RETRIEVAL_CLAIMS, ResultTable, claims_table, left_out_table, write
-from gpu_tier.eval.roofline import pq_code_bytes, step_time, traffic, wave_traffic
-from gpu_tier.eval.synth import Regime
+from kvcm.gpu_tier.config import PQCacheConfig, SparseConfig
+from kvcm.gpu_tier.eval.capacity_plan import Limits, Workload, plan
+from kvcm.gpu_tier.eval.model_shapes import Device, model_shape
+from kvcm.gpu_tier.eval.report import RETRIEVAL_CLAIMS, ResultTable, claims_table, left_out_table, write
+from kvcm.gpu_tier.eval.roofline import pq_code_bytes, step_time, traffic, wave_traffic
+from kvcm.gpu_tier.eval.synth import Regime
 
 if TYPE_CHECKING:
     from equal_budgets import Measured

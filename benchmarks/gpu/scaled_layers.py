@@ -13,8 +13,8 @@ from device_clock import Samples
 from device_run import DeviceRun
 from report import Row
 
-from gpu_tier.eval.model_shapes import Device, ModelShape
-from gpu_tier.eval.roofline import Traffic, step_time
+from kvcm.gpu_tier.eval.model_shapes import Device, ModelShape
+from kvcm.gpu_tier.eval.roofline import Traffic, step_time
 
 __all__ = ["Layers", "Speed", "best"]
 

@@ -20,9 +20,9 @@ from fed_selections import fed_selections
 from sparse_system import SparseSystem
 from torch import Tensor
 
-from gpu_tier.coordinator import attend
-from gpu_tier.kernels.operands import pool_rows
-from gpu_tier.types import ForwardBatch, Mode, Partial, ResidencyPlan, Selection, TokenMeta
+from kvcm.gpu_tier.coordinator import attend
+from kvcm.gpu_tier.kernels.operands import pool_rows
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial, ResidencyPlan, Selection, TokenMeta
 
 __all__ = ["BEGIN", "PARTS", "Marks", "SparseDecode", "counted_hit_rate", "decode_pass"]
 

@@ -1,6 +1,6 @@
 """Requests under RetroInfer or PQCache, as many as a benchmark asks for, with the parts that a coordinator works with.
 
-Algorithm, residency, pools and manager are those of `gpu_tier.assembly`, put together here because nothing is
+Algorithm, residency, pools and manager are those of `kvcm.gpu_tier.assembly`, put together here because nothing is
 prefilled: KV is planted (`PlantedKV`), indexes are built of it by the algorithm itself, clusters go to the host through
 its sink, and what only attention reads (steady tokens, resident KV, the host pool) is random. To begin in time indexes
 are built with few k-means iterations, as the settings say: a step takes as long whatever the centroids are.
@@ -17,20 +17,20 @@ from pinned_pool import pinned_pool
 from planted_kv import PlantedKV
 from torch import Tensor
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import AlgorithmContext
-from gpu_tier.assembly import Parts, policy_of
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.eval.roofline import wave_block_tokens
-from gpu_tier.geometry import KVGeometry, Layout
-from gpu_tier.index.wave_index import SegmentSink, WaveSegment
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
-from gpu_tier.manager.wave_store import EXTENT_BLOCKS
-from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext
+from kvcm.gpu_tier.assembly import Parts, policy_of
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.eval.roofline import wave_block_tokens
+from kvcm.gpu_tier.geometry import KVGeometry, Layout
+from kvcm.gpu_tier.index.wave_index import SegmentSink, WaveSegment
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
+from kvcm.gpu_tier.manager.wave_store import EXTENT_BLOCKS
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["SparseSystem", "Work", "random_rows", "store_bytes"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig
-from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig
+from kvcm.gpu_tier.eval.model_shapes import ModelShape
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 
 __all__ = ["TINY_LLAMA", "TINY_PAGE", "TINY_PQ", "TINY_WAVE"]
 

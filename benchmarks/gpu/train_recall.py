@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpu_tier.engine.recall_model import (
+from kvcm.gpu_tier.engine.recall_model import (
     CHECKPOINT,
     QuestionPosition,
     RecallBatch,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.index.wave_index import Clusters, build_segments, prompt_segments
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.index.wave_index import Clusters, build_segments, prompt_segments
 
 __all__ = ["Built", "build_prompt"]
 

@@ -23,19 +23,19 @@ from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
 
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.keys import KeyChain
-from connectors.node import NodeSettings
-from connectors.results import CallCounters, Location, MatchMode, MatchResult, Outcome, Registration
-from connectors.reuse.loads import LoadReport, PartToLoad, missing_report
-from connectors.reuse.registration import InstanceSpecs, KvIdentity, ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
-from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
-from gpu_tier.connector import (
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.keys import KeyChain
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.results import CallCounters, Location, MatchMode, MatchResult, Outcome, Registration
+from kvcm.connectors.reuse.loads import LoadReport, PartToLoad, missing_report
+from kvcm.connectors.reuse.registration import InstanceSpecs, KvIdentity, ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
+from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from kvcm.gpu_tier.connector import (
     KV_SPEC,
     KVFormat,
     LoadProgress,

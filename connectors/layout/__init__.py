@@ -4,8 +4,8 @@ What is exported here is plain Python. `tensors`, `staging`, `sequence`, `engine
 `rows_triton` needs Triton as well; they are imported by name.
 """
 
-from connectors.layout.paged import PagedKv
-from connectors.layout.stored_format import (
+from kvcm.connectors.layout.paged import PagedKv
+from kvcm.connectors.layout.stored_format import (
     BlockLayout,
     IndexRange,
     Shard,

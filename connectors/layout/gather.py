@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from connectors.layout.paged import PagedKv
-from connectors.layout.stored_format import AXES, Shard, StoredFormat
-from connectors.layout.tensors import dtype_name, iovec, run_count
+from kvcm.connectors.layout.paged import PagedKv
+from kvcm.connectors.layout.stored_format import AXES, Shard, StoredFormat
+from kvcm.connectors.layout.tensors import dtype_name, iovec, run_count
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = [
@@ -184,8 +184,8 @@ def _view(tensor: torch.Tensor, axes: Sequence[str], block_tokens: int | None) -
 # Copies blocks of a paged tensor to stored blocks and back.
 #
 # A block is a row here. `gather_rows` and `scatter_rows` of this file work on every device and are the reference;
-# those of `connectors.layout.rows_triton` have the same signature, move the same bits, and are taken for GPUs where
-# Triton is installed.
+# those of `kvcm.connectors.layout.rows_triton` have the same signature, move the same bits, and are taken for GPUs
+# where Triton is installed.
 
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -248,7 +248,7 @@ def gather_rows_on(device: torch.device) -> CopyRows:
     """Return the fastest gather for a device."""
     if not _has_kernels(device):
         return gather_rows
-    from connectors.layout import rows_triton
+    from kvcm.connectors.layout import rows_triton
 
     return rows_triton.gather_rows
 
@@ -257,7 +257,7 @@ def scatter_rows_on(device: torch.device) -> CopyRows:
     """Return the fastest scatter for a device."""
     if not _has_kernels(device):
         return scatter_rows
-    from connectors.layout import rows_triton
+    from kvcm.connectors.layout import rows_triton
 
     return rows_triton.scatter_rows
 

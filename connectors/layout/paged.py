@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from connectors.layout.stored_format import item_bytes
+from kvcm.connectors.layout.stored_format import item_bytes
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["Axis", "PagedKv"]

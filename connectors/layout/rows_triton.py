@@ -1,4 +1,4 @@
-"""The kernel behind `connectors.layout.rows` for GPUs.
+"""The kernel behind `kvcm.connectors.layout.rows` for GPUs.
 
 One kernel does both directions. A program copies one tile of one row: it splits the number of each element into kv,
 head, token and dim and finds the element on both sides by strides, so no layout is a special case. Neighbouring
@@ -64,12 +64,12 @@ _kernel = triton.jit(_copy_tile)
 
 
 def gather_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy rows of `paged` to `packed`, see `connectors.layout.rows.CopyRows`."""
+    """Copy rows of `paged` to `packed`, see `kvcm.connectors.layout.rows.CopyRows`."""
     _launch(paged, rows, packed, to_paged=False)
 
 
 def scatter_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy `packed` to rows of `paged`, see `connectors.layout.rows.CopyRows`."""
+    """Copy `packed` to rows of `paged`, see `kvcm.connectors.layout.rows.CopyRows`."""
     _launch(paged, rows, packed, to_paged=True)
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from connectors.layout.stored_format import BlockLayout, MemoryRuns, coalesce, contiguous_runs
+from kvcm.connectors.layout.stored_format import BlockLayout, MemoryRuns, coalesce, contiguous_runs
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["HostBlock", "StagingBuffers", "dtype_name", "iovec", "run_count", "sequence_block", "storage_memory"]

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.mover import not_moved
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.mover import not_moved
 from kvcm.model.keys import BlockKey
 from kvcm.model.uri import LocationUri
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from connectors.calls import use_trace_id
-from connectors.client import ManagerClient
-from connectors.results import EncodedMatch, MatchMode, Outcome
-from connectors.reuse.registration import ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.calls import use_trace_id
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import EncodedMatch, MatchMode, Outcome
+from kvcm.connectors.reuse.registration import ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from kvcm.model.errors import ErrorCode
 from kvcm.model.keys import BlockKey
 

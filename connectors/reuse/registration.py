@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from connectors.client import ManagerClient
-from connectors.pool_reports import PoolReporter, PoolReports
-from connectors.results import Registration, RegistrationState
-from connectors.transfer import TransferEngine
-from connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.pool_reports import PoolReporter, PoolReports
+from kvcm.connectors.results import Registration, RegistrationState
+from kvcm.connectors.transfer import TransferEngine
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import StorageConfig

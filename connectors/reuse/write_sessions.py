@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from connectors.client import ManagerClient
-from connectors.results import WriteGrant
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import CancelToken, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import WriteGrant
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.transfer import CancelToken, TransferEngine, TransferItem, TransferResult
 from kvcm.model.keys import BlockKey
 
 __all__ = ["SavedBlocks", "SessionSettings", "WriteSessions", "save_blocks"]

@@ -1,7 +1,7 @@
 """KV reuse for SGLang (tested with 0.5.23): a dynamic storage backend of its hierarchical cache.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
-    '{"backend_name": "kvcm", "module_path": "connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
+    '{"backend_name": "kvcm", "module_path": "kvcm.connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
     "manager": "host:6381", "instance_id": "my-model"}'
 
 The backend itself needs SGLang; everything it is made of does not.
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from connectors.engine_names import engine_names
+from kvcm.connectors.engine_names import engine_names
 
 if TYPE_CHECKING:
-    from connectors.sglang.hicache_storage import KVCMStorage
+    from kvcm.connectors.sglang.hicache_storage import KVCMStorage
 
 __all__ = ["KVCMStorage"]
 
 __getattr__ = engine_names(
     __name__,
-    {"KVCMStorage": "connectors.sglang.hicache_storage"},
+    {"KVCMStorage": "kvcm.connectors.sglang.hicache_storage"},
     "SGLang 0.5.23 (docs/sglang.md)",
     {"sglang", "torch"},
 )

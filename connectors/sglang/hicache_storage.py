@@ -22,17 +22,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.node import NodeSettings
-from connectors.reuse.registration import InstanceSpecs, ManagerLink
-from connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics
-from connectors.sglang.host_pool import PageMemory
-from connectors.sglang.identity import page_identity, weights_of
-from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_store import PageKeys, PageStore, RankParts, TransferSummary, stage_instance
-from connectors.transfer import TransferEngine
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
+from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics
+from kvcm.connectors.sglang.host_pool import PageMemory
+from kvcm.connectors.sglang.identity import page_identity, weights_of
+from kvcm.connectors.sglang.options import SglangOptions
+from kvcm.connectors.sglang.page_store import PageKeys, PageStore, RankParts, TransferSummary, stage_instance
+from kvcm.connectors.transfer import TransferEngine
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["KVCMStorage", "OperationStats", "ReuseMetrics", "ServerState", "TransferFigures"]

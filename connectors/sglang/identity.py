@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from connectors.reuse.registration import KvIdentity, weights_fingerprint
-from connectors.sglang.host_pool import PageFormat
-from connectors.sglang.options import SglangOptions
+from kvcm.connectors.reuse.registration import KvIdentity, weights_fingerprint
+from kvcm.connectors.sglang.host_pool import PageFormat
+from kvcm.connectors.sglang.options import SglangOptions
 
 __all__ = ["page_identity", "weights_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from connectors.reuse.options import parse_options
+from kvcm.connectors.reuse.options import parse_options
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["SglangOptions"]

@@ -17,16 +17,16 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
-from connectors.client import ManagerClient
-from connectors.results import Location, MatchResult, Outcome
-from connectors.reuse.loads import Bytes, PartToLoad, StagingTrays, load_parts, missing_report
-from connectors.reuse.registration import ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import SessionSettings, WriteSessions, save_blocks
-from connectors.sglang.host_pool import PageMemory
-from connectors.sglang.options import SglangOptions
-from connectors.transfer import Failure, TransferEngine, TransferResult
-from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import Location, MatchResult, Outcome
+from kvcm.connectors.reuse.loads import Bytes, PartToLoad, StagingTrays, load_parts, missing_report
+from kvcm.connectors.reuse.registration import ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import SessionSettings, WriteSessions, save_blocks
+from kvcm.connectors.sglang.host_pool import PageMemory
+from kvcm.connectors.sglang.options import SglangOptions
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferResult
+from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo
 from kvcm.model.keys import BlockKey

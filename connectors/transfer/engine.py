@@ -17,11 +17,11 @@ from functools import partial
 from itertools import chain
 from typing import cast
 
-from connectors.transfer.file import FileMover
-from connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
-from connectors.transfer.mempool import AttachedPool, MemPoolMover
-from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
-from connectors.transfer.mover import (
+from kvcm.connectors.transfer.file import FileMover
+from kvcm.connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
+from kvcm.connectors.transfer.mempool import AttachedPool, MemPoolMover
+from kvcm.connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
+from kvcm.connectors.transfer.mover import (
     BoundedMover,
     Direction,
     Failure,
@@ -31,7 +31,7 @@ from connectors.transfer.mover import (
     TransferResult,
     not_moved,
 )
-from connectors.transfer.statistics import OK, EngineStatistics
+from kvcm.connectors.transfer.statistics import OK, EngineStatistics
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "CancelToken", "TransferEngine"]

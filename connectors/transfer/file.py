@@ -19,9 +19,16 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from connectors.transfer.memory import MAX_PIECES, EndOfFileError, byte_views, item_views, read_exactly, write_exactly
-from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import OpenFolders, check_root
+from kvcm.connectors.transfer.memory import (
+    MAX_PIECES,
+    EndOfFileError,
+    byte_views,
+    item_views,
+    read_exactly,
+    write_exactly,
+)
+from kvcm.connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, moved, not_moved
+from kvcm.connectors.transfer.paths import OpenFolders, check_root
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import PathStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri

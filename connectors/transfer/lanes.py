@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 
-from connectors.transfer.breaker import CallAdmission, StorageBreaker
-from connectors.transfer.mover import (
+from kvcm.connectors.transfer.breaker import CallAdmission, StorageBreaker
+from kvcm.connectors.transfer.mover import (
     BatchingMover,
     BoundedMover,
     Direction,
@@ -28,7 +28,7 @@ from connectors.transfer.mover import (
     record_checksums,
     verify_loads,
 )
-from connectors.transfer.statistics import OK, DirectionCounts, StorageStatistics
+from kvcm.connectors.transfer.statistics import OK, DirectionCounts, StorageStatistics
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from connectors.transfer.mover import Direction, TransferItem
+from kvcm.connectors.transfer.mover import Direction, TransferItem
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = [

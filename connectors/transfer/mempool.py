@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from connectors.node import NodeSettings
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.pool_segment import PoolAccess, PoolSegment, WriteLock, fence, segment_path, stamps_of
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
+from kvcm.connectors.transfer.pool_segment import PoolAccess, PoolSegment, WriteLock, fence, segment_path, stamps_of
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import PAGE_BYTES, StorageConfig, TairMemPoolStorageSpec, chunk_bytes, extent_bytes, pool_bytes
 from kvcm.model.uri import LocationUri

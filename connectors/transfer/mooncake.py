@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from connectors.transfer.memory import (
+from kvcm.connectors.transfer.memory import (
     MemorySpan,
     RegisteredMemory,
     StagingMemory,
@@ -30,7 +30,7 @@ from connectors.transfer.memory import (
     span_of,
     writable_views,
 )
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
+from kvcm.connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.mooncake import MooncakeClient, MooncakeCode, explain, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from connectors.transfer.breaker import BreakerState
-from connectors.transfer.mover import Failure
+from kvcm.connectors.transfer.breaker import BreakerState
+from kvcm.connectors.transfer.mover import Failure
 
 __all__ = [
     "BUCKETS_SECONDS",

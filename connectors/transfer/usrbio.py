@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from connectors.transfer.file import DeadlinePassedError, failure_of
-from connectors.transfer.memory import EndOfFileError, gather_bytes, groups_that_fit, scatter_bytes, writable_views
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import OpenFolders, check_root
+from kvcm.connectors.transfer.file import DeadlinePassedError, failure_of
+from kvcm.connectors.transfer.memory import EndOfFileError, gather_bytes, groups_that_fit, scatter_bytes, writable_views
+from kvcm.connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
+from kvcm.connectors.transfer.paths import OpenFolders, check_root
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["Request", "Rings", "UsrbioMover"]

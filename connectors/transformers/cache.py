@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from connectors.transformers.model_kv import KVPart, ModelKV, ModelParts
+from kvcm.connectors.transformers.model_kv import KVPart, ModelKV, ModelParts
 
 __all__ = [
     "BatchCache",

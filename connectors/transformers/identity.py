@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel
 
-from connectors.reuse.registration import KvIdentity
-from connectors.transformers.model_kv import ModelParts
+from kvcm.connectors.reuse.registration import KvIdentity
+from kvcm.connectors.transformers.model_kv import ModelParts
 
 __all__ = ["model_identity", "tensor_checksum"]
 

@@ -29,8 +29,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from connectors.layout import BlockLayout
-from connectors.layout.tensors import dtype_name
+from kvcm.connectors.layout import BlockLayout
+from kvcm.connectors.layout.tensors import dtype_name
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from connectors.transformers.cache import BatchCache, KVMemory, Row, UnusableBlocks
-from connectors.transformers.model_kv import ModelKV, ModelParts
+from kvcm.connectors.transformers.cache import BatchCache, KVMemory, Row, UnusableBlocks
+from kvcm.connectors.transformers.model_kv import ModelKV, ModelParts
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 

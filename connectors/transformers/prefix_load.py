@@ -9,17 +9,17 @@ from functools import partial
 
 import torch
 
-from connectors.keys import KeyChain
-from connectors.layout.tensors import StagingBuffers, iovec
-from connectors.results import Location, MatchMode, MatchResult, Outcome
-from connectors.reuse.registration import ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.mover import moved
-from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.cache import BlockMemory, CallCache, Row
-from connectors.transformers.model_kv import STATE, ModelParts, PartOfBlock, empty_state
-from connectors.transformers.settings import ReuseSettings
+from kvcm.connectors.keys import KeyChain
+from kvcm.connectors.layout.tensors import StagingBuffers, iovec
+from kvcm.connectors.results import Location, MatchMode, MatchResult, Outcome
+from kvcm.connectors.reuse.registration import ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.mover import moved
+from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.transformers.cache import BlockMemory, CallCache, Row
+from kvcm.connectors.transformers.model_kv import STATE, ModelParts, PartOfBlock, empty_state
+from kvcm.connectors.transformers.settings import ReuseSettings
 from kvcm.model.errors import ErrorCode
 from kvcm.model.keys import BlockKey
 

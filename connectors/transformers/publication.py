@@ -21,15 +21,15 @@ import torch
 from transformers import StoppingCriteria
 from transformers.cache_utils import Cache
 
-from connectors.keys import KeyChain
-from connectors.layout.tensors import StagingBuffers, iovec
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import WriteSessions, save_blocks
-from connectors.transfer import TransferEngine
-from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.cache import BlockMemory, CallCache, Row
-from connectors.transformers.model_kv import STATE, ModelParts, pack_state
-from connectors.transformers.settings import ReuseSettings
+from kvcm.connectors.keys import KeyChain
+from kvcm.connectors.layout.tensors import StagingBuffers, iovec
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import WriteSessions, save_blocks
+from kvcm.connectors.transfer import TransferEngine
+from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.transformers.cache import BlockMemory, CallCache, Row
+from kvcm.connectors.transformers.model_kv import STATE, ModelParts, pack_state
+from kvcm.connectors.transformers.settings import ReuseSettings
 from kvcm.model.keys import BlockKey
 
 __all__ = ["BlockPublisher", "BlockRun", "GenerationProgress", "Published", "RowProgress", "RowPublication"]

@@ -27,31 +27,38 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.keys import KeyChain
-from connectors.layout.tensors import StagingBuffers
-from connectors.node import NodeSettings
-from connectors.results import CallCounters, Registration
-from connectors.reuse.registration import InstanceSpecs, ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import SessionSettings, WriteSessions
-from connectors.transfer import TransferEngine
-from connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.cache import BatchCache, CallCache, Row
-from connectors.transformers.identity import model_identity
-from connectors.transformers.model_kv import compute, empty_state, join_states, pack_state, probe_model, unpack_state
-from connectors.transformers.paged_cache import BlockPool, PagedBatch
-from connectors.transformers.prefix_load import PrefixLookup, RowPrefix
-from connectors.transformers.publication import (
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.keys import KeyChain
+from kvcm.connectors.layout.tensors import StagingBuffers
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.results import CallCounters, Registration
+from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import SessionSettings, WriteSessions
+from kvcm.connectors.transfer import TransferEngine
+from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.transformers.cache import BatchCache, CallCache, Row
+from kvcm.connectors.transformers.identity import model_identity
+from kvcm.connectors.transformers.model_kv import (
+    compute,
+    empty_state,
+    join_states,
+    pack_state,
+    probe_model,
+    unpack_state,
+)
+from kvcm.connectors.transformers.paged_cache import BlockPool, PagedBatch
+from kvcm.connectors.transformers.prefix_load import PrefixLookup, RowPrefix
+from kvcm.connectors.transformers.publication import (
     BlockPublisher,
     GenerationProgress,
     Published,
     RowProgress,
     RowPublication,
 )
-from connectors.transformers.settings import GenerationReport, ReuseSettings, RowReport
+from kvcm.connectors.transformers.settings import GenerationReport, ReuseSettings, RowReport
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig

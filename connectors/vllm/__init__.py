@@ -1,6 +1,6 @@
 """Reuse of KV for vLLM (V1 connector, tested with 0.32.0):
 
---kv-transfer-config '{"kv_connector":"KVCMConnector","kv_connector_module_path":"connectors.vllm",
+--kv-transfer-config '{"kv_connector":"KVCMConnector","kv_connector_module_path":"kvcm.connectors.vllm",
   "kv_role":"kv_both","kv_load_failure_policy":"recompute",
   "kv_connector_extra_config":{"manager":"127.0.0.1:6381","instance_group":"default","instance_id":"my-model"}}'
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from connectors.engine_names import engine_names
+from kvcm.connectors.engine_names import engine_names
 
 if TYPE_CHECKING:
-    from connectors.vllm.connector import KVCMConnector
+    from kvcm.connectors.vllm.connector import KVCMConnector
 
 __all__ = ["KVCMConnector"]
 
 __getattr__ = engine_names(
-    __name__, {"KVCMConnector": "connectors.vllm.connector"}, "vLLM 0.32.0 (docs/vllm.md)", {"vllm", "torch"}
+    __name__, {"KVCMConnector": "kvcm.connectors.vllm.connector"}, "vLLM 0.32.0 (docs/vllm.md)", {"vllm", "torch"}
 )

@@ -30,19 +30,19 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.keys import HashKeys
-from connectors.layout import format_text
-from connectors.node import NodeSettings
-from connectors.reuse.registration import KvIdentity, ManagerLink, weights_fingerprint
-from connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Snapshot, merged
-from connectors.vllm.connector_metadata import KvcmConnectorMetadata, KvcmWorkerMetadata
-from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
-from connectors.vllm.options import VllmOptions
-from connectors.vllm.scheduler import EngineMode, KvcmScheduler, StoredEvents
-from connectors.vllm.worker import KvcmWorker, RankStorages
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.layout import format_text
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.reuse.registration import KvIdentity, ManagerLink, weights_fingerprint
+from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Snapshot, merged
+from kvcm.connectors.vllm.connector_metadata import KvcmConnectorMetadata, KvcmWorkerMetadata
+from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
+from kvcm.connectors.vllm.options import VllmOptions
+from kvcm.connectors.vllm.scheduler import EngineMode, KvcmScheduler, StoredEvents
+from kvcm.connectors.vllm.worker import KvcmWorker, RankStorages
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["KVCMConnector", "KvcmPromMetrics", "KvcmStats", "identity_of"]
@@ -427,4 +427,4 @@ def _client(options: VllmOptions) -> ManagerClient:
 
 # vLLM's MultiConnector asks for the classes of its parts by name, and knows only those that are registered.
 if "KVCMConnector" not in KVConnectorFactory._registry:
-    KVConnectorFactory.register_connector("KVCMConnector", "connectors.vllm.connector", "KVCMConnector")
+    KVConnectorFactory.register_connector("KVCMConnector", "kvcm.connectors.vllm.connector", "KVCMConnector")

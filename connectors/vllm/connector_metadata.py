@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from connectors.reuse.loads import LoadReport
+from kvcm.connectors.reuse.loads import LoadReport
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 from kvcm.model.uri import LocationUri

@@ -23,11 +23,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connectors.layout import IndexRange, Shard, StoredFormat, rank_heads
-from connectors.layout.stored_format import KV_PACKED
-from connectors.layout.tensors import dtype_name
-from connectors.reuse.lookups import LookupPlan
-from connectors.reuse.registration import InstanceSpecs, KvIdentity
+from kvcm.connectors.layout import IndexRange, Shard, StoredFormat, rank_heads
+from kvcm.connectors.layout.stored_format import KV_PACKED
+from kvcm.connectors.layout.tensors import dtype_name
+from kvcm.connectors.reuse.lookups import LookupPlan
+from kvcm.connectors.reuse.registration import InstanceSpecs, KvIdentity
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 

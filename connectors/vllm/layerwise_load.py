@@ -14,10 +14,10 @@ from typing import Protocol
 
 from xxhash import xxh3_64
 
-from connectors.layout.stored_format import ByteRange
-from connectors.reuse.loads import Bytes, Deliver, PartToLoad
-from connectors.transfer import Failure, TransferResult
-from connectors.transfer.mover import moved, not_moved
+from kvcm.connectors.layout.stored_format import ByteRange
+from kvcm.connectors.reuse.loads import Bytes, Deliver, PartToLoad
+from kvcm.connectors.transfer import Failure, TransferResult
+from kvcm.connectors.transfer.mover import moved, not_moved
 
 __all__ = ["LayerMemory", "LayerProgress", "LoadPieces", "load_layers"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from connectors.reuse.lookups import LookupSettings
-from connectors.reuse.options import parse_options
-from connectors.reuse.write_sessions import SessionSettings
+from kvcm.connectors.reuse.lookups import LookupSettings
+from kvcm.connectors.reuse.options import parse_options
+from kvcm.connectors.reuse.write_sessions import SessionSettings
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["VllmOptions"]

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from connectors.calls import use_trace_id
-from connectors.keys import HashKeys
-from connectors.results import WriteGrant
-from connectors.reuse.lookups import FoundPrefix
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import WriteSessions
-from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
-from connectors.vllm.connector_metadata import BlockToSave, SaveJob, SaveResult
-from connectors.vllm.kv_cache_groups import ALL_PARTS, FULL_PARTS, KvCacheLayout
+from kvcm.connectors.calls import use_trace_id
+from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.results import WriteGrant
+from kvcm.connectors.reuse.lookups import FoundPrefix
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import WriteSessions
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.vllm.connector_metadata import BlockToSave, SaveJob, SaveResult
+from kvcm.connectors.vllm.kv_cache_groups import ALL_PARTS, FULL_PARTS, KvCacheLayout
 from kvcm.model.keys import BlockKey
 
 __all__ = ["BlockPins", "BlockRun", "Reservations", "ReservedBlock", "SaveQueue", "TrackedRequest"]

@@ -18,16 +18,16 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connectors.keys import HashKeys
-from connectors.reuse.loads import LoadReport
-from connectors.reuse.lookups import FoundPrefix, Lookups
-from connectors.reuse.registration import ManagerLink
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.reuse.write_sessions import WriteSessions
-from connectors.vllm.connector_metadata import GroupLoad, KvcmConnectorMetadata, KvcmWorkerMetadata, LoadJob
-from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
-from connectors.vllm.options import VllmOptions
-from connectors.vllm.saves import BlockPins, BlockRun, Reservations, SaveQueue, TrackedRequest
+from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.reuse.loads import LoadReport
+from kvcm.connectors.reuse.lookups import FoundPrefix, Lookups
+from kvcm.connectors.reuse.registration import ManagerLink
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.write_sessions import WriteSessions
+from kvcm.connectors.vllm.connector_metadata import GroupLoad, KvcmConnectorMetadata, KvcmWorkerMetadata, LoadJob
+from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
+from kvcm.connectors.vllm.options import VllmOptions
+from kvcm.connectors.vllm.saves import BlockPins, BlockRun, Reservations, SaveQueue, TrackedRequest
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 from kvcm.protocol.meta_service_pb2 import ST_3FS, ST_MOONCAKE, ST_NFS, ST_TAIRMEMPOOL, ST_VCNS_3FS

@@ -18,17 +18,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from connectors.client import ManagerClient
-from connectors.layout.gather import EngineKv, block_memory, gather, scatter
-from connectors.layout.stored_format import ByteRange, IndexRange, Shard
-from connectors.layout.tensors import iovec
-from connectors.pool_reports import PoolReporter, PoolReports
-from connectors.reuse.loads import Bytes, Deliver, LoadReport, PartToLoad, StagingTrays, load_parts, missing_report
-from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.memory import span_of
-from connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
-from connectors.vllm.connector_metadata import (
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.layout.gather import EngineKv, block_memory, gather, scatter
+from kvcm.connectors.layout.stored_format import ByteRange, IndexRange, Shard
+from kvcm.connectors.layout.tensors import iovec
+from kvcm.connectors.pool_reports import PoolReporter, PoolReports
+from kvcm.connectors.reuse.loads import Bytes, Deliver, LoadReport, PartToLoad, StagingTrays, load_parts, missing_report
+from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.memory import span_of
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, WorkerPool
+from kvcm.connectors.vllm.connector_metadata import (
     GroupLoad,
     KvcmConnectorMetadata,
     KvcmWorkerMetadata,
@@ -36,10 +36,10 @@ from connectors.vllm.connector_metadata import (
     SaveJob,
     SaveResult,
 )
-from connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout, RankPart
-from connectors.vllm.layerwise_load import LayerProgress, load_layers
-from connectors.vllm.options import VllmOptions
-from connectors.wire import decode_locations
+from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout, RankPart
+from kvcm.connectors.vllm.layerwise_load import LayerProgress, load_layers
+from kvcm.connectors.vllm.options import VllmOptions
+from kvcm.connectors.wire import decode_locations
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from connectors.transformers import KVReuse
+from kvcm.connectors.transformers import KVReuse
 
 _BLOCK_TOKENS = 16
 _PROMPT = "A prompt that many conversations begin with, such as a long system prompt with rules and examples. " * 4

@@ -10,13 +10,13 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gpu_tier.config import AlgorithmConfig, SparseConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import SegmentSink
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, Unit
+from kvcm.gpu_tier.config import AlgorithmConfig, SparseConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.wave_index import SegmentSink
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, Unit
 
 __all__ = [
     "AlgorithmContext",

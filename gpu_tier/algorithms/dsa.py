@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import (
+from kvcm.gpu_tier.algorithms.base import (
     BaseSparseAlgorithm,
     PerPass,
     Sidecar,
@@ -27,13 +27,13 @@ from gpu_tier.algorithms.base import (
     sparse_lengths,
     token_requests,
 )
-from gpu_tier.config import DsaConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.index.lightning_indexer import SCALE_BYTES, hadamard, index_rows, quantise
-from gpu_tier.kernels.indexer_score import indexer_score
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.types import ForwardBatch, Selection, Unit
+from kvcm.gpu_tier.config import DsaConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.index.lightning_indexer import SCALE_BYTES, hadamard, index_rows, quantise
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["DSA"]
 

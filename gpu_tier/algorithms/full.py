@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.types import ForwardBatch, Selection, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm
+from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["FullAttention"]
 

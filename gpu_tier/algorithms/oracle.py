@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, keep_best, sparse_lengths
-from gpu_tier.config import OracleConfig
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.types import ForwardBatch, Selection, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, keep_best, sparse_lengths
+from kvcm.gpu_tier.config import OracleConfig
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["Oracle"]
 

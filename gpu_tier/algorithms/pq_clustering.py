@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_tier.config import PQCacheConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index import pq
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.config import PQCacheConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = [
     "Clusterer",

@@ -8,7 +8,7 @@ residencies it holds all of them.
 When a layer's prompt is complete its middle is clustered, beside the layers that follow; the request waits for that
 when it becomes sparse. From then on every token gets its codes with the step that computes it, so that they are there
 when it leaves the window; centroids stay as they are, unless `rebuild_every` says when all is clustered anew. What a
-request holds is in `pq_requests`, the codes' way from host memory in `gpu_tier.pools.code_pages`.
+request holds is in `pq_requests`, the codes' way from host memory in `kvcm.gpu_tier.pools.code_pages`.
 
 A prompt that continues an attached prefix finds the prefix's codes and codebook in its sidecars. New tokens get codes
 of it (`turns="extend"`) or, if they are enough, a codebook of their own (`per_turn`); with `rebuild` nothing is stored.
@@ -25,18 +25,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, PerPass, Sidecar, keep_best
-from gpu_tier.algorithms.pq_clustering import Clusterer, LayerIndex, dense_layer_seconds
-from gpu_tier.config import PQCacheConfig, SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.index import pq
-from gpu_tier.index.pq import CodebookImport, PQSidecars
-from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.pools.code_pages import Appending, CodePages, CodeWindow
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import upload
-from gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, TokenRanges, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, PerPass, Sidecar, keep_best
+from kvcm.gpu_tier.algorithms.pq_clustering import Clusterer, LayerIndex, dense_layer_seconds
+from kvcm.gpu_tier.config import PQCacheConfig, SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.index.pq import CodebookImport, PQSidecars
+from kvcm.gpu_tier.kernels.pq_score import pq_score
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.pools.code_pages import Appending, CodePages, CodeWindow
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import upload
+from kvcm.gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, TokenRanges, Unit
 
 __all__ = [
     "Budgets",

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import (
+from kvcm.gpu_tier.algorithms.base import (
     BaseSparseAlgorithm,
     PerPass,
     Sidecar,
@@ -33,12 +33,12 @@ from gpu_tier.algorithms.base import (
     real_rows,
     sparse_lengths,
 )
-from gpu_tier.config import QuestConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.quest_score import quest_score, round_down, round_up
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
+from kvcm.gpu_tier.config import QuestConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels.quest_score import quest_score, round_down, round_up
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
 
 __all__ = ["ChunkPages", "Quest"]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
-from gpu_tier.algorithms.dsa import DSA
-from gpu_tier.algorithms.full import FullAttention
-from gpu_tier.algorithms.oracle import Oracle
-from gpu_tier.algorithms.pqcache import PQCache
-from gpu_tier.algorithms.quest import Quest
-from gpu_tier.algorithms.retroinfer import RetroInfer
-from gpu_tier.algorithms.snapkv import SnapKV
-from gpu_tier.algorithms.streaming_llm import StreamingLLM
-from gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from kvcm.gpu_tier.algorithms.dsa import DSA
+from kvcm.gpu_tier.algorithms.full import FullAttention
+from kvcm.gpu_tier.algorithms.oracle import Oracle
+from kvcm.gpu_tier.algorithms.pqcache import PQCache
+from kvcm.gpu_tier.algorithms.quest import Quest
+from kvcm.gpu_tier.algorithms.retroinfer import RetroInfer
+from kvcm.gpu_tier.algorithms.snapkv import SnapKV
+from kvcm.gpu_tier.algorithms.streaming_llm import StreamingLLM
+from kvcm.gpu_tier.errors import ConfigError
 
 __all__ = ["ALGORITHMS", "make"]
 

@@ -34,11 +34,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm, PerPass, Sidecar, real_rows
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.index.meta_index import MetaIndex, Zones, ZoneSizes, divide, rank
-from gpu_tier.index.wave_index import (
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm, PerPass, Sidecar, real_rows
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.index.meta_index import MetaIndex, Zones, ZoneSizes, divide, rank
+from kvcm.gpu_tier.index.wave_index import (
     Clusters,
     SegmentRows,
     StoredSegment,
@@ -51,10 +51,10 @@ from gpu_tier.index.wave_index import (
     prompt_segments,
     whole_segments,
 )
-from gpu_tier.kernels.centroid_score import centroid_score
-from gpu_tier.kernels.weighted_attn import weighted_attn
-from gpu_tier.runtime import upload
-from gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, SteadyZone, Unit
+from kvcm.gpu_tier.kernels.centroid_score import centroid_score
+from kvcm.gpu_tier.kernels.weighted_attn import weighted_attn
+from kvcm.gpu_tier.runtime import upload
+from kvcm.gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, SteadyZone, Unit
 
 __all__ = ["Indexed", "RetroInfer", "SegmentBuilder", "SegmentJob", "SegmentSidecars"]
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
-from gpu_tier.config import SnapKVConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVDtype
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.types import ForwardBatch, Selection, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
+from kvcm.gpu_tier.config import SnapKVConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["ObservationWindows", "SnapKV", "votes"]
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
-from gpu_tier.config import StreamingLLMConfig
-from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, sparse_lengths
+from kvcm.gpu_tier.config import StreamingLLMConfig
+from kvcm.gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
 
 __all__ = ["StreamingLLM"]
 

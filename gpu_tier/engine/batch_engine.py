@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.engine.interfaces import EndReason, EngineHooks, ModelState, PassRunner
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.types import ForwardBatch
+from kvcm.gpu_tier.engine.interfaces import EndReason, EngineHooks, ModelState, PassRunner
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.types import ForwardBatch
 
 __all__ = ["BatchEngine", "generate"]
 

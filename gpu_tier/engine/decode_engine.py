@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu_tier.engine.batch_engine import BatchEngine
-from gpu_tier.engine.interfaces import DecoderModel, EngineHooks, ModelState, last_tokens
-from gpu_tier.engine.layer_attention import AttentionLayer, BlockSparse, PrefillAttention
-from gpu_tier.errors import StateError
-from gpu_tier.types import ForwardBatch
+from kvcm.gpu_tier.engine.batch_engine import BatchEngine
+from kvcm.gpu_tier.engine.interfaces import DecoderModel, EngineHooks, ModelState, last_tokens
+from kvcm.gpu_tier.engine.layer_attention import AttentionLayer, BlockSparse, PrefillAttention
+from kvcm.gpu_tier.errors import StateError
+from kvcm.gpu_tier.types import ForwardBatch
 
 __all__ = ["DecodeEngine", "LayerDriver"]
 
@@ -19,7 +19,7 @@ __all__ = ["DecodeEngine", "LayerDriver"]
 
 
 class LayerDriver:
-    """Implements `gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
 
     Args:
         model: whose attention the coordinator computes.
@@ -80,7 +80,7 @@ class DecodeEngine(BatchEngine):
         device: of the model.
         chunk_tokens: most prompt tokens of a step.
         piece_tokens: most keys of a request that prefill has decoded at a time.
-        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `kvcm.gpu_tier.engine.prefill`.
         pad_to: rows of a decode pass at least.
         layers: ids of the layers that are computed here, see `LayerDriver`.
     """

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_tier.engine.interfaces import AttentionInputs, ModelState
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVKind
-from gpu_tier.index.lightning_indexer import LightningIndexer
+from kvcm.gpu_tier.engine.interfaces import AttentionInputs, ModelState
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVKind
+from kvcm.gpu_tier.index.lightning_indexer import LightningIndexer
 
 __all__ = [
     "LatentDecoder",
@@ -98,7 +98,7 @@ class LlamaShape:
 
 
 class LlamaDecoder:
-    """Implements `gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
 
     kind = KVKind.MHA
 
@@ -238,7 +238,7 @@ class LatentShape:
 
 
 class LatentDecoder:
-    """Implements `gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
 
     kind = KVKind.MLA
     num_kv_heads = 1

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.engine.batch_engine import BatchEngine, generate
-from gpu_tier.engine.interfaces import EngineHooks, ModelState, last_tokens
-from gpu_tier.engine.layer_attention import AttentionLayer, PrefillAttention
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.types import ForwardBatch
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.engine.batch_engine import BatchEngine, generate
+from kvcm.gpu_tier.engine.interfaces import EngineHooks, ModelState, last_tokens
+from kvcm.gpu_tier.engine.layer_attention import AttentionLayer, PrefillAttention
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.types import ForwardBatch
 
 __all__ = [
     "ATTENTION_NAME",
@@ -356,7 +356,7 @@ def _current() -> _Pass:
 
 
 class HfRunner:
-    """Implements `gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
 
     Args:
         model: a causal language model in evaluation mode, which uses this attention until `close`.
@@ -425,7 +425,7 @@ class SparseGenerator:
         max_tokens: most tokens of one prompt and its continuation.
         chunk_tokens: most prompt tokens of a pass.
         piece_tokens: most keys of a prompt that prefill has decoded at a time.
-        prefill: kernel of prefill attention, exact or flash; see `gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention, exact or flash; see `kvcm.gpu_tier.engine.prefill`.
         kv_dtype: how KV is stored; None means as the model computes.
 
     Attributes:

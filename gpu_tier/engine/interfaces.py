@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVKind
-from gpu_tier.types import AttnMetadata, ForwardBatch, Partial
+from kvcm.gpu_tier.geometry import KVKind
+from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, Partial
 
 __all__ = [
     "AttentionInputs",
@@ -57,7 +57,7 @@ class Trackers(Protocol):
 
 
 class EngineHooks(Protocol):
-    """The hooks of `gpu_tier.coordinator.SparseCoordinator`."""
+    """The hooks of `kvcm.gpu_tier.coordinator.SparseCoordinator`."""
 
     @property
     def trackers(self) -> Trackers:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpu_tier.engine.interfaces import EngineHooks, KeyReader
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.dense import causal_partial, group_scores, merge_partials, softmax_partial
-from gpu_tier.types import ForwardBatch, Mode, Partial
+from kvcm.gpu_tier.engine.interfaces import EngineHooks, KeyReader
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels.dense import causal_partial, group_scores, merge_partials, softmax_partial
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial
 
 __all__ = [
     "KERNELS",
@@ -139,8 +139,8 @@ def _weights(q: Tensor, k: Tensor, sm_scale: float, stride: int) -> Tensor:
 
 # Prefill attention by torch's flash kernels, for models that compute in half precision.
 #
-# Prefixes are read piece by piece as in `gpu_tier.engine.prefill`; products are taken in the queries' own dtype and
-# not in f32, as an engine's own kernels do. The kernels are torch's internal ones: of its public functions none
+# Prefixes are read piece by piece as in `kvcm.gpu_tier.engine.prefill`; products are taken in the queries' own dtype
+# and not in f32, as an engine's own kernels do. The kernels are torch's internal ones: of its public functions none
 # returns the log-sum-exp that partial results are merged by.
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A transformer of 266 K parameters that was trained to find needles (`gpu_tier.engine.recall_data`).
+"""A transformer of 266 K parameters that was trained to find needles (`kvcm.gpu_tier.engine.recall_data`).
 
 Its attention is learned, so errors of a selection cost answers as they do in a large model, and it runs on a CPU. Two
 layers of width 128, four query and two KV heads (GQA), head dim 32 of which 8 are rotated (the rest has no position, so
@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
-from gpu_tier.engine.interfaces import AttentionInputs, ModelState
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVKind
+from kvcm.gpu_tier.engine.interfaces import AttentionInputs, ModelState
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVKind
 
 __all__ = [
     "CHECKPOINT",

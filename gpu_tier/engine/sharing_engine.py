@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu_tier.connector import KVFormat
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.batch_engine import BatchEngine
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.manager.prefixes import PrefixAttach, PrefixStore, SidecarSpec
-from gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.connector import KVFormat
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.engine.batch_engine import BatchEngine
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.manager.prefixes import PrefixAttach, PrefixStore, SidecarSpec
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 __all__ = ["SharingEngine", "sidecar_of"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_tier.config import (
+from kvcm.gpu_tier.config import (
     DsaConfig,
     FullOffloadConfig,
     OracleConfig,
@@ -19,9 +19,9 @@ from gpu_tier.config import (
     SnapKVConfig,
     SparseConfig,
 )
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.model_shapes import Device, ModelShape
-from gpu_tier.eval.roofline import (
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.model_shapes import Device, ModelShape
+from kvcm.gpu_tier.eval.roofline import (
     StepTime,
     index_key_bytes,
     pq_budget,
@@ -37,7 +37,7 @@ from gpu_tier.eval.roofline import (
     wave_index_bytes,
     wave_store_tokens,
 )
-from gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.geometry import KVGeometry
 
 __all__ = ["Advice", "Footprint", "Limits", "Plan", "Workload", "advise", "footprint", "plan"]
 

@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.methods import PAGE
-from gpu_tier.eval.quality import Driven, attention_weights
-from gpu_tier.eval.synth import KVSample
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.residency import BlockPolicy, LruCounters, LruDiffPolicy
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.manager.wave_buffer import WaveBuffer
-from gpu_tier.manager.wave_store import WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import NullRuntime
-from gpu_tier.types import ForwardBatch, Mode, Selection, Unit
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.methods import PAGE
+from kvcm.gpu_tier.eval.quality import Driven, attention_weights
+from kvcm.gpu_tier.eval.synth import KVSample
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.manager.execution_buffer import ExecutionBuffer
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.manager.residency import BlockPolicy, LruCounters, LruDiffPolicy
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.manager.wave_buffer import WaveBuffer
+from kvcm.gpu_tier.manager.wave_store import WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Selection, Unit
 
 __all__ = [
     "WARM_UP_STEPS",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpu_tier.config import (
+from kvcm.gpu_tier.config import (
     AlgorithmConfig,
     DsaConfig,
     OracleConfig,
@@ -21,7 +21,7 @@ from gpu_tier.config import (
     SparseConfig,
     StreamingLLMConfig,
 )
-from gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.errors import ConfigError
 
 __all__ = [
     "BASELINES",

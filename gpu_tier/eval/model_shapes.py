@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 
 __all__ = ["MODEL_SHAPES", "Device", "ModelShape", "model_shape"]
 

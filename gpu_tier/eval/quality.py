@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
-from gpu_tier.config import SparseConfig
-from gpu_tier.eval.methods import PAGE, method
-from gpu_tier.eval.synth import KVSample, Regime
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.kernels.lse_merge import lse_merge
-from gpu_tier.runtime import NullRuntime
-from gpu_tier.types import ForwardBatch, Mode, Partial, Selection, TokenRanges, Unit
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.eval.methods import PAGE, method
+from kvcm.gpu_tier.eval.synth import KVSample, Regime
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.kernels.lse_merge import lse_merge
+from kvcm.gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial, Selection, TokenRanges, Unit
 
 __all__ = [
     "ERROR_TOLERANCE",

@@ -2,7 +2,7 @@
 
 The prompt is computed with exact attention; then the questions are decoded one after the other, token by token, so that
 every step goes through the coordinator: selection, buffer, loads, sparse attention. All methods decode the same tokens,
-so their answers are paired. The prompt may hold the questions too (`gpu_tier.engine.recall_data`).
+so their answers are paired. The prompt may hold the questions too (`kvcm.gpu_tier.engine.recall_data`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpu_tier.assembly import build
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.decode_engine import LayerDriver
-from gpu_tier.engine.interfaces import ModelState
-from gpu_tier.engine.recall_model import RecallBatch, RecallModel
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.manager.wave_buffer import WaveBuffer
-from gpu_tier.manager.wave_gpu import WaveGpuBuffer
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.engine.decode_engine import LayerDriver
+from kvcm.gpu_tier.engine.interfaces import ModelState
+from kvcm.gpu_tier.engine.recall_model import RecallBatch, RecallModel
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.manager.wave_buffer import WaveBuffer
+from kvcm.gpu_tier.manager.wave_gpu import WaveGpuBuffer
 
 __all__ = ["RecallRun", "recall", "tokens_for_bytes"]
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.errors import ConfigError
 
 __all__ = [
     "CLAIMS",

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_tier.config import (
+from kvcm.gpu_tier.config import (
     DsaConfig,
     OracleConfig,
     PQCacheConfig,
@@ -39,9 +39,9 @@ from gpu_tier.config import (
     SparseConfig,
     StreamingLLMConfig,
 )
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.model_shapes import Device, ModelShape
-from gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.model_shapes import Device, ModelShape
+from kvcm.gpu_tier.geometry import KVGeometry
 
 __all__ = [
     "StepTime",

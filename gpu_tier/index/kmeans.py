@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.kmeans_assign import kmeans_assign
-from gpu_tier.kernels.kmeans_update import kmeans_update
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.runtime import upload
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels.kmeans_assign import kmeans_assign
+from kvcm.gpu_tier.kernels.kmeans_update import kmeans_update
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.runtime import upload
 
 __all__ = ["lloyd", "spherical_kmeans"]
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import FP8_MAX
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import FP8_MAX
 
 __all__ = ["SCALE_BYTES", "LightningIndexer", "hadamard", "index_rows", "quantise"]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import most_clusters
-from gpu_tier.kernels.topk_select import topk_select
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import upload
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.wave_index import most_clusters
+from kvcm.gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import upload
 
 __all__ = [
     "PAGE_CLUSTERS",

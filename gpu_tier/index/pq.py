@@ -5,7 +5,7 @@ Sub-vectors of a head have centroids of their own: H·m problems of 2^b centroid
 the product with the key that the codes stand for.
 
 The product of a query with all keys is then a table of its products with all centroids, ``m · 2^b`` numbers per query
-head, and one look-up per key and sub-vector (`gpu_tier.kernels.pq_score`).
+head, and one look-up per key and sub-vector (`kvcm.gpu_tier.kernels.pq_score`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.index.kmeans import lloyd
-from gpu_tier.kernels.kmeans_assign import kmeans_assign
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.index.kmeans import lloyd
+from kvcm.gpu_tier.kernels.kmeans_assign import kmeans_assign
 
 __all__ = [
     "CENTROID_BYTES",

@@ -23,10 +23,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.kmeans import spherical_kmeans
-from gpu_tier.kernels.segment_sum import segment_sum
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.kmeans import spherical_kmeans
+from kvcm.gpu_tier.kernels.segment_sum import segment_sum
 
 __all__ = [
     "Clusters",

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError, KernelUnavailableError
-from gpu_tier.kernels.native_build import build_once
+from kvcm.gpu_tier.errors import ConfigError, KernelUnavailableError
+from kvcm.gpu_tier.kernels.native_build import build_once
 
 __all__ = ["FLAGS", "build", "check", "check_dtype", "library", "sources", "stream"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Rows
-from gpu_tier.kernels.operands import check_contiguous, check_last_contiguous
-from gpu_tier.types import LayerKV, Partial
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Rows
+from kvcm.gpu_tier.kernels.operands import check_contiguous, check_last_contiguous
+from kvcm.gpu_tier.types import LayerKV, Partial
 
 __all__ = [
     "attend_to_slots",

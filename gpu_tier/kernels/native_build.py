@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu_tier.errors import KernelUnavailableError
+from kvcm.gpu_tier.errors import KernelUnavailableError
 
 __all__ = ["build_once"]
 

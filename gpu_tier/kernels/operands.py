@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, Layout
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Addressing, Layout
 
 __all__ = [
     "RowPool",

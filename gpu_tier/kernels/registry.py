@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpu_tier.errors import ConfigError, KernelUnavailableError
+from kvcm.gpu_tier.errors import ConfigError, KernelUnavailableError
 
 __all__ = ["IMPLEMENTATIONS", "get", "implementations"]
 
@@ -27,7 +27,7 @@ _MODULES = {"reference": "ref", "triton": "triton_impl", "cuda": "cuda"}
 @lru_cache
 def implementations(name: str) -> tuple[str, ...]:
     """Return the implementations that exist of a kernel."""
-    found = [impl for impl in IMPLEMENTATIONS if find_spec(f"gpu_tier.kernels.{name}.{_MODULES[impl]}")]
+    found = [impl for impl in IMPLEMENTATIONS if find_spec(f"kvcm.gpu_tier.kernels.{name}.{_MODULES[impl]}")]
     if not found:
         raise ConfigError("name", name, "no such kernel")
     return tuple(found)
@@ -68,7 +68,7 @@ def _best(name: str, device: torch.device) -> str:
 @lru_cache
 def _cuda_is_built() -> bool:
     try:
-        import_module("gpu_tier.kernels.cuda_build").library()
+        import_module("kvcm.gpu_tier.kernels.cuda_build").library()
     except KernelUnavailableError:
         return False
     return True
@@ -77,7 +77,7 @@ def _cuda_is_built() -> bool:
 @lru_cache
 def _load(name: str, impl: str) -> Callable[..., Any]:
     try:
-        module = import_module(f"gpu_tier.kernels.{name}.{_MODULES[impl]}")
+        module = import_module(f"kvcm.gpu_tier.kernels.{name}.{_MODULES[impl]}")
     except ImportError as error:
         raise KernelUnavailableError(f"the {impl} implementation of {name} cannot be loaded: {error}") from error
     run: Callable[..., Any] = module.run

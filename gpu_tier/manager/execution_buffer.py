@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.kernels.token_runs import SteadyPlan
-from gpu_tier.manager.residency import BlockPolicy, SparseBuffers
-from gpu_tier.manager.wave_store import WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import ForwardBatch, LayerKV, Source, SteadyRing, SteadyZone
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan
+from kvcm.gpu_tier.manager.residency import BlockPolicy, SparseBuffers
+from kvcm.gpu_tier.manager.wave_store import WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import ForwardBatch, LayerKV, Source, SteadyRing, SteadyZone
 
 __all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlaces", "SteadyPlanner", "SteadyRuns"]
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import upload
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import upload
 
 __all__ = ["HostTokens"]
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from gpu_tier.connector import (
+from kvcm.gpu_tier.connector import (
     KV_SPEC,
     KVConnector,
     LoadTicket,
@@ -32,8 +32,8 @@ from gpu_tier.connector import (
     PrefixMatch,
     WriteTicket,
 )
-from gpu_tier.errors import ConfigError
-from gpu_tier.pools.host_pool import HostKVPool, PageState
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.pools.host_pool import HostKVPool, PageState
 
 __all__ = [
     "AttachState",

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, lru_diff
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import ForwardBatch, MissPlan, Promotion, ResidencyPlan, Selection, SteadyRing
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, lru_diff
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import ForwardBatch, MissPlan, Promotion, ResidencyPlan, Selection, SteadyRing
 
 __all__ = [
     "BlockPolicy",
@@ -298,8 +298,8 @@ class StaticSetPolicy:
 #
 # A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
 # outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one
-# was promoted. All state is on the device and one kernel per layer does a step (`gpu_tier.kernels.lru_diff` has its
-# rules and invariants), so that nothing waits for the device.
+# was promoted. All state is on the device and one kernel per layer does a step (`kvcm.gpu_tier.kernels.lru_diff` has
+# its rules and invariants), so that nothing waits for the device.
 
 _MAX_CAPACITY = torch.iinfo(torch.int16).max
 
@@ -327,7 +327,7 @@ class LruCounters:
 
 
 class LruDiffPolicy:
-    """See `gpu_tier.manager.policy.ResidencyPolicy`.
+    """See `kvcm.gpu_tier.manager.policy.ResidencyPolicy`.
 
     The tensors of a plan are used again by the layer after the next.
 
@@ -481,7 +481,7 @@ class LruDiffPolicy:
         errors = self.errors
         self.clear_errors()
         if errors:
-            raise StateError(f"the LRU diff reported {errors.name}: see gpu_tier.kernels.lru_diff.DiffError")
+            raise StateError(f"the LRU diff reported {errors.name}: see kvcm.gpu_tier.kernels.lru_diff.DiffError")
 
     @property
     def errors(self) -> DiffError:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.manager.residency import BufferFill
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, SteadyZone
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.manager.residency import BufferFill
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, SteadyZone
 
 __all__ = ["ClusterResidentPolicy"]
 
@@ -40,7 +40,7 @@ class _Layer:
 
 
 class ClusterResidentPolicy:
-    """See `gpu_tier.manager.policy.ResidencyPolicy` and `gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.policy.ResidencyPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
 
     Args:
         geometry: of the model's KV.

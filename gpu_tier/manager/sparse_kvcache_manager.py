@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.manager.execution_buffer import BlockResidency
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.residency import BlockPolicy, ResidencyPolicy, SparseBuffers
-from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, Event, upload
-from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.manager.execution_buffer import BlockResidency
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.manager.residency import BlockPolicy, ResidencyPolicy, SparseBuffers
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
+from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing
 
 __all__ = ["DenseTokens", "KVReader", "OffloadTicket", "Offloads", "ResidentLayers", "SparseKVCacheManager"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, Event, upload
-from gpu_tier.types import LayerKV, PagedMeta, Partial
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
+from kvcm.gpu_tier.types import LayerKV, PagedMeta, Partial
 
 __all__ = ["HostStream"]
 

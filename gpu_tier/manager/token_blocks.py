@@ -10,8 +10,8 @@ With ``cache_unit="token"`` the same is done with single tokens of single heads:
 first ``k_cache·block`` selected tokens of each head are wanted. It is there to be compared with.
 
 Everything is decided on the device and nothing waits for it; how blocks are admitted is told in
-`gpu_tier.manager.block_admissions`. The plan's steady runs are the same in all layers and heads and are made once a
-step, on the host (`gpu_tier.manager.execution_runs`).
+`kvcm.gpu_tier.manager.block_admissions`. The plan's steady runs are the same in all layers and heads and are made
+once a step, on the host (`kvcm.gpu_tier.manager.execution_runs`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.config import PQCacheConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.kernels.token_runs import TokenPlaces, TokenPlan, token_runs
-from gpu_tier.manager.execution_buffer import ExecutionBuffer, SteadyPlanner
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, Event, upload
-from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone
+from kvcm.gpu_tier.config import PQCacheConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.kernels.token_runs import TokenPlaces, TokenPlan, token_runs
+from kvcm.gpu_tier.manager.execution_buffer import ExecutionBuffer, SteadyPlanner
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
+from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone
 
 __all__ = [
     "BatchRows",
@@ -386,7 +386,7 @@ class BlockCacheCounters:
 
 
 class TokenBlockPolicy:
-    """See `gpu_tier.manager.policy.BlockPolicy`.
+    """See `kvcm.gpu_tier.manager.policy.BlockPolicy`.
 
     Args:
         settings: of the algorithm; the cache's are used.

@@ -29,20 +29,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.manager import wave_control
-from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.wave_control import Change, Changes, Control, Lines, Plan, Stat
-from gpu_tier.manager.wave_control.tables import LayerTables, Places
-from gpu_tier.manager.wave_store import RawRows, WaveFill, WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.runtime import DeviceRuntime, Event, upload
-from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, Unit
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.manager import wave_control
+from kvcm.gpu_tier.manager.execution_buffer import ExecutionBuffer
+from kvcm.gpu_tier.manager.wave_control import Change, Changes, Control, Lines, Plan, Stat
+from kvcm.gpu_tier.manager.wave_control.tables import LayerTables, Places
+from kvcm.gpu_tier.manager.wave_store import RawRows, WaveFill, WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
+from kvcm.gpu_tier.types import (
+    CopyRuns,
+    ExecutionPlan,
+    ForwardBatch,
+    ResidencyPlan,
+    Selection,
+    Source,
+    SteadyRing,
+    Unit,
+)
 
 __all__ = ["Plans", "RawRows", "SelectedIds", "WaveBuffer", "WaveCounters", "WaveTotals"]
 
@@ -235,7 +244,7 @@ class _Update:
 
 
 class WaveBuffer:
-    """See `gpu_tier.manager.policy.BlockPolicy` and `gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.policy.BlockPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
 
     Args:
         geometry: of the model's KV.

@@ -1,6 +1,7 @@
 """The wave buffer without the CPU: blocks of clusters are looked up and given up by the LRU diff, on the device.
 
-What `gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks on the
+What `kvcm.gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks
+on the
 device, and the unit of the cache is the block, not the cluster; what is used last is kept (`lru_diff` with one item per
 block). Everything that is selected is in the cache after the step, so the cache holds at least the widest selection.
 Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
@@ -19,21 +20,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import KVGeometry
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
-from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.manager.execution_buffer import ExecutionBuffer, SteadyPlanner
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.manager.wave_store import RawRows, WaveFill, WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVGeometry
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
+from kvcm.gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.manager.execution_buffer import ExecutionBuffer, SteadyPlanner
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.manager.wave_store import RawRows, WaveFill, WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
 
 __all__ = ["ClusterBlocks", "WaveGpuBuffer", "WaveGpuCounters"]
 
@@ -41,7 +42,7 @@ __all__ = ["ClusterBlocks", "WaveGpuBuffer", "WaveGpuCounters"]
 #
 # The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block
 # and a number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`:
-# from there a kernel expands selected clusters to their blocks (`gpu_tier.kernels.cluster_expand`).
+# from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
 
 _PAGE_TOKENS = 1024
 _ODD_CLUSTERS = 4  # more than the average says, of segments that end with a prompt or its prefix
@@ -202,7 +203,7 @@ class _Rows:
 
 
 class WaveGpuBuffer:
-    """See `gpu_tier.manager.policy.BlockPolicy` and `gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.policy.BlockPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
 
     Args:
         geometry: of the model's KV.

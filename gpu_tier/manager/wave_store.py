@@ -19,16 +19,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.geometry import Addressing, KVGeometry, Layout, PartStrides
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.pools.allocator import PagedAllocator
-from gpu_tier.pools.pinned import PinnedMemory
-from gpu_tier.pools.transfer import Runs
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.geometry import Addressing, KVGeometry, Layout, PartStrides
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.pools.allocator import PagedAllocator
+from kvcm.gpu_tier.pools.pinned import PinnedMemory
+from kvcm.gpu_tier.pools.transfer import Runs
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["EXTENT_BLOCKS", "RawRows", "WaveFill", "WaveStore", "block_tokens"]
 

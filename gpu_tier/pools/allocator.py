@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
+from kvcm.gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
 
 __all__ = ["PagedAllocator"]
 

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import AllocationError
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.pools.pinned import PinnedMemory
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import DeviceRuntime, Event, upload
+from kvcm.gpu_tier.errors import AllocationError
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.pools.pinned import PinnedMemory
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
 
 __all__ = ["Appending", "CodePages", "CodeWindow"]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
-from gpu_tier.geometry import Addressing, KVGeometry, Layout, Rows
-from gpu_tier.kernels.io_transfer import io_transfer
-from gpu_tier.pools.allocator import PagedAllocator
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
+from kvcm.gpu_tier.geometry import Addressing, KVGeometry, Layout, Rows
+from kvcm.gpu_tier.kernels.io_transfer import io_transfer
+from kvcm.gpu_tier.pools.allocator import PagedAllocator
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["DeviceKVPool", "ReqToTokenPool"]
 

@@ -1,4 +1,4 @@
-"""The whole KV in host memory, pinned so that the device can read it; see `gpu_tier.geometry` for its layouts."""
+"""The whole KV in host memory, pinned so that the device can read it; see `kvcm.gpu_tier.geometry` for its layouts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from gpu_tier.errors import AllocationError, ConfigError, StateError
-from gpu_tier.geometry import Addressing, KVGeometry, Layout
-from gpu_tier.kernels.operands import pool_rows
-from gpu_tier.pools.allocator import PagedAllocator
-from gpu_tier.pools.pinned import PinnedMemory
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.errors import AllocationError, ConfigError, StateError
+from kvcm.gpu_tier.geometry import Addressing, KVGeometry, Layout
+from kvcm.gpu_tier.kernels.operands import pool_rows
+from kvcm.gpu_tier.pools.allocator import PagedAllocator
+from kvcm.gpu_tier.pools.pinned import PinnedMemory
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["HostKVPool", "HostPages", "PageState"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError, PoolExhaustedError
-from gpu_tier.runtime import DeviceRuntime
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError
+from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["LARGEST_SHARE", "MAX_CHUNK_BYTES", "PinnedMemory", "available_bytes", "chunks"]
 

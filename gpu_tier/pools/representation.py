@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import AllocationError, ConfigError
-from gpu_tier.pools.allocator import PagedAllocator
-from gpu_tier.runtime import upload
+from kvcm.gpu_tier.errors import AllocationError, ConfigError
+from kvcm.gpu_tier.pools.allocator import PagedAllocator
+from kvcm.gpu_tier.runtime import upload
 
 __all__ = ["RepresentationPool"]
 

@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, KVGeometry, Layout, PartStrides
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.io_transfer import io_transfer
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import CopyRuns, Source
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Addressing, KVGeometry, Layout, PartStrides
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.io_transfer import io_transfer
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import DeviceRuntime, upload
+from kvcm.gpu_tier.types import CopyRuns, Source
 
 __all__ = ["DMA_RUN_BYTES", "Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
 

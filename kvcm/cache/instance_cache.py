@@ -85,7 +85,7 @@ class InstanceCache:
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
         full_specs: names of the other specs.
-        batch_keys: blocks that are worked on without a pause. A shared store suspends itself, and is asked in few calls.
+        batch_keys: blocks that are worked on without a pause. A shared store suspends itself and takes few calls.
         present: remembers which specs a location holds.
         spec_filters: remember locations reduced to some specs, by the names of those; the latest few.
     """
@@ -110,7 +110,7 @@ class InstanceCache:
             for group in self.instance.location_spec_groups
         }
         linear = self.instance.linear_spec_names
-        object.__setattr__(self, "custody", IndexHandle(self.instance, self.placement.uid, self.index))
+        object.__setattr__(self, "handle", IndexHandle(self.instance, self.placement.uid, self.index))
         object.__setattr__(self, "placeholder", placeholder)
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)

@@ -15,13 +15,13 @@ import pytest
 from manager_process import ManagerProcess, start_manager
 from ports import free_port
 
-from connectors.client import ManagerClient
-from connectors.results import MatchMode
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import MatchMode
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most tests here do without
     from reuse_cases import Connect, Stored
 
-    from connectors.transformers import KVReuse
+    from kvcm.connectors.transformers import KVReuse
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +86,7 @@ def connect(manager: ManagerProcess, instance_id: str) -> Iterator[Connect]:
     """Connect models to the shared manager; all are closed at the end."""
     from reuse_cases import BLOCK, MODEL, PATIENT
 
-    from connectors.transformers import KVReuse
+    from kvcm.connectors.transformers import KVReuse
 
     opened: list[KVReuse] = []
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from connectors.transfer import MOVERS, Failure, FileMover, TransferItem, TransferResult
-from connectors.transfer.mover import not_moved
+from kvcm.connectors.transfer import MOVERS, Failure, FileMover, TransferItem, TransferResult
+from kvcm.connectors.transfer.mover import not_moved
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["LateStorage", "use_late_storage"]

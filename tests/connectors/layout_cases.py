@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from connectors.layout.gather import EngineKv
-from connectors.layout.stored_format import AXES, IndexRange, Shard, StoredFormat
-from connectors.layout.tensors import dtype_name
+from kvcm.connectors.layout.gather import EngineKv
+from kvcm.connectors.layout.stored_format import AXES, IndexRange, Shard, StoredFormat
+from kvcm.connectors.layout.tensors import dtype_name
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 NUMBERS = {1: np.uint8, 2: np.int16, 4: np.int32}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from connectors.transfer import TransferItem, TransferResult
-from connectors.transfer.mempool import MemPoolMover
-from connectors.transfer.pool_segment import PoolAccess
+from kvcm.connectors.transfer import TransferItem, TransferResult
+from kvcm.connectors.transfer.mempool import MemPoolMover
+from kvcm.connectors.transfer.pool_segment import PoolAccess
 from kvcm.model.storages import PAGE_BYTES
 from kvcm.model.uri import LocationUri
 

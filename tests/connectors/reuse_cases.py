@@ -10,7 +10,7 @@ import torch
 from manager_process import ManagerProcess
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
-from connectors.transformers import GenerationReport, KVReuse, ReuseSettings
+from kvcm.connectors.transformers import GenerationReport, KVReuse, ReuseSettings
 from kvcm.model.uri import LocationUri
 
 torch.set_num_threads(1)  # for a model this small, threads mostly wait for each other

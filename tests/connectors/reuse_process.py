@@ -11,7 +11,7 @@ import torch
 from reuse_cases import BLOCK, MODEL, PATIENT, prompt
 from reuse_models import HYBRIDS, WINDOWS
 
-from connectors.transformers import KVReuse
+from kvcm.connectors.transformers import KVReuse
 
 LENGTHS = (100, 45)
 

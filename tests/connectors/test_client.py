@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from manager_process import ManagerProcess
 
-from connectors.calls import RetrySettings
-from connectors.client import AsyncManagerClient, ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import MatchMode, MatchResult, MissingReport, Outcome, RegistrationState, WriteGrant
-from connectors.wire import MalformedAnswerError, parse_match_locations, parse_storage_configs, parse_write_grant
+from kvcm.connectors.calls import RetrySettings
+from kvcm.connectors.client import AsyncManagerClient, ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import MatchMode, MatchResult, MissingReport, Outcome, RegistrationState, WriteGrant
+from kvcm.connectors.wire import MalformedAnswerError, parse_match_locations, parse_storage_configs, parse_write_grant
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec

@@ -14,11 +14,11 @@ import pytest
 from authorities import Authority, Pair, dns
 from manager_process import ManagerProcess, start_manager
 
-from connectors.client import AsyncManagerClient, ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.pool_agent import parse_arguments
-from connectors.results import MatchMode, Outcome
+from kvcm.connectors.client import AsyncManagerClient, ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.pool_agent import parse_arguments
+from kvcm.connectors.results import MatchMode, Outcome
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as access

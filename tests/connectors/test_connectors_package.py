@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-import connectors
+from kvcm import connectors
 
 ROOT = Path(connectors.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Modules that may need torch or transformers; all others work with the base install.
 NEEDS_TORCH = {
-    f"connectors.layout.{name}"
+    f"kvcm.connectors.layout.{name}"
     for name in ("tensors", "staging", "sequence", "engine_kv", "gather", "rows", "rows_triton")
 }
 
 ENGINE_PACKAGES = ("transformers", "vllm", "sglang")
 ENGINES = {
-    "connectors.transformers": "KVReuse",
-    "connectors.vllm": "KVCMConnector",
-    "connectors.sglang": "KVCMStorage",
+    "kvcm.connectors.transformers": "KVReuse",
+    "kvcm.connectors.vllm": "KVCMConnector",
+    "kvcm.connectors.sglang": "KVCMStorage",
 }
 
 

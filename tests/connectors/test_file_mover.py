@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.memory import MAX_PIECES
+from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.memory import MAX_PIECES
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri

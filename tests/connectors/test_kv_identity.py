@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from connectors.keys import HashKeys, KeyChain
-from connectors.reuse.registration import KvIdentity, weights_fingerprint
-from connectors.sglang.identity import weights_of
-from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_store import PageKeys, PageParents
+from kvcm.connectors.keys import HashKeys, KeyChain
+from kvcm.connectors.reuse.registration import KvIdentity, weights_fingerprint
+from kvcm.connectors.sglang.identity import weights_of
+from kvcm.connectors.sglang.options import SglangOptions
+from kvcm.connectors.sglang.page_store import PageKeys, PageParents
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 
@@ -70,7 +70,7 @@ def test_a_changed_token_changes_its_key_and_all_that_follow(tokens: list[int], 
 
 
 def test_keys_do_not_depend_on_the_process() -> None:
-    program = "from connectors.keys import KeyChain; print(KeyChain(b'namespace', 4).keys([1, 2, 3, 4]))"
+    program = "from kvcm.connectors.keys import KeyChain; print(KeyChain(b'namespace', 4).keys([1, 2, 3, 4]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     output = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True

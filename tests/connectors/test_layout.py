@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shards, spans
 from thoroughness import examples
 
-from connectors.layout import BlockLayout, contiguous_runs
-from connectors.layout.gather import EngineKv, block_memory, gather, scatter
-from connectors.layout.paged import Axis, PagedKv
-from connectors.layout.stored_format import (
+from kvcm.connectors.layout import BlockLayout, contiguous_runs
+from kvcm.connectors.layout.gather import EngineKv, block_memory, gather, scatter
+from kvcm.connectors.layout.paged import Axis, PagedKv
+from kvcm.connectors.layout.stored_format import (
     AXES,
     KV_PACKED,
     LAYER_FIRST,
@@ -35,7 +35,7 @@ from connectors.layout.stored_format import (
     parse_format,
     rank_heads,
 )
-from connectors.layout.tensors import StagingBuffers, dtype_name, iovec, run_count, sequence_block
+from kvcm.connectors.layout.tensors import StagingBuffers, dtype_name, iovec, run_count, sequence_block
 from kvcm.model.errors import InvalidArgumentError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -706,8 +706,8 @@ from hypothesis import given, settings, strategies as st
 from layout_cases import chosen_blocks, engine_cases, shards
 from thoroughness import examples
 
-from connectors.layout import rows, rows_triton
-from connectors.layout.gather import gather, scatter
+from kvcm.connectors.layout import rows, rows_triton
+from kvcm.connectors.layout.gather import gather, scatter
 
 assert rows.gather_rows_on(torch.device("cpu")) is rows_triton.gather_rows
 assert rows.scatter_rows_on(torch.device("cpu")) is rows_triton.scatter_rows
@@ -747,7 +747,7 @@ COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from connectors.layout.rows_triton import _kernel
+from kvcm.connectors.layout.rows_triton import _kernel
 
 for to_paged in (False, True):
     fixed = {"to_paged": to_paged, "tile": 1024, "paged_dim": 1, "packed_dim": 1}

@@ -13,13 +13,13 @@ import pytest
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, MIB, content
 
-from connectors.client import AsyncManagerClient, ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.node import NodeSettings
-from connectors.pool_reports import PoolReports
-from connectors.results import Location, MatchMode, PoolReport, WriteGrant
-from connectors.transfer import Failure, TransferEngine, TransferItem
-from connectors.transfer.pool_segment import segment_path
+from kvcm.connectors.client import AsyncManagerClient, ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.pool_reports import PoolReports
+from kvcm.connectors.results import Location, MatchMode, PoolReport, WriteGrant
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.connectors.transfer.pool_segment import segment_path
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
@@ -151,7 +151,7 @@ def test_an_agent_tells_the_manager_and_engines_use_its_memory(
     pool_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = "import sys; from connectors.pool_agent import main; sys.exit(main())"
+    program = "import sys; from kvcm.connectors.pool_agent import main; sys.exit(main())"
     place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.2"]
     what = ["--storage", pool, "--capacity", str(CAPACITY), "--manager", manager.address]
     agent = subprocess.Popen([sys.executable, "-c", program, *what, *place], stderr=subprocess.DEVNULL)

@@ -28,11 +28,11 @@ from pool_parts import (
 )
 from thoroughness import examples
 
-from connectors.node import NodeSettings
-from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.breaker import BreakerState
-from connectors.transfer.mempool import AttachedPool, MemPoolMover
-from connectors.transfer.pool_segment import create_segment, open_segment, segment_path, stamps_of
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.breaker import BreakerState
+from kvcm.connectors.transfer.mempool import AttachedPool, MemPoolMover
+from kvcm.connectors.transfer.pool_segment import create_segment, open_segment, segment_path, stamps_of
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, TairMemPoolStorageSpec, extent_bytes
 from kvcm.model.uri import LocationUri
 

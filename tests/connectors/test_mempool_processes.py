@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from pool_parts import CAPACITY, MIB, PAGE_BYTES, access_at, load_one, mover_at, save_one
 
-from connectors.transfer import Failure
-from connectors.transfer.mempool import MemPoolMover
-from connectors.transfer.pool_segment import PoolSegment, stamps_of
+from kvcm.connectors.transfer import Failure
+from kvcm.connectors.transfer.mempool import MemPoolMover
+from kvcm.connectors.transfer.pool_segment import PoolSegment, stamps_of
 from kvcm.model.storages import chunk_bytes
 
 pytestmark = pytest.mark.e2e

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.transfer import Failure, FileMover, TransferItem, paths
-from connectors.transfer.mover import BatchingMover
-from connectors.transfer.paths import OpenFolders
+from kvcm.connectors.transfer import Failure, FileMover, TransferItem, paths
+from kvcm.connectors.transfer.mover import BatchingMover
+from kvcm.connectors.transfer.paths import OpenFolders
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.node import NodeSettings
-from connectors.reuse.options import parse_options
-from connectors.vllm.options import VllmOptions
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.reuse.options import parse_options
+from kvcm.connectors.vllm.options import VllmOptions
 from kvcm.model.errors import InvalidArgumentError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.transfer.engine import MOVERS, TransferEngine
-from connectors.transfer.file import FileMover
-from connectors.transfer.mover import Failure, TransferItem
+from kvcm.connectors.transfer.engine import MOVERS, TransferEngine
+from kvcm.connectors.transfer.file import FileMover
+from kvcm.connectors.transfer.mover import Failure, TransferItem
 from kvcm.model.storages import (
     MooncakeStorageSpec,
     NfsStorageSpec,

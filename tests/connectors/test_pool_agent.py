@@ -18,14 +18,14 @@ from manager_process import ManagerProcess
 from pool_parts import NODE, STORAGE, load_one, mover_at, save_one
 from waiting import until
 
-from connectors.client import ManagerClient
-from connectors.node import NodeSettings
-from connectors.pool_agent import AgentSettings, PoolAgent, main, parse_arguments
-from connectors.pool_reports import PoolReporter, PoolReports
-from connectors.results import PoolReport
-from connectors.transfer import TransferEngine
-from connectors.transfer.mempool import AttachedPool
-from connectors.transfer.pool_segment import PoolAccess, create_segment, open_segment, segment_path
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.pool_agent import AgentSettings, PoolAgent, main, parse_arguments
+from kvcm.connectors.pool_reports import PoolReporter, PoolReports
+from kvcm.connectors.results import PoolReport
+from kvcm.connectors.transfer import TransferEngine
+from kvcm.connectors.transfer.mempool import AttachedPool
+from kvcm.connectors.transfer.pool_segment import PoolAccess, create_segment, open_segment, segment_path
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 
@@ -223,7 +223,7 @@ def new_process(pool_directory: Path, closed_port: int) -> Iterator[Callable[...
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        program = "import sys; from connectors.pool_agent import main; sys.exit(main())"
+        program = "import sys; from kvcm.connectors.pool_agent import main; sys.exit(main())"
         needed = ["--storage", STORAGE, "--capacity", "2M", "--manager", f"127.0.0.1:{closed_port}"]
         place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.1"]
         process = subprocess.Popen(

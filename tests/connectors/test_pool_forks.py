@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pool_parts import CAPACITY, PAGE_BYTES, access_at
 
-from connectors.transfer.pool_segment import PoolSegment
+from kvcm.connectors.transfer.pool_segment import PoolSegment
 
 SECONDS = 30.0
 
@@ -22,7 +22,7 @@ SECONDS = 30.0
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_making import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
 with segment.claim() as claim:
     assert claim.lock(0, 4096)
@@ -38,7 +38,7 @@ with segment.claim() as claim:
 OUTLIVED = """
 import os, sys
 from pathlib import Path
-from connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_making import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
 with segment.claim() as spare:  # one that is free when it forks
     pass

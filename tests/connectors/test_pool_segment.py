@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from pool_parts import CAPACITY, DEADLINE, MIB, NODE, access_at, content, mover_at, save_one, uri
 from thoroughness import examples
 
-from connectors.transfer import Failure, TransferItem, pool_segment
-from connectors.transfer.mempool import ItemChecks, MemPoolMover, PoolRun, adjacent_runs
-from connectors.transfer.mover import Direction
-from connectors.transfer.pool_segment import (
+from kvcm.connectors.transfer import Failure, TransferItem, pool_segment
+from kvcm.connectors.transfer.mempool import ItemChecks, MemPoolMover, PoolRun, adjacent_runs
+from kvcm.connectors.transfer.mover import Direction
+from kvcm.connectors.transfer.pool_segment import (
     PoolSegment,
     SegmentHeader,
     create_segment,
@@ -238,7 +238,7 @@ def test_what_a_killed_maker_left_is_used_by_the_next(pool_directory: Path) -> N
     program = f"""
 import os, signal
 from pathlib import Path
-from connectors.transfer.pool_making import make_segment
+from kvcm.connectors.transfer.pool_making import make_segment
 Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 make_segment(Path({str(path)!r}), {4 * MIB}, lambda: 1)
 """

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.calls import CallSteps, Pause, Policy, Reply, RetrySettings, Send, Verdict
-from connectors.results import Outcome
+from kvcm.connectors.calls import CallSteps, Pause, Policy, Reply, RetrySettings, Send, Verdict
+from kvcm.connectors.results import Outcome
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
 

@@ -17,7 +17,7 @@ from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, p
 from reuse_models import HYBRIDS, WINDOWS
 from thoroughness import is_thorough
 
-from connectors.transformers import GenerationReport, KVReuse
+from kvcm.connectors.transformers import GenerationReport, KVReuse
 
 KINDS: dict[str, Callable[[], Any]] = {"llama": lambda: MODEL} | WINDOWS | HYBRIDS
 REPRESENTATIVES = {"llama", "gemma3", "bamba"}

@@ -23,10 +23,10 @@ from reuse_cases import (
 )
 from transformers import DynamicCache
 
-from connectors.client import ManagerClient
-from connectors.results import RegistrationState
-from connectors.transformers import KVReuse, ReuseSettings
-from connectors.transformers.prefix_load import PrefixLoad
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import RegistrationState
+from kvcm.connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.transformers.prefix_load import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 
 

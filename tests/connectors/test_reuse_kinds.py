@@ -31,11 +31,11 @@ from reuse_models import (
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from connectors.client import ManagerClient
-from connectors.layout import tensors
-from connectors.results import Location, MatchMode
-from connectors.transformers import KVReuse
-from connectors.transformers.model_kv import STATE, pack_state, probe_model
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.layout import tensors
+from kvcm.connectors.results import Location, MatchMode
+from kvcm.connectors.transformers import KVReuse
+from kvcm.connectors.transformers.model_kv import STATE, pack_state, probe_model
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 

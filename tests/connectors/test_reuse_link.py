@@ -14,16 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manager_process import ManagerProcess
 
-from connectors.calls import RetrySettings
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import MatchMode
-from connectors.reuse.loads import Bytes, LoadReport, PartToLoad, StagingTray, StagingTrays, load_parts, missing_report
-from connectors.reuse.lookups import FoundPrefix, LookupPlan, Lookups, LookupSettings
-from connectors.reuse.registration import InstanceSpecs, ManagerLink
-from connectors.reuse.statistics import BUCKETS_SECONDS, ReuseStatistics, Snapshot, merged
-from connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
-from connectors.transfer import TransferEngine
+from kvcm.connectors.calls import RetrySettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import MatchMode
+from kvcm.connectors.reuse.loads import (
+    Bytes,
+    LoadReport,
+    PartToLoad,
+    StagingTray,
+    StagingTrays,
+    load_parts,
+    missing_report,
+)
+from kvcm.connectors.reuse.lookups import FoundPrefix, LookupPlan, Lookups, LookupSettings
+from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
+from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, ReuseStatistics, Snapshot, merged
+from kvcm.connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
+from kvcm.connectors.transfer import TransferEngine
 from kvcm.model.errors import ErrorCode
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.keys import BlockKey

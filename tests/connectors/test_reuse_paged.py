@@ -11,8 +11,8 @@ from late_storage import use_late_storage
 from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, make_model, plain, prompt, run
 
-from connectors.transformers import KVReuse
-from connectors.transformers.paged_cache import BlockPool
+from kvcm.connectors.transformers import KVReuse
+from kvcm.connectors.transformers.paged_cache import BlockPool
 
 POOL = replace(PATIENT, pool_blocks=40)
 

@@ -33,10 +33,10 @@ from reuse_process import batch, model_of
 from script_process import run_script
 from transformers import DynamicCache
 
-from connectors.client import ManagerClient
-from connectors.layout import tensors
-from connectors.results import Location
-from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.layout import tensors
+from kvcm.connectors.results import Location
+from kvcm.connectors.transformers import KVReuse, ReuseSettings
 from kvcm.model.uri import LocationUri
 
 
@@ -143,7 +143,7 @@ def test_reading_without_publishing(connect: Connect) -> None:
 
 
 def test_long_answers_grow_the_cache(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.transformers.reuse._MAX_SPARE_TOKENS", 4)
+    monkeypatch.setattr("kvcm.connectors.transformers.reuse._MAX_SPARE_TOKENS", 4)
     reuse, ids = connect(), prompt(40)
     output, report = run(reuse, ids, max_new_tokens=200)
     assert torch.equal(output, plain(ids, max_new_tokens=200))

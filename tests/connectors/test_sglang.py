@@ -21,16 +21,16 @@ from fake_clock import FakeClock
 from host_pools import PAGE, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StrangePoolHost, slots
 from manager_process import ManagerProcess
 
-from connectors import calls
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import CallCounters, Location, MatchMode, RegistrationState
-from connectors.reuse.registration import InstanceSpecs, ManagerLink
-from connectors.sglang.host_pool import PageMemory
-from connectors.sglang.identity import page_identity
-from connectors.sglang.options import SglangOptions
-from connectors.sglang.page_store import MatchCache, PageKeys, PageStore, RankParts, ReadLease
-from connectors.transfer import TransferEngine
+from kvcm.connectors import calls
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import CallCounters, Location, MatchMode, RegistrationState
+from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
+from kvcm.connectors.sglang.host_pool import PageMemory
+from kvcm.connectors.sglang.identity import page_identity
+from kvcm.connectors.sglang.options import SglangOptions
+from kvcm.connectors.sglang.page_store import MatchCache, PageKeys, PageStore, RankParts, ReadLease
+from kvcm.connectors.transfer import TransferEngine
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.uri import LocationUri
@@ -300,7 +300,7 @@ def test_closing_aborts_what_is_open(open_store: Open) -> None:
 
 def test_options_of_sglang_itself_are_passed_over() -> None:
     given = {
-        "backend_name": "kvcm", "module_path": "connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
+        "backend_name": "kvcm", "module_path": "kvcm.connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
         "prefetch_threshold": 16, "manager": "localhost:1", "instance_id": "x", "load_seconds": 3,
     }  # fmt: skip
     read = SglangOptions.read(given)

@@ -16,12 +16,12 @@ from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, sidecars_of
 from script_process import run_script
 from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
 
-from connectors.client import ManagerClient
-from connectors.gpu_tier.connector import BlockParts, TierSettings
-from connectors.results import Location, MatchMode, RegistrationState
-from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
-from gpu_tier.connector import KV_SPEC
-from gpu_tier.geometry import KVGeometry, Layout
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.gpu_tier.connector import BlockParts, TierSettings
+from kvcm.connectors.results import Location, MatchMode, RegistrationState
+from kvcm.connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
+from kvcm.gpu_tier.connector import KV_SPEC
+from kvcm.gpu_tier.geometry import KVGeometry, Layout
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 

@@ -12,7 +12,7 @@ from script_process import run_script
 from sharing_rig import SHORT, Rig, continued
 from tier_engine_process import TOKENS
 
-from gpu_tier.connector import KVFormat
+from kvcm.gpu_tier.connector import KVFormat
 
 pytestmark = pytest.mark.ci
 

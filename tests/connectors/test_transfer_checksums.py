@@ -18,12 +18,20 @@ from thoroughness import examples
 from transfer_parts import DEADLINE, SCHEME, HeldStorage, failures
 from transfer_parts import item as held_item
 
-from connectors.layout import IndexRange, Shard, StoredFormat
-from connectors.layout.stored_format import AXES, item_bytes
-from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult, checksum_of, mover
-from connectors.transfer.breaker import BreakerState
-from connectors.transfer.lanes import group_items
-from connectors.transfer.mover import moved, not_moved, range_items, record_checksums
+from kvcm.connectors.layout import IndexRange, Shard, StoredFormat
+from kvcm.connectors.layout.stored_format import AXES, item_bytes
+from kvcm.connectors.transfer import (
+    Failure,
+    FileMover,
+    TransferEngine,
+    TransferItem,
+    TransferResult,
+    checksum_of,
+    mover,
+)
+from kvcm.connectors.transfer.breaker import BreakerState
+from kvcm.connectors.transfer.lanes import group_items
+from kvcm.connectors.transfer.mover import moved, not_moved, range_items, record_checksums
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 

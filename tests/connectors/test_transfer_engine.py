@@ -17,12 +17,12 @@ from thoroughness import examples
 from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, failures, item
 from waiting import until
 
-from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.breaker import BreakerState, CallAdmission, StorageBreaker
-from connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
-from connectors.transfer.mover import Direction
-from connectors.transfer.statistics import BUCKETS_SECONDS
-from connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer.breaker import BreakerState, CallAdmission, StorageBreaker
+from kvcm.connectors.transfer.lanes import ByteBudget, StorageLane, StorageTransfer, TransferAdmission, TransferCall
+from kvcm.connectors.transfer.mover import Direction
+from kvcm.connectors.transfer.statistics import BUCKETS_SECONDS
+from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from kvcm.model.errors import InvalidArgumentError
 
 CANCELLED, PENDING, ERROR, UNAVAILABLE = Failure.CANCELLED, Failure.PENDING, Failure.ERROR, Failure.UNAVAILABLE

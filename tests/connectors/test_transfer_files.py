@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
-from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
+from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from reuse_models import HYBRIDS, WINDOWS
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from connectors.layout import BlockLayout
-from connectors.transformers.cache import PreallocatedLayer, WindowLayer
-from connectors.transformers.identity import _CHUNK_WORDS, _weights, tensor_checksum
-from connectors.transformers.model_kv import KVPart, ModelParts, probe_model
-from connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
+from kvcm.connectors.layout import BlockLayout
+from kvcm.connectors.transformers.cache import PreallocatedLayer, WindowLayer
+from kvcm.connectors.transformers.identity import _CHUNK_WORDS, _weights, tensor_checksum
+from kvcm.connectors.transformers.model_kv import KVPart, ModelParts, probe_model
+from kvcm.connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 

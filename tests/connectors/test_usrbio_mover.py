@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transfer_parts import DEADLINE, failures
 
-from connectors.transfer import Failure, TransferEngine, TransferItem
-from connectors.transfer.usrbio import Request, UsrbioMover
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.connectors.transfer.usrbio import Request, UsrbioMover
 from kvcm.model.uri import LocationUri
 
 STORAGE = "fs_01"

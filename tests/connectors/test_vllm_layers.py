@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.layout.stored_format import ByteRange
-from connectors.reuse.loads import Bytes, Deliver, PartToLoad, StagingTrays, load_parts
-from connectors.transfer import Failure, TransferEngine, TransferResult
-from connectors.transfer.file import FileMover
-from connectors.transfer.mover import checksum_of
-from connectors.vllm.layerwise_load import LayerProgress, load_layers
+from kvcm.connectors.layout.stored_format import ByteRange
+from kvcm.connectors.reuse.loads import Bytes, Deliver, PartToLoad, StagingTrays, load_parts
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferResult
+from kvcm.connectors.transfer.file import FileMover
+from kvcm.connectors.transfer.mover import checksum_of
+from kvcm.connectors.vllm.layerwise_load import LayerProgress, load_layers
 from kvcm.model.keys import BlockKey
 from kvcm.model.uri import LocationUri
 

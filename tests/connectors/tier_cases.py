@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from prefix_cases import MHA, PAGE, SIDECAR_BYTES, block_bytes, format_of, sidecars_of
 
-from connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
-from gpu_tier.connector import KV_SPEC
-from gpu_tier.geometry import KVGeometry, Layout
-from gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import NullRuntime
+from kvcm.connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
+from kvcm.gpu_tier.connector import KV_SPEC
+from kvcm.gpu_tier.geometry import KVGeometry, Layout
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import NullRuntime
 
 torch.set_num_threads(1)  # for tensors this small, threads mostly wait for each other
 

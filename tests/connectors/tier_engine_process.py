@@ -11,8 +11,8 @@ import sys
 
 from sharing_rig import SHORT, Rig, prompt_of
 
-from connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
-from gpu_tier.connector import KVFormat
+from kvcm.connectors.gpu_tier.connector import BlockParts, ManagerConnector, TierSettings
+from kvcm.gpu_tier.connector import KVFormat
 
 TOKENS = prompt_of(200)
 PATIENT = TierSettings(call_seconds=20.0, register_seconds=20.0)

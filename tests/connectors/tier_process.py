@@ -8,7 +8,7 @@ import sys
 from prefix_cases import MHA, MLA
 from tier_cases import TierEngine, dsa_spec, tokens_of
 
-from gpu_tier.geometry import Layout
+from kvcm.gpu_tier.geometry import Layout
 
 TOKENS = tokens_of(6)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from connectors.transfer import Failure, TransferItem, TransferResult
-from connectors.transfer.mover import moved, not_moved
+from kvcm.connectors.transfer import Failure, TransferItem, TransferResult
+from kvcm.connectors.transfer.mover import moved, not_moved
 from kvcm.model.uri import LocationUri
 
 SCHEME = "held"

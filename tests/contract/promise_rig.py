@@ -13,7 +13,7 @@ from typing import Protocol
 from fake_clock import FakeClock
 from storage_rig import Kind, content
 
-from connectors.transfer import TransferEngine, TransferItem
+from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import StorageBackend

@@ -16,10 +16,10 @@ from pods import Pod, Secrets
 from service_stand_in import Service
 from waiting import until
 
-from connectors.client import ManagerClient
-from connectors.credentials import ClientCredentials
-from connectors.exchanges import ClientSettings
-from connectors.results import Outcome, RegistrationState
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.credentials import ClientCredentials
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import Outcome, RegistrationState
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 __all__ = ["Engine", "Namespace", "Network", "Rollout", "Traffic", "metrics"]

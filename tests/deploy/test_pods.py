@@ -24,7 +24,7 @@ from redis_servers import REDIS_PROGRAM
 from rollout import Engine, Namespace, Network, Rollout, Traffic
 from waiting import until
 
-from connectors.credentials import ClientCredentials
+from kvcm.connectors.credentials import ClientCredentials
 
 pytestmark = [
     pytest.mark.e2e,

@@ -17,12 +17,12 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.node import NodeSettings
-from connectors.pool_reports import PoolReports
-from connectors.results import Location, WriteGrant
-from connectors.transfer import TransferEngine, TransferItem
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.pool_reports import PoolReports
+from kvcm.connectors.results import Location, WriteGrant
+from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 from asked_process import serve
 from host_figures import GROUP, INSTANCE, SPECS, HostFigures, added
 
-from connectors.calls import RetrySettings
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.node import NodeSettings
-from connectors.results import Location, MatchMode, Outcome, WriteGrant
-from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.calls import RetrySettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.node import NodeSettings
+from kvcm.connectors.results import Location, MatchMode, Outcome, WriteGrant
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 

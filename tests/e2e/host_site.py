@@ -37,7 +37,7 @@ _PAUSE_SECONDS = 0.005
 _AGENT_SECONDS = 0.8  # between two reports; three of them may be late on a busy machine
 _PROBE_MS = {"interval": 200, "timeout": 1000}
 PATIENCE_SECONDS = 120.0  # with a machine that is busy with other things; nothing is measured by it
-_AGENT = "import sys; from connectors.pool_agent import main; sys.exit(main())"
+_AGENT = "import sys; from kvcm.connectors.pool_agent import main; sys.exit(main())"
 
 
 class HostSite:

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from asked_process import serve
 from outage_figures import GROUPS, EngineFigures, added
 
-from connectors.client import ManagerClient
-from connectors.results import Location, MatchMode, Outcome, WriteGrant
-from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import Location, MatchMode, Outcome, WriteGrant
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 

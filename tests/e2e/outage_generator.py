@@ -24,7 +24,7 @@ from asked_process import serve
 from outage_figures import GROUPS, TokenFigures, added
 from reuse_cases import BLOCK, MODEL, plain, prompt
 
-from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.transformers import KVReuse, ReuseSettings
 
 _PROMPT_TOKENS = 200
 _NEW_TOKENS = 20

@@ -25,10 +25,10 @@ from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, added
 from outage_storages import file_storage
 from reclaim_site import command
 
-from connectors.client import ManagerClient
-from connectors.results import MatchMode, WriteGrant
-from connectors.transfer import TransferEngine, TransferItem
 from kvcm.cache.drains import CANCEL_SECONDS
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import MatchMode, WriteGrant
+from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))

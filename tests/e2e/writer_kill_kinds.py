@@ -19,7 +19,7 @@ from writer_kills import KillReport
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Site, missing
 
-from connectors.node import DEFAULT_POOL_DIRECTORY
+from kvcm.connectors.node import DEFAULT_POOL_DIRECTORY
 from kvcm.protocol import admin_service_pb2 as pb
 
 __all__ = ["KINDS", "impossible", "kill_writers"]

@@ -15,8 +15,8 @@ from typing import Any
 
 from block_writer import SPECS, WriterSettings, command_of, connected, content, registered
 
-from connectors.results import Location, MatchMode
-from connectors.transfer import TransferItem
+from kvcm.connectors.results import Location, MatchMode
+from kvcm.connectors.transfer import TransferItem
 
 __all__ = ["POINTS", "KillReport", "WriterRig"]
 

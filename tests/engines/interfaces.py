@@ -236,14 +236,14 @@ ATTRIBUTES = {
 OVERRIDES = {
     "vllm": [
         (
-            "connectors.vllm.connector:KVCMConnector",
+            "kvcm.connectors.vllm.connector:KVCMConnector",
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
         ),
         (
-            "connectors.vllm.connector:KVCMConnector",
+            "kvcm.connectors.vllm.connector:KVCMConnector",
             "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA",
         ),
     ],
-    "sglang": [("connectors.sglang:KVCMStorage", "sglang.srt.mem_cache.hicache_storage:HiCacheStorage")],
+    "sglang": [("kvcm.connectors.sglang:KVCMStorage", "sglang.srt.mem_cache.hicache_storage:HiCacheStorage")],
     "transformers": [],
 }

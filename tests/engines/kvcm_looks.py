@@ -11,10 +11,10 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from connectors.keys import HashKeys
-from connectors.reuse.statistics import merged
-from connectors.vllm.connector import identity_of
-from connectors.vllm.options import VllmOptions
+from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.reuse.statistics import merged
+from kvcm.connectors.vllm.connector import identity_of
+from kvcm.connectors.vllm.options import VllmOptions
 
 __all__ = ["block_keys", "counts", "namespace", "plain"]
 

@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.hicache_storage import KVCMStorage
-from connectors.transfer import file as file_mover
+from kvcm.connectors.sglang.hicache_storage import KVCMStorage
+from kvcm.connectors.transfer import file as file_mover
 
 
 class RecordingStorage(KVCMStorage):  # type: ignore[misc]

@@ -14,8 +14,8 @@ from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
 from stored_parts import read_part
 
-from connectors.client import ManagerClient
-from connectors.results import Location, MatchMode
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import Location, MatchMode
 from kvcm.model.uri import LocationUri
 
 __all__ = ["PAGE_TOKENS", "Page", "Rig", "storage_config", "until"]

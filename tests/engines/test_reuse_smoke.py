@@ -23,7 +23,7 @@ _SAVED_SECONDS = 30.0
 def vllm_options(manager: str, instance_id: str) -> dict[str, Any]:
     transfer = {
         "kv_connector": "KVCMConnector",
-        "kv_connector_module_path": "connectors.vllm",
+        "kv_connector_module_path": "kvcm.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -39,7 +39,7 @@ def vllm_options(manager: str, instance_id: str) -> dict[str, Any]:
 def sglang_options(manager: str, instance_id: str) -> dict[str, Any]:
     storage = {
         "backend_name": "kvcm",
-        "module_path": "connectors.sglang",
+        "module_path": "kvcm.connectors.sglang",
         "class_name": "KVCMStorage",
         "interface_v1": 1,
         "prefetch_threshold": 16,

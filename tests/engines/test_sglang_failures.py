@@ -16,7 +16,7 @@ from ports import free_port
 from sglang_rig import Page, Rig, storage_config, until
 from tiny_models import prompt_tokens
 
-from connectors.client import ManagerClient
+from kvcm.connectors.client import ManagerClient
 
 NewManager = Callable[..., ManagerProcess]
 _PROMPT = prompt_tokens(200, seed=1)

@@ -19,7 +19,7 @@ from manager_process import ManagerProcess, start_manager
 from tiny_models import prompt_tokens
 from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle, until
 
-from connectors.client import ManagerClient
+from kvcm.connectors.client import ManagerClient
 
 _SEEDS = count(2000)
 _LOAD_SECONDS, _SAVE_SECONDS = 2.0, 2.0

@@ -16,7 +16,7 @@ from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
 from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, sessions_open, settle, until
 
-from connectors.results import Location
+from kvcm.connectors.results import Location
 
 
 @pytest.fixture(scope="module")

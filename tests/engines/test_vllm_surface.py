@@ -66,7 +66,7 @@ def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
 
 @pytest.mark.feature("vllm", "metrics")
 def test_all_that_is_counted_is_shown(rig: Rig) -> None:
-    from connectors.reuse.statistics import COUNTERS, TIMES
+    from kvcm.connectors.reuse.statistics import COUNTERS, TIMES
 
     assert set(_ours(rig.engine.ask("metrics"))) == {*COUNTERS, *TIMES}
 

@@ -48,7 +48,7 @@ class TransformersEngine:
 
 
 def _connect(model: Any, arguments: dict[str, Any]) -> Any:
-    from connectors.transformers import KVReuse, ReuseSettings
+    from kvcm.connectors.transformers import KVReuse, ReuseSettings
 
     settings = ReuseSettings(**arguments.get("settings", {}))
     return KVReuse.connect(model, **arguments | {"settings": settings})

@@ -15,8 +15,8 @@ from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
 from stored_parts import read_part
 
-from connectors.client import ManagerClient
-from connectors.results import Location, MatchMode
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.results import Location, MatchMode
 from kvcm.model.uri import LocationUri
 
 __all__ = [
@@ -51,7 +51,7 @@ def connected(address: str, instance_id: str, *, policy: str = "recompute", **op
     return {
         "kv_transfer_config": {
             "kv_connector": "KVCMConnector",
-            "kv_connector_module_path": "connectors.vllm",
+            "kv_connector_module_path": "kvcm.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra | options,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from connectors.transfer.pool_segment import open_segment, segment_path
+from kvcm.connectors.transfer.pool_segment import open_segment, segment_path
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2
 

@@ -17,11 +17,11 @@ from corruption_media import NODE, Medium
 from manager_process import ManagerProcess
 from waiting import until
 
-from connectors.client import ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.pool_reports import PoolReports
-from connectors.results import Location, MatchMode, MissingReport, WriteGrant
-from connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.pool_reports import PoolReports
+from kvcm.connectors.results import Location, MatchMode, MissingReport, WriteGrant
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc

@@ -19,8 +19,8 @@ from fault_mount import FaultMount
 from manager_process import ManagerProcess
 from waiting import until
 
-from connectors.results import Location, MissingReport
-from connectors.transfer import Failure
+from kvcm.connectors.results import Location, MissingReport
+from kvcm.connectors.transfer import Failure
 from kvcm.model.uri import LocationUri
 
 KEYS = list(range(1, 13))

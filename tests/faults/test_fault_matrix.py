@@ -17,7 +17,7 @@ from fault_mount import FaultMount
 from manager_process import ManagerProcess
 from waiting import until
 
-from connectors.transfer import Failure
+from kvcm.connectors.transfer import Failure
 
 KEYS = list(range(1, 9))
 NEW = list(range(101, 109))

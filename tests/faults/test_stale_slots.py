@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from slot_world import GRACE_SECONDS, SlotWorld, content, wait_for_slots
 
-from connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 

@@ -16,7 +16,7 @@ import pytest
 from fault_mount import FaultMount
 from transfers_on_mount import BLOCK_BYTES, Transfers
 
-from connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 

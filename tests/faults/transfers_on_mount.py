@@ -10,7 +10,7 @@ from fault_mount import FaultMount
 from storage_rig import content
 from waiting import until
 
-from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
-from gpu_tier.algorithms.pqcache import PQCache
-from gpu_tier.algorithms.retroinfer import RetroInfer
-from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.index import pq
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.runtime import runtime_for
-from gpu_tier.types import ForwardBatch, Mode, Partial, Selection
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from kvcm.gpu_tier.algorithms.pqcache import PQCache
+from kvcm.gpu_tier.algorithms.retroinfer import RetroInfer
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.runtime import runtime_for
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial, Selection
 
 __all__ = [
     "INDEX_DIM",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVDtype, RowFormat, Rows
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.geometry import KVDtype, RowFormat, Rows
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["TOLERANCE", "Shape", "device_under_test", "expected", "random_kv", "random_query"]
 

@@ -16,21 +16,21 @@ import torch
 from lru_model import decode_batch
 from torch import Tensor
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.index.wave_index import SegmentSink, WaveSegment
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.operands import RowPool, pool_rows
-from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.host_tokens import HostTokens
-from gpu_tier.manager.residency import BlockPolicy, SparseBuffers
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.manager.wave_store import WaveStore
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, NullRuntime
-from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone, Unit
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.index.wave_index import SegmentSink, WaveSegment
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.operands import RowPool, pool_rows
+from kvcm.gpu_tier.manager.execution_buffer import ExecutionBuffer
+from kvcm.gpu_tier.manager.host_tokens import HostTokens
+from kvcm.gpu_tier.manager.residency import BlockPolicy, SparseBuffers
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.manager.wave_store import WaveStore
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.runtime import DeviceRuntime, NullRuntime
+from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone, Unit
 
 __all__ = ["GEOMETRY", "BlockRig", "ClusterRig", "Clustered", "Decoding", "Policy", "assemble", "coded", "rows_of"]
 

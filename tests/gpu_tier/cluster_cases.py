@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
+from kvcm.gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
 
 __all__ = ["Clusters", "Shape", "random_clusters"]
 

@@ -16,16 +16,16 @@ from attention_cases import Shape, random_kv, random_query
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, Rows
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.quest_score import triton_impl as quest_triton
-from gpu_tier.kernels.split_decode import attend as split_call
-from gpu_tier.kernels.split_decode import triton_impl as split_triton
-from gpu_tier.types import CopyRuns, LayerKV
+from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, Rows
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.kernels.quest_score import quest_score
+from kvcm.gpu_tier.kernels.quest_score import triton_impl as quest_triton
+from kvcm.gpu_tier.kernels.split_decode import attend as split_call
+from kvcm.gpu_tier.kernels.split_decode import triton_impl as split_triton
+from kvcm.gpu_tier.types import CopyRuns, LayerKV
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",

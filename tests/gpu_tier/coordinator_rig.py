@@ -7,11 +7,11 @@ from typing import Any
 
 from retrieval_cases import PQ, WAVE
 
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
-from gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 
 __all__ = ["MODELS", "PAGE", "WHOLE", "config_of", "coordinator_of", "nothing_is_held", "prompt", "whole"]
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.config import PQCacheConfig
-from gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, Unit
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm
+from kvcm.gpu_tier.config import PQCacheConfig
+from kvcm.gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, Unit
 
 __all__ = ["DrawnTokens"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.engine.interfaces import DecoderModel, ModelState
-from gpu_tier.errors import PoolExhaustedError
-from gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial
+from kvcm.gpu_tier.engine.interfaces import DecoderModel, ModelState
+from kvcm.gpu_tier.errors import PoolExhaustedError
+from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial
 
 __all__ = ["PlainHooks", "plain_attention", "plain_forward"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, PartStrides
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, PartStrides
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["Gather", "random_gather"]
 

@@ -19,17 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpu_tier.assembly
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.errors import PoolExhaustedError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.index.wave_index import SegmentSink, WaveSegment
-from gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
-from gpu_tier.request_lifecycle import RequestState
-from gpu_tier.runtime import DeviceRuntime, Event
-from gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
+import kvcm.gpu_tier.assembly
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.errors import PoolExhaustedError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.index.wave_index import SegmentSink, WaveSegment
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
+from kvcm.gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.runtime import DeviceRuntime, Event
+from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
 
 __all__ = [
     "ClockRuntime",
@@ -460,7 +460,7 @@ class MarkedTraffic(Traffic):
     def __init__(
         self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None
     ) -> None:
-        monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+        monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
         super().__init__(shape or Shape(), config)
         self.runtime = runtime
         self.step = self.layer = 0

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, LayerState
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.runtime import NullRuntime
-from gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, LayerState
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
 
 __all__ = [
     "Buffer",

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gpu_tier.connector import (
+from kvcm.gpu_tier.connector import (
     KVConnector,
     LoadProgress,
     LoadTicket,

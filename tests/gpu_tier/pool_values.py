@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.kernels.operands import pool_rows
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.kernels.operands import pool_rows
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
 
 __all__ = ["GEOMETRIES", "all_rows", "fill_coded"]
 

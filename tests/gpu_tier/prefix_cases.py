@@ -9,11 +9,11 @@ import torch
 from memory_connector import MemoryConnector, MemoryStorage
 from torch import Tensor
 
-from gpu_tier.connector import KV_SPEC, KVFormat
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach, PrefixStore, SidecarSpec
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.connector import KV_SPEC, KVFormat
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach, PrefixStore, SidecarSpec
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.runtime import NullRuntime
 
 PAGE = 4
 MHA = KVGeometry(KVKind.MHA, 2, 2, 4, 4, KVDtype.F16, page_size=PAGE)

@@ -18,7 +18,7 @@ import torch
 from layer_traffic import Shape, Tokens, Traffic
 from torch import Tensor
 
-from gpu_tier.types import Selection
+from kvcm.gpu_tier.types import Selection
 
 __all__ = ["MODEL", "WHOLE", "Rank", "all_ranks", "decode_traffic", "heads_of", "layers_of"]
 

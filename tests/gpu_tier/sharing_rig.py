@@ -9,13 +9,13 @@ import torch
 from coordinator_rig import MODELS, PAGE, config_of, prompt, whole
 from retrieval_cases import PQ, WAVE
 
-from gpu_tier.assembly import build
-from gpu_tier.connector import KVConnector, KVFormat
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.sharing_engine import SharingEngine, sidecar_of
-from gpu_tier.geometry import KVDtype, KVGeometry
-from gpu_tier.manager.prefixes import PrefixStore
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.connector import KVConnector, KVFormat
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
+from kvcm.gpu_tier.engine.sharing_engine import SharingEngine, sidecar_of
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.manager.prefixes import PrefixStore
 
 __all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "SHORT", "Rig", "continued", "prompt_of"]
 

@@ -11,7 +11,7 @@ import torch
 from algorithm_rig import IndexRig, Rig, WaveRig, mha, mla
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_tier.types import Mode, Selection
+from kvcm.gpu_tier.types import Mode, Selection
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")

@@ -16,15 +16,15 @@ from lru_model import decode_batch
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.config import CACHE_POLICIES
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer, SteadyPlaces
-from gpu_tier.manager.residency import SparseBuffers
-from gpu_tier.manager.token_blocks import CachePlaces, TokenBlockPolicy
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.runtime import NullRuntime
-from gpu_tier.types import Selection, Source, SteadyRing, SteadyZone, Unit
+from kvcm.gpu_tier.config import CACHE_POLICIES
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer, SteadyPlaces
+from kvcm.gpu_tier.manager.residency import SparseBuffers
+from kvcm.gpu_tier.manager.token_blocks import CachePlaces, TokenBlockPolicy
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.types import Selection, Source, SteadyRing, SteadyZone, Unit
 
 
 @dataclass

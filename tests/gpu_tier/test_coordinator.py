@@ -19,11 +19,11 @@ from retrieval_cases import CASES as RETRIEVAL
 from thoroughness import examples
 from torch import Tensor
 
-import gpu_tier.assembly
-from gpu_tier.backend import BackendAdaptor, DenseRows, EngineMetadata, FlashAdaptor, TokenAdaptor
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.request_lifecycle import RequestState
-from gpu_tier.types import PagedMeta, ResidencyPlan, Selection, TokenMeta
+import kvcm.gpu_tier.assembly
+from kvcm.gpu_tier.backend import BackendAdaptor, DenseRows, EngineMetadata, FlashAdaptor, TokenAdaptor
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.types import PagedMeta, ResidencyPlan, Selection, TokenMeta
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: case for name, case in SETTINGS.items() if name not in ("quest per head", "streaming_llm")},
@@ -61,7 +61,7 @@ def test_an_end_in_any_state_leaves_nothing_behind(
     name: str, state: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = ClockRuntime()
-    monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+    monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
     traffic, request = in_state(RequestState(state), name, runtime)
     others = [r for r in traffic.sequences if r != request]
     found = traffic.coordinator.trackers[request].state
@@ -188,7 +188,7 @@ def late_traffic(name: str, *, holds_offloads: bool) -> tuple[Traffic, ClockRunt
     runtime = ClockRuntime()
     runtime.holds_offloads = holds_offloads
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+        patch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
         return Traffic(Shape(layers=2, max_tokens=128), ALGORITHMS[name]), runtime
 
 

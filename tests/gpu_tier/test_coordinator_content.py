@@ -13,9 +13,9 @@ from retrieval_cases import ALGORITHMS as SETTINGS
 from retrieval_cases import BLOCKS, PQ, WAVE
 from retrieval_cases import CASES as RETRIEVAL
 
-from gpu_tier.algorithms import registry
-from gpu_tier.geometry import KVDtype, KVKind, Layout
-from gpu_tier.manager import resident_clusters
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.geometry import KVDtype, KVKind, Layout
+from kvcm.gpu_tier.manager import resident_clusters
 
 LENGTHS = (1, 17, 60, 100, 33)
 

@@ -10,11 +10,11 @@ from drawn_tokens import DrawnTokens
 from layer_traffic import ClockRuntime, MarkedTraffic, Shape, Traffic
 from retrieval_cases import BLOCKS
 
-import gpu_tier.assembly
-from gpu_tier.algorithms import registry
-from gpu_tier.manager import stream
-from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.request_lifecycle import RequestState
+import kvcm.gpu_tier.assembly
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.manager import stream
+from kvcm.gpu_tier.pools.transfer import KVTransfer
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 LRU: dict[str, dict[str, Any]] = {
     "oracle": {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20},
@@ -305,7 +305,7 @@ CASES = {
 
 
 def traffic_of(config: dict[str, Any], runtime: ClockRuntime, monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+    monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
     return Traffic(SHAPE, config)
 
 
@@ -384,7 +384,7 @@ def test_what_is_loaded_has_been_copied_before_on_every_device(name: str, monkey
 
 def test_a_streamed_step_reads_the_last_token_only_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockRuntime()
-    monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+    monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
     traffic = Traffic(SHAPE, {"algorithm": "full_offload", "algo": {"chunk_tokens": 24}})
     manager, stream, step = traffic.coordinator.manager, traffic.coordinator._stream, 0
     assert stream is not None

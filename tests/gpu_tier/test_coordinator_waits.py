@@ -14,11 +14,11 @@ from layer_traffic import Shape, Traffic
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.runtime import upload
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.runtime import upload
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")
 INDEXER = {"index_heads": 4, "index_dim": 16}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_tier.errors import KernelUnavailableError
-from gpu_tier.kernels import cuda_build
+from kvcm.gpu_tier.errors import KernelUnavailableError
+from kvcm.gpu_tier.kernels import cuda_build
 
 nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_tier.engine.batch_engine import generate
-from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape, rms_norm, rotate
-from gpu_tier.engine.interfaces import DecoderModel, ModelState
-from gpu_tier.engine.recall_model import (
+from kvcm.gpu_tier.engine.batch_engine import generate
+from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
+from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape, rms_norm, rotate
+from kvcm.gpu_tier.engine.interfaces import DecoderModel, ModelState
+from kvcm.gpu_tier.engine.recall_model import (
     KEYS,
     SEPARATOR,
     VOCAB,
@@ -32,10 +32,10 @@ from gpu_tier.engine.recall_model import (
     recall_batch,
     save_recall_model,
 )
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVDtype, RowFormat
-from gpu_tier.index.lightning_indexer import LightningIndexer, hadamard, index_rows, quantise
-from gpu_tier.types import Mode
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, RowFormat
+from kvcm.gpu_tier.index.lightning_indexer import LightningIndexer, hadamard, index_rows, quantise
+from kvcm.gpu_tier.types import Mode
 
 LLAMA = LlamaDecoder.random(LlamaShape(num_layers=2))
 

@@ -17,21 +17,21 @@ from sharing_rig import SHORT, Rig
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.algorithms.pqcache import PQCache
-from gpu_tier.algorithms.retroinfer import RetroInfer
-from gpu_tier.config import SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.batch_engine import generate
-from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape
-from gpu_tier.engine.layer_attention import BlockSparse, PrefillAttention, chosen_blocks
-from gpu_tier.engine.sharing_engine import SharingEngine
-from gpu_tier.errors import ConfigError, PoolExhaustedError
-from gpu_tier.geometry import KVDtype
-from gpu_tier.index import pq
-from gpu_tier.index.wave_index import build_segment, prompt_segments
-from gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
-from gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.algorithms.pqcache import PQCache
+from kvcm.gpu_tier.algorithms.retroinfer import RetroInfer
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.coordinator import SparseCoordinator
+from kvcm.gpu_tier.engine.batch_engine import generate
+from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
+from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape
+from kvcm.gpu_tier.engine.layer_attention import BlockSparse, PrefillAttention, chosen_blocks
+from kvcm.gpu_tier.engine.sharing_engine import SharingEngine
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError
+from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.index.wave_index import build_segment, prompt_segments
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 LLAMA, LATENT = MODELS["llama"], MODELS["latent"]
 

@@ -13,11 +13,11 @@ from engine_rig import PlainHooks, plain_attention
 from hf_models import make_model, own_generate, prompt
 from torch import Tensor
 
-from gpu_tier.engine.batch_engine import BatchEngine, generate
-from gpu_tier.engine.hf_adapter import ATTENTION_NAME, AttentionShape, HfRunner, SparseGenerator
-from gpu_tier.engine.layer_attention import PrefillAttention
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.engine.batch_engine import BatchEngine, generate
+from kvcm.gpu_tier.engine.hf_adapter import ATTENTION_NAME, AttentionShape, HfRunner, SparseGenerator
+from kvcm.gpu_tier.engine.layer_attention import PrefillAttention
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 
 
 def runner_of(model: Any, hooks: PlainHooks, shape: AttentionShape, piece_tokens: int = 64) -> HfRunner:

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import AlgorithmContext
-from gpu_tier.cli import main
-from gpu_tier.config import ALGORITHMS, PQCacheConfig, SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.capacity_plan import (
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import AlgorithmContext
+from kvcm.gpu_tier.cli import main
+from kvcm.gpu_tier.config import ALGORITHMS, PQCacheConfig, SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.capacity_plan import (
     Limits,
     Plan,
     Workload,
@@ -31,8 +31,8 @@ from gpu_tier.eval.capacity_plan import (
     representation_bytes,
     time_of,
 )
-from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
-from gpu_tier.eval.report import (
+from kvcm.gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
+from kvcm.gpu_tier.eval.report import (
     CLAIMS,
     RETRIEVAL_CLAIMS,
     ResultTable,
@@ -42,10 +42,10 @@ from gpu_tier.eval.report import (
     plot_lines,
     write,
 )
-from gpu_tier.eval.roofline import Traffic, step_time, traffic, wave_traffic
-from gpu_tier.kernels.lru_diff import DiffScratch
-from gpu_tier.manager.residency import LruDiffPolicy
-from gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.eval.roofline import Traffic, step_time, traffic, wave_traffic
+from kvcm.gpu_tier.kernels.lru_diff import DiffScratch
+from kvcm.gpu_tier.manager.residency import LruDiffPolicy
+from kvcm.gpu_tier.runtime import NullRuntime
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")
 
@@ -361,7 +361,7 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
 
 
 def test_the_command_without_torch_says_what_to_install() -> None:
-    code = "import sys; sys.modules['torch'] = None; import gpu_tier.cli"
+    code = "import sys; sys.modules['torch'] = None; import kvcm.gpu_tier.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "gpu_tier: torch is not installed; the GPU tier needs: pip install 'kvcm[gpu]'\n"

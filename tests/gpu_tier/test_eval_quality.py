@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.engine.recall_model import RecallBatch, RecallModel, load_recall_model, recall_batch
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.hit_rates import exact_selections, hit_rates, pq_hits, simulate, trace, wave_hits
-from gpu_tier.eval.methods import METHODS, OBSERVED, RETRIEVAL, method, pq_top, retrieving, wave_share
-from gpu_tier.eval.quality import (
+from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
+from kvcm.gpu_tier.engine.recall_model import RecallBatch, RecallModel, load_recall_model, recall_batch
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.hit_rates import exact_selections, hit_rates, pq_hits, simulate, trace, wave_hits
+from kvcm.gpu_tier.eval.methods import METHODS, OBSERVED, RETRIEVAL, method, pq_top, retrieving, wave_share
+from kvcm.gpu_tier.eval.quality import (
     ERROR_TOLERANCE,
     EXPECTED,
     TOLERANCE,
@@ -36,9 +36,9 @@ from gpu_tier.eval.quality import (
     selections,
     steady_tokens,
 )
-from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
-from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv, rotated
-from gpu_tier.types import Selection, TokenRanges
+from kvcm.gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
+from kvcm.gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv, rotated
+from kvcm.gpu_tier.types import Selection, TokenRanges
 
 pytestmark = pytest.mark.ci
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.runtime import NullRuntime
 
 pytestmark = pytest.mark.ci
 

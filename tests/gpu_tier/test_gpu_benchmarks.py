@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_tier.eval.synth import Regime
-from gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.eval.synth import Regime
+from kvcm.gpu_tier.runtime import NullRuntime
 
 pytestmark = pytest.mark.ci
 

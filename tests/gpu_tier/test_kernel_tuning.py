@@ -11,14 +11,14 @@ import pytest
 import torch
 from attention_cases import Shape, expected, random_kv, random_query
 
-from gpu_tier.geometry import KVDtype
-from gpu_tier.kernels import tuning
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.indexer_score import indexer_score
-from gpu_tier.kernels.operands import scratch
-from gpu_tier.kernels.quest_score import quest_score
-from gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.kernels import tuning
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.operands import scratch
+from kvcm.gpu_tier.kernels.quest_score import quest_score
+from kvcm.gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
+from kvcm.gpu_tier.types import LayerKV
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or interpreting(), reason="needs a GPU")
@@ -99,7 +99,7 @@ def test_without_measuring_the_first_that_fits_is_chosen_and_not_kept(monkeypatc
 def score_keys(monkeypatch: pytest.MonkeyPatch, name: str, *calls: Callable[[], None]) -> list[tuple[Any, bool]]:
     """Return what scores ask to choose with: the key, and whether it may be measured."""
     asked: list[tuple[Any, bool]] = []
-    module = import_module(f"gpu_tier.kernels.{name}.triton_impl")
+    module = import_module(f"kvcm.gpu_tier.kernels.{name}.triton_impl")
 
     def choose(key: Any, _fits: Any, _call: Any, *, measure: bool) -> Tiling:
         asked.append((key, measure))
@@ -138,7 +138,7 @@ def test_scores_are_measured_anew_for_four_times_the_pages_or_keys(name: str, mo
 @pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
 def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     score = {"quest_score": quest, "indexer_score": indexer}[name]
-    module = import_module(f"gpu_tier.kernels.{name}.triton_impl")
+    module = import_module(f"kvcm.gpu_tier.kernels.{name}.triton_impl")
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
     [(_, measure)] = score_keys(monkeypatch, name, partial(score, 1, 32))
     assert not measure
@@ -147,7 +147,7 @@ def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.Mon
 def chosen(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> tuple[Any, Tiling]:
     """Return the key that attention would measure with, and the default tiling of the shape."""
     calls: list[tuple[Any, Tiling]] = []
-    split = import_module("gpu_tier.kernels.split_decode.triton_impl").kernel
+    split = import_module("kvcm.gpu_tier.kernels.split_decode.triton_impl").kernel
     ask = split.choose
 
     def choose(key: Any, *args: Any, **options: Any) -> Tiling:
@@ -206,7 +206,7 @@ def test_scores_of_a_size_never_measured_can_be_captured() -> None:
     device = torch.device("cuda")
     q, bounds = torch.randn(1, 8, 128, device=device), torch.randn(64, 2, 2, 128, device=device).bfloat16()
     arguments = q, bounds, torch.arange(64, device=device).int()[None], torch.tensor([50], device=device).int()
-    module = import_module("gpu_tier.kernels.quest_score.triton_impl")
+    module = import_module("kvcm.gpu_tier.kernels.quest_score.triton_impl")
     captured, direct = (torch.empty(1, 8, 64, device=device) for _ in range(2))
     module._launch(*arguments, captured, module.kernel.tilings[0])  # compiled, but not measured
     module.kernel._fastest.clear()

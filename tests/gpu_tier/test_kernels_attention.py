@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype
-from gpu_tier.kernels import dense
-from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
-from gpu_tier.kernels.decode_attn_token import decode_attn_token
-from gpu_tier.kernels.dense import causal_partial, empty_partial, merge_partials
-from gpu_tier.kernels.lse_merge import lse_merge
-from gpu_tier.kernels.split_decode import plan_splits
-from gpu_tier.kernels.tuning import Tiling
-from gpu_tier.types import LayerKV, Partial
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.kernels import dense
+from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
+from kvcm.gpu_tier.kernels.dense import causal_partial, empty_partial, merge_partials
+from kvcm.gpu_tier.kernels.lse_merge import lse_merge
+from kvcm.gpu_tier.kernels.split_decode import plan_splits
+from kvcm.gpu_tier.kernels.tuning import Tiling
+from kvcm.gpu_tier.types import LayerKV, Partial
 
 SLOTS = 96
 
@@ -154,9 +154,9 @@ def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
 def test_triton_in_any_pieces_and_tiles(
     shape: Shape, block: tuple[int, int], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_impl = import_module("gpu_tier.kernels.split_decode.triton_impl")
+    triton_impl = import_module("kvcm.gpu_tier.kernels.split_decode.triton_impl")
     monkeypatch.setattr(triton_impl.kernel, "forced", Tiling.of(BLOCK_M=block[0], BLOCK_N=block[1]))
-    call = import_module("gpu_tier.kernels.split_decode.attend")
+    call = import_module("kvcm.gpu_tier.kernels.split_decode.attend")
     monkeypatch.setattr(call, "plan_splits", lambda *_: splits)
     got, wanted = run_token("triton", shape, random_slots(4, [[70], [0], [33]]), 72)
     close(got, wanted, shape.dtype)

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.index.meta_index import MetaViews, empty_meta_page
-from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
-from gpu_tier.kernels.centroid_score import centroid_score
-from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
-from gpu_tier.kernels.dense import group_scores, softmax_partial
-from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
-from gpu_tier.kernels.weighted_attn import weighted_attn
-from gpu_tier.types import CopyRuns, Source
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.index.meta_index import MetaViews, empty_meta_page
+from kvcm.gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
+from kvcm.gpu_tier.kernels.centroid_score import centroid_score
+from kvcm.gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
+from kvcm.gpu_tier.kernels.dense import group_scores, softmax_partial
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
+from kvcm.gpu_tier.kernels.weighted_attn import weighted_attn
+from kvcm.gpu_tier.types import CopyRuns, Source
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -81,7 +81,7 @@ def direct_scores(q: Tensor, clusters: Clusters, scale: float) -> Tensor:
 
 
 def test_every_tiling_scores_the_same() -> None:
-    kernel = import_module("gpu_tier.kernels.centroid_score.triton_impl").kernel
+    kernel = import_module("kvcm.gpu_tier.kernels.centroid_score.triton_impl").kernel
     shape = Shape(2, 4, 64, 64)
     clusters, q = random_clusters(shape, COUNTS, 4), query(shape, len(COUNTS))
     want, here, device = direct_scores(q, clusters, 1.0), clusters.to(where("triton")), where("triton")
@@ -164,7 +164,7 @@ def test_queries_in_bf16(impl: str) -> None:
 
 
 def test_every_tiling_estimates_the_same() -> None:
-    kernel = import_module("gpu_tier.kernels.weighted_attn.triton_impl").kernel
+    kernel = import_module("kvcm.gpu_tier.kernels.weighted_attn.triton_impl").kernel
     shape = Shape(1, 20, 64, 16)
     clusters, q = random_clusters(shape, COUNTS, 7), query(shape, len(COUNTS))
     ids, lengths = random_lists(shape, 100, 7)

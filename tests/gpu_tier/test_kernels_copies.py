@@ -16,18 +16,18 @@ from pool_values import GEOMETRIES, all_rows, fill_coded
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.kernels.gather_copy import gather_copy
-from gpu_tier.kernels.io_transfer import io_transfer, layer_runs, part_copies
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.pools.transfer import Engine, KVTransfer, Runs, copy_runs, slot_pairs
-from gpu_tier.runtime import NullRuntime, runtime_for
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.io_transfer import io_transfer, layer_runs, part_copies
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool
+from kvcm.gpu_tier.pools.transfer import Engine, KVTransfer, Runs, copy_runs, slot_pairs
+from kvcm.gpu_tier.runtime import NullRuntime, runtime_for
+from kvcm.gpu_tier.types import CopyRuns
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -132,7 +132,7 @@ PAGES = 3
 
 def triton_kernel() -> ModuleType:
     """Return the kernel: to be imported under the interpreter, so not while tests are collected."""
-    return import_module("gpu_tier.kernels.io_transfer.triton_impl")
+    return import_module("kvcm.gpu_tier.kernels.io_transfer.triton_impl")
 
 
 @st.composite

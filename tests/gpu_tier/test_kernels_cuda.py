@@ -20,13 +20,13 @@ from lru_model import RandomSteps, copied, outputs_equal, states_equal
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.kernels import cuda_build
-from gpu_tier.kernels.gather_copy import cuda as gather_cuda
-from gpu_tier.kernels.io_transfer import cuda as transfer_cuda
-from gpu_tier.kernels.io_transfer import ref as transfer_ref
-from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.kernels import cuda_build
+from kvcm.gpu_tier.kernels.gather_copy import cuda as gather_cuda
+from kvcm.gpu_tier.kernels.io_transfer import cuda as transfer_cuda
+from kvcm.gpu_tier.kernels.io_transfer import ref as transfer_ref
+from kvcm.gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

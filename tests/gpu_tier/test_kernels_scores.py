@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, RowFormat
-from gpu_tier.kernels.indexer_score import indexer_score
-from gpu_tier.kernels.kmeans_assign import kmeans_assign
-from gpu_tier.kernels.kmeans_update import kmeans_update
-from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.kernels.quest_score import page_bounds, quest_score, round_down, round_up
-from gpu_tier.kernels.segment_sum import segment_sum
-from gpu_tier.kernels.topk_select import topk_select
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, RowFormat
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.kmeans_assign import kmeans_assign
+from kvcm.gpu_tier.kernels.kmeans_update import kmeans_update
+from kvcm.gpu_tier.kernels.pq_score import pq_score
+from kvcm.gpu_tier.kernels.quest_score import page_bounds, quest_score, round_down, round_up
+from kvcm.gpu_tier.kernels.segment_sum import segment_sum
+from kvcm.gpu_tier.kernels.topk_select import topk_select
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -76,7 +76,7 @@ def test_ties_go_to_the_lower_id_and_nan_is_last(impl: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 30, 500])
 def test_triton_top_k_of_rows_in_several_chunks(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_impl = import_module("gpu_tier.kernels.topk_select.triton_impl")
+    triton_impl = import_module("kvcm.gpu_tier.kernels.topk_select.triton_impl")
     monkeypatch.setattr(triton_impl, "_ALONE", 64)
     monkeypatch.setattr(triton_impl, "_CHUNK", 128)
     chooser = random.Random(k)
@@ -264,7 +264,7 @@ def test_tables_may_have_any_strides(impl: str) -> None:
 
 
 def test_every_tiling_scores_the_same() -> None:
-    kernel = import_module("gpu_tier.kernels.pq_score.triton_impl").kernel
+    kernel = import_module("kvcm.gpu_tier.kernels.pq_score.triton_impl").kernel
     table, codes, *rest = problem(1, 4, 2, 6, 64, 13)
     want = direct(table, codes, rest[0], 200)
     for tiling in kernel.tilings:
@@ -370,7 +370,7 @@ def test_rows_and_centroids_may_have_strides(impl: str) -> None:
 @pytest.mark.parametrize("tiling", [0, 2, 4])
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_tiling_labels_alike(tiling: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = import_module("gpu_tier.kernels.kmeans_assign.triton_impl").kernel
+    kernel = import_module("kvcm.gpu_tier.kernels.kmeans_assign.triton_impl").kernel
     monkeypatch.setattr(kernel, "forced", kernel.tilings[tiling])
     x, centroids = small_integers(2, 140, 24, seed=8), small_integers(2, 100, 24, seed=9)
     arguments = metric, x, centroids, [140, 77], [100, 65]
@@ -483,7 +483,7 @@ def test_every_tiling_adds_up_alike(tiling: int, monkeypatch: pytest.MonkeyPatch
     x, labels = small_integers(2, 140, 40, seed=3), some_labels(75, 2, 140, seed=4)
     start = small_integers(2, 75, 40, seed=5)
     for name in ("segment_sum", "kmeans_update"):
-        kernel = import_module(f"gpu_tier.kernels.{name}.triton_impl").kernel
+        kernel = import_module(f"kvcm.gpu_tier.kernels.{name}.triton_impl").kernel
         monkeypatch.setattr(kernel, "forced", kernel.tilings[tiling])
     assert torch.equal(sums("triton", x, labels, 75), sums("reference", x, labels, 75))
     for spherical in (False, True):

@@ -29,11 +29,11 @@ from lru_model import (
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError, StateError
-from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, lru_diff, ref
-from gpu_tier.manager.residency import LruCounters, LruDiffPolicy
-from gpu_tier.runtime import NullRuntime
-from gpu_tier.types import ResidencyPlan
+from kvcm.gpu_tier.errors import ConfigError, StateError
+from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, lru_diff, ref
+from kvcm.gpu_tier.manager.residency import LruCounters, LruDiffPolicy
+from kvcm.gpu_tier.runtime import NullRuntime
+from kvcm.gpu_tier.types import ResidencyPlan
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -271,7 +271,7 @@ def test_random_histories_equal_the_reference(part: int) -> None:
     ],
 )  # fmt: skip
 def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: int, block: int) -> None:
-    from gpu_tier.kernels.lru_diff import triton_impl
+    from kvcm.gpu_tier.kernels.lru_diff import triton_impl
 
     rng = torch.Generator().manual_seed(width + capacity + block)
     theirs = random_state(capacity, n_items, rng)
@@ -303,7 +303,7 @@ def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: i
 
 @pytest.mark.parametrize(("block", "warps"), [(16, 1), (32, 1), (64, 2), (128, 4), (1024, 4)])
 def test_no_two_warps_hold_the_same_numbers(block: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_tier.kernels.lru_diff import triton_impl
+    from kvcm.gpu_tier.kernels.lru_diff import triton_impl
 
     launches: list[dict[str, Any]] = []
 

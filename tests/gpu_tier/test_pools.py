@@ -16,16 +16,16 @@ from pool_values import GEOMETRIES, all_rows, fill_coded
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import Layout
-from gpu_tier.pools import pinned
-from gpu_tier.pools.allocator import PagedAllocator
-from gpu_tier.pools.code_pages import Appending, CodePages
-from gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
-from gpu_tier.pools.host_pool import HostKVPool, HostPages, PageState
-from gpu_tier.pools.pinned import PinnedMemory, chunks
-from gpu_tier.pools.representation import RepresentationPool
-from gpu_tier.runtime import CudaRuntime, NullRuntime, runtime_for, upload
+from kvcm.gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.geometry import Layout
+from kvcm.gpu_tier.pools import pinned
+from kvcm.gpu_tier.pools.allocator import PagedAllocator
+from kvcm.gpu_tier.pools.code_pages import Appending, CodePages
+from kvcm.gpu_tier.pools.device_pool import DeviceKVPool, ReqToTokenPool
+from kvcm.gpu_tier.pools.host_pool import HostKVPool, HostPages, PageState
+from kvcm.gpu_tier.pools.pinned import PinnedMemory, chunks
+from kvcm.gpu_tier.pools.representation import RepresentationPool
+from kvcm.gpu_tier.runtime import CudaRuntime, NullRuntime, runtime_for, upload
 
 PAGES = 8
 

@@ -33,17 +33,17 @@ from thoroughness import examples
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpu_tier.algorithms import pq_clustering
-from gpu_tier.algorithms.base import Sidecar
-from gpu_tier.algorithms.pqcache import PQCache
-from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.errors import AllocationError, ConfigError
-from gpu_tier.geometry import KVDtype, KVGeometry
-from gpu_tier.index import pq
-from gpu_tier.index.pq import CodebookImport, PQSidecars
-from gpu_tier.kernels.dma_copy import dma_copy
-from gpu_tier.request_lifecycle import RequestState
-from gpu_tier.types import Mode, Selection, SteadyRing
+from kvcm.gpu_tier.algorithms import pq_clustering
+from kvcm.gpu_tier.algorithms.base import Sidecar
+from kvcm.gpu_tier.algorithms.pqcache import PQCache
+from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
+from kvcm.gpu_tier.errors import AllocationError, ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.index.pq import CodebookImport, PQSidecars
+from kvcm.gpu_tier.kernels.dma_copy import dma_copy
+from kvcm.gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.types import Mode, Selection, SteadyRing
 
 
 @pytest.mark.parametrize("residency", ["blocks", "lru", "device"])
@@ -663,7 +663,7 @@ def test_no_step_reads_the_device(residency: str, turns: str, monkeypatch: pytes
         with _disable_current_modes():
             dma_copy(*args)
 
-    monkeypatch.setattr("gpu_tier.pools.code_pages.dma_copy", unwatched)
+    monkeypatch.setattr("kvcm.gpu_tier.pools.code_pages.dma_copy", unwatched)
     life(PQRig(residency=residency, turns=turns), _NoWaiting)
 
 

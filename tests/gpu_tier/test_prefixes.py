@@ -16,10 +16,10 @@ from memory_connector import MemoryStorage
 from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, Tier, format_of, page_keys, sidecars_of
 from thoroughness import examples
 
-from gpu_tier.connector import KV_SPEC, fingerprint8
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, KVGeometry, Layout
-from gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach
+from kvcm.gpu_tier.connector import KV_SPEC, fingerprint8
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, Layout
+from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach
 
 TOKENS = list(range(100, 100 + 4 * PAGE + 1))  # four full pages and the token that has to be computed
 
@@ -698,5 +698,5 @@ def test_geometry_and_layout_are_in_the_format() -> None:
 
 
 def test_the_protocol_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import gpu_tier.connector"
+    code = "import sys; sys.modules['torch'] = None; import kvcm.gpu_tier.connector"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.algorithms import pq_clustering
-from gpu_tier.algorithms.pq_clustering import CostModel, Profile, dense_layer_seconds
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind
-from gpu_tier.index import pq
-from gpu_tier.index.kmeans import lloyd, spherical_kmeans
-from gpu_tier.kernels.pq_score import pq_score
-from gpu_tier.runtime import NullRuntime, runtime_for
+from kvcm.gpu_tier.algorithms import pq_clustering
+from kvcm.gpu_tier.algorithms.pq_clustering import CostModel, Profile, dense_layer_seconds
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
+from kvcm.gpu_tier.index import pq
+from kvcm.gpu_tier.index.kmeans import lloyd, spherical_kmeans
+from kvcm.gpu_tier.kernels.pq_score import pq_score
+from kvcm.gpu_tier.runtime import NullRuntime, runtime_for
 
 
 def keys_of(n: int, heads: int, dims: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -10,15 +10,15 @@ from layer_traffic import Shape, Traffic
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval_cases import PQ, WAVE
 
-from gpu_tier.algorithms import registry
-from gpu_tier.assembly import build, host_split, resolved
-from gpu_tier.config import SparseConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.manager.execution_buffer import BlockResidency
-from gpu_tier.manager.prefixes import PrefixCounters
-from gpu_tier.manager.residency import DeviceResidentPolicy
-from gpu_tier.manager.token_blocks import TokenBlockPolicy
-from gpu_tier.metrics import figures, prometheus_text
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.assembly import build, host_split, resolved
+from kvcm.gpu_tier.config import SparseConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.manager.execution_buffer import BlockResidency
+from kvcm.gpu_tier.manager.prefixes import PrefixCounters
+from kvcm.gpu_tier.manager.residency import DeviceResidentPolicy
+from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
+from kvcm.gpu_tier.metrics import figures, prometheus_text
 
 SHAPE = Shape(max_requests=2, max_tokens=64)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, KVGeometry
-from gpu_tier.index.wave_index import SegmentRows, clusters_of, most_clusters, prompt_segments
-from gpu_tier.types import Mode
+from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.index.wave_index import SegmentRows, clusters_of, most_clusters, prompt_segments
+from kvcm.gpu_tier.types import Mode
 
 CONFIG = RetroInferConfig(**SMALL)
 

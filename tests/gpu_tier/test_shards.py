@@ -12,9 +12,9 @@ from prefix_cases import MHA, Tier
 from retrieval_cases import CASES
 from shard_ranks import MODEL, WHOLE, Rank, all_ranks, decode_traffic, heads_of, layers_of
 
-from gpu_tier.connector import KVFormat
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Layout
+from kvcm.gpu_tier.connector import KVFormat
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Layout
 
 pytestmark = pytest.mark.ci
 

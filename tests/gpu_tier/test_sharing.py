@@ -17,13 +17,13 @@ from prefix_cases import page_keys
 from retrieval_cases import BLOCKS, INDEXER, SNAPKV
 from sharing_rig import ALGORITHMS, NEW, OTHER_RESIDENCIES, SHORT, Rig, continued, prompt_of
 
-from gpu_tier.assembly import build
-from gpu_tier.connector import KV_SPEC, KVFormat
-from gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
-from gpu_tier.engine.sharing_engine import sidecar_of
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from gpu_tier.request_lifecycle import RequestState
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.connector import KV_SPEC, KVFormat
+from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
+from kvcm.gpu_tier.engine.sharing_engine import sidecar_of
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
+from kvcm.gpu_tier.request_lifecycle import RequestState
 
 QUEST = {"page": 4, "token_budget": 24}
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.algorithms import registry
-from gpu_tier.algorithms.base import Sidecar
-from gpu_tier.algorithms.dsa import DSA
-from gpu_tier.algorithms.quest import Quest
-from gpu_tier.algorithms.snapkv import ObservationWindows, SnapKV
-from gpu_tier.errors import AllocationError, ConfigError, StateError
-from gpu_tier.geometry import KVDtype, KVGeometry
-from gpu_tier.kernels.quest_score import round_down, round_up
-from gpu_tier.types import ForwardBatch, Mode, Unit
+from kvcm.gpu_tier.algorithms import registry
+from kvcm.gpu_tier.algorithms.base import Sidecar
+from kvcm.gpu_tier.algorithms.dsa import DSA
+from kvcm.gpu_tier.algorithms.quest import Quest
+from kvcm.gpu_tier.algorithms.snapkv import ObservationWindows, SnapKV
+from kvcm.gpu_tier.errors import AllocationError, ConfigError, StateError
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.kernels.quest_score import round_down, round_up
+from kvcm.gpu_tier.types import ForwardBatch, Mode, Unit
 
 
 @pytest.mark.parametrize("name", ["full", "full_offload"])

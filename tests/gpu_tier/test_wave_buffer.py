@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from gpu_tier.config import CACHE_POLICIES
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.index.wave_index import WaveSegment
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.manager.wave_buffer import WaveBuffer, WaveCounters
-from gpu_tier.manager.wave_gpu import WaveGpuBuffer, WaveGpuCounters
-from gpu_tier.types import Selection, Source, Unit
+from kvcm.gpu_tier.config import CACHE_POLICIES
+from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from kvcm.gpu_tier.index.wave_index import WaveSegment
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.manager.wave_buffer import WaveBuffer, WaveCounters
+from kvcm.gpu_tier.manager.wave_gpu import WaveGpuBuffer, WaveGpuCounters
+from kvcm.gpu_tier.types import Selection, Source, Unit
 
 CONTROLS = ("native", "reference")
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError
-from gpu_tier.eval.synth import Regime, kv
-from gpu_tier.index.meta_index import (
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval.synth import Regime, kv
+from kvcm.gpu_tier.index.meta_index import (
     PAGE_CLUSTERS,
     MetaViews,
     ZoneSizes,
@@ -25,7 +25,7 @@ from gpu_tier.index.meta_index import (
     meta_page_bytes,
     rank,
 )
-from gpu_tier.index.wave_index import (
+from kvcm.gpu_tier.index.wave_index import (
     build_global,
     build_segment,
     build_segments,

@@ -19,7 +19,7 @@ from corruption_site import PART_BYTES, SPECS, BlockSite, opened_site  # noqa: E
 from manager_process import start_manager  # noqa: E402
 from waiting import until  # noqa: E402
 
-from connectors.transfer import Failure  # noqa: E402
+from kvcm.connectors.transfer import Failure  # noqa: E402
 from kvcm.model.mooncake import MooncakeClient, open_client  # noqa: E402
 from kvcm.model.storages import MooncakeStorageSpec  # noqa: E402
 from kvcm.model.uri import LocationUri  # noqa: E402

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from connectors.transfer.engine import TransferEngine
-from connectors.transfer.mooncake import MooncakeSettings
-from connectors.transfer.mover import TransferItem
+from kvcm.connectors.transfer.engine import TransferEngine
+from kvcm.connectors.transfer.mooncake import MooncakeSettings
+from kvcm.connectors.transfer.mover import TransferItem
 from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig

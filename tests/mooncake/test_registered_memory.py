@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer.memory import MemorySpan, RegisteredMemory, StagingMemory, span_of
+from kvcm.connectors.transfer.memory import MemorySpan, RegisteredMemory, StagingMemory, span_of
 from kvcm.model.errors import InvalidArgumentError
 
 SPANS = st.builds(MemorySpan, st.integers(1, 60), st.integers(1, 20))

@@ -60,7 +60,9 @@ def test_the_wheel_installs_without_extras_and_serves_with_the_server_s(tmp_path
     refused = fresh.run("kvcm", "--version")
     assert refused.returncode == 1
     assert "pip install 'kvcm[server]'" in refused.stderr
-    imported = fresh.run("python", "-c", "import connectors.client, connectors.transfer, kvcm; print(kvcm.__version__)")
+    imported = fresh.run(
+        "python", "-c", "import kvcm.connectors.client, kvcm.connectors.transfer, kvcm; print(kvcm.__version__)"
+    )
     assert imported.stdout == f"{VERSION}\n", imported.stderr
 
     fresh.install(f"{wheel}[server]")

@@ -29,9 +29,9 @@ from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 from thoroughness import examples
 
-from connectors.client import AsyncManagerClient, ManagerClient
-from connectors.exchanges import ClientSettings
-from connectors.results import Outcome
+from kvcm.connectors.client import AsyncManagerClient, ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.connectors.results import Outcome
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta

@@ -15,11 +15,11 @@ import pytest
 from redis_servers import Standalone, standalone
 from test_several_managers import KEYS, Node, eventually, finish, gauge, hits, node, registered, settings_of, start
 
-from connectors.client import AsyncManagerClient
-from connectors.results import CallCounters
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.removal import Remover
+from kvcm.connectors.client import AsyncManagerClient
+from kvcm.connectors.results import CallCounters
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import ErrorCode, StorageIOError
 from kvcm.model.groups import InstanceGroup

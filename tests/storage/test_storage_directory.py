@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from connectors.transfer.file import FileMover
-from connectors.transfer.mover import TransferItem
+from kvcm.connectors.transfer.file import FileMover
+from kvcm.connectors.transfer.mover import TransferItem
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
 from kvcm.model.mooncake import AllowedHosts, HostRule
 from kvcm.model.storages import (

@@ -14,8 +14,8 @@ from model import BLOCK_TOKENS, NEW_TOKENS, make_model, to_tokens
 from transformers import StoppingCriteria, StoppingCriteriaList
 from verify import compare_store
 
-from connectors.client import ManagerClient
-from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.transformers import KVReuse, ReuseSettings
 
 _GROUP = "default"
 _THREADS = 2

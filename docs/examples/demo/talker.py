@@ -20,7 +20,7 @@ import torch
 from conversation import SHARED, prompts
 from model import BLOCK_TOKENS, NEW_TOKENS, make_model, to_tokens
 
-from connectors.transformers import KVReuse
+from kvcm.connectors.transformers import KVReuse
 
 _ANSWERED = Path("/tmp/answered")
 _MOST_BYTES = 4096  # of a prompt; short turns show more of the cache on a small machine

@@ -16,8 +16,8 @@ import torch
 from model import BLOCK_TOKENS
 from transformers import DynamicCache, LlamaForCausalLM
 
-from connectors.client import ManagerClient
-from connectors.transformers import KVReuse
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.transformers import KVReuse
 
 __all__ = ["compare_store"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan
-from gpu_tier.kernels.cluster_expand import SelectedBlocks
-from gpu_tier.kernels.token_runs import SteadyPlan
-from gpu_tier.types import CopyRuns, Source
+from kvcm.gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan
+from kvcm.gpu_tier.kernels.cluster_expand import SelectedBlocks
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan
+from kvcm.gpu_tier.types import CopyRuns, Source
 
 __all__ = ["run"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan
-from gpu_tier.kernels.cluster_expand import SelectedBlocks
-from gpu_tier.kernels.token_runs import SteadyPlan
+from kvcm.gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan
+from kvcm.gpu_tier.kernels.cluster_expand import SelectedBlocks
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan
 
 __all__ = ["run"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks
+from kvcm.gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks
 
 __all__ = ["run"]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks
-from gpu_tier.kernels.tuning import next_power_of_2
+from kvcm.gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks
+from kvcm.gpu_tier.kernels.tuning import next_power_of_2
 
 __all__ = ["run"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.dense import attend_to_slots
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.kernels.dense import attend_to_slots
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["run"]
 

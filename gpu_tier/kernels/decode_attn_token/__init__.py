@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.dense import check_decode
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.dense import check_decode
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["decode_attn_token"]
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from gpu_tier.kernels.split_decode import SlotTable
-from gpu_tier.kernels.split_decode.attend import attend
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.kernels.split_decode import SlotTable
+from kvcm.gpu_tier.kernels.split_decode.attend import attend
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["run"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
 
 __all__ = ["dma_copy"]
 

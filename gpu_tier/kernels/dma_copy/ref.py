@@ -8,6 +8,6 @@ __all__ = ["run"]
 
 
 def run(src: Tensor, dst: Tensor, src_start: Tensor, dst_start: Tensor, nbytes: Tensor) -> None:
-    """See `gpu_tier.kernels.dma_copy.dma_copy`."""
+    """See `kvcm.gpu_tier.kernels.dma_copy.dma_copy`."""
     for here, there, size in zip(src_start.tolist(), dst_start.tolist(), nbytes.tolist(), strict=True):
         dst[there : there + size].copy_(src[here : here + size], non_blocking=True)

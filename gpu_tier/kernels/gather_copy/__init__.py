@@ -14,10 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.operands import RowPool, check_contiguous
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.operands import RowPool, check_contiguous
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["MAX_SOURCES", "gather_copy", "word_bytes"]
 

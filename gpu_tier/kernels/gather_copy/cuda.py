@@ -6,10 +6,10 @@ import ctypes
 
 from torch import Tensor
 
-from gpu_tier.kernels import cuda_build
-from gpu_tier.kernels.gather_copy import word_bytes
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.kernels import cuda_build
+from kvcm.gpu_tier.kernels.gather_copy import word_bytes
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["run"]
 
@@ -34,7 +34,7 @@ class _Args(ctypes.Structure):
 
 
 def run(sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns, *, num_heads: int, moved: Tensor | None) -> None:
-    """See `gpu_tier.kernels.gather_copy.gather_copy`."""
+    """See `kvcm.gpu_tier.kernels.gather_copy.gather_copy`."""
     pools = (*sources, *(sources[0],) * (_SOURCES - len(sources)), target)
     parts = target.addressing.parts
     tables = (runs.kind, runs.src, runs.dst, runs.tokens, runs.count)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.gather_copy import word_bytes
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.kernels.gather_copy import word_bytes
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["run"]
 
@@ -15,7 +15,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run(sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns, *, num_heads: int, moved: Tensor | None) -> None:
-    """See `gpu_tier.kernels.gather_copy.gather_copy`."""
+    """See `kvcm.gpu_tier.kernels.gather_copy.gather_copy`."""
     inside = torch.arange(runs.kind.shape[1], device=runs.kind.device) < runs.count[:, None]
     for number, source in enumerate(sources):
         lines, places = (inside & (runs.kind == number)).nonzero(as_tuple=True)

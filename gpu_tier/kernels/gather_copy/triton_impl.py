@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.gather_copy import word_bytes
-from gpu_tier.kernels.operands import RowPool
-from gpu_tier.kernels.tuning import interpreting, next_power_of_2
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.kernels.gather_copy import word_bytes
+from kvcm.gpu_tier.kernels.operands import RowPool
+from kvcm.gpu_tier.kernels.tuning import interpreting, next_power_of_2
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["run"]
 
@@ -107,7 +107,7 @@ _kernel = triton.jit(_gather, do_not_specialize=_SAME_KERNEL)
 
 
 def run(sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns, *, num_heads: int, moved: Tensor | None) -> None:
-    """See `gpu_tier.kernels.gather_copy.gather_copy`."""
+    """See `kvcm.gpu_tier.kernels.gather_copy.gather_copy`."""
     lines, width = runs.kind.shape
     programs = min(lines * width, 2 if interpreting() else _MOST_PROGRAMS)
     pools = (*sources, *(sources[0],) * (3 - len(sources)), target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVDtype, RowFormat
+from kvcm.gpu_tier.geometry import KVDtype, RowFormat
 
 __all__ = ["run"]
 

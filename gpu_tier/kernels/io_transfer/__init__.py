@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, PartStrides
-from gpu_tier.kernels import registry
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import Addressing, PartStrides
+from kvcm.gpu_tier.kernels import registry
 
 __all__ = ["PartCopy", "io_transfer", "item_bytes", "layer_runs", "part_copies", "word_bytes"]
 

@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing, PartStrides
-from gpu_tier.kernels import cuda_build
-from gpu_tier.kernels.io_transfer import PartCopy, layer_runs, part_copies
+from kvcm.gpu_tier.geometry import Addressing, PartStrides
+from kvcm.gpu_tier.kernels import cuda_build
+from kvcm.gpu_tier.kernels.io_transfer import PartCopy, layer_runs, part_copies
 
 __all__ = ["run"]
 
@@ -54,7 +54,7 @@ def run(
     blocks: int,
     moved: Tensor | None,
 ) -> None:
-    """See `gpu_tier.kernels.io_transfer.io_transfer`."""
+    """See `kvcm.gpu_tier.kernels.io_transfer.io_transfer`."""
     _check(src_idx, dst_idx, count, moved)
     src_idx, dst_idx = src_idx.contiguous(), dst_idx.contiguous()
     count = None if count is None else count.contiguous()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing
-from gpu_tier.kernels.operands import pool_rows
+from kvcm.gpu_tier.geometry import Addressing
+from kvcm.gpu_tier.kernels.operands import pool_rows
 
 __all__ = ["run"]
 
@@ -27,7 +27,7 @@ def run(
     blocks: int,
     moved: Tensor | None,
 ) -> None:
-    """See `gpu_tier.kernels.io_transfer.io_transfer`."""
+    """See `kvcm.gpu_tier.kernels.io_transfer.io_transfer`."""
     rows, entries = _live(src_idx, dst_idx, count).nonzero(as_tuple=True)
     read = _place(src_addr, src_idx[rows, entries], unit_tokens, src.device)
     written = _place(dst_addr, dst_idx[rows, entries], unit_tokens, dst.device)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing, PartStrides
-from gpu_tier.kernels.io_transfer import layer_runs, part_copies, word_bytes
+from kvcm.gpu_tier.geometry import Addressing, PartStrides
+from kvcm.gpu_tier.kernels.io_transfer import layer_runs, part_copies, word_bytes
 
 __all__ = ["addresses", "run"]
 
@@ -120,7 +120,7 @@ def run(
     blocks: int,
     moved: Tensor | None,
 ) -> None:
-    """See `gpu_tier.kernels.io_transfer.io_transfer`."""
+    """See `kvcm.gpu_tier.kernels.io_transfer.io_transfer`."""
     rows, entries = src_idx.shape
     src_idx, dst_idx = src_idx.contiguous(), dst_idx.contiguous()
     tallies = [src_idx if tally is None else tally for tally in (count, moved)]  # those that are None are not read

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, tunable
+from kvcm.gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, tunable
 
 __all__ = ["kernel", "run"]
 

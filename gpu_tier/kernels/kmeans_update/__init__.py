@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.operands import check_contiguous, check_last_contiguous
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.operands import check_contiguous, check_last_contiguous
 
 __all__ = ["kmeans_update"]
 

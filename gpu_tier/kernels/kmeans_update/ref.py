@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.segment_sum import segment_sum
+from kvcm.gpu_tier.kernels.segment_sum import segment_sum
 
 __all__ = ["run"]
 

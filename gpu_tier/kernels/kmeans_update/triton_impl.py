@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.segment_sum.triton_impl import TILINGS, add_rows, fits
-from gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, tunable
+from kvcm.gpu_tier.kernels.segment_sum.triton_impl import TILINGS, add_rows, fits
+from kvcm.gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, tunable
 
 __all__ = ["kernel", "run"]
 

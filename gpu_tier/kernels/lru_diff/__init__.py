@@ -30,9 +30,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import Addressing
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.io_transfer import io_transfer
+from kvcm.gpu_tier.geometry import Addressing
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.io_transfer import io_transfer
 
 __all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState", "SwapIn", "lru_diff", "move"]
 

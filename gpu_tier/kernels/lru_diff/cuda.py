@@ -10,10 +10,10 @@ import ctypes
 
 from torch import Tensor
 
-from gpu_tier.geometry import PartStrides
-from gpu_tier.kernels import cuda_build, registry
-from gpu_tier.kernels.io_transfer import PartCopy, part_copies
-from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn
+from kvcm.gpu_tier.geometry import PartStrides
+from kvcm.gpu_tier.kernels import cuda_build, registry
+from kvcm.gpu_tier.kernels.io_transfer import PartCopy, part_copies
+from kvcm.gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn
 
 __all__ = ["add_copies", "arguments", "run"]
 
@@ -53,7 +53,7 @@ def run(
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
     swap_in: SwapIn | None = None,
 ) -> None:  # fmt: skip
-    """See `gpu_tier.kernels.lru_diff`."""
+    """See `kvcm.gpu_tier.kernels.lru_diff`."""
     if not items.shape[0]:
         return  # a grid cannot be empty
     library = cuda_build.library()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn, move
+from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn, move
 
 __all__ = ["run"]
 
@@ -76,7 +76,7 @@ def run(
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
     swap_in: SwapIn | None = None,
 ) -> None:  # fmt: skip
-    """See `gpu_tier.kernels.lru_diff`."""
+    """See `kvcm.gpu_tier.kernels.lru_diff`."""
     _plan(
         items, requests, seq_lens, sparse_mask, num_real, state, out, unit_tokens=unit_tokens,
         promote_newest=promote_newest, loads_hottest=loads_hottest,

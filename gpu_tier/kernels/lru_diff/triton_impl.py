@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn, move
+from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn, move
 
 __all__ = ["run"]
 
@@ -347,7 +347,7 @@ def run(
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
     swap_in: SwapIn | None = None, block: int | None = None,
 ) -> None:  # fmt: skip
-    """See `gpu_tier.kernels.lru_diff`. `block` is how many items or slots a pass takes at a time, a power of two."""
+    """See `kvcm.gpu_tier.kernels.lru_diff`. `block` is how many items or slots in one pass, a power of two."""
     rows, heads, width = items.shape
     if not rows:
         return  # a grid cannot be empty

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.tuning import next_power_of_2
+from kvcm.gpu_tier.kernels.tuning import next_power_of_2
 
 __all__ = ["run"]
 

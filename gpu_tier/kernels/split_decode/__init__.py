@@ -9,10 +9,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import KVDtype, Rows
-from gpu_tier.kernels.tuning import next_power_of_2
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.geometry import KVDtype, Rows
+from kvcm.gpu_tier.kernels.tuning import next_power_of_2
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["Operand", "RowOperands", "SlotTable", "operands_of", "plan_splits", "tile_sizes"]
 

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_tier.geometry import KVDtype
-from gpu_tier.kernels.lse_merge.triton_impl import run as merge
-from gpu_tier.kernels.operands import scratch
-from gpu_tier.kernels.split_decode import SlotTable, plan_splits
-from gpu_tier.kernels.split_decode.triton_impl import kernel, launch
-from gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, processors
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.kernels.lse_merge.triton_impl import run as merge
+from kvcm.gpu_tier.kernels.operands import scratch
+from kvcm.gpu_tier.kernels.split_decode import SlotTable, plan_splits
+from kvcm.gpu_tier.kernels.split_decode.triton_impl import kernel, launch
+from kvcm.gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, processors
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["attend", "partials"]
 

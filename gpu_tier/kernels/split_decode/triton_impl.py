@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.split_decode import SlotTable, operands_of, tile_sizes
-from gpu_tier.kernels.tuning import Tiling, interpreting, tunable
-from gpu_tier.types import LayerKV
+from kvcm.gpu_tier.kernels.split_decode import SlotTable, operands_of, tile_sizes
+from kvcm.gpu_tier.kernels.tuning import Tiling, interpreting, tunable
+from kvcm.gpu_tier.types import LayerKV
 
 __all__ = ["fold", "kernel", "launch", "operand", "piece", "write"]
 

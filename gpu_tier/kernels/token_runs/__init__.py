@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.operands import check_contiguous
-from gpu_tier.types import CopyRuns
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.operands import check_contiguous
+from kvcm.gpu_tier.types import CopyRuns
 
 __all__ = ["SteadyPlan", "TokenPlaces", "TokenPlan", "token_runs"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan
-from gpu_tier.types import Source
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan
+from kvcm.gpu_tier.types import Source
 
 __all__ = ["run"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan
+from kvcm.gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan
 
 __all__ = ["run"]
 

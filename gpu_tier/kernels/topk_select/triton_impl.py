@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.operands import scratch
-from gpu_tier.kernels.tuning import next_power_of_2
+from kvcm.gpu_tier.kernels.operands import scratch
+from kvcm.gpu_tier.kernels.tuning import next_power_of_2
 
 __all__ = ["run"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.errors import ConfigError
-from gpu_tier.kernels import registry
-from gpu_tier.kernels.operands import check_cluster_pages, check_contiguous, check_last_contiguous
+from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.kernels import registry
+from kvcm.gpu_tier.kernels.operands import check_cluster_pages, check_contiguous, check_last_contiguous
 
 __all__ = ["weighted_attn"]
 

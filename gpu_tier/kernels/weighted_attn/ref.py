@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.operands import gather_clusters
+from kvcm.gpu_tier.kernels.operands import gather_clusters
 
 __all__ = ["run"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.lse_merge.triton_impl import run as merge
-from gpu_tier.kernels.split_decode import plan_splits
-from gpu_tier.kernels.split_decode.attend import partials
-from gpu_tier.kernels.split_decode.triton_impl import fold, operand, piece, write
-from gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, processors, tunable
+from kvcm.gpu_tier.kernels.lse_merge.triton_impl import run as merge
+from kvcm.gpu_tier.kernels.split_decode import plan_splits
+from kvcm.gpu_tier.kernels.split_decode.attend import partials
+from kvcm.gpu_tier.kernels.split_decode.triton_impl import fold, operand, piece, write
+from kvcm.gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, processors, tunable
 
 __all__ = ["kernel", "run"]
 

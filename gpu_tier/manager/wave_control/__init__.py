@@ -20,10 +20,10 @@ import logging
 import os
 from functools import lru_cache
 
-from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, KernelUnavailableError
-from gpu_tier.manager.wave_control.reference import ReferenceControl
-from gpu_tier.manager.wave_control.tables import Change, Changes, Control, Lines, Plan, Stat
+from kvcm.gpu_tier.config import RetroInferConfig
+from kvcm.gpu_tier.errors import ConfigError, KernelUnavailableError
+from kvcm.gpu_tier.manager.wave_control.reference import ReferenceControl
+from kvcm.gpu_tier.manager.wave_control.tables import Change, Changes, Control, Lines, Plan, Stat
 
 __all__ = ["CONTROLS", "Change", "Changes", "Control", "Lines", "Plan", "Stat", "make"]
 
@@ -47,7 +47,7 @@ def make(settings: RetroInferConfig, name: str = "auto") -> Control:
         raise ConfigError.choice("control", name, CONTROLS)
     if name == "reference":
         return ReferenceControl(settings.policy)
-    from gpu_tier.manager.wave_control.native import NativeControl
+    from kvcm.gpu_tier.manager.wave_control.native import NativeControl
 
     threads = min(settings.cpu_threads, os.cpu_count() or 1)
     try:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
-from gpu_tier.errors import KernelUnavailableError
-from gpu_tier.kernels.native_build import build_once
-from gpu_tier.manager.wave_control.reference import SEED
-from gpu_tier.manager.wave_control.tables import Changes, Lines, Plan
+from kvcm.gpu_tier.errors import KernelUnavailableError
+from kvcm.gpu_tier.kernels.native_build import build_once
+from kvcm.gpu_tier.manager.wave_control.reference import SEED
+from kvcm.gpu_tier.manager.wave_control.tables import Changes, Lines, Plan
 
 __all__ = ["NativeControl", "library"]
 

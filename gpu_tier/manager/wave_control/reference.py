@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpu_tier.manager.wave_control.tables import Change, Changes, ClusterTable, Int64s, Lines, Places, Plan, Stat
-from gpu_tier.types import Source
+from kvcm.gpu_tier.manager.wave_control.tables import Change, Changes, ClusterTable, Int64s, Lines, Places, Plan, Stat
+from kvcm.gpu_tier.types import Source
 
 __all__ = ["SEED", "ReferenceControl", "mixed"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from gpu_tier.types import SteadyRing
+from kvcm.gpu_tier.types import SteadyRing
 
 __all__ = [
     "BLOCK",
