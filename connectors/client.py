@@ -37,20 +37,11 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "AsyncManagerClient",
-    "ManagerClient",
-    "error_reply",
-    "open_async_channel",
-    "open_channel",
-    "parse_addresses",
-    "remaining_seconds",
-]
+__all__ = ["AsyncManagerClient", "ManagerClient", "error_reply", "parse_addresses", "remaining_seconds"]
 
 # Addresses, channel options and gRPC errors: what both clients need to know about the transport.
 
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # a match of a long prompt is bigger than gRPC's default limit of 4 MiB
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -84,17 +75,17 @@ def parse_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
     return stripped
 
 
-def open_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.Channel:
+def _open_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.Channel:
     """Return a channel for threads."""
-    options = [*CHANNEL_OPTIONS, *login.options]
+    options = [*_CHANNEL_OPTIONS, *login.options]
     if shown.channel is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, shown.channel, options)
 
 
-def open_async_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.aio.Channel:
+def _open_async_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.aio.Channel:
     """Return a channel for the running event loop."""
-    options = [*CHANNEL_OPTIONS, *login.options]
+    options = [*_CHANNEL_OPTIONS, *login.options]
     if shown.channel is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, shown.channel, options)
@@ -355,7 +346,7 @@ class AsyncManagerClient:
         known = self._channels.get(address)
         if known is None or known[1].channel is not shown.channel:
             # Made on the first call, because a channel belongs to the event loop that runs then.
-            known = self._channels[address] = open_async_channel(self._addresses[address], self._login, shown), shown
+            known = self._channels[address] = _open_async_channel(self._addresses[address], self._login, shown), shown
         return known[0]
 
 
@@ -684,5 +675,5 @@ class ManagerClient:
                 raise ValueError("the client is closed")
             known = self._channels.get(address)
             if known is None or known[1].channel is not shown.channel:
-                known = self._channels[address] = open_channel(self._addresses[address], self._login, shown), shown
+                known = self._channels[address] = _open_channel(self._addresses[address], self._login, shown), shown
             return known[0]

@@ -50,16 +50,7 @@ from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
-__all__ = [
-    "ClientSettings",
-    "Exchange",
-    "Exchanges",
-    "Journal",
-    "StartedWrite",
-    "ok_answer",
-    "on_registered",
-    "on_registration_failed",
-]
+__all__ = ["ClientSettings", "Exchange", "Exchanges", "Journal", "StartedWrite"]
 
 # What the verdict of a registration means.
 
@@ -69,19 +60,19 @@ _log = logging.getLogger(__name__)
 _TRANSIENT_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
 
 
-def ok_answer(verdict: Verdict[AnswerT]) -> AnswerT:
+def _ok_answer(verdict: Verdict[AnswerT]) -> AnswerT:
     """Return the answer of a verdict that is ok."""
     assert verdict.answer is not None  # there is one when the outcome is ok
     return verdict.answer
 
 
-def on_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+def _on_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
     """Return what a manager's yes means."""
-    storages = parse_storage_configs(ok_answer(verdict).storage_configs)
+    storages = parse_storage_configs(_ok_answer(verdict).storage_configs)
     return Registration(RegistrationState.OK, storages, verdict.code)
 
 
-def on_registration_failed(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+def _on_registration_failed(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
     """Return what a no means, or no answer: whether it is worth trying again."""
     if verdict.code is None or verdict.code in _TRANSIENT_CODES:
         return Registration(RegistrationState.UNREACHABLE, code=verdict.code, message=verdict.reason)
@@ -245,7 +236,9 @@ class Exchanges:
         request = self._requests.register_instance(
             self._new_trace_id(), instance_group, block_size, spec_infos, model, spec_groups
         )
-        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, on_registered, on_registration_failed)
+        return self._exchange(
+            calls.REGISTER_INSTANCE, request, timeout_seconds, _on_registered, _on_registration_failed
+        )
 
     def match(
         self,
@@ -263,7 +256,7 @@ class Exchanges:
         nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
 
         def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
-            answer = ok_answer(verdict)
+            answer = _ok_answer(verdict)
             locations = parse_match_locations(answer, mode, asked, spec_names)
             return MatchResult(
                 Outcome.OK, locations, answer.read_lease_id, answer.read_lease_deadline_ms, code=verdict.code
@@ -287,7 +280,7 @@ class Exchanges:
         request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
 
         def conclude(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
-            answer = ok_answer(verdict)
+            answer = _ok_answer(verdict)
             found = encode_locations(answer, mode, len(keys))
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
@@ -302,7 +295,7 @@ class Exchanges:
         """See `ManagerClient.match_length`."""
 
         def conclude(verdict: Verdict[meta.GetCacheLocationLenResponse]) -> int:
-            length = ok_answer(verdict).cache_location_len
+            length = _ok_answer(verdict).cache_location_len
             if not 0 <= length <= len(keys):
                 raise MalformedAnswerError(f"{length} hits for {len(keys)} keys")
             return length
@@ -325,7 +318,7 @@ class Exchanges:
         )
 
         def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
-            return StartedWrite(parse_write_grant(ok_answer(verdict), len(keys)))
+            return StartedWrite(parse_write_grant(_ok_answer(verdict), len(keys)))
 
         def miss(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
             return StartedWrite(None, verdict.answer.write_session_id if verdict.answer else "")
@@ -377,7 +370,7 @@ class Exchanges:
         """See `ManagerClient.pin_prefix`."""
 
         def conclude(verdict: Verdict[pins.PinPrefixResponse]) -> Pin | None:
-            answer = ok_answer(verdict)
+            answer = _ok_answer(verdict)
             return Pin(answer.pin_id, answer.pinned_blocks, answer.pinned_bytes, answer.deadline_ms, owner)
 
         request = self._requests.pin_prefix(self._new_trace_id(), keys, owner, ttl_seconds)
@@ -394,7 +387,7 @@ class Exchanges:
         def conclude(verdict: Verdict[pins.ListPinsResponse]) -> tuple[Pin, ...] | None:
             return tuple(
                 Pin(pin.pin_id, pin.blocks, pin.bytes, pin.deadline_ms, pin.owner, pin.last_block_key)
-                for pin in ok_answer(verdict).pins
+                for pin in _ok_answer(verdict).pins
             )
 
         request = self._requests.list_pins(self._new_trace_id())
@@ -409,7 +402,7 @@ class Exchanges:
         """See `ManagerClient.report_missing`."""
 
         def conclude(verdict: Verdict[pins.ReportMissingResponse]) -> MissingReport | None:
-            answer = ok_answer(verdict)
+            answer = _ok_answer(verdict)
             return MissingReport(answer.removed_locations, answer.unconfirmed_parts)
 
         request = self._requests.report_missing(self._new_trace_id(), parts, corrupt)
@@ -427,7 +420,7 @@ class Exchanges:
         """See `ManagerClient.report_pool`."""
 
         def conclude(verdict: Verdict[pools.ReportPoolResponse]) -> PoolReport | None:
-            return PoolReport(ok_answer(verdict).is_new_generation)
+            return PoolReport(_ok_answer(verdict).is_new_generation)
 
         request = self._requests.report_pool(
             self._new_trace_id(), storage, node_id, generation, capacity_bytes, valid_ms
@@ -438,7 +431,7 @@ class Exchanges:
         """See `ManagerClient.cluster_info`."""
 
         def conclude(verdict: Verdict[meta.GetClusterInfoResponse]) -> ClusterInfo | None:
-            return parse_cluster_info(ok_answer(verdict))
+            return parse_cluster_info(_ok_answer(verdict))
 
         request = self._requests.cluster_info(self._new_trace_id())
         return self._exchange(calls.GET_CLUSTER_INFO, request, timeout_seconds, conclude, lambda _: None)

@@ -14,9 +14,9 @@ from pathlib import Path
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import check_storage_name
 
-__all__ = ["DEFAULT_POOL_DIRECTORY", "NODE_VARIABLE", "NodeSettings"]
+__all__ = ["DEFAULT_POOL_DIRECTORY", "NodeSettings"]
 
-NODE_VARIABLE = "KVCM_NODE_ID"
+_NODE_VARIABLE = "KVCM_NODE_ID"
 DEFAULT_POOL_DIRECTORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory
 _DIRECTORY_VARIABLE = "KVCM_POOL_DIRECTORY"
 _CLUSTER_VARIABLE = "KVCM_CLUSTER_ID"
@@ -64,9 +64,9 @@ class NodeSettings:
 
 
 def _node_id(environment: Mapping[str, str], hostname: Callable[[], str]) -> str:
-    given = environment.get(NODE_VARIABLE, "")
+    given = environment.get(_NODE_VARIABLE, "")
     if given:
-        check_storage_name(NODE_VARIABLE, given)
+        check_storage_name(_NODE_VARIABLE, given)
         return given
     name = hostname()
     try:

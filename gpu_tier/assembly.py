@@ -31,7 +31,7 @@ from kvcm.gpu_tier.request_lifecycle import RequestLifecycle
 from kvcm.gpu_tier.runtime import DeviceRuntime, runtime_for
 from kvcm.gpu_tier.types import Unit
 
-__all__ = ["HostSplit", "Parts", "Residency", "adaptor_of", "build", "host_split", "policy_of", "resolved"]
+__all__ = ["HostSplit", "Parts", "Residency", "build", "host_split", "policy_of", "resolved"]
 
 # The residency that the settings name, and the sizes that follow from it.
 #
@@ -110,7 +110,7 @@ def host_split(config: SparseConfig, geometry: KVGeometry, device_bytes: int, *,
     return HostSplit(ordered, store, pages * geometry.page_size)
 
 
-def adaptor_of(geometry: KVGeometry, algorithm: BaseSparseAlgorithm, policy: Residency) -> BackendAdaptor:
+def _adaptor_of(geometry: KVGeometry, algorithm: BaseSparseAlgorithm, policy: Residency) -> BackendAdaptor:
     """Return what tells the attention kernel of a residency what to read."""
     if isinstance(policy, BlockResidency):
         return ExecAdaptor(policy.execution.layer_kv(), policy.execution.table_of, geometry.page_size)
@@ -307,7 +307,7 @@ def build(
         )
     lifetimes = RequestLifecycle(config, manager, algorithm, resident, max_tokens, publishes)
     stream = _stream(config, manager, runtime)
-    return SparseCoordinator(config, lifetimes, adaptor_of(geometry, algorithm, policy), stream, runtime, sm_scale)
+    return SparseCoordinator(config, lifetimes, _adaptor_of(geometry, algorithm, policy), stream, runtime, sm_scale)
 
 
 def _assembly_check(config: SparseConfig, geometry: KVGeometry, num_q_heads: int) -> None:

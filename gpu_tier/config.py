@@ -19,7 +19,6 @@ __all__ = [
     "CACHE_POLICIES",
     "AlgorithmConfig",
     "DsaConfig",
-    "FullConfig",
     "FullOffloadConfig",
     "OracleConfig",
     "PQCacheConfig",
@@ -29,7 +28,6 @@ __all__ = [
     "SparseConfig",
     "StreamingLLMConfig",
     "at_least",
-    "check_known",
     "choice",
     "ratio",
 ]
@@ -37,7 +35,7 @@ __all__ = [
 # Checks of settings: each error names the setting, its value and what is allowed.
 
 
-def check_known(cls: type[Any], data: Mapping[str, Any], where: str) -> None:
+def _check_known(cls: type[Any], data: Mapping[str, Any], where: str) -> None:
     """Refuse keys that are no fields of a dataclass, with the nearest that is."""
     known = [f.name for f in fields(cls)]
     for key in data:
@@ -83,7 +81,7 @@ class AlgorithmConfig:
         Raises:
             ConfigError: a key is unknown, or a value is not allowed.
         """
-        check_known(cls, data, "algo.")
+        _check_known(cls, data, "algo.")
         return cls(**data)
 
     def default_residency(self) -> str:
@@ -312,11 +310,11 @@ def _share(config: object, *names: str) -> None:
             raise ConfigError(name, value, "must be at least 0 and at most 1")
 
 
-RESIDENCIES = ("lru", "device", "static", "stream", "blocks", "auto")
+_RESIDENCIES = ("lru", "device", "static", "stream", "blocks", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class FullConfig(AlgorithmConfig):
+class _FullConfig(AlgorithmConfig):
     """Dense attention; every request stays on the device."""
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
@@ -526,7 +524,7 @@ class SnapKVConfig(AlgorithmConfig):
 
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
-    "full": FullConfig,
+    "full": _FullConfig,
     "full_offload": FullOffloadConfig,
     "oracle": OracleConfig,
     "streaming_llm": StreamingLLMConfig,
@@ -591,7 +589,7 @@ class SparseConfig:
         Raises:
             ConfigError: a key is unknown, or a value is not allowed.
         """
-        check_known(cls, data, "")
+        _check_known(cls, data, "")
         name = data.get("algorithm")
         if name not in ALGORITHMS:
             raise ConfigError.choice("algorithm", name, ALGORITHMS)
@@ -610,7 +608,7 @@ class SparseConfig:
         at_least(self, 1, "top_k", "page_size", "io_blocks")
         at_least(self, 0, "device_buffer_size", "host_bytes", "prefill_window_tokens", "publish_every")
         at_least(self, -1, "min_sparse_prompt_len")
-        choice(self, "residency", ("", *RESIDENCIES))
+        choice(self, "residency", ("", *_RESIDENCIES))
         choice(self, "kernels", ("auto", "reference", "triton", "cuda"))
         if self.host_to_device_ratio <= 0:
             raise ConfigError("host_to_device_ratio", self.host_to_device_ratio, "must be above 0")

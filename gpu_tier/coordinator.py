@@ -39,7 +39,7 @@ from kvcm.gpu_tier.request_lifecycle import RequestLifecycle, RequestState, Requ
 from kvcm.gpu_tier.runtime import DeviceRuntime
 from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
 
-__all__ = ["SparseCoordinator", "attend", "partial_of"]
+__all__ = ["SparseCoordinator", "attend"]
 
 # Runs the attention kernel that a step's metadata asks for, and merges what was computed apart.
 
@@ -59,7 +59,7 @@ def attend(
     Returns:
         ``f32 [B, Hq, dv]``; 0 for rows without tokens.
     """
-    parts = [*partials] if meta is None else [partial_of(q, meta, sm_scale, kernels), *partials]
+    parts = [*partials] if meta is None else [_partial_of(q, meta, sm_scale, kernels), *partials]
     if len(parts) == 1:
         return parts[0].o
     o, lse = torch.empty_like(parts[0].o), torch.empty_like(parts[0].lse)
@@ -67,7 +67,7 @@ def attend(
     return o
 
 
-def partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
+def _partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
     """Return the attention over what the metadata names, to be merged; arguments as of `attend`."""
     o = torch.empty(*q.shape[:2], meta.kv.v_dims, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -355,7 +355,7 @@ class SparseCoordinator:
     def _dense_part(self, q: Tensor, kv: LayerKV, step: Step) -> Partial:
         """Return the attention of the dense rows, which are not in the execution buffer; beside what is fetched."""
         meta = replace(self._dense_adaptor.dense_metadata(kv, step.dense), cache_seqlens=step.dense_lengths)
-        return partial_of(q, meta, self.sm_scale, self.config.kernels)
+        return _partial_of(q, meta, self.sm_scale, self.config.kernels)
 
     def _streamed(self, q: Tensor, layer_id: int, step: Step) -> tuple[AttnMetadata, list[Partial]]:
         """The tokens that are not yet on the host from the arena, the others streamed."""

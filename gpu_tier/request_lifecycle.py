@@ -24,7 +24,7 @@ from kvcm.gpu_tier.manager.prefixes import AttachedPrefix
 from kvcm.gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket, ResidentLayers, SparseKVCacheManager
 from kvcm.gpu_tier.types import ForwardBatch, Mode, SteadyRing
 
-__all__ = ["RequestLifecycle", "RequestState", "RequestTrackers", "Tracker", "rebuild_representations"]
+__all__ = ["RequestLifecycle", "RequestState", "RequestTrackers", "Tracker"]
 
 
 class RequestState(StrEnum):
@@ -141,7 +141,7 @@ class RequestTrackers:
 _PIECE_TOKENS = 8192
 
 
-def rebuild_representations(
+def _rebuild_representations(
     algorithm: BaseSparseAlgorithm, reader: KVReader, request: int, start: int, stop: int, device: torch.device
 ) -> None:
     """Add tokens start to stop - 1 of a request to an algorithm's representations, in pieces."""
@@ -263,7 +263,7 @@ class RequestLifecycle:
             allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
             raise ConfigError("prefix.sidecars", covered, allowed)
         if self.algorithm.represents_keys:
-            rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
+            _rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
 
     def end(self, request: int, reason: str) -> None:
         """Release a request; one that is not known is passed over."""

@@ -52,15 +52,7 @@ from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
 
-__all__ = [
-    "Manager",
-    "configure_allocator",
-    "configure_garbage_collector",
-    "ensure_admin_key",
-    "limit_arenas",
-    "trim_memory",
-    "trim_memory_periodically",
-]
+__all__ = ["Manager", "ensure_admin_key", "limit_arenas"]
 
 # The first key: without one nobody could make others.
 #
@@ -189,7 +181,7 @@ _GIVE_BACK_SECONDS = 30.0
 _YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS = 20_000, 50, 100
 
 
-def configure_allocator() -> bool:
+def _configure_allocator() -> bool:
     """Let the allocator keep up to 64 MiB at the end of its heap; return whether it is one that can be told so."""
     return _mallopt(
         (_M_MMAP_THRESHOLD, _LARGEST_PIECE), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES), (_M_TOP_PAD, _TOP_PAD_BYTES)
@@ -201,7 +193,7 @@ def limit_arenas() -> bool:
     return _mallopt((_M_ARENA_MAX, _MAX_ARENAS))
 
 
-def trim_memory() -> bool:
+def _trim_memory() -> bool:
     """Give the pages that nothing lies on back to the system; return whether the allocator can be told so. Blocks for
     milliseconds, without Python's global lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -211,14 +203,14 @@ def trim_memory() -> bool:
     return True
 
 
-async def trim_memory_periodically() -> None:
+async def _trim_memory_periodically() -> None:
     """Do that again and again, beside the event loop."""
     while True:
         await asyncio.sleep(_GIVE_BACK_SECONDS)
-        await asyncio.to_thread(trim_memory)
+        await asyncio.to_thread(_trim_memory)
 
 
-def configure_garbage_collector() -> None:
+def _configure_garbage_collector() -> None:
     """Take what there is for permanent, and look for cycles only among what comes."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS)
@@ -288,8 +280,8 @@ class Manager:
 
     async def _live(self) -> None:
         async with self.running() as endpoint:
-            configure_garbage_collector()
-            configure_allocator()
+            _configure_garbage_collector()
+            _configure_allocator()
             _log.info("serving", **_addresses(endpoint))
             _warn_of_risks(self._settings)
             await self._stopping.wait()
@@ -351,7 +343,7 @@ class Manager:
         await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
         ask = rooms.metadata.store.table("registry").version
         watch: BackgroundTask = ("store_watch", partial(listeners.probes.watch_store, ask))
-        trim: BackgroundTask = ("freed_memory", trim_memory_periodically)
+        trim: BackgroundTask = ("freed_memory", _trim_memory_periodically)
         certificates: list[BackgroundTask] = [("certificates", files.run)] if files is not None else []
         vitals: BackgroundTask = ("vitals", interface.vitals.run)
         every = (*rooms.background_tasks(), watch, trim, vitals, *certificates)

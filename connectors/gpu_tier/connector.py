@@ -52,17 +52,7 @@ from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 
-__all__ = [
-    "BlockParts",
-    "BlockWrite",
-    "FoundBlocks",
-    "ManagerConnector",
-    "MatchQuery",
-    "PrefixLoad",
-    "TierSettings",
-    "kv_identity",
-    "match_blocks",
-]
+__all__ = ["BlockParts", "BlockWrite", "FoundBlocks", "ManagerConnector", "MatchQuery", "PrefixLoad", "TierSettings"]
 
 # How patient the tier's connector is.
 
@@ -155,7 +145,7 @@ class BlockParts:
         infos += [LocationSpecInfo(name, size) for name, size in sorted(self.sidecars.items())]
         groups = [LocationSpecGroup(_KV_GROUP, (KV_SPEC,))] if self.sidecars else []
         groups += [LocationSpecGroup(_group(name), tuple(sorted((KV_SPEC, name)))) for name in sorted(self.sidecars)]
-        return InstanceSpecs(instance_group, kv.page_tokens, infos, kv_identity(kv).deployment(), groups)
+        return InstanceSpecs(instance_group, kv.page_tokens, infos, _kv_identity(kv).deployment(), groups)
 
     def group_of(self, parts: Mapping[str, object]) -> str:
         """Return the name of the group of parts that are written together, "" when there are no groups.
@@ -172,7 +162,7 @@ class BlockParts:
         return _group(sidecars[0]) if sidecars else _KV_GROUP
 
 
-def kv_identity(kv: KVFormat) -> KvIdentity:
+def _kv_identity(kv: KVFormat) -> KvIdentity:
     """Return what the KV of given tokens depends on."""
     return KvIdentity(
         model=kv.model,
@@ -227,7 +217,7 @@ class FoundBlocks:
     engine: TransferEngine | None = None
 
 
-def match_blocks(
+def _match_blocks(
     link: ManagerLink,
     question: MatchQuery,
     settings: TierSettings,
@@ -572,7 +562,7 @@ class ManagerConnector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.statistics = ReuseStatistics()
-        self._chain = KeyChain(kv_identity(kv).namespace, kv.page_tokens)
+        self._chain = KeyChain(_kv_identity(kv).namespace, kv.page_tokens)
         self._parts = parts
         self._settings = settings
         self._clock = clock
@@ -737,7 +727,7 @@ class ManagerConnector:
 
     def _run_match(self, lookup: _PendingMatch) -> None:
         try:
-            found = match_blocks(self._link, lookup.question, self._settings, self.statistics, self._clock)
+            found = _match_blocks(self._link, lookup.question, self._settings, self.statistics, self._clock)
         except Exception as error:  # a miss, whatever it is
             _log.exception("a lookup went wrong")
             found = FoundBlocks(PrefixMatch(0, reason=repr(error)))

@@ -12,7 +12,7 @@ import torch
 from kvcm.connectors.layout.stored_format import BlockLayout, MemoryRuns, coalesce, contiguous_runs
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["HostBlock", "StagingBuffers", "dtype_name", "iovec", "run_count", "sequence_block", "storage_memory"]
+__all__ = ["HostBlock", "StagingBuffers", "dtype_name", "iovec", "run_count", "sequence_block"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -20,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def storage_memory(tensor: torch.Tensor) -> memoryview:
+def _storage_memory(tensor: torch.Tensor) -> memoryview:
     """Return the whole memory that a CPU tensor is a view of, writable, and kept alive by the result.
 
     Raises:
@@ -49,7 +49,7 @@ def iovec(pieces: Sequence[torch.Tensor]) -> list[memoryview]:
     views: list[memoryview] = []
     for _, group in groupby(pieces, key=_storage_address):
         of_one_storage = list(group)
-        memory = storage_memory(of_one_storage[0])
+        memory = _storage_memory(of_one_storage[0])
         bounds = coalesce(bound for piece in of_one_storage for bound in _bounds(piece))
         views += [memory[begin:end] for begin, end in bounds]
     return views

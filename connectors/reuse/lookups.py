@@ -28,7 +28,7 @@ from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, W
 from kvcm.model.errors import ErrorCode
 from kvcm.model.keys import BlockKey
 
-__all__ = ["FoundPrefix", "LookupPlan", "LookupSettings", "Lookups", "match_usable_prefix"]
+__all__ = ["FoundPrefix", "LookupPlan", "LookupSettings", "Lookups"]
 
 _MAX_LEASE_SECONDS = 600.0
 _MAX_QUEUEING = 4  # times what an answer may take
@@ -226,7 +226,7 @@ class Lookups:
                     return
             settings = self._settings
             with use_trace_id(request_id):
-                found = match_usable_prefix(self._link.client, keys, self._plan, settings, self._clock)
+                found = _match_usable_prefix(self._link.client, keys, self._plan, settings, self._clock)
             if found is _UNKNOWN_INSTANCE:
                 self._link.invalidate()  # the manager lost its state; the next request registers anew
             self._record(lookup, keys, found)
@@ -280,7 +280,7 @@ class Lookups:
             self._link.client.release_lease(*lease_ids, timeout_seconds=timeout_seconds)
 
 
-def match_usable_prefix(
+def _match_usable_prefix(
     client: ManagerClient,
     keys: Sequence[BlockKey],
     plan: LookupPlan,

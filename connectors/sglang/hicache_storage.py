@@ -35,7 +35,7 @@ from kvcm.connectors.sglang.page_store import PageKeys, PageStore, RankParts, Tr
 from kvcm.connectors.transfer import TransferEngine
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["KVCMStorage", "OperationStats", "ReuseMetrics", "ServerState", "TransferFigures"]
+__all__ = ["KVCMStorage", "ReuseMetrics", "ServerState", "TransferFigures"]
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class TransferFigures(NamedTuple):
     gigabytes_per_second: float
 
 
-class OperationStats:
+class _OperationStats:
     """Collects operations until they are taken; safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class KVCMStorage(HiCacheStorage):
         self._options = SglangOptions.parse(storage_config.extra_config)
         self._parts = RankParts.of(storage_config)
         self._server = ServerState.current()
-        self._figures = OperationStats()
+        self._figures = _OperationStats()
         self._store: PageStore | None = None
         self._metrics: ReuseMetrics | None = None
         self._refused_pools: list[str] = []

@@ -34,7 +34,7 @@ from kvcm.connectors.transfer.mover import (
 from kvcm.connectors.transfer.statistics import OK, EngineStatistics
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "CancelToken", "TransferEngine"]
+__all__ = ["MOVERS", "CancelToken", "TransferEngine"]
 
 # A token with which one thread ends the transfers of another.
 
@@ -83,7 +83,7 @@ MOVERS: dict[str, Callable[[Sequence[StorageConfig]], Mover | None]] = {
     "mooncake": MooncakeMover.for_storages,
     "pace": MemPoolMover.for_storages,
 }
-DEFAULT_BUDGET_BYTES = 256 << 20
+_DEFAULT_BUDGET_BYTES = 256 << 20
 _CLOSE_SECONDS = 5.0
 _StorageTransfers = Sequence[tuple[StorageLane, StorageTransfer]]
 
@@ -105,7 +105,7 @@ class TransferEngine:
         movers: Mapping[tuple[str, str], Mover],
         threads: int | None = None,
         *,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        budget_bytes: int = _DEFAULT_BUDGET_BYTES,
         checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,7 +126,7 @@ class TransferEngine:
         storages: Sequence[StorageConfig],
         threads: int | None = None,
         *,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        budget_bytes: int = _DEFAULT_BUDGET_BYTES,
         checksums: bool = False,
         mooncake: MooncakeSettings | None = None,
     ) -> TransferEngine:

@@ -39,7 +39,6 @@ __all__ = [
     "StorageTransfer",
     "TransferAdmission",
     "TransferCall",
-    "batch_groups",
     "group_items",
 ]
 
@@ -269,7 +268,7 @@ def group_items(items: Sequence[TransferItem], positions: Sequence[int], group_b
             yield ItemGroup(chunk, [items[position] for position in chunk], size_bytes)
 
 
-def batch_groups(groups: Sequence[ItemGroup], most_bytes: int) -> Iterator[list[ItemGroup]]:
+def _batch_groups(groups: Sequence[ItemGroup], most_bytes: int) -> Iterator[list[ItemGroup]]:
     """Yield groups together as long as they are small."""
     batch: list[ItemGroup] = []
     size_bytes = 0
@@ -371,7 +370,7 @@ class StorageLane:
             visit.has_checksums = any(items[position].checksum for position in positions)
         else:
             visit.has_checksums = self._checksums
-        for groups in batch_groups(visit.groups, most_bytes):
+        for groups in _batch_groups(visit.groups, most_bytes):
             Batch(visit, groups)
         return visit
 

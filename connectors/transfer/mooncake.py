@@ -35,19 +35,7 @@ from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.mooncake import MooncakeClient, MooncakeCode, explain, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 
-__all__ = [
-    "Call",
-    "ItemPlan",
-    "MooncakeMover",
-    "MooncakeSettings",
-    "call_pieces",
-    "call_ranges",
-    "call_whole",
-    "load_result",
-    "plan_of",
-    "save_result",
-    "split_by_pieces",
-]
+__all__ = ["Call", "ItemPlan", "MooncakeMover", "MooncakeSettings"]
 
 # What a Mooncake client is asked for a batch of items, and what its answers mean for each of them.
 
@@ -81,7 +69,7 @@ Call = Callable[[MooncakeClient, Direction, Sequence[ItemPlan]], list[int]]
 """Moves objects; returns the client's answers in the order of the plans: a load's bytes, or what is below 0."""
 
 
-def call_whole(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+def _call_whole(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
     """Move whole objects that lie in one piece each, which is the fastest way."""
     keys = [plan.key for plan in plans]
     addresses = [plan.spans[0].address for plan in plans]
@@ -91,7 +79,7 @@ def call_whole(client: MooncakeClient, direction: Direction, plans: Sequence[Ite
     return client.batch_put_from(keys, addresses, sizes)
 
 
-def call_pieces(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+def _call_pieces(client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan]) -> list[int]:
     """Move whole objects from or to several pieces of memory each."""
     keys = [plan.key for plan in plans]
     addresses = [[span.address for span in plan.spans] for plan in plans]
@@ -101,7 +89,7 @@ def call_pieces(client: MooncakeClient, direction: Direction, plans: Sequence[It
     return client.batch_put_from_multi_buffers(keys, addresses, sizes)
 
 
-def call_ranges(client: MooncakeClient, _: Direction, plans: Sequence[ItemPlan]) -> list[int]:
+def _call_ranges(client: MooncakeClient, _: Direction, plans: Sequence[ItemPlan]) -> list[int]:
     """Load parts of objects; where an object ends before, the store says that the size does not fit."""
     keys = list(dict.fromkeys(plan.key for plan in plans))
     codes = dict(zip(keys, client.batch_get_session_start(keys), strict=True))
@@ -122,7 +110,7 @@ def _ranges_of(client: MooncakeClient, plans: Sequence[ItemPlan]) -> list[int]:
     return client.batch_get_into_multi_buffer_ranges([plan.key for plan in plans], addresses, sizes, starts)
 
 
-def plan_of(position: int, item: TransferItem, direction: Direction) -> ItemPlan:
+def _plan_of(position: int, item: TransferItem, direction: Direction) -> ItemPlan:
     """Return what to ask for an item; `position` is its place among the results.
 
     Raises:
@@ -149,7 +137,7 @@ def _joined(spans: Sequence[MemorySpan]) -> list[MemorySpan]:
     return joined
 
 
-def split_by_pieces(plans: Sequence[ItemPlan]) -> Iterator[list[ItemPlan]]:
+def _split_by_pieces(plans: Sequence[ItemPlan]) -> Iterator[list[ItemPlan]]:
     """Yield the plans in order, in groups of few enough pieces for one call."""
     group: list[ItemPlan] = []
     count = 0
@@ -163,7 +151,7 @@ def split_by_pieces(plans: Sequence[ItemPlan]) -> Iterator[list[ItemPlan]]:
         yield group
 
 
-def load_result(plan: ItemPlan, code: int) -> TransferResult:
+def _load_result(plan: ItemPlan, code: int) -> TransferResult:
     """Return the result of a load."""
     if code == plan.size_bytes:
         return moved(code)
@@ -172,7 +160,7 @@ def load_result(plan: ItemPlan, code: int) -> TransferResult:
     return not_moved(Failure.LOST if code in _LOST else Failure.ERROR, f"{plan.key}: {explain(code)}")
 
 
-def save_result(plan: ItemPlan, code: int, absent: set[str]) -> TransferResult:
+def _save_result(plan: ItemPlan, code: int, absent: set[str]) -> TransferResult:
     """Return the result of a save; `absent` has the names that are not there afterwards."""
     if code < 0:
         return not_moved(
@@ -285,7 +273,7 @@ class MooncakeMover:
         plans: list[ItemPlan] = []
         for position, item in enumerate(items):
             try:
-                plans.append(plan_of(position, item, direction))
+                plans.append(_plan_of(position, item, direction))
             except (InvalidArgumentError, TypeError, ValueError) as error:
                 results[position] = not_moved(Failure.REFUSED, str(error))
         if plans:
@@ -385,8 +373,8 @@ class MooncakeMover:
         pieces = [plan for plan in plans if plan.start is None and len(plan.spans) > 1]
         ranges = [plan for plan in plans if plan.start is not None]
         results: dict[int, TransferResult] = {}
-        for kind, call in ((whole, call_whole), (pieces, call_pieces), (ranges, call_ranges)):
-            for group in split_by_pieces(kind):
+        for kind, call in ((whole, _call_whole), (pieces, _call_pieces), (ranges, _call_ranges)):
+            for group in _split_by_pieces(kind):
                 results |= self._call_in_turn(client, direction, group, call, deadline)
         return results
 
@@ -401,7 +389,7 @@ class MooncakeMover:
             if direction is Direction.SAVE:
                 return self._save(client, plans, call)
             codes = call(client, direction, plans)
-            return {plan.position: load_result(plan, code) for plan, code in zip(plans, codes, strict=True)}
+            return {plan.position: _load_result(plan, code) for plan, code in zip(plans, codes, strict=True)}
         finally:
             self._turn.release()
 
@@ -421,7 +409,7 @@ class MooncakeMover:
         codes = call(client, Direction.SAVE, plans)
         there = client.batch_is_exist(again) if again else []
         absent = {key for key, found in zip(again, there, strict=True) if found != 1}
-        results = {plan.position: save_result(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
+        results = {plan.position: _save_result(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
         with self._lock:
             for plan in plans:
                 if results[plan.position].ok:

@@ -25,17 +25,7 @@ from functools import cache
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = [
-    "NotMountedError",
-    "OpenFolders",
-    "check_root",
-    "components_below",
-    "open_below",
-    "open_folder_below",
-    "open_in_folder",
-    "open_without_links",
-    "walk_below",
-]
+__all__ = ["NotMountedError", "OpenFolders", "check_root", "open_below", "open_without_links", "walk_below"]
 
 # Opens a file by a path in which no component is a link, in one system call.
 #
@@ -99,7 +89,7 @@ def check_root(storage: str, root_path: str) -> str:
     return root
 
 
-def components_below(root: str, path: str) -> tuple[str, ...]:
+def _components_below(root: str, path: str) -> tuple[str, ...]:
     """Return the components of `path` after `root`.
 
     Raises:
@@ -137,7 +127,7 @@ def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: in
     return walk_below(root, components, flags, file_mode, directory_mode)
 
 
-def open_folder_below(root: str, components: tuple[str, ...]) -> int:
+def _open_folder_below(root: str, components: tuple[str, ...]) -> int:
     """Open the directory `root/components`, as a place to open files in, and return its descriptor.
 
     Raises:
@@ -147,12 +137,12 @@ def open_folder_below(root: str, components: tuple[str, ...]) -> int:
     return _walk_directories(root, components) if descriptor is None else descriptor
 
 
-def open_in_folder(folder: int, name: str, flags: int, file_mode: int) -> int:
+def _open_in_folder(folder: int, name: str, flags: int, file_mode: int) -> int:
     """Open the regular file `name` of a folder and return its descriptor; no directory is made.
 
     Args:
-        folder: from `open_folder_below`.
-        name: one component, checked as `components_below` does.
+        folder: from `_open_folder_below`.
+        name: one component, checked as `_components_below` does.
         flags: as for `open_below`.
         file_mode: as for `open_below`.
 
@@ -265,17 +255,17 @@ class OpenFolders:
         if folder is None or name in _NO_NAMES:
             return self._open_first(root, path, flags)
         try:
-            return open_in_folder(folder, name, flags, self._file_mode)
+            return _open_in_folder(folder, name, flags, self._file_mode)
         except OSError as error:
             if error.errno not in _RECHECK_AFTER:
                 raise
-            return open_below(root, components_below(root, path), flags, self._file_mode, self._directory_mode)
+            return open_below(root, _components_below(root, path), flags, self._file_mode, self._directory_mode)
 
     def _open_first(self, root: str, path: str, flags: int) -> int:
         """Open a file from the root, and its folder for the next one."""
-        components = components_below(root, path)
+        components = _components_below(root, path)
         try:
-            folder = open_folder_below(root, components[:-1])
+            folder = _open_folder_below(root, components[:-1])
         except OSError:  # what is wrong, or is to be made, is found out on the way to the file
             return open_below(root, components, flags, self._file_mode, self._directory_mode)
         if len(self._folders) >= _MAX_FOLDERS:

@@ -50,8 +50,6 @@ from kvcm.model.storages import PAGE_BYTES, pool_bytes
 from kvcm.model.uri import path_component
 
 __all__ = [
-    "CHECK_OFFSET",
-    "HEADER_BYTES",
     "PoolAccess",
     "PoolSegment",
     "SegmentHeader",
@@ -72,11 +70,11 @@ __all__ = [
 # A segment belongs to one boot of the host: on a file system that survives one, pages could be older than their
 # stamps.
 
-HEADER_BYTES = PAGE_BYTES
-CHECK_OFFSET = HEADER_BYTES
+_HEADER_BYTES = PAGE_BYTES
+_CHECK_OFFSET = _HEADER_BYTES
 _MAGIC = b"KVCMPOOL"
 _VERSION = 1
-_STAMPS_OFFSET = CHECK_OFFSET + PAGE_BYTES
+_STAMPS_OFFSET = _CHECK_OFFSET + PAGE_BYTES
 _STAMP_BYTES = 8
 _HUGE_PAGE_BYTES = 2 << 20
 # magic, version, bytes per page, generation, capacity, offset of the data, boot
@@ -296,10 +294,10 @@ class PoolSegment:
             OSError: reading failed.
         """
         with self.write_lock() as claim:
-            if not claim.lock(CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
+            if not claim.lock(_CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
                 return True  # another process is at it
-            self._memory[CHECK_OFFSET : CHECK_OFFSET + len(token)] = token
-            return os.pread(claim.descriptor, len(token), CHECK_OFFSET) == token
+            self._memory[_CHECK_OFFSET : _CHECK_OFFSET + len(token)] = token
+            return os.pread(claim.descriptor, len(token), _CHECK_OFFSET) == token
 
 
 class WriteLock:
@@ -481,7 +479,7 @@ def create_segment(path: Path, capacity_bytes: int, new_generation: Callable[[],
 def _checked_header(descriptor: int, capacity_bytes: int) -> SegmentHeader | None:
     status = os.fstat(descriptor)
     _check_file(status)
-    header = SegmentHeader.decode(os.pread(descriptor, HEADER_BYTES, 0))
+    header = SegmentHeader.decode(os.pread(descriptor, _HEADER_BYTES, 0))
     if header.boot != boot_id():
         return None
     if status.st_size < header.segment_bytes():

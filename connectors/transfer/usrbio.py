@@ -1,7 +1,7 @@
 """Mover of `hf3fs` storages through USRBIO, the interface of 3FS that goes round the kernel. **UNTESTED against 3FS.**
 
 Not one byte has gone through a real 3FS with it: its binding, `hf3fs_fuse`, comes with 3FS and was not at hand. What
-was tested is this mover over a stand-in of `Rings`. So nobody gets it unasked: `hf3fs` moves through the mount, and who
+was tested is this mover over a stand-in of `_Rings`. So it is never the default: `hf3fs` moves through the mount, and who
 wants to try this hands `UsrbioMover` to `TransferEngine` himself.
 
 Files are opened in the mount as ever, and nothing else goes through the kernel: requests name a descriptor that was
@@ -23,7 +23,7 @@ from kvcm.connectors.transfer.mover import Direction, Failure, TransferItem, Tra
 from kvcm.connectors.transfer.paths import OpenFolders, check_root
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["Request", "Rings", "UsrbioMover"]
+__all__ = ["Request", "UsrbioMover"]
 
 _FLAGS = {Direction.LOAD: os.O_RDONLY, Direction.SAVE: os.O_WRONLY | os.O_CREAT}
 
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     size_bytes: int
 
 
-class Rings(Protocol):
+class _Rings(Protocol):
     """What is needed of USRBIO: memory that is registered once, and a ring each for reads and writes.
 
     Attributes:
@@ -76,7 +76,7 @@ class UsrbioMover:
         group_bytes: of a batch.
     """
 
-    def __init__(self, storage: str, root: str, rings: Rings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, storage: str, root: str, rings: _Rings, clock: Callable[[], float] = time.monotonic) -> None:
         self.most_threads = 1
         self.group_bytes = rings.memory.nbytes
         self._storage, self._root = storage, check_root(storage, root)

@@ -20,7 +20,6 @@ __all__ = [
     "BatchCache",
     "BlockMemory",
     "CallCache",
-    "HybridLayer",
     "KVMemory",
     "PreallocatedLayer",
     "Row",
@@ -191,7 +190,7 @@ class WindowLayer(PreallocatedLayer):  # type: ignore[no-untyped-call]
         self._first_token = start
 
 
-class HybridLayer(PreallocatedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, no-untyped-call]
+class _HybridLayer(PreallocatedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, no-untyped-call]
     """A layer with attention and linear attention side by side: preallocated KV, and a state.
 
     Args:
@@ -218,8 +217,8 @@ class HybridLayer(PreallocatedLayer, LinearAttentionAndFullAttentionLayer):  # t
         LinearAttentionLayer.reset(self)
         PreallocatedLayer.reset(self)
 
-    def _empty_twin(self, capacity_tokens: int) -> HybridLayer:
-        return HybridLayer(capacity_tokens, self.number_of_states)
+    def _empty_twin(self, capacity_tokens: int) -> _HybridLayer:
+        return _HybridLayer(capacity_tokens, self.number_of_states)
 
 
 # The cache of one call of generate: a few sequences of one length, the shorter ones padded at their left.
@@ -388,4 +387,4 @@ class BatchCache:
             return WindowLayer(self.columns, part.window, part.layout.block_tokens - 1)
         states = self._kv.states_per_layer[index]
         capacity = self.columns + self._spare_tokens
-        return HybridLayer(capacity, states) if states else PreallocatedLayer(capacity)
+        return _HybridLayer(capacity, states) if states else PreallocatedLayer(capacity)

@@ -35,7 +35,6 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 
 __all__ = [
-    "FULL_PART",
     "STATE",
     "KVPart",
     "ModelKV",
@@ -48,7 +47,6 @@ __all__ = [
     "join_states",
     "pack_state",
     "probe_model",
-    "state_tensors",
     "unpack_state",
 ]
 
@@ -242,7 +240,7 @@ def _runs(part: KVPart, has: Callable[[str, int], bool], blocks: int) -> tuple[S
 # Takes the state of linear-attention layers out of a cache, as stored bytes, and puts it back in.
 
 
-def state_tensors(layers: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
+def _state_tensors(layers: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
     """Return layer, kind, index and value of every tensor of state in a cache, each `[batch, ...]`."""
     return [
         (position, kind, index, tensor)
@@ -320,7 +318,7 @@ def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last
 
 # Finds out what a model's KV looks like, and whether it can be taken apart, by letting it compute a few tokens.
 
-FULL_PART = "tp0"  # one process holds all heads; named as engines name their first rank
+_FULL_PART = "tp0"  # one process holds all heads; named as engines name their first rank
 _KINDS = frozenset(
     {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 )
@@ -403,7 +401,7 @@ def _kv_parts(layers: Sequence[Any], block_tokens: int) -> tuple[KVPart, ...]:
     for (window, heads, head_dim, dtype), indices in shapes.items():
         layout = BlockLayout(len(indices), heads, head_dim, block_tokens, dtype_name(dtype))
         devices = tuple(layers[index].keys.device for index in indices)
-        name = FULL_PART if window is None else f"window{window}"
+        name = _FULL_PART if window is None else f"window{window}"
         taken = sum(part.window == window for part in parts)
         parts.append(KVPart(f"{name}-{taken}" if taken else name, tuple(indices), layout, dtype, devices, window))
     return tuple(parts)
@@ -422,7 +420,7 @@ def _shape_of(index: int, layer: Any) -> _Shape:
 def _state_part(layers: Sequence[Any]) -> StatePart | None:
     tensors = tuple(
         StateTensor(layer, kind, index, tuple(value.shape[1:]), value.dtype, value.device)
-        for layer, kind, index, value in state_tensors(layers)
+        for layer, kind, index, value in _state_tensors(layers)
     )
     return StatePart(tensors) if tensors else None
 

@@ -63,7 +63,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["KVReuse", "Prefill", "RowStart", "effective_config", "end_tokens", "parse_rows"]
+__all__ = ["KVReuse", "Prefill", "end_tokens"]
 
 # Checks what is asked of `KVReuse.generate`: sequences, token by token, each from its first token on.
 
@@ -82,7 +82,7 @@ _REFUSED_ARGUMENTS = (
 _MODES = frozenset({GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE})
 
 
-def parse_rows(
+def _parse_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None
 ) -> tuple[list[Row], torch.Tensor]:
     """Return the sequences of a batch, and its attention mask.
@@ -113,7 +113,7 @@ def parse_rows(
     return rows, attention_mask
 
 
-def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
+def _effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
     """Return the generation settings that hold for these arguments of generate.
 
     Raises:
@@ -154,7 +154,7 @@ def end_tokens(config: GenerationConfig) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class RowStart:
+class _RowStart:
     """Where a row begins to compute.
 
     Attributes:
@@ -184,7 +184,7 @@ class Prefill:
         states: per row, at the end of which block which state, as stored bytes.
     """
 
-    def __init__(self, model: Any, batch: CallCache, starts: Sequence[RowStart], *, keeps_states: bool) -> None:
+    def __init__(self, model: Any, batch: CallCache, starts: Sequence[_RowStart], *, keeps_states: bool) -> None:
         self.states: list[dict[int, torch.Tensor]] = [{} for _ in starts]
         self._model = model
         self._batch = batch
@@ -209,12 +209,12 @@ class Prefill:
         ends = [max((start.blocks, *stops)) for start, stops in zip(self._starts, self._stops, strict=True)]
         return max(start.row.padding + end * size if end else 0 for start, end in zip(self._starts, ends, strict=True))
 
-    def _stops_of(self, start: RowStart) -> tuple[int, ...]:
+    def _stops_of(self, start: _RowStart) -> tuple[int, ...]:
         """Return the blocks behind which a row stops."""
         last = (len(start.row.tokens) - 1) // self._block_tokens
         return tuple(sorted({block for block in (start.known_blocks, last) if start.blocks < block <= last}))
 
-    def _advance(self, start: RowStart, stops: Sequence[int]) -> torch.Tensor | None:
+    def _advance(self, start: _RowStart, stops: Sequence[int]) -> torch.Tensor | None:
         """Compute a row up to the common column; returns its state there, None when the model has none."""
         row, position = start.row, start.blocks * self._block_tokens
         target = self.column - row.padding
@@ -379,8 +379,8 @@ class KVReuse:
             InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, or another cache.
         """
         started = self._clock()
-        config = effective_config(self._model, arguments)
-        rows, mask = parse_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
+        config = _effective_config(self._model, arguments)
+        rows, mask = _parse_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
         keys = [self._chain.keys(row.tokens) for row in rows]
         batch, local = self._open_batch(rows, keys, config)
         paged = batch if isinstance(batch, PagedBatch) else None
@@ -457,7 +457,7 @@ class KVReuse:
 
     def _prefill(self, batch: CallCache, found: Sequence[RowPrefix], *, keeps_states: bool) -> Prefill:
         starts = [
-            RowStart(row, prefix.blocks, prefix.known_blocks, prefix.loaded.state)
+            _RowStart(row, prefix.blocks, prefix.known_blocks, prefix.loaded.state)
             for row, prefix in zip(batch.rows, found, strict=True)
         ]
         return Prefill(self._model, batch, starts, keeps_states=keeps_states)

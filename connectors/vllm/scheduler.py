@@ -32,7 +32,7 @@ from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 from kvcm.protocol.meta_service_pb2 import ST_3FS, ST_MOONCAKE, ST_NFS, ST_TAIRMEMPOOL, ST_VCNS_3FS
 
-__all__ = ["EngineMode", "KvcmScheduler", "StoredEvents", "external_cache_hit_sources"]
+__all__ = ["EngineMode", "KvcmScheduler", "StoredEvents"]
 
 # Which of vLLM's tiers a stored block counts as.
 
@@ -46,7 +46,7 @@ _SOURCES: Mapping[int, CacheHitSource] = {
 _TYPE_FIELD = b"\x08"  # a location begins with field 1, its type, as a varint
 
 
-def external_cache_hit_sources(locations: Sequence[bytes], block_tokens: int) -> dict[CacheHitSource, int]:
+def _external_cache_hit_sources(locations: Sequence[bytes], block_tokens: int) -> dict[CacheHitSource, int]:
     """Return how many tokens come from where.
 
     Args:
@@ -310,7 +310,7 @@ class KvcmScheduler:
             return {}
         first = tracked.local_tokens // self._plan.block_tokens
         blocks = tracked.found.locations[first : first + -(-tokens // self._plan.block_tokens)]
-        return external_cache_hit_sources(blocks, self._plan.block_tokens)
+        return _external_cache_hit_sources(blocks, self._plan.block_tokens)
 
     def take_events(self) -> Iterable[BlockStored]:
         """Return what was stored since the last call."""

@@ -37,7 +37,6 @@ __all__ = [
     "dense_layer_seconds",
     "fingerprint",
     "fit",
-    "fit_clustering",
     "fit_layer",
     "load",
     "measure",
@@ -139,7 +138,7 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def fit_clustering(samples: Sequence[tuple[int, int, float]]) -> tuple[tuple[float, float, float], float]:
+def _fit_clustering(samples: Sequence[tuple[int, int, float]]) -> tuple[tuple[float, float, float], float]:
     """Return (α1, β1, δ) and R² of measurements (tokens, iterations, seconds)."""
     rows = [(1.0, tokens * iterations, tokens) for tokens, iterations, _ in samples]
     return _least_squares(rows, [seconds for *_, seconds in samples])
@@ -168,7 +167,7 @@ def _least_squares(
 
 def fit(clustering: Sequence[tuple[int, int, float]], layers: Sequence[tuple[int, float]], of: Fingerprint) -> Profile:
     """Return the profile of measurements."""
-    (alpha1, beta1, delta), clustering_r2 = fit_clustering(clustering)
+    (alpha1, beta1, delta), clustering_r2 = _fit_clustering(clustering)
     (alpha2, beta2, gamma2), layer_r2 = fit_layer(layers)
     return Profile(of, CostModel(alpha1, beta1, delta, alpha2, beta2, gamma2), clustering_r2, layer_r2)
 

@@ -56,7 +56,7 @@ from kvcm.gpu_tier.kernels.weighted_attn import weighted_attn
 from kvcm.gpu_tier.runtime import upload
 from kvcm.gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, SteadyZone, Unit
 
-__all__ = ["Indexed", "RetroInfer", "SegmentBuilder", "SegmentJob", "SegmentSidecars"]
+__all__ = ["Indexed", "RetroInfer", "SegmentJob"]
 
 # Clusters segments of requests and keeps account of what is clustered, for RetroInfer.
 #
@@ -84,7 +84,7 @@ class SegmentJob:
     segment: range
 
 
-class SegmentBuilder:
+class _SegmentBuilder:
     """The clustered segments of all layers and requests of one engine.
 
     Args:
@@ -220,7 +220,7 @@ class _RequestSegments:
     offered: dict[int, StoredSegment | None] = field(default_factory=dict)
 
 
-class SegmentSidecars:
+class _SegmentSidecars:
     """Hears of clustered segments, and exports and imports whole ones.
 
     Args:
@@ -235,7 +235,7 @@ class SegmentSidecars:
     """
 
     def __init__(
-        self, context: AlgorithmContext, settings: RetroInferConfig, index: MetaIndex, builder: SegmentBuilder
+        self, context: AlgorithmContext, settings: RetroInferConfig, index: MetaIndex, builder: _SegmentBuilder
     ) -> None:
         self._context = context
         self._settings = settings
@@ -388,8 +388,8 @@ class RetroInfer(BaseSparseAlgorithm):
             context.geometry, self.settings, max_requests=context.max_requests, max_tokens=context.max_tokens,
             total_tokens=context.total_tokens, device=context.runtime.device,
         )  # fmt: skip
-        self.segments = SegmentBuilder(context, self.settings, self.index, self._publish_segment)
-        self.sidecars = SegmentSidecars(context, self.settings, self.index, self.segments)
+        self.segments = _SegmentBuilder(context, self.settings, self.index, self._publish_segment)
+        self.sidecars = _SegmentSidecars(context, self.settings, self.index, self.segments)
         self._overflow = torch.zeros((), dtype=torch.int64, device=context.runtime.device)
         self._kept: _Step | None = None
         self._tables = PerPass(self._table)

@@ -14,19 +14,10 @@ from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import KVKind
 from kvcm.gpu_tier.index.lightning_indexer import LightningIndexer
 
-__all__ = [
-    "LatentDecoder",
-    "LatentShape",
-    "LlamaDecoder",
-    "LlamaShape",
-    "random_matrix",
-    "rms_norm",
-    "rotate",
-    "swiglu",
-]
+__all__ = ["LatentDecoder", "LatentShape", "LlamaDecoder", "LlamaShape", "rms_norm", "rotate"]
 
 
-def random_matrix(generator: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
+def _random_matrix(generator: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
     """Return a weight ``f64 [outputs, inputs]`` that keeps the size of its input's numbers, times `gain`."""
     scale = gain * inputs**-0.5
     weight: Tensor = scale * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
@@ -53,7 +44,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def swiglu(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
+def _swiglu(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
     """Return the feed-forward of Llama: ``down(silu(gate(x)) * up(x))``; weights are named as there."""
     gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -123,11 +114,11 @@ class LlamaDecoder:
     ) -> LlamaDecoder:
         """Return a model with random weights; a seed gives the same ones on every device and, rounded, dtype."""
         generator = torch.Generator().manual_seed(seed)
-        weights = {"model.embed_tokens.weight": random_matrix(generator, shape.vocab, shape.d_model)}
+        weights = {"model.embed_tokens.weight": _random_matrix(generator, shape.vocab, shape.d_model)}
         for layer in range(shape.num_layers):
             for name, (outputs, inputs) in _layer_sizes(shape).items():
-                weights[f"model.layers.{layer}.{name}.weight"] = random_matrix(generator, outputs, inputs)
-        weights["lm_head.weight"] = random_matrix(generator, shape.vocab, shape.d_model)
+                weights[f"model.layers.{layer}.{name}.weight"] = _random_matrix(generator, outputs, inputs)
+        weights["lm_head.weight"] = _random_matrix(generator, shape.vocab, shape.d_model)
         for name in _norms(shape):
             weights[name] = torch.ones(shape.d_model)
         return cls(shape, {name: weight.to(device, dtype) for name, weight in weights.items()})
@@ -156,7 +147,7 @@ class LlamaDecoder:
         output = self.weights[f"{prefix}.self_attn.o_proj.weight"]
         hidden = hidden + attention.flatten(-2).to(hidden.dtype) @ output.T
         x = self._norm(hidden, f"{prefix}.post_attention_layernorm.weight")
-        return hidden + swiglu(x, self.weights, f"{prefix}.mlp")
+        return hidden + _swiglu(x, self.weights, f"{prefix}.mlp")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
@@ -264,15 +255,15 @@ class LatentDecoder:
     ) -> LatentDecoder:
         """Return a model with random weights; a seed gives the same ones on every device and, rounded, dtype."""
         generator = torch.Generator().manual_seed(seed)
-        weights = {"embed": random_matrix(generator, shape.vocab, shape.d_model)}
+        weights = {"embed": _random_matrix(generator, shape.vocab, shape.d_model)}
         for layer in range(shape.num_layers):
             for name, (outputs, inputs) in _latent_model_layer_sizes(shape).items():
-                weights[f"{layer}.{name}"] = random_matrix(generator, outputs, inputs)
+                weights[f"{layer}.{name}"] = _random_matrix(generator, outputs, inputs)
             for name, size in _norm_sizes(shape).items():
                 weights[f"{layer}.{name}"] = torch.ones(size)
             if shape.index_heads:
                 weights |= _indexer_weights(shape, layer, generator)
-        weights |= {"head": random_matrix(generator, shape.vocab, shape.d_model), "norm": torch.ones(shape.d_model)}
+        weights |= {"head": _random_matrix(generator, shape.vocab, shape.d_model), "norm": torch.ones(shape.d_model)}
         return cls(shape, {name: weight.to(device, dtype) for name, weight in weights.items()})
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -299,7 +290,7 @@ class LatentDecoder:
         values = self._per_head(f"{layer_id}.v_b")
         heads = torch.einsum("thr,hvr->thv", attention.to(hidden.dtype), values)
         hidden = hidden + heads.flatten(-2) @ self.weights[f"{layer_id}.output"].T
-        return hidden + swiglu(self._norm(hidden, f"{layer_id}.mlp_norm"), self.weights, f"{layer_id}.mlp")
+        return hidden + _swiglu(self._norm(hidden, f"{layer_id}.mlp_norm"), self.weights, f"{layer_id}.mlp")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
@@ -361,9 +352,9 @@ def _norm_sizes(shape: LatentShape) -> dict[str, int]:
 
 def _indexer_weights(shape: LatentShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
     weights = {
-        "query.weight": random_matrix(generator, shape.index_heads * shape.index_dim, shape.q_rank),
-        "key.weight": random_matrix(generator, shape.index_dim, shape.d_model),
-        "weight.weight": random_matrix(generator, shape.index_heads, shape.d_model),
+        "query.weight": _random_matrix(generator, shape.index_heads * shape.index_dim, shape.q_rank),
+        "key.weight": _random_matrix(generator, shape.index_dim, shape.d_model),
+        "weight.weight": _random_matrix(generator, shape.index_heads, shape.d_model),
         "key_norm.weight": torch.ones(shape.index_dim),
         "key_norm.bias": torch.zeros(shape.index_dim),
     }

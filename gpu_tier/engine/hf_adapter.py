@@ -24,20 +24,7 @@ from kvcm.gpu_tier.errors import ConfigError, StateError
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind
 from kvcm.gpu_tier.types import ForwardBatch
 
-__all__ = [
-    "ATTENTION_NAME",
-    "AttentionShape",
-    "HeadsForm",
-    "HfAttentionCache",
-    "HfRunner",
-    "IndexerTaps",
-    "KVForm",
-    "LatentForm",
-    "SparseGenerator",
-    "record_extra",
-    "register",
-    "running",
-]
+__all__ = ["ATTENTION_NAME", "AttentionShape", "HfRunner", "KVForm", "SparseGenerator", "register", "running"]
 
 # How the layers of a Hugging Face model hand over their keys and values, and what attention makes of them.
 #
@@ -60,7 +47,7 @@ class KVForm(Protocol):
         """Return what the layer expects, ``[T, Hq, value dims]``, from the attention over the rows."""
 
 
-class HeadsForm:
+class _HeadsForm:
     """Keys and values of heads, as they come."""
 
     def rows(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +63,7 @@ class HeadsForm:
         return out
 
 
-class LatentForm:
+class _LatentForm:
     """One latent row per token."""
 
     def rows(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -153,7 +140,7 @@ class AttentionShape:
     @property
     def form(self) -> KVForm:
         """How the model's layers hand their KV over."""
-        return LatentForm() if self.geometry.kind is KVKind.MLA else HeadsForm()
+        return _LatentForm() if self.geometry.kind is KVKind.MLA else _HeadsForm()
 
 
 def _attention_modules(model: Any) -> Iterator[Any]:
@@ -196,7 +183,7 @@ def _scaling(model: Any, head_dim: int) -> float:
 Report = Callable[[int, str, Tensor], None]
 
 
-class IndexerTaps:
+class _IndexerTaps:
     """Hooks on the indexers of a model, until `close`.
 
     Args:
@@ -278,18 +265,18 @@ def running(attention: AttentionLayer, batch: ForwardBatch, shape: AttentionShap
     """Bind what the model computes inside to a pass, and return the cache to give to the model."""
     token = _RUNNING.set(_Pass(attention, batch, shape))
     try:
-        yield HfAttentionCache()
+        yield _HfAttentionCache()
     finally:
         _RUNNING.reset(token)
 
 
-def record_extra(layer_id: int, name: str, value: Tensor) -> None:
+def _record_extra(layer_id: int, name: str, value: Tensor) -> None:
     """Keep what an algorithm needs of a layer beyond keys and values until its attention; outside a pass nothing."""
     if (current := _RUNNING.get()) is not None:
         current.extra[layer_id][name] = value
 
 
-class HfAttentionCache(Cache):
+class _HfAttentionCache(Cache):
     """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there."""
 
     def __init__(self) -> None:
@@ -307,7 +294,7 @@ class HfAttentionCache(Cache):
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take the index keys ``[1, T, dI]`` of a layer, and return one: what the model would select by is not used."""
-        record_extra(layer_idx, "index_key", indexer_key_states[0])
+        _record_extra(layer_idx, "index_key", indexer_key_states[0])
         return indexer_key_states[:, :1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -377,7 +364,7 @@ class HfRunner:
             raise StateError("the model decodes through another coordinator; close that first")
         register()
         model.set_attn_implementation(ATTENTION_NAME)
-        self._taps = IndexerTaps(model, record_extra)
+        self._taps = _IndexerTaps(model, _record_extra)
         # Indexers want a mask; one that is given with four dimensions is passed on as it is.
         self._mask = torch.zeros(1, 1, 1, 1, device=model.device) if shape.has_indexer else None
 

@@ -26,16 +26,7 @@ from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.kernels.dense import causal_partial, group_scores, merge_partials, softmax_partial
 from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial
 
-__all__ = [
-    "KERNELS",
-    "AttentionLayer",
-    "BlockSparse",
-    "PrefillAttention",
-    "block_sparse_chunk",
-    "can_flash",
-    "chosen_blocks",
-    "flash_chunk",
-]
+__all__ = ["AttentionLayer", "BlockSparse", "PrefillAttention", "chosen_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class BlockSparse:
             raise ConfigError("threshold", self.threshold, "must be above 0 and at most 1")
 
 
-def block_sparse_chunk(
+def _block_sparse_chunk(
     reader: KeyReader, q: Tensor, layer_id: int, request: int, stop: int, sm_scale: float, settings: BlockSparse
 ) -> Tensor:
     """Return the attention ``f32 [T, Hq, dv]`` of one request's tokens, the last of which is token ``stop - 1``.
@@ -147,20 +138,20 @@ _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIMS = 256
 
 
-def can_flash(q: Tensor) -> bool:
+def _can_flash(q: Tensor) -> bool:
     """Whether the kernels take queries ``[T, Hq, D]``."""
     dims = q.shape[-1]
     return dims % 8 == 0 and dims <= _MOST_DIMS and (q.dtype in _HALVES or q.device.type == "cpu")
 
 
-def flash_chunk(
+def _flash_chunk(
     reader: KeyReader, q: Tensor, layer_id: int, request: int, stop: int, sm_scale: float, piece_tokens: int
 ) -> Tensor:
     """Return the attention ``f32 [T, Hq, dv]`` of one request's tokens, the last of which is token ``stop - 1``.
 
     Args:
         reader: of the request's KV.
-        q: ``[T, Hq, D]`` queries, for which `can_flash` holds.
+        q: ``[T, Hq, D]`` queries, for which `_can_flash` holds.
         layer_id: id of the layer.
         request: row of the per-request tables.
         stop: tokens of the request, those of the queries included.
@@ -192,7 +183,7 @@ def _partial(q: Tensor, rows: tuple[Tensor, Tensor], sm_scale: float, *, is_caus
 # `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the
 # result does not depend on how a prompt is cut into chunks, but for the order of sums.
 
-KERNELS = ("exact", "flash")
+_KERNELS = ("exact", "flash")
 
 
 class PrefillAttention:
@@ -211,8 +202,8 @@ class PrefillAttention:
     ) -> None:
         if piece_tokens < 1:
             raise ConfigError("piece_tokens", piece_tokens, "must be at least 1")
-        if isinstance(kernel, str) and kernel not in KERNELS:
-            raise ConfigError.choice("prefill", kernel, KERNELS)
+        if isinstance(kernel, str) and kernel not in _KERNELS:
+            raise ConfigError.choice("prefill", kernel, _KERNELS)
         self._sparse = kernel if isinstance(kernel, BlockSparse) else None
         self._flash = kernel == "flash"
         self._reader = reader
@@ -227,9 +218,9 @@ class PrefillAttention:
     def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
         """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
         if self._sparse is not None:
-            return block_sparse_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._sparse)
-        if self._flash and can_flash(q):
-            return flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
+            return _block_sparse_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._sparse)
+        if self._flash and _can_flash(q):
+            return _flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
         q = q.float()
         start = stop - len(q)
         total: Partial | None = None

@@ -105,7 +105,7 @@ def _of_blocks(shape: ModelShape, config: SparseConfig, n_tokens: int, represent
     """Return the bytes of a request whose execution buffer is put together every step; the buffer is the steady zone
     and the block cache behind it."""
     geometry = shape.geometry
-    room = execution_tokens(config, n_tokens)
+    room = _execution_tokens(config, n_tokens)
     return Footprint(
         kv=_pages(geometry, block_places(geometry, config, n_tokens)) * geometry.page_bytes,
         dense_layers=0,
@@ -128,7 +128,7 @@ def block_places(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> i
     return places + _NEWEST_ITEMS
 
 
-def execution_tokens(config: SparseConfig, n_tokens: int) -> int:
+def _execution_tokens(config: SparseConfig, n_tokens: int) -> int:
     """Return the tokens of a row of the execution buffer, in whole pages."""
     match config.algo:
         case RetroInferConfig() as wave:

@@ -30,19 +30,9 @@ from kvcm.gpu_tier.pools.transfer import KVTransfer
 from kvcm.gpu_tier.runtime import NullRuntime
 from kvcm.gpu_tier.types import ForwardBatch, Mode, Selection, Unit
 
-__all__ = [
-    "WARM_UP_STEPS",
-    "BlockHits",
-    "HitRate",
-    "exact_selections",
-    "hit_rates",
-    "pq_hits",
-    "simulate",
-    "trace",
-    "wave_hits",
-]
+__all__ = ["BlockHits", "HitRate", "exact_selections", "hit_rates", "pq_hits", "simulate", "trace", "wave_hits"]
 
-WARM_UP_STEPS = 10
+_WARM_UP_STEPS = 10
 """First steps of a trace that hit rates leave out."""
 _RETURN_AFTER = (2, 6)
 
@@ -110,12 +100,12 @@ def simulate(selections: Tensor, capacity: int, *, loads_hottest: bool = False, 
     Raises:
         ConfigError: the buffer is smaller than a selection, or the trace has no step after its first 10.
     """
-    if len(selections) <= WARM_UP_STEPS:
-        raise ConfigError("selections", len(selections), f"a trace needs more than {WARM_UP_STEPS} steps")
+    if len(selections) <= _WARM_UP_STEPS:
+        raise ConfigError("selections", len(selections), f"a trace needs more than {_WARM_UP_STEPS} steps")
     policy, batch = _one_request(int(selections.max()) + 1, capacity, loads_hottest=loads_hottest, kernels=kernels)
     cold = policy.counters
     for step, ids in enumerate(selections.int()):
-        if step == WARM_UP_STEPS:
+        if step == _WARM_UP_STEPS:
             cold = policy.counters
         selection = Selection(Unit.TOKEN, 1, ids[None, None], (ids >= 0).sum(dtype=torch.int32).reshape(1, 1))
         policy.resolve(0, batch, selection, torch.ones(1, dtype=torch.bool))

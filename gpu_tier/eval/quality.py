@@ -33,7 +33,6 @@ __all__ = [
     "EXPECTED",
     "STEADY",
     "TOLERANCE",
-    "TOP",
     "Choices",
     "Concentration",
     "Driven",
@@ -46,7 +45,6 @@ __all__ = [
     "evaluate",
     "judged",
     "kv_bytes",
-    "make_algorithm",
     "mass_recall",
     "method_for_bytes",
     "recall_at",
@@ -128,7 +126,7 @@ class Driven:
 
     def __init__(self, config: SparseConfig, sample: KVSample) -> None:
         self.sample, self._members = sample, _Members()
-        self.algorithm = make_algorithm(config, sample)
+        self.algorithm = _make_algorithm(config, sample)
         if self.algorithm.unit is Unit.CLUSTER:
             self.algorithm.sink = self._members
         _prefill(self.algorithm, sample)
@@ -181,7 +179,7 @@ class Driven:
         return chosen.index_fill(0, tokens[tokens < n], True)
 
 
-def make_algorithm(config: SparseConfig, sample: KVSample) -> BaseSparseAlgorithm:
+def _make_algorithm(config: SparseConfig, sample: KVSample) -> BaseSparseAlgorithm:
     """Return the algorithm for the sample's shape: one layer, one KV head, one request; it has seen nothing yet."""
     n, d = sample.k.shape
     geometry = KVGeometry(KVKind.MHA, 1, 1, d, d, KVDtype.F32, PAGE)
@@ -311,7 +309,7 @@ def errors(out: Tensor, full: Tensor, v: Tensor) -> Errors:
 
 # What attention on a sample is like, whatever method is tried on it: how concentrated and how steady.
 
-TOP = 0.018
+_TOP = 0.018
 """Share of the tokens that is called the top."""
 _FEW = 100
 
@@ -351,7 +349,7 @@ def concentration(sample: KVSample) -> Concentration:
     """Return what attention on a sample is like."""
     n = len(sample.k)
     weights = attention_weights(sample.q, sample.k, sample.scale)
-    top = round(TOP * n)
+    top = round(_TOP * n)
     mass = weights.sum(1)
     retrieved = mass.masked_fill(steady_tokens(n), -1.0)
     few, many = _top(retrieved, _FEW), _top(retrieved, top)
@@ -413,7 +411,7 @@ def kv_bytes(tokens: float, d: int) -> float:
 def method_for_bytes(name: str, budget: float, sample: KVSample) -> SparseConfig | None:
     """Return the settings under which a method holds `budget` bytes, None when its representation leaves too little."""
     n, d = sample.k.shape
-    everything = make_algorithm(method(name, n, n), sample)
+    everything = _make_algorithm(method(name, n, n), sample)
     representation = 0 if name == "oracle" else everything.representation_bytes(n)
     tokens = int((budget - representation) / kv_bytes(1, d))
     return method(name, tokens, n) if tokens >= 2 * PAGE else None

@@ -48,7 +48,6 @@ __all__ = [
     "Traffic",
     "index_key_bytes",
     "pq_budget",
-    "pq_centroid_bytes",
     "pq_code_bytes",
     "pq_index_bytes",
     "quest_bound_bytes",
@@ -58,7 +57,6 @@ __all__ = [
     "traffic",
     "wave_block_tokens",
     "wave_cache_tokens",
-    "wave_clusters",
     "wave_execution_tokens",
     "wave_index_bytes",
     "wave_retrieved",
@@ -77,7 +75,7 @@ _ELEMENT_BYTES = 2  # centroids, value sums and PQ centroids are 16 bits wide
 _LOG_SIZE_BYTES = 4
 
 
-def wave_clusters(settings: RetroInferConfig, n_tokens: int) -> int:
+def _wave_clusters(settings: RetroInferConfig, n_tokens: int) -> int:
     """Return the clusters of a prompt of so many tokens, of each layer and head; 0 while all of it is steady."""
     if n_tokens < settings.unindexed:
         return 0
@@ -88,7 +86,7 @@ def wave_clusters(settings: RetroInferConfig, n_tokens: int) -> int:
 
 def wave_retrieved(settings: RetroInferConfig, n_tokens: int) -> int:
     """Return the tokens that a head retrieves in a step."""
-    clusters = wave_clusters(settings, n_tokens)
+    clusters = _wave_clusters(settings, n_tokens)
     return max(1, round(settings.retrieval * clusters)) * settings.tokens_per_centroid if clusters else 0
 
 
@@ -123,7 +121,7 @@ def wave_cache_tokens(geometry: KVGeometry, settings: RetroInferConfig, n_tokens
 
 def wave_store_tokens(geometry: KVGeometry, settings: RetroInferConfig, n_tokens: int) -> int:
     """Return the tokens for which host memory is set aside, per layer and head: every cluster may waste a block."""
-    clusters = wave_clusters(settings, n_tokens)
+    clusters = _wave_clusters(settings, n_tokens)
     if not clusters:
         return 0
     block = wave_block_tokens(geometry, settings)
@@ -145,7 +143,7 @@ def pq_index_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int)
     """
     page = pq_code_bytes(geometry, settings, geometry.page_size, n_tokens)
     pages = 2 * -(-n_tokens // geometry.page_size) + geometry.num_layers
-    return pq_centroid_bytes(geometry, settings, n_tokens) + pages * page
+    return _pq_centroid_bytes(geometry, settings, n_tokens) + pages * page
 
 
 def pq_code_bytes(geometry: KVGeometry, settings: PQCacheConfig, coded: int, n_tokens: int) -> int:
@@ -160,7 +158,7 @@ def pq_code_bytes(geometry: KVGeometry, settings: PQCacheConfig, coded: int, n_t
     return coded * geometry.num_kv_heads * settings.quantisation(n_tokens)[0]
 
 
-def pq_centroid_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int) -> int:
+def _pq_centroid_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int) -> int:
     """Return the bytes of all layers' centroids: 2^b keys' worth for each head."""
     bits = settings.quantisation(n_tokens)[1]
     return (geometry.head_dim << bits) * geometry.num_kv_heads * geometry.num_layers * _ELEMENT_BYTES
@@ -280,7 +278,7 @@ def _scoring(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Traffic:
 
 def _wave_scoring(shape: ModelShape, settings: RetroInferConfig, n_tokens: int) -> Traffic:
     """Return the traffic of ranking all clusters and estimating some."""
-    geometry, clusters = shape.geometry, wave_clusters(settings, n_tokens)
+    geometry, clusters = shape.geometry, _wave_clusters(settings, n_tokens)
     estimated = round(settings.estimation * clusters)
     centroid, values = 2 * geometry.head_dim, 2 * geometry.v_head_dim
     index = clusters * centroid + estimated * (centroid + values + 4)

@@ -22,21 +22,18 @@ from kvcm.gpu_tier.index.kmeans import lloyd
 from kvcm.gpu_tier.kernels.kmeans_assign import kmeans_assign
 
 __all__ = [
-    "CENTROID_BYTES",
-    "ID_BYTES",
     "CodebookImport",
     "PQShape",
     "PQSidecars",
     "encode",
     "encode_rows",
-    "packed_bytes",
     "reconstruct",
     "split",
     "tables",
     "train",
 ]
 
-CENTROID_BYTES = 2
+_CENTROID_BYTES = 2
 _F16_MOST = 65504.0
 
 
@@ -83,7 +80,7 @@ class PQShape:
     @property
     def codebook_bytes(self) -> int:
         """Bytes of a layer's centroids in f16: ``H · 2^b · d · 2``, whatever m is."""
-        return math.prod(self.codebook_shape) * CENTROID_BYTES
+        return math.prod(self.codebook_shape) * _CENTROID_BYTES
 
     @property
     def code_bytes(self) -> int:
@@ -96,7 +93,7 @@ class PQShape:
         return 2 * self.centroids
 
 
-def packed_bytes(n_tokens: int, heads: int, m: int, b: int) -> int:
+def _packed_bytes(n_tokens: int, heads: int, m: int, b: int) -> int:
     """Return the bytes of codes of b bits without gaps, ``n · H · m·b/8``: what the document counts.
 
     Here a code is a byte, which for b = 8 is the same and spares the kernels the shifting otherwise.
@@ -207,7 +204,7 @@ def tables(queries: Tensor, codebooks: Tensor, sm_scale: float) -> Tensor:
 # The id is a hash of the codebook and of the parameters, so that codes are never taken for another codebook's, and a
 # codebook of which a slice is damaged is not taken at all. A page whose codes did not exist has the id 0.
 
-ID_BYTES = 16
+_ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +241,11 @@ class PQSidecars:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return ID_BYTES + self.slice_bytes + self.code_bytes
+        return _ID_BYTES + self.slice_bytes + self.code_bytes
 
     def identity(self, codebook: Tensor) -> bytes:
         """Return the id of a codebook, flat ``uint8``; never 0."""
-        digest = hashlib.blake2b(self.parameters.encode(), digest_size=ID_BYTES)
+        digest = hashlib.blake2b(self.parameters.encode(), digest_size=_ID_BYTES)
         digest.update(codebook.numpy().tobytes())
         return digest.digest()
 
@@ -265,11 +262,11 @@ class PQSidecars:
             codes: ``uint8 [pages, code bytes]``.
         """
         rows = self.blank(len(codes))
-        rows[:, :ID_BYTES] = torch.frombuffer(bytearray(self.identity(codebook)), dtype=torch.uint8)
+        rows[:, :_ID_BYTES] = torch.frombuffer(bytearray(self.identity(codebook)), dtype=torch.uint8)
         slices = torch.nn.functional.pad(codebook, (0, self.slice_bytes * self.pages - len(codebook)))
         here = slices.view(self.pages, self.slice_bytes)[first : first + len(codes)]
-        rows[: len(here), ID_BYTES : ID_BYTES + self.slice_bytes] = here
-        rows[:, ID_BYTES + self.slice_bytes :] = codes
+        rows[: len(here), _ID_BYTES : _ID_BYTES + self.slice_bytes] = here
+        rows[:, _ID_BYTES + self.slice_bytes :] = codes
         return rows
 
 
@@ -306,9 +303,9 @@ class CodebookImport:
             raise ConfigError("data", tuple(rows.shape), f"must be uint8 rows of {self.form.row_bytes} bytes")
         own = self._own(first, rows)
         missing = self.form.pages - len(self._slices)
-        self._slices.extend(own[:missing, ID_BYTES : ID_BYTES + self.form.slice_bytes].clone())
+        self._slices.extend(own[:missing, _ID_BYTES : _ID_BYTES + self.form.slice_bytes].clone())
         self._seen += len(own)
-        self._waiting.append(own[:, ID_BYTES + self.form.slice_bytes :])
+        self._waiting.append(own[:, _ID_BYTES + self.form.slice_bytes :])
         if self.codebook is None and len(self._slices) == self.form.pages:
             self._complete()
         if self.codebook is None:
@@ -324,8 +321,8 @@ class CodebookImport:
             self._ended = self._ended or bool(len(rows))
             return rows[:0]
         if self._identity is None:
-            self._identity = rows[0, :ID_BYTES].clone()
-        same = (rows[:, :ID_BYTES] == self._identity).all(1) & self._identity.any()
+            self._identity = rows[0, :_ID_BYTES].clone()
+        same = (rows[:, :_ID_BYTES] == self._identity).all(1) & self._identity.any()
         leading = int(same.int().cumprod(0).sum())
         self._ended = leading < len(rows)
         return rows[:leading]

@@ -38,7 +38,6 @@ from kvcm.gpu_tier.pools.host_pool import HostKVPool, PageState
 __all__ = [
     "AttachState",
     "AttachedPrefix",
-    "BlockPages",
     "BlockWrites",
     "PrefixAttach",
     "PrefixCounters",
@@ -169,7 +168,7 @@ class SidecarSpec:
     is_required: bool
 
 
-class BlockPages:
+class _BlockPages:
     """The host pool's cached pages, by key of the block.
 
     What is known of a page is that of the block that it was last kept as; a page that is given to another block is kept
@@ -330,7 +329,7 @@ class BlockWrites:
         most_pages: that may be held for writing at once.
     """
 
-    def __init__(self, blocks: BlockPages, connector: KVConnector, counters: PrefixCounters, most_pages: int) -> None:
+    def __init__(self, blocks: _BlockPages, connector: KVConnector, counters: PrefixCounters, most_pages: int) -> None:
         self._blocks = blocks
         self._connector = connector
         self._counters = counters
@@ -413,7 +412,7 @@ class PrefixStore:
         most_writing: float = 0.5,
     ) -> None:
         self.counters = PrefixCounters()
-        self._blocks = BlockPages(host, sidecar)
+        self._blocks = _BlockPages(host, sidecar)
         self._allocator = host.allocator
         self._page_size = host.geometry.page_size
         self._connector = connector

@@ -29,7 +29,7 @@ from kvcm.gpu_tier.pools.transfer import KVTransfer
 from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
 from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing
 
-__all__ = ["DenseTokens", "KVReader", "OffloadTicket", "Offloads", "ResidentLayers", "SparseKVCacheManager"]
+__all__ = ["KVReader", "OffloadTicket", "ResidentLayers", "SparseKVCacheManager"]
 
 # Dense pages of requests: prompts while they are computed, short requests, and all KV where residency is `device`.
 #
@@ -37,7 +37,7 @@ __all__ = ["DenseTokens", "KVReader", "OffloadTicket", "Offloads", "ResidentLaye
 # is what dense attention reads, and what tells where a token is: -1 means not on the device.
 
 
-class DenseTokens:
+class _DenseTokens:
     """Who holds which pages of the arena densely.
 
     Args:
@@ -145,7 +145,7 @@ class ResidentLayers:
         self.pool = DeviceKVPool(first, num_pages, runtime)
         self._transfer = transfer.to(self.pool)
         self._tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
-        self._dense = DenseTokens(self.pool, self._tables)
+        self._dense = _DenseTokens(self.pool, self._tables)
 
     @property
     def table(self) -> Tensor:
@@ -242,7 +242,7 @@ class OffloadTicket:
     done: Event
 
 
-class Offloads:
+class _Offloads:
     """The copies on their way, oldest first: one stream runs them, so they end in this order."""
 
     def __init__(self) -> None:
@@ -303,10 +303,10 @@ class SparseKVCacheManager:
         self.runtime = runtime
         self.unit = unit_tokens
         self.layers = self.device.geometry.layers
-        self.dense = DenseTokens(self.device, tables)
+        self.dense = _DenseTokens(self.device, tables)
         self.buffers = SparseBuffers(self.device, unit_tokens)
         self.transfer = transfer
-        self.offloads = Offloads()
+        self.offloads = _Offloads()
         self.reader = KVReader(self.device, tables.table, host_tokens, self.wait_for_copies)
 
     # Residency of one layer.

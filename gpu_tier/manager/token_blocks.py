@@ -31,15 +31,7 @@ from kvcm.gpu_tier.pools.transfer import KVTransfer
 from kvcm.gpu_tier.runtime import DeviceRuntime, Event, upload
 from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone
 
-__all__ = [
-    "BatchRows",
-    "BlockAdmissions",
-    "BlockCacheCounters",
-    "BlockStep",
-    "CacheLoads",
-    "CachePlaces",
-    "TokenBlockPolicy",
-]
+__all__ = ["BatchRows", "BlockCacheCounters", "BlockStep", "CacheLoads", "CachePlaces", "TokenBlockPolicy"]
 
 # Which item lies in which place of a block cache, and which one goes when another comes; all on the device.
 #
@@ -242,7 +234,7 @@ class _Demand:
         return same and self.layer != other.layer
 
 
-class BlockAdmissions:
+class _BlockAdmissions:
     """Keeps the cache of all layers and requests up to date.
 
     Args:
@@ -427,7 +419,7 @@ class TokenBlockPolicy:
             (max_requests + 1, max(1, settings.cache_tokens)), -1, dtype=torch.int32, device=runtime.device
         )
         self._usable = torch.zeros(max_requests + 1, dtype=torch.int64, device=runtime.device)
-        self._admissions = BlockAdmissions(
+        self._admissions = _BlockAdmissions(
             settings, self._cache, self._slots, self._usable, host_tokens, transfer, runtime, layers_at_once
         )
         self._counts = torch.zeros(3, dtype=torch.int64, device=runtime.device)

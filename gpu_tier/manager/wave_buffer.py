@@ -53,7 +53,7 @@ from kvcm.gpu_tier.types import (
     Unit,
 )
 
-__all__ = ["Plans", "RawRows", "SelectedIds", "WaveBuffer", "WaveCounters", "WaveTotals"]
+__all__ = ["Plans", "RawRows", "WaveBuffer", "WaveCounters"]
 
 # What the wave buffer counts, on the host: its control knows everything.
 
@@ -90,7 +90,7 @@ class WaveCounters:
         return self.token_hits / self.tokens if self.tokens else 1.0
 
 
-class WaveTotals:
+class _WaveTotals:
     """Adds up what lookups and updates say of their lines.
 
     Args:
@@ -131,7 +131,7 @@ class _Copy:
     done: Event
 
 
-class SelectedIds:
+class _SelectedIds:
     """Copies selections to the host beside what else the device computes.
 
     Args:
@@ -279,9 +279,9 @@ class WaveBuffer:
         self._control = wave_control.make(settings, control)
         heads, layers = geometry.num_kv_heads, geometry.num_layers
         self._tables = [LayerTables(max_requests, heads, store.block_tokens) for _ in range(layers)]
-        self._ids = SelectedIds(runtime)
+        self._ids = _SelectedIds(runtime)
         self._plans = Plans(runtime)
-        self._totals = WaveTotals(sum(part.row_bytes for part in geometry.parts))
+        self._totals = _WaveTotals(sum(part.row_bytes for part in geometry.parts))
         self._places: dict[int, Places] = {}
         self._announced: Event | None = None
         self._updates: dict[int, _Update] = {}  # by the position of the layer

@@ -36,7 +36,7 @@ from kvcm.gpu_tier.pools.representation import RepresentationPool
 from kvcm.gpu_tier.runtime import DeviceRuntime, upload
 from kvcm.gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
 
-__all__ = ["ClusterBlocks", "WaveGpuBuffer", "WaveGpuCounters"]
+__all__ = ["WaveGpuBuffer", "WaveGpuCounters"]
 
 # The cluster mapping table on the device: which blocks each cluster of a request consists of, and where on the host.
 #
@@ -49,7 +49,7 @@ _ODD_CLUSTERS = 4  # more than the average says, of segments that end with a pro
 _ID_BYTES = 4
 
 
-class ClusterBlocks:
+class _ClusterBlocks:
     """The tables of all layers and requests.
 
     Args:
@@ -236,7 +236,7 @@ class WaveGpuBuffer:
         # Tokens whose slots follow each other wherever a block lies in the arena.
         self._piece = gcd(self._block, geometry.page_size)
         self._fill = WaveFill(store, rows, runtime, kernels)
-        self._tables = ClusterBlocks(
+        self._tables = _ClusterBlocks(
             geometry, block_tokens=self._block, tokens_per_centroid=settings.tokens_per_centroid,
             max_requests=max_requests, max_tokens=max_tokens, total_tokens=total_tokens, runtime=runtime,
         )  # fmt: skip

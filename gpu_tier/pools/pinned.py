@@ -23,10 +23,10 @@ from torch import Tensor
 from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError
 from kvcm.gpu_tier.runtime import DeviceRuntime
 
-__all__ = ["LARGEST_SHARE", "MAX_CHUNK_BYTES", "PinnedMemory", "available_bytes", "chunks"]
+__all__ = ["LARGEST_SHARE", "PinnedMemory", "available_bytes", "chunks"]
 
 LARGEST_SHARE = 0.8
-MAX_CHUNK_BYTES = 64 << 30
+_MAX_CHUNK_BYTES = 64 << 30
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _PREFERRED = 1  # MPOL_PREFERRED: with MPOL_BIND a full node would have the process killed
 
@@ -44,7 +44,7 @@ def available_bytes() -> int | None:
     return None
 
 
-def chunks(nbytes: int, granule: int, largest: int = MAX_CHUNK_BYTES) -> list[tuple[int, int]]:
+def chunks(nbytes: int, granule: int, largest: int = _MAX_CHUNK_BYTES) -> list[tuple[int, int]]:
     """Return (start, bytes) of each registration; all but the last are the same multiple of `granule`.
 
     They are whole memory pages too: two registrations of one are refused.
@@ -120,7 +120,7 @@ class PinnedMemory:
         runtime: DeviceRuntime,
         *,
         numa_node: str | int = "auto",
-        largest_chunk: int = MAX_CHUNK_BYTES,
+        largest_chunk: int = _MAX_CHUNK_BYTES,
     ) -> None:
         if nbytes < 1 or granule < 1:
             raise ConfigError("nbytes, granule", (nbytes, granule), "must be at least 1")

@@ -27,7 +27,7 @@ from kvcm.gpu_tier.pools.host_pool import HostKVPool
 from kvcm.gpu_tier.runtime import DeviceRuntime, upload
 from kvcm.gpu_tier.types import CopyRuns, Source
 
-__all__ = ["DMA_RUN_BYTES", "Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
+__all__ = ["Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
 
 # Which bytes a transfer moves, as contiguous runs: what a copy engine wants to be told.
 #
@@ -138,7 +138,7 @@ def _shifted(runs: Runs, src: int, dst: int) -> Runs:
     return Runs(runs.src + src, runs.dst + dst, runs.nbytes)
 
 
-DMA_RUN_BYTES = 64 << 10
+_DMA_RUN_BYTES = 64 << 10
 
 
 class Engine(StrEnum):
@@ -324,7 +324,7 @@ class KVTransfer:
             raise ConfigError("engine", engine.value, "needs indices on the host")
         worth_a_look = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
         runs = self._runs(job) if engine is Engine.DMA or worth_a_look else None
-        if runs is None or (engine is Engine.AUTO and runs.mean_bytes < DMA_RUN_BYTES):
+        if runs is None or (engine is Engine.AUTO and runs.mean_bytes < _DMA_RUN_BYTES):
             self._by_kernel(job, direction)
         else:
             self._by_copies(job, runs, direction)
@@ -333,7 +333,7 @@ class KVTransfer:
         # Tokens of a layer follow each other only in layer_first pools; looking costs more than a short transfer.
         tokens = job.src_idx.numel() * job.unit_tokens
         orders = {job.src.addressing.layout, job.dst.addressing.layout}
-        return orders == {Layout.LAYER_FIRST} and tokens * self.geometry.token_layer_bytes >= DMA_RUN_BYTES
+        return orders == {Layout.LAYER_FIRST} and tokens * self.geometry.token_layer_bytes >= _DMA_RUN_BYTES
 
     def _by_copies(self, job: _Job, runs: Runs, direction: int) -> None:
         src, dst, nbytes = (torch.from_numpy(numbers) for numbers in (runs.src, runs.dst, runs.nbytes))

@@ -66,15 +66,10 @@ __all__ = [
     "Row",
     "Rows",
     "Trailer",
-    "adapt_group",
-    "check_valid",
     "decode_exported",
-    "describe_difference",
     "exported_pins",
     "head_of",
     "title",
-    "title_parts",
-    "with_store_settings_of",
 ]
 
 FORMAT_VERSION: Final = 1
@@ -308,7 +303,7 @@ def _framed(kind: bytes, body: bytes) -> bytes:
 # What of an exported group depends on the store that it came from, and how it is stored in another one.
 
 
-def adapt_group(group: InstanceGroup, store_kind: str) -> tuple[InstanceGroup, list[str]]:
+def _adapt_group(group: InstanceGroup, store_kind: str) -> tuple[InstanceGroup, list[str]]:
     """Return the group as a store of that kind takes it, and a sentence per change."""
     indexer, changes = group.cache_config.meta_indexer_config, []
     if indexer.meta_storage_backend_config.storage_type == "redis" and store_kind != "redis":
@@ -322,7 +317,7 @@ def adapt_group(group: InstanceGroup, store_kind: str) -> tuple[InstanceGroup, l
     return _with_indexer(group, indexer), changes
 
 
-def with_store_settings_of(group: InstanceGroup, other: InstanceGroup) -> InstanceGroup:
+def _with_store_settings_of(group: InstanceGroup, other: InstanceGroup) -> InstanceGroup:
     """Return the group with what `other` says of the store: there is one per deployment, whatever groups say."""
     backend = other.cache_config.meta_indexer_config.meta_storage_backend_config
     return _with_indexer(group, replace(group.cache_config.meta_indexer_config, meta_storage_backend_config=backend))
@@ -479,7 +474,7 @@ def decode_exported(document: Document) -> object:
     return value
 
 
-def check_valid(value: object, store_kind: str) -> None:
+def _check_valid(value: object, store_kind: str) -> None:
     """Return if a value could be configured on a store of that kind.
 
     Raises:
@@ -495,7 +490,7 @@ def check_valid(value: object, store_kind: str) -> None:
         check_instance(value)
 
 
-def title_parts(value: object) -> tuple[str, str]:
+def _title_parts(value: object) -> tuple[str, str]:
     """Return what a value is and its name, for people."""
     if isinstance(value, StorageConfig):
         return "storage", value.global_unique_name
@@ -513,15 +508,15 @@ def title_parts(value: object) -> tuple[str, str]:
 
 def title(value: object) -> str:
     """Return both as one text."""
-    return "{} {!r}".format(*title_parts(value))
+    return "{} {!r}".format(*_title_parts(value))
 
 
-def describe_difference(known: object, new: object) -> str:
+def _describe_difference(known: object, new: object) -> str:
     """Return in what two documents differ, "" when an import may take one for the other."""
     if isinstance(known, Instance) and isinstance(new, Instance):
         return known.difference(new) or ""
     if isinstance(known, InstanceGroup) and isinstance(new, InstanceGroup):
-        known = with_store_settings_of(known, new)
+        known = _with_store_settings_of(known, new)
     ignored = {"is_available", "draining_since"} if isinstance(new, StorageConfig) else {"version"}
     return _first_difference(known, new, ignored)
 
@@ -549,7 +544,7 @@ def _first_difference(known: object, new: object, ignored: set[str], path: str =
 # has no other location is left out with them. What is being deleted comes along: it counts as usage until its bytes
 # are freed. Pins come as documents of their own, behind the blocks.
 
-NewBackend = Callable[[Placement], IndexBackend]
+_NewBackend = Callable[[Placement], IndexBackend]
 Progress = Callable[[int, int], None]
 """Told of records done and of about how many there are."""
 
@@ -591,7 +586,7 @@ class Exporter:
     def __init__(
         self,
         registry: Registry,
-        new_backend: NewBackend,
+        new_backend: _NewBackend,
         writer: ArchiveWriter,
         progress: Progress = lambda _done, _total: None,
     ) -> None:
@@ -867,9 +862,9 @@ class Importer:
         if not self._is_wanted(value):
             return
         value, _ = self._adapt(value)
-        check_valid(value, self._store_kind)
+        _check_valid(value, self._store_kind)
         known = self._known(value)
-        if known is not None and (difference := describe_difference(known, value)):
+        if known is not None and (difference := _describe_difference(known, value)):
             raise DuplicateEntityError(f"{title(value)} exists and differs: {difference}; nothing is changed")
         if isinstance(value, StorageConfig) and known is None:
             self._registry.storages.check_new(value)  # a name that is still being forgotten is nobody's yet
@@ -898,7 +893,7 @@ class Importer:
         if self._known(value) is not None:
             return
         self.imported.adapted += changes
-        kind, name = title_parts(value)
+        kind, name = _title_parts(value)
         self.imported.created[kind].append(name)
         if not self._dry_run:
             await self._create(value)
@@ -922,7 +917,7 @@ class Importer:
             await self._registry.taken_keys.remember(value)
 
     def _adapt(self, value: object) -> tuple[object, list[str]]:
-        return adapt_group(value, self._store_kind) if isinstance(value, InstanceGroup) else (value, [])
+        return _adapt_group(value, self._store_kind) if isinstance(value, InstanceGroup) else (value, [])
 
     def _is_wanted(self, value: object) -> bool:
         if not self._group_name:

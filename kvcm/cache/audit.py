@@ -45,7 +45,6 @@ from kvcm.registry.registry import Registry
 from kvcm.store.store import Store, Table
 
 __all__ = [
-    "PART_EXTENTS",
     "AuditedStore",
     "BlockAudit",
     "DocumentAudit",
@@ -55,7 +54,6 @@ __all__ = [
     "Owner",
     "Pause",
     "StoredBlocks",
-    "extents_of",
     "overlapping",
     "part_count",
 ]
@@ -63,14 +61,14 @@ __all__ = [
 # Invariant 5: an extent of a storage belongs to exactly one location.
 #
 # Extents are gathered part by part of all objects, an object belonging to the part that a hash of its name says, and
-# each part is sorted by object and offset, where those that overlap stand side by side. A part holds `PART_EXTENTS` of
+# each part is sorted by object and offset, where those that overlap stand side by side. A part holds `_PART_EXTENTS` of
 # 40 bytes on average, and sorting it takes as much again: about 200 MB at most. So the memory does not grow with the
 # index; the number of passes over it does.
 #
 # Objects are told apart by 64 bits of a hash. Whoever asks reads the locations of a pair again and compares the names
 # themselves (`overlapping`), so two names with one hash are no finding.
 
-PART_EXTENTS: Final = 2_000_000
+_PART_EXTENTS: Final = 2_000_000
 _WHOLE: Final = 1 << 62
 _OBJECT_BITS: Final = 63
 
@@ -92,10 +90,10 @@ class Extent(NamedTuple):
 
 def part_count(extents: int) -> int:
     """Return into how many parts to cut so many extents."""
-    return max(1, -(-extents // PART_EXTENTS))
+    return max(1, -(-extents // _PART_EXTENTS))
 
 
-def extents_of(location: Location) -> list[Extent]:
+def _extents_of(location: Location) -> list[Extent]:
     """Return what a location has of its storage; specs that are not there have nothing.
 
     Raises:
@@ -106,8 +104,8 @@ def extents_of(location: Location) -> list[Extent]:
 
 def overlapping(one: Location, other: Location) -> Extent | None:
     """Return an extent of `one` that `other` has too, None when there is none."""
-    others = extents_of(other)
-    for mine in extents_of(one):
+    others = _extents_of(other)
+    for mine in _extents_of(one):
         for theirs in others:
             if mine.object_name == theirs.object_name and mine.start < theirs.end and theirs.start < mine.end:
                 return mine
@@ -146,7 +144,7 @@ class ExtentPart:
         damage = ""
         for location in record.locations:
             try:
-                for name, start, end in extents_of(location):
+                for name, start, end in _extents_of(location):
                     digest = xxh3_64_intdigest(name.encode())
                     if digest % self._count == self._number:
                         self._append(digest >> (64 - _OBJECT_BITS), start, end, *owner)

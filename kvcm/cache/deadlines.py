@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["DeadlineTable", "Expiring"]
+__all__ = ["DeadlineTable"]
 
 
-class Expiring(Protocol):
+class _Expiring(Protocol):
     """Something with an id and a deadline in unix seconds."""
 
     @property
@@ -23,7 +23,7 @@ class Expiring(Protocol):
     def deadline(self) -> float: ...
 
 
-Entry = TypeVar("Entry", bound=Expiring)
+Entry = TypeVar("Entry", bound=_Expiring)
 
 
 class DeadlineTable(Generic[Entry]):

@@ -55,9 +55,9 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0  # between laps that can mark nothing of wh
 _SETTLED_SECONDS: Final = 15.0
 _CLOCK_SKEW_SECONDS: Final = 5.0  # of managers that share a store
 _log = structlog.get_logger("kvcm.cache")
-IsDrained = Callable[[Location], bool]
+_IsDrained = Callable[[Location], bool]
 """Whether a location has to go."""
-ForgetMedium = Callable[[StorageConfig, float], Awaitable[None]]
+_ForgetMedium = Callable[[StorageConfig, float], Awaitable[None]]
 """Drops what is kept of a removed storage, as far as it is not younger than a unix time."""
 
 
@@ -141,7 +141,7 @@ class StorageDrains:
         clock: Clock,
         *,
         is_shared: bool,
-        forget_medium: ForgetMedium = _no_medium_to_forget,
+        forget_medium: _ForgetMedium = _no_medium_to_forget,
         give_way: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:

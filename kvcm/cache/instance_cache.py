@@ -115,7 +115,7 @@ class InstanceCache:
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
         object.__setattr__(self, "full_specs", frozenset(names) - linear)
-        object.__setattr__(self, "page_keys", BATCH_KEYS if self.index.is_shared else batch_keys(len(names)))
+        object.__setattr__(self, "batch_keys", BATCH_KEYS if self.index.is_shared else batch_keys(len(names)))
         object.__setattr__(self, "present", ChunkCache(_SpecNames()))
 
     def filter_of(self, spec_names: frozenset[str]) -> ChunkCache[bytes] | None:

@@ -55,7 +55,7 @@ __all__ = ["CacheManager", "GarbageSource", "IndexHandle"]
 _SESSION_SHARDS = 16
 
 
-def random_id(length: int) -> str:
+def _random_id(length: int) -> str:
     """Return an unguessable id of so many hex digits."""
     return secrets.token_hex(length // 2)
 
@@ -81,7 +81,7 @@ class CacheManager:
         registry: Registry,
         storages: NodeStorages,
         clock: Clock,
-        new_id: Callable[[int], str] = random_id,
+        new_id: Callable[[int], str] = _random_id,
         new_backend: Callable[[Placement], IndexBackend] = lambda _placement: MemoryBackend(),
         *,
         store: Store | None = None,

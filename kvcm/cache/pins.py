@@ -387,7 +387,7 @@ _MOST_DUE_PINS = 1024
 _READ_AT_ONCE = 32
 _LOCATIONS_AT_ONCE = 4096
 _TAKEOVER_SECONDS = 5.0  # then whoever looks for due pins takes an early end over
-FindCache = Callable[[int], Awaitable[InstanceCache | None]]
+_FindCache = Callable[[int], Awaitable[InstanceCache | None]]
 
 
 class Pins:
@@ -406,7 +406,7 @@ class Pins:
         self,
         table: Table,
         budgets: PinBudgets,
-        find: FindCache,
+        find: _FindCache,
         view: StorageView,
         clock: Clock,
         new_id: Callable[[], str],

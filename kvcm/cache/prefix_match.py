@@ -31,12 +31,10 @@ __all__ = [
     "AccessRecorder",
     "BlockMeta",
     "CacheObserver",
-    "ChainObserver",
     "CombinedObserver",
     "Match",
     "MatchMode",
     "MatchQuery",
-    "PolicyOf",
     "ReadModes",
     "WriteEnd",
     "block_metas",
@@ -350,7 +348,7 @@ class CacheObserver(Protocol):
         """A write session was ended by this manager, once; seconds since its start if it was started here."""
 
 
-class ChainObserver(Protocol):
+class _ChainObserver(Protocol):
     """Is told which chains are asked for, on the path of every request."""
 
     def on_read(self, group_name: str, keys: Sequence[int], block_bytes: int) -> None:
@@ -365,7 +363,7 @@ class CombinedObserver:
         reader: told of prefix matches, without what they leave out.
     """
 
-    def __init__(self, observer: CacheObserver, reader: ChainObserver) -> None:
+    def __init__(self, observer: CacheObserver, reader: _ChainObserver) -> None:
         self._reader = reader
         self._observer = observer
         self.on_lookup_failed = observer.on_lookup_failed
@@ -420,7 +418,7 @@ _SLICE_KEYS = 256  # worked on without giving way
 _SAMPLE_RATE = 64  # blocks, a power of two, whose reads are compared with their last one
 _SPREAD = 0x9E3779B97F4A7C15  # keys need not be well mixed
 _MASK = (1 << 64) - 1
-PolicyOf = Callable[[InstanceCache], EvictionPolicy]
+_PolicyOf = Callable[[InstanceCache], EvictionPolicy]
 """Finds the policy in force for an instance."""
 
 
@@ -440,7 +438,7 @@ class AccessRecorder:
         policy_of: finds the policy of an instance: whether reads move its blocks, or only count.
     """
 
-    def __init__(self, clock: Clock, policy_of: PolicyOf = lambda _cache: EvictionPolicy()) -> None:
+    def __init__(self, clock: Clock, policy_of: _PolicyOf = lambda _cache: EvictionPolicy()) -> None:
         self._clock = clock
         self._policy_of = policy_of
         self._entries: dict[tuple[int, ...], _PendingReads] = {}

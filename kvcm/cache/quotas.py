@@ -34,14 +34,10 @@ __all__ = [
     "StorageLimit",
     "TakenBytes",
     "UsageLedger",
-    "account_reservations",
     "bytes_by_group",
-    "bytes_by_place",
     "count_usage",
     "field_title",
-    "fields_by_account",
     "group_account",
-    "keys_field",
     "storage_account",
 ]
 
@@ -410,7 +406,7 @@ def storage_account(storage: str) -> str:
     return f"s.{path_component(storage)}"
 
 
-def keys_field(uid: int) -> str:
+def _keys_field(uid: int) -> str:
     """Return the field that counts the blocks of an instance."""
     return f"k{uid}"
 
@@ -427,7 +423,7 @@ def _parse_place(place: StorageKey) -> str:
     return f"{_type_prefix(place.storage_type)}{place.storage}"
 
 
-def bytes_by_place(fields: Mapping[str, int]) -> dict[StorageKey, int]:
+def _bytes_by_place(fields: Mapping[str, int]) -> dict[StorageKey, int]:
     """Read the bytes in a group's account."""
     found: dict[StorageKey, int] = {}
     for name, value in fields.items():
@@ -448,11 +444,11 @@ def field_title(account: str, field: str) -> str:
         return f"bytes of group {field[1:]!r}"
     if field[0] == "k":
         return f"blocks of registration {field[1:]}"
-    ((place, _),) = bytes_by_place({field: 1}).items()
+    ((place, _),) = _bytes_by_place({field: 1}).items()
     return f"bytes on {place.storage} ({place.storage_type.kind})"
 
 
-def fields_by_account(
+def _fields_by_account(
     group_name: str, uid: int, difference: Mapping[StorageKey, int], keys: int
 ) -> dict[str, dict[str, int]]:
     """Return what a change of an instance's usage changes, by account and field."""
@@ -462,13 +458,13 @@ def fields_by_account(
     own = {_parse_place(place): size for place, size in difference.items()}
     field = _group_field(group_name)
     return {
-        group_account(group_name): {**own, keys_field(uid): keys},
+        group_account(group_name): {**own, _keys_field(uid): keys},
         **{storage_account(storage): {field: size} for storage, size in by_storage.items()},
         OVERALL: {field: sum(by_storage.values())},
     }
 
 
-def account_reservations(reservation: Reservation, max_key_count: int) -> list[AccountReservation]:
+def _account_reservations(reservation: Reservation, max_key_count: int) -> list[AccountReservation]:
     """Return what a reservation reserves, in the order in which every manager does."""
     limits, wanted = reservation.limits, reservation.wanted_bytes
     field = _group_field(limits.group.name)
@@ -501,7 +497,7 @@ def _group_reservation(reservation: Reservation, max_key_count: int) -> AccountR
     ]
     demands = [Demand(_parse_place(place), size) for place, size in wanted.items()]
     if max_key_count < MOST_KEYS:
-        field = keys_field(reservation.uid)
+        field = _keys_field(reservation.uid)
         demands.append(Demand(field, reservation.new_keys))
         totals.append(TotalLimit("", {field: 0}, reservation.new_keys, max_key_count))
     return group_account(reservation.limits.group.name), demands, totals
@@ -513,7 +509,7 @@ async def count_usage(census: InstanceIndexes) -> dict[str, dict[str, int]]:
     for group_name, indexes in census.items():
         for uid, index in indexes.items():
             await index.refresh()
-            changes = fields_by_account(group_name, uid, index.usage_bytes, index.key_count)
+            changes = _fields_by_account(group_name, uid, index.usage_bytes, index.key_count)
             for account, fields in changes.items():
                 accounts[account].update(fields)
     return {account: dict(fields) for account, fields in accounts.items()}
@@ -570,7 +566,7 @@ class SharedLedger:
             epochs = self._epochs
 
             def note(difference: Mapping[StorageKey, int], keys: int) -> None:
-                for account, changes in fields_by_account(group_name, uid, difference, keys).items():
+                for account, changes in _fields_by_account(group_name, uid, difference, keys).items():
                     self._record_change(account, epochs.get(account, 0), changes)
 
             return note
@@ -589,12 +585,12 @@ class SharedLedger:
     def used(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group uses, by place, as last heard."""
         heard = self._heard.get(group_account(group_name))
-        return bytes_by_place(heard.used) if heard is not None else {}
+        return _bytes_by_place(heard.used) if heard is not None else {}
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group uses or has reserved, by place, as last heard. What was stored a moment ago and
         is not reported yet is still reserved."""
-        return bytes_by_place(self._reserved_or_used_in(group_account(group_name)))
+        return _bytes_by_place(self._reserved_or_used_in(group_account(group_name)))
 
     def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
         """Return the same of a storage, by group. Writes hear of one that has a capacity."""
@@ -629,17 +625,17 @@ class SharedLedger:
         heard = await self.refresh([own, *limited.values(), *overall])
         fields = {account: _used_and_reserved(counters) for account, counters in heard.items()}
         taken = TakenBytes(
-            bytes_by_place(fields[own]),
+            _bytes_by_place(fields[own]),
             {name: bytes_by_group(fields[account]) for name, account in limited.items()},
             bytes_by_group(fields.get(OVERALL, {})),
         )
-        return FreeSpace(limits, taken, max(0, index.max_key_count - fields[own][keys_field(uid)]))
+        return FreeSpace(limits, taken, max(0, index.max_key_count - fields[own][_keys_field(uid)]))
 
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
         """Take what was planned. False: it does not fit any more; nothing is taken then."""
         asked: list[str] = []
         try:
-            for account, demands, limits in account_reservations(reservation, index.max_key_count):
+            for account, demands, limits in _account_reservations(reservation, index.max_key_count):
                 asked.append(account)
                 fits, heard = await self._counters.reserve(
                     account, reservation.owner, reservation.deadline, demands, limits
@@ -655,13 +651,13 @@ class SharedLedger:
 
     async def release(self, reservation: Reservation, index: MetaIndex) -> None:
         """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
-        made = account_reservations(reservation, index.max_key_count)
+        made = _account_reservations(reservation, index.max_key_count)
         await asyncio.gather(*(self._counters.release(account, reservation.owner) for account, _, _ in made))
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         """End a reservation, together with the report of what was stored under it."""
         self._end(
-            reservation.owner, (account for account, _, _ in account_reservations(reservation, index.max_key_count))
+            reservation.owner, (account for account, _, _ in _account_reservations(reservation, index.max_key_count))
         )
 
     def _end(self, owner: str, accounts: Iterable[str]) -> None:

@@ -35,7 +35,6 @@ __all__ = [
     "ChooseLocations",
     "InstanceRemovals",
     "LocationIds",
-    "LostMemory",
     "MissingPart",
     "MissingParts",
     "MissingReport",
@@ -421,7 +420,7 @@ _BATCH_BLOCKS: Final = 256
 _PURGE_RETRY_SECONDS: Final = 60.0
 
 
-class LostMemory(Protocol):
+class _LostMemory(Protocol):
     """A pool, as far as this is concerned."""
 
     async def lost_stamp(self) -> int:
@@ -452,7 +451,7 @@ class PoolPurges:
 
     def __init__(
         self,
-        pools: Callable[[], Mapping[str, LostMemory]],
+        pools: Callable[[], Mapping[str, _LostMemory]],
         caches: OpenCaches,
         remover: Remover,
         clock: Clock,

@@ -21,7 +21,7 @@ from kvcm.model.clock import Clock
 from kvcm.registry.registry import Registry
 from kvcm.store.redis.quota import Counters
 
-__all__ = ["UsageRecount", "excess_by_field"]
+__all__ = ["UsageRecount"]
 
 _CHECK_SECONDS = 5.0
 _log = structlog.get_logger("kvcm.cache")
@@ -106,7 +106,7 @@ class UsageRecount:
         truth = await count_usage(await self._current_census())
         doubts = {
             account: _Suspect(
-                excess_by_field(counters, truth.get(account, {})), counters.dropped > 0 or account in overdue
+                _excess_by_field(counters, truth.get(account, {})), counters.dropped > 0 or account in overdue
             )
             for account, counters in heard.items()
         }
@@ -134,7 +134,7 @@ class UsageRecount:
         return found
 
 
-def excess_by_field(counters: Counters, truth: dict[str, int]) -> dict[str, int]:
+def _excess_by_field(counters: Counters, truth: dict[str, int]) -> dict[str, int]:
     """Return by how much what an account says is used is above the truth, by field."""
     used = Counter(counters.used)
     used.subtract(truth)

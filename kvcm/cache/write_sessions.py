@@ -51,12 +51,9 @@ from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.tracing import staged
 
 __all__ = [
-    "CHECKSUM_BYTES",
     "NO_CHECKSUMS",
     "NO_HINT",
     "REPEAT_SECONDS",
-    "AddressAllocator",
-    "AllocationRejectedError",
     "Checksums",
     "EndedSession",
     "EndedSessions",
@@ -72,16 +69,12 @@ __all__ = [
     "WriteRequest",
     "WriteSession",
     "WriteSessions",
-    "add_checksums",
-    "all_candidates_rejected",
     "apply_decision",
-    "change_locations",
-    "check_same",
     "checksums_of",
     "timeout_seconds",
 ]
 
-CHECKSUM_BYTES = 8
+_CHECKSUM_BYTES = 8
 _BATCH_LOCATIONS = 16  # with a thousand parts each some ten milliseconds of the event loop
 _BATCH_ROWS = 256
 _NO_ROW: dict[str, int] = {}
@@ -120,7 +113,7 @@ class Checksums(NamedTuple):
         told are left out."""
         if not self.names:
             return {}
-        row_bytes = len(self.names) * CHECKSUM_BYTES
+        row_bytes = len(self.names) * _CHECKSUM_BYTES
         values = iter(array("Q", self.values[begin * row_bytes : end * row_bytes]))
         rows = {key: dict(zip(self.names, values, strict=False)) for key in keys[begin:end]}
         return {key: row for key, row in rows.items() if any(row.values())}
@@ -165,7 +158,7 @@ async def checksums_of(told: ReportedChecksums, decision: Sequence[bool], spec_n
     return Checksums(names, values.tobytes())
 
 
-def add_checksums(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
+def _add_checksums(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
     """Return the chunk of a location that was written with what was told of its parts; what was told of others has no
     effect."""
     if told.get(_ONLY_PART) and len(spec_names) == 1:
@@ -355,7 +348,7 @@ class WriteSession:
             )
         decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
         checksums = Checksums(stored.checksum_names, stored.checksums)
-        if len(checksums.values) != len(keys) * len(checksums.names) * CHECKSUM_BYTES:
+        if len(checksums.values) != len(keys) * len(checksums.names) * _CHECKSUM_BYTES:
             raise StorageIOError("a stored write session cannot be read: it has not one checksum per key and name")
         hint = (stored.priority, stored.keep_until)
         end = (decision, *hint, checksums, stored.starter)
@@ -514,7 +507,7 @@ class EndedSessions:
         return EndedSession.decoded(stored) if stored is not None else None
 
 
-def check_same(said: Sequence[bool], says: Sequence[bool]) -> None:
+def _check_same(said: Sequence[bool], says: Sequence[bool]) -> None:
     """Return if a finish says of each block what an earlier finish of its session has said.
 
     Raises:
@@ -595,7 +588,7 @@ class _LocationEnds:
             return None
         if self.checksums:
             pairs = zip(keys, chunks, strict=True)
-            chunks = [add_checksums(chunk, location.spec_names, self.checksums.get(key, {})) for key, chunk in pairs]
+            chunks = [_add_checksums(chunk, location.spec_names, self.checksums.get(key, {})) for key, chunk in pairs]
         return UniformRun(keys, self._serving(location, location.chunk), chunks)
 
     def of_record(self, key: int, old: BlockRecord | None) -> BlockRecord | None:
@@ -605,7 +598,7 @@ class _LocationEnds:
             location = old[2][0]
             if location[8] == self._session.id and location[3] is LocationStatus.WRITING:
                 return _new_record(BlockRecord, (old[0], old[1], (self._served(key, location),)))
-        return change_locations(old, lambda location: self._of_location(key, location, to_serving=to_serving))
+        return _change_locations(old, lambda location: self._of_location(key, location, to_serving=to_serving))
 
     def _of_location(self, key: int, location: Location, *, to_serving: bool) -> Location:
         if location.session_id != self._session.id or location.status is LocationStatus.SERVING:
@@ -620,7 +613,7 @@ class _LocationEnds:
 
     def _served(self, key: int, location: Location) -> Location:
         told = self.checksums.get(key)
-        return self._serving(location, add_checksums(location[5], location[4], told) if told else location[5])
+        return self._serving(location, _add_checksums(location[5], location[4], told) if told else location[5])
 
     def _serving(self, location: Location, chunk: bytes) -> Location:
         ends = (*location[6:8], "", self._session.keep_until, self._session.priority, location[11])
@@ -628,7 +621,7 @@ class _LocationEnds:
         return _new_location(Location, (*location[:3], LocationStatus.SERVING, location[4], chunk, *ends))
 
 
-def change_locations(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
+def _change_locations(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
     """Return a record whose locations were changed, the same object where none was."""
     if old is None:
         return None
@@ -774,7 +767,7 @@ class SessionStore:
             session, document = found
             decision = tuple(_decision_of(success, len(session.keys)))
             if session.decision is not None:
-                check_same(session.decision, decision)
+                _check_same(session.decision, decision)
                 return await self._apply(cache, session)
             decided = replace(
                 session,
@@ -792,7 +785,7 @@ class SessionStore:
         ended = await self._ended.get(session_id)
         if ended is None or not _is_owner(ended, cache):
             raise _unknown_session()
-        check_same(ended.decision, _decision_of(success, len(ended.decision)))
+        _check_same(ended.decision, _decision_of(success, len(ended.decision)))
         return ended.finished
 
     async def renew(self, cache: InstanceCache, session_id: str, seconds: int) -> WriteSession:
@@ -941,7 +934,7 @@ class SessionStore:
 
     async def _move_deadlines(self, cache: InstanceCache, session: WriteSession, keys: Sequence[int]) -> None:
         def move(_key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return change_locations(
+            return _change_locations(
                 old,
                 lambda location: (
                     location._replace(deadline=session.deadline)
@@ -1010,7 +1003,7 @@ class PlacedRun(NamedTuple):
             begin = end
 
 
-class AllocationRejectedError(Exception):
+class _AllocationRejectedError(Exception):
     """A storage hands out no addresses right now; another one may.
 
     Args:
@@ -1024,7 +1017,7 @@ class AllocationRejectedError(Exception):
         self.reason = reason
 
 
-class AddressAllocator:
+class _AddressAllocator:
     """Asks storages for addresses.
 
     Args:
@@ -1104,7 +1097,7 @@ class AddressAllocator:
             yield
         except (StorageIOError, NotReadyError) as error:
             self._storages.report_unwritable(storage)
-            raise AllocationRejectedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
+            raise _AllocationRejectedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
 
     async def discard(self, unused: Iterable[BlockRun]) -> None:
         """Free addresses that are not handed out, before others of their session are: whoever deletes a packed file has
@@ -1126,7 +1119,7 @@ class AddressAllocator:
             _log.warning("addresses_not_discarded", storage=storage, reason=reason)
 
 
-def all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
+def _all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
     """Return what the caller is told when every candidate refused: that there is no room where that is so anywhere,
     since room is made; else that nothing can be used now; else what failed."""
     text = "; ".join(map(str, reasons))
@@ -1272,7 +1265,7 @@ class WriteSessions:
     ) -> None:
         self._endings = endings
         self._storages = storages
-        self._addresses = AddressAllocator(storages, clock)
+        self._addresses = _AddressAllocator(storages, clock)
         self._usage = usage
         self._clock = clock
         self._new_id = new_id
@@ -1314,7 +1307,7 @@ class WriteSessions:
             await yield_to_others(len(request.keys), cache.batch_keys)
             placed = await self._allocate(cache, group, session, plan, reservation)
             return await self._store_or_abort(cache, session, request, _PlacedPlan(plan, reservation, opened, placed))
-        except AllocationRejectedError as refused:
+        except _AllocationRejectedError as refused:
             refusals[refused.storage] = refused.reason
             if isinstance(refused.reason, CapacityError):
                 self._on_pressure(group.name)  # room is to be made there, whoever takes these blocks
@@ -1336,7 +1329,7 @@ class WriteSessions:
         hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
             return await self._addresses.allocate(cache.instance, session, plan, hints, cache.batch_keys)
-        except AllocationRejectedError:
+        except _AllocationRejectedError:
             if reservation is not None:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that room
             raise
@@ -1395,7 +1388,7 @@ class WriteSessions:
 
     def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
         if refusals:
-            error = all_candidates_rejected(list(refusals.values()))
+            error = _all_candidates_rejected(list(refusals.values()))
             if isinstance(error, CapacityError):
                 self._record_rejection(group)
             return error

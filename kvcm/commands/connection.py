@@ -23,7 +23,6 @@ from kvcm.terminal.admin_client import AdminClient
 
 __all__ = [
     "ADMIN_URL",
-    "KEY_VARIABLE",
     "Connection",
     "account_names",
     "group_names",
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 ADMIN_URL = "http://127.0.0.1:6492"
-KEY_VARIABLE = "KVCM_KEY"
+_KEY_VARIABLE = "KVCM_KEY"
 _FILE = "FILE"
 _PANEL = "Connection"
 
@@ -136,7 +135,7 @@ class Connection:
     def _key(self) -> str:
         if self.key_file is not None:
             return first_line(self.key_file, "key file").strip()
-        return os.environ.get(KEY_VARIABLE, "").strip()
+        return os.environ.get(_KEY_VARIABLE, "").strip()
 
     def _advertised_data_url(self) -> str:
         answer = self.admin().call(
@@ -181,10 +180,10 @@ class Connection:
 # Names that the shell completes, asked of the manager. Whatever goes wrong, there are no proposals and no words.
 
 _SECONDS = 1.0  # somebody waits with a finger on the key
-Completion = Callable[[typer.Context, str], list[str]]
+_Completion = Callable[[typer.Context, str], list[str]]
 
 
-def _completing(names: Callable[[AdminClient], Iterable[str]]) -> Completion:
+def _completing(names: Callable[[AdminClient], Iterable[str]]) -> _Completion:
     def complete(context: typer.Context, incomplete: str) -> list[str]:
         try:
             found = sorted(names(_connection(context.params).admin()))

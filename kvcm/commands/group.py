@@ -36,7 +36,7 @@ from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import exit_on_call_errors
 from kvcm.terminal.tables import print_usage
 
-__all__ = ["GroupOptions", "group_app", "group_usage", "new_group", "quota_app"]
+__all__ = ["GroupOptions", "group_app", "group_usage", "quota_app"]
 
 # How a group is configured from a command line: what is given is written into the message, everything else stays.
 
@@ -178,7 +178,7 @@ class GroupOptions:
             _write_watermarks(strategy.trigger_strategy, self.high, self.low)
 
 
-def new_group(name: str) -> pb.InstanceGroup:
+def _new_group(name: str) -> pb.InstanceGroup:
     """Return a group with everything that has to be said of one, but its storages and its quota."""
     group = pb.InstanceGroup(name=name, global_quota_group_name=name, version=1)
     config = group.cache_config
@@ -370,7 +370,7 @@ def create_group(
             raise InvalidArgumentError(
                 "a group needs --storage, once at least, and --quota: --storage nfs_01 --quota 10GiB"
             )
-        group = new_group(name)
+        group = _new_group(name)
         options.write(group)
         if not dry_run:
             request = pb.CreateInstanceGroupRequest(instance_group=group)

@@ -52,12 +52,9 @@ __all__ = [
     "apply_proposals",
     "estimate",
     "optimize",
-    "print_estimates",
     "proposals_for",
     "read_situation",
-    "sampling_of",
     "tune",
-    "write_original",
 ]
 
 # Options of `kvcm optimize`.
@@ -248,7 +245,7 @@ class Sample:
     ] = ""
 
 
-def sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tuple[Sampling, Outputs]:
+def _sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tuple[Sampling, Outputs]:
     """Return how to sample, and the files to write.
 
     Raises:
@@ -286,7 +283,7 @@ def estimate(
     return found
 
 
-def print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampling) -> None:
+def _print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampling) -> None:
     """Print a table, and what its bars are."""
     typer.echo(
         f"{trace.name}: {len(trace):,} requests, {trace.accesses:,} accesses, {trace.unique_blocks:,} blocks; "
@@ -315,7 +312,7 @@ def print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampl
 # `kvcm optimize --csv-original`: what the original optimizer would write of a trace.
 
 
-def write_original(traces: Sequence[Path], reading: ReadArguments, options: StudyOptions, outputs: Outputs) -> None:
+def _write_original(traces: Sequence[Path], reading: ReadArguments, options: StudyOptions, outputs: Outputs) -> None:
     """Write the files of the one trace.
 
     Raises:
@@ -626,12 +623,12 @@ def optimize(
     with exit_on_errors(CANNOT_RUN):
         _require_optimizer()
         if sample.sample:
-            _estimate(traces, reading, _options(asking), *sampling_of(sample, outputs, traces))
+            _estimate(traces, reading, _options(asking), *_sampling_of(sample, outputs, traces))
             return
         outputs = outputs.or_default(traces)
         options = _options(asking)
         if outputs.csv_original is not None or outputs.original_config is not None:
-            write_original(traces, reading, options, outputs)
+            _write_original(traces, reading, options, outputs)
         if not outputs.written:
             return
         with _bar() as told:
@@ -662,7 +659,7 @@ def _estimate(
     with _bar() as told:
         found = estimate(_loaded(paths, reading, told), options, sampling, outputs, told)
     for trace, estimates in found:
-        print_estimates(trace, estimates, sampling)
+        _print_estimates(trace, estimates, sampling)
     _print_written(outputs)
 
 

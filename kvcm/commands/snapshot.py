@@ -23,7 +23,7 @@ from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import CANNOT_RUN, FINDINGS, exit_on_call_errors, exit_on_errors
 from kvcm.terminal.tables import TerminalTable
 
-__all__ = ["Change", "format_counts", "print_changes", "snapshot_app"]
+__all__ = ["Change", "print_changes", "snapshot_app"]
 
 # What a load of a configuration changes, as a table: a row per field that gets another value.
 
@@ -67,7 +67,7 @@ def print_changes(changes: Sequence[Change], console: Console) -> None:
     console.print(table)
 
 
-def format_counts(changes: Iterable[Change]) -> str:
+def _format_counts(changes: Iterable[Change]) -> str:
     """Return how many entries are added, changed, removed and kept."""
     counts = Counter(change.action for change in changes)
     return ", ".join(f"{counts[action]} to {action}" for action in _STYLES if counts[action]) or "no difference"
@@ -208,6 +208,6 @@ def _show(changes: Sequence[Change], *, as_json: bool, is_loaded: bool) -> None:
         return
     if changes:
         print_changes(changes, console())
-        print_below(format_counts(changes))
+        print_below(_format_counts(changes))
     else:
-        typer.echo(format_counts(changes))
+        typer.echo(_format_counts(changes))

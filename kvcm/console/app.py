@@ -23,7 +23,7 @@ from kvcm.service.calls import Arrival, Caller
 from kvcm.service.http_server import ARRIVAL, Receive, Resources, Send
 from kvcm.service.rejections import ForbiddenError, RejectedError
 
-__all__ = ["HOME", "ConsoleApp", "static_file"]
+__all__ = ["HOME", "ConsoleApp"]
 
 # The style sheet and the scripts of the console: those that lie in its package, and nothing else.
 
@@ -36,7 +36,7 @@ _TYPES: Final = {
 }
 
 
-async def static_file(request: Request) -> Response:
+async def _static_file(request: Request) -> Response:
     """Return a file; browsers keep it and ask whether it is still the same."""
     name = request.path_params["file"]
     if name not in _TYPES:
@@ -82,7 +82,7 @@ class ConsoleApp:
         self._caller = caller
         self._version = version
         routes = [Route(path, partial(self._answer, handler), methods=[method]) for method, path, handler in ROUTES]
-        routes.append(Route("/console/static/{file:path}", static_file, methods=["GET"]))
+        routes.append(Route("/console/static/{file:path}", _static_file, methods=["GET"]))
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

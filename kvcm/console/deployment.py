@@ -22,7 +22,6 @@ __all__ = [
     "charts_of_group",
     "group_usages",
     "history_of",
-    "visible_groups",
 ]
 
 _MIN_VALUES: Final = 60
@@ -177,7 +176,7 @@ def _bytes_rate(value: float) -> str:
 _NO_GROUP: Final = (400, 404)
 
 
-def visible_groups(visit: Visit) -> Sequence[str] | None:
+def _visible_groups(visit: Visit) -> Sequence[str] | None:
     """Return the groups that the visitor is limited to, None for that it sees all of them."""
     principal = visit.visitor.principal
     return None if principal.has_all_groups else sorted(principal.groups)
@@ -189,7 +188,7 @@ async def group_usages(visit: Visit) -> list[Any]:
     Raises:
         RefusedError: the visitor may not know.
     """
-    names = visible_groups(visit)
+    names = _visible_groups(visit)
     if names is None:
         found: list[Any] = (await visit.get("/v1/usage"))["groups"]
         return found
@@ -202,7 +201,7 @@ async def alerts_of(visit: Visit, group: str = "") -> list[Any]:
     Raises:
         RefusedError: the visitor may not know.
     """
-    names = [group] if group else visible_groups(visit)
+    names = [group] if group else _visible_groups(visit)
     if names is None:
         found: list[Any] = (await visit.get("/v1/alerts"))["items"]
         return found

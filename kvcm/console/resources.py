@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class FieldFault:
+class _FieldFault:
     """What a resource has against one field.
 
     Attributes:
@@ -61,7 +61,7 @@ class RefusedError(Exception):
         self.status = status
         self.detail = str(problem.get("detail", "the manager gave no reason"))
         self.faults = tuple(
-            FieldFault(str(each["field"]).removeprefix("body."), str(each["allowed"]))
+            _FieldFault(str(each["field"]).removeprefix("body."), str(each["allowed"]))
             for each in problem.get("errors", ())
         )
         super().__init__(self.detail)

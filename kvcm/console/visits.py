@@ -24,7 +24,7 @@ from kvcm.model.principals import Principal, Verb
 from kvcm.registry.secrets import redacted_text
 from kvcm.service.rest.conversion import decode_name, encode_name
 
-__all__ = ["Form", "Page", "Visit", "Visitor", "foreign_request", "is_encrypted", "menu_of", "render"]
+__all__ = ["Form", "Page", "Visit", "Visitor", "foreign_request", "is_encrypted", "render"]
 
 # Which requests of browsers are let in.
 #
@@ -135,7 +135,7 @@ _ENTRIES: Final[Sequence[tuple[str, str, Callable[[Visitor], bool]]]] = (
 )
 
 
-def menu_of(visitor: Visitor) -> list[tuple[str, str]]:
+def _menu_of(visitor: Visitor) -> list[tuple[str, str]]:
     """Return paths and names of pages."""
     return [(path, name) for path, name, is_for in _ENTRIES if is_for(visitor)]
 
@@ -168,7 +168,7 @@ class Visitor:
     @property
     def menu(self) -> list[tuple[str, str]]:
         """Pages that it may see: paths and names."""
-        return menu_of(self)
+        return _menu_of(self)
 
     @property
     def may_operate(self) -> bool:

@@ -32,15 +32,7 @@ from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import NotAllowedError
 from kvcm.terminal.tables import problems
 
-__all__ = [
-    "above_watermarks",
-    "advice_on",
-    "check_manager",
-    "check_reachable",
-    "check_storage",
-    "readiness",
-    "status_of",
-]
+__all__ = ["above_watermarks", "check_manager", "check_reachable", "check_storage", "readiness", "status_of"]
 
 # What to do where a manager cannot be asked: mostly one side speaks TLS as the other does not expect it.
 
@@ -63,7 +55,7 @@ _NO_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"
 _CLOSED: Final = (ConnectionError, http.client.RemoteDisconnected, ssl.SSLError)
 
 
-def advice_on(trouble: BaseException | None, *, is_secure: bool, shows_certificate: bool) -> str:
+def _advice_on(trouble: BaseException | None, *, is_secure: bool, shows_certificate: bool) -> str:
     """Return what to do.
 
     Args:
@@ -127,7 +119,7 @@ def check_manager(
     except KvcmError as error:
         if is_expected or not isinstance(error.__cause__, ConnectionRefusedError):
             is_secure = client.url.startswith("https:")
-            advice = advice_on(error.__cause__, is_secure=is_secure, shows_certificate=shows_certificate)
+            advice = _advice_on(error.__cause__, is_secure=is_secure, shows_certificate=shows_certificate)
             yield fail(_CHECK, str(error), advice)
         else:
             yield ok(_CHECK, f"none runs at {client.url}; `kvcm serve` starts one")

@@ -32,7 +32,6 @@ __all__ = [
     "AnswerCache",
     "CacheBudget",
     "ChunkCache",
-    "NodeAnswers",
     "ReadInFlight",
     "SearchCache",
     "StorageView",
@@ -274,7 +273,7 @@ _RECORD_BYTES = 300
 _LOCATION_BYTES = 600
 
 
-class NodeAnswers:
+class _NodeAnswers:
     """Composes answers of one index.
 
     Args:
@@ -369,7 +368,7 @@ class AnswerCache:
         self._view = view
         self._budget = budget
         self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
-        self._on_nodes = NodeAnswers(backend, budget)
+        self._on_nodes = _NodeAnswers(backend, budget)
 
     async def answers(self, keys: Sequence[int], *, stop_at_miss: bool, view: StorageView | None) -> list[bytes | None]:
         """Do `MetaIndex.answers`."""

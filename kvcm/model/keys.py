@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = ["NO_MASK", "BlockKey", "BlockMask", "InstanceId", "block_keys_from_tokens", "key_hex", "keys_hex"]
+__all__ = ["NO_MASK", "BlockKey", "BlockMask", "block_keys_from_tokens", "key_hex", "keys_hex"]
 
 BlockKey = NewType("BlockKey", int)
-InstanceId = NewType("InstanceId", str)
+_InstanceId = NewType("_InstanceId", str)
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15

@@ -220,8 +220,8 @@ def _opened(path: Path, progress: Progress | None) -> Iterator[_Source]:
 Key = int
 """A block key: any 64 bits; those above 2^63 - 1 are taken for the signed number of the same bits."""
 MOST_MICROS = 1 << 60
-MOST_LENGTH = (1 << 31) - 1
-Length = Annotated[int, msgspec.Meta(ge=0, le=MOST_LENGTH)]
+_MOST_LENGTH = (1 << 31) - 1
+Length = Annotated[int, msgspec.Meta(ge=0, le=_MOST_LENGTH)]
 Micros = Annotated[int, msgspec.Meta(ge=0, le=MOST_MICROS)]
 _PATH = re.compile(r"^(?P<wanted>.*) - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")

@@ -13,7 +13,6 @@ from kvcm.optimizer.results import Curve
 from kvcm.optimizer.trace import BoolColumn, Int32Column, Int64Column, Trace
 
 __all__ = [
-    "QUANTILES",
     "Accesses",
     "Distribution",
     "FloatColumn",
@@ -23,19 +22,15 @@ __all__ = [
     "PrefixTree",
     "SessionReuse",
     "WorkingSet",
-    "accesses_of",
     "distribution",
     "locality_of",
-    "popularity_of",
-    "session_reuse_of",
     "valuable_prefixes",
-    "working_set_of",
 ]
 
 # How values are spread: a cumulative curve that is small enough to draw, and exact quantiles.
 
 FloatColumn = npt.NDArray[np.float64]
-QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 _DISTRIBUTION_POINTS = 200
 
 
@@ -64,8 +59,8 @@ def distribution(samples: FloatColumn | Int64Column) -> Distribution:
         return Distribution(0, ordered, ordered)
     values = _thresholds(ordered)
     shares = np.searchsorted(ordered, values, side="right") / count
-    places = [min(count - 1, max(0, int(np.ceil(share * count)) - 1)) for share in QUANTILES]
-    return Distribution(count, values, shares, dict(zip(QUANTILES, ordered[places].tolist(), strict=True)))
+    places = [min(count - 1, max(0, int(np.ceil(share * count)) - 1)) for share in _QUANTILES]
+    return Distribution(count, values, shares, dict(zip(_QUANTILES, ordered[places].tolist(), strict=True)))
 
 
 def _thresholds(ordered: FloatColumn) -> FloatColumn:
@@ -106,7 +101,7 @@ class Accesses:
         return np.flatnonzero(self.is_read & (self.previous >= 0))
 
 
-def accesses_of(trace: Trace) -> Accesses:
+def _accesses_of(trace: Trace) -> Accesses:
     """Return the accesses of a trace, beside those before them."""
     lengths = np.diff(trace.offsets)
     requests = np.repeat(np.arange(len(trace), dtype=np.int32), lengths)
@@ -149,7 +144,7 @@ class Popularity:
     once_share: float
 
 
-def popularity_of(trace: Trace) -> Popularity:
+def _popularity_of(trace: Trace) -> Popularity:
     """Return how unequally the blocks of a trace are used."""
     counts = np.sort(np.bincount(trace.blocks, minlength=trace.unique_blocks))[::-1].astype(np.int64)
     if not len(counts):
@@ -194,7 +189,7 @@ class SessionReuse:
     reuse_rates: Distribution
 
 
-def session_reuse_of(trace: Trace, accesses: Accesses) -> SessionReuse | None:
+def _session_reuse_of(trace: Trace, accesses: Accesses) -> SessionReuse | None:
     """Return who uses blocks again; None where the trace names no sessions."""
     named = trace.sessions >= 0
     if not named.any():
@@ -263,7 +258,7 @@ class WorkingSet:
     hit_share: FloatColumn
 
 
-def working_set_of(trace: Trace, accesses: Accesses) -> WorkingSet:
+def _working_set_of(trace: Trace, accesses: Accesses) -> WorkingSet:
     """Return how many blocks are in use."""
     since_us = accesses.times_us - (trace.times_us[0] if len(trace) else 0)
     span_us = int(trace.span_seconds * 1e6)
@@ -348,7 +343,7 @@ def locality_of(trace: Trace, lru: Curve | None = None) -> Locality:
         lru: its curve, made if it is not there yet; of a trace with lookups that do not write, one is always made, in
             which they count as accesses like all others.
     """
-    accesses = accesses_of(trace)
+    accesses = _accesses_of(trace)
     again = accesses.reuses
     waits_us = accesses.times_us[again] - accesses.times_us[accesses.previous[again]]
     if lru is None or not trace.writes.all():
@@ -357,9 +352,9 @@ def locality_of(trace: Trace, lru: Curve | None = None) -> Locality:
         reuse_distance_blocks=_distances(lru),
         reuse_seconds=distribution(waits_us / 1e6),
         revisit_seconds=distribution(_revisits_us(trace, accesses) / 1e6),
-        popularity=popularity_of(trace),
-        working_set=working_set_of(trace, accesses),
-        sessions=session_reuse_of(trace, accesses),
+        popularity=_popularity_of(trace),
+        working_set=_working_set_of(trace, accesses),
+        sessions=_session_reuse_of(trace, accesses),
     )
 
 
@@ -455,7 +450,7 @@ def valuable_prefixes(trace: Trace, most: int = 40) -> PrefixTree:
         trace: with one parent per block; where blocks have several, the first is taken.
         most: nodes to choose; their ancestors come on top.
     """
-    accesses = accesses_of(trace)
+    accesses = _accesses_of(trace)
     saved = np.bincount(trace.blocks[accesses.reuses], minlength=trace.unique_blocks)
     nodes = _nodes_of(trace, saved)
     ranked = np.argsort(-nodes.saved_tokens, kind="stable")[:most]

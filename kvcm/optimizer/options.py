@@ -10,15 +10,7 @@ from difflib import get_close_matches
 
 from kvcm.optimizer.errors import OptionError
 
-__all__ = [
-    "DEFAULT_CAPACITIES",
-    "POLICY_NAMES",
-    "PolicySpec",
-    "parse_capacities",
-    "parse_policies",
-    "parse_policy",
-    "percent_of",
-]
+__all__ = ["DEFAULT_CAPACITIES", "POLICY_NAMES", "PolicySpec", "parse_capacities", "parse_policies", "parse_policy"]
 
 POLICY_NAMES = ("lru", "leaf_lru", "belady", "lfu", "fifo", "sieve", "s3fifo", "ttl", "random_lru")
 
@@ -149,7 +141,7 @@ DEFAULT_CAPACITIES = "1%,2%,5%,10%,20%,50%,100%"
 _ALLOWED = "blocks such as 5000, or a share of the unique blocks such as 10%"
 
 
-def percent_of(unique_blocks: int, percent: Decimal) -> int:
+def _percent_of(unique_blocks: int, percent: Decimal) -> int:
     """Return C(p%) = max(1, floor(U·p/100)) (optimizer.md, Counting)."""
     return max(1, int(unique_blocks * percent / 100))
 
@@ -170,7 +162,7 @@ def _capacity(text: str, unique_blocks: int) -> int:
             number = Decimal(text.removesuffix("%"))
     is_whole = number.is_finite() and number == number.to_integral_value()
     if number.is_finite() and text.endswith("%") and 0 < number <= 100_000:
-        return percent_of(unique_blocks, number)
+        return _percent_of(unique_blocks, number)
     if is_whole and not text.endswith("%") and 1 <= number < 1 << 31:
         return int(number)
     raise OptionError(f"capacities: {text!r} is none; allowed: {_ALLOWED}")

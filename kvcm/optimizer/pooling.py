@@ -23,7 +23,6 @@ from kvcm.optimizer.trace import BoolColumn, Int32Column, Int64Column, Totals, T
 __all__ = [
     "COUNTS",
     "DEFAULT_ROUTERS",
-    "ROUTER_NAMES",
     "Cluster",
     "Engines",
     "PoolingRow",
@@ -216,7 +215,7 @@ def replay_engines(  # noqa: C901 - one loop over all blocks, see above
 
 # How requests are spread over engines, such as `affinity` or `longest_prefix+migration`.
 
-ROUTER_NAMES = ("random", "least_loaded", "affinity", "longest_prefix")
+_ROUTER_NAMES = ("random", "least_loaded", "affinity", "longest_prefix")
 _WITH_MIGRATION = ("affinity", "longest_prefix")
 
 
@@ -225,7 +224,7 @@ class Router:
     """Which engine a request goes to.
 
     Attributes:
-        name: one of `ROUTER_NAMES`: by chance; to the engine with the least outstanding prefill; by a consistent hash
+        name: one of `_ROUTER_NAMES`: by chance; to the engine with the least outstanding prefill; by a consistent hash
             of the session (of the first blocks where the trace names none); to the engine whose local cache holds the
             longest prefix, the least loaded of several or of all if that is short.
         migrates: whether a request goes to the least loaded engine instead when its own is overloaded.
@@ -238,8 +237,8 @@ class Router:
     migrates: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in ROUTER_NAMES:
-            raise OptionError(f"routers: {self.name!r} is no router; allowed: {', '.join(ROUTER_NAMES)}")
+        if self.name not in _ROUTER_NAMES:
+            raise OptionError(f"routers: {self.name!r} is no router; allowed: {', '.join(_ROUTER_NAMES)}")
         if self.migrates and self.name not in _WITH_MIGRATION:
             raise OptionError(f"routers: {self.name} never migrates; allowed: {', '.join(_WITH_MIGRATION)}")
 

@@ -56,8 +56,6 @@ from kvcm.optimizer.trace import Int64Column, Trace
 
 __all__ = [
     "BOUND",
-    "DEFAULT_POLICIES",
-    "DEFAULT_TIERS",
     "Estimate",
     "Progress",
     "Recommendation",
@@ -67,26 +65,19 @@ __all__ = [
     "Study",
     "StudyOptions",
     "Tiering",
-    "all_curves",
     "display_name",
     "estimates_of",
-    "grouped_rows",
-    "hits_of",
-    "ignore_progress",
     "parse_sampling",
-    "pooling_of",
     "recommended",
     "replays_of",
-    "returns_of",
     "rows_of",
     "services_of",
     "study_of",
-    "tiering_of",
 ]
 
 # What is asked of a trace.
 
-DEFAULT_POLICIES = "lru,leaf_lru,belady,lfu,fifo,sieve,s3fifo"
+_DEFAULT_POLICIES = "lru,leaf_lru,belady,lfu,fifo,sieve,s3fifo"
 _ENDINGS = re.compile(r"(?<!^)(\.(jsonl?|ndjson|log|txt|gz))+$")
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and of how much."""
@@ -107,7 +98,7 @@ class StudyOptions:
         engines: to spread requests over, with caches of their own or one pool.
     """
 
-    policies: tuple[PolicySpec, ...] = field(default_factory=lambda: parse_policies(DEFAULT_POLICIES))
+    policies: tuple[PolicySpec, ...] = field(default_factory=lambda: parse_policies(_DEFAULT_POLICIES))
     capacities: str = DEFAULT_CAPACITIES
     mode: Mode = "block"
     workers: int | None = None
@@ -122,7 +113,7 @@ def display_name(name: str) -> str:
     return _ENDINGS.sub("", name) or name
 
 
-def ignore_progress(_what: str, _done: int, _total: int) -> None:
+def _ignore_progress(_what: str, _done: int, _total: int) -> None:
     """Watch nothing."""
 
 
@@ -182,7 +173,7 @@ def recommended(returns: Mapping[str, Returns]) -> Recommendation | None:
 # Policies at capacities for traces whose requests do more than read a prefix: query modes, masks, location specs.
 
 
-def grouped_rows(
+def _grouped_rows(
     trace: Trace, options: StudyOptions, capacities: Sequence[int], progress: Progress
 ) -> tuple[Replay, ...]:
     """Return what each policy counts at each capacity, with all instances in one group.
@@ -193,7 +184,7 @@ def grouped_rows(
     Raises:
         OptionError: a policy cannot be replayed like this.
     """
-    is_default = ",".join(spec.label for spec in options.policies) == DEFAULT_POLICIES
+    is_default = ",".join(spec.label for spec in options.policies) == _DEFAULT_POLICIES
     policies = [spec for spec in options.policies if not (is_default and spec.name == BOUND)]
     jobs = list(product(policies, capacities))
     found = []
@@ -215,15 +206,15 @@ def replays_of(trace: Trace, options: StudyOptions, progress: Progress) -> tuple
     """
     capacities = parse_capacities(options.capacities, trace.unique_blocks)
     if not trace.is_plain:
-        return grouped_rows(trace, options, capacities, progress)
+        return _grouped_rows(trace, options, capacities, progress)
     labels = [spec.label for spec in options.policies if spec.label in CURVES]
     # One pass costs more than one replay, and holds block by block.
     is_worth_it = options.mode == "block" and len(capacities) > 1
-    curves = all_curves(trace, labels if is_worth_it else (), progress)
+    curves = _all_curves(trace, labels if is_worth_it else (), progress)
     return rows_of(trace, options, capacities, curves, progress)
 
 
-def all_curves(trace: Trace, labels: Iterable[str], progress: Progress) -> dict[str, Curve]:
+def _all_curves(trace: Trace, labels: Iterable[str], progress: Progress) -> dict[str, Curve]:
     """Return the curves of policies, of those whose curve one pass tells for this trace."""
     wanted, found = tuple(labels), {}
     for done, label in enumerate(wanted):
@@ -391,7 +382,7 @@ def _estimate(curve: SampledCurve, place: int) -> Estimate:
 # What it is worth that engines share one pool.
 
 
-def pooling_of(trace: Trace, options: StudyOptions, capacity_blocks: int) -> PoolingStudy:
+def _pooling_of(trace: Trace, options: StudyOptions, capacity_blocks: int) -> PoolingStudy:
     """Compare caches of single engines with one pool that is as large as all of them together.
 
     Args:
@@ -411,7 +402,7 @@ def pooling_of(trace: Trace, options: StudyOptions, capacity_blocks: int) -> Poo
 
 # What a hierarchy of caches gives, and how to split room and money among its levels.
 
-DEFAULT_TIERS = "host:5%,ssd:20%,pool:25%"
+_DEFAULT_TIERS = "host:5%,ssd:20%,pool:25%"
 _SHARES = 41
 _BUDGET_STEPS = 7
 _MOST_SPLITS, _MOST_COUNTED_RUNS = 3000, 200_000_000  # of a search: seconds, on a trace of any length
@@ -449,14 +440,14 @@ class Tiering:
     splits: Splits | None
 
 
-def tiering_of(trace: Trace, options: StudyOptions) -> Tiering:
+def _tiering_of(trace: Trace, options: StudyOptions) -> Tiering:
     """Replay the hierarchy that is asked for.
 
     Raises:
         OptionError: a tier is none.
         TraceError: requests read otherwise than a prefix.
     """
-    tiers = parse_tiers(options.tiers or DEFAULT_TIERS, trace.unique_blocks)
+    tiers = parse_tiers(options.tiers or _DEFAULT_TIERS, trace.unique_blocks)
     kv_bytes = max(1, round(options.deployment.kv_bytes_per_token))
     found = replay_tiers(trace, tiers, kv_bytes_per_token=kv_bytes)
     try:
@@ -530,17 +521,17 @@ class Services:
     splits: tuple[Split, ...]
 
 
-def returns_of(
+def _returns_of(
     trace: Trace, options: StudyOptions, replays: Sequence[Replay], curves: Mapping[str, Curve]
 ) -> dict[str, Returns]:
     """Return what each policy returns: at every capacity where there is a curve that tells it, else where replayed."""
     labels = dict.fromkeys([replay.policy for replay in replays] + list(curves))
     return {
-        label: returns(hits_of(trace, options, label, replays, curves), trace, options.deployment) for label in labels
+        label: returns(_hits_of(trace, options, label, replays, curves), trace, options.deployment) for label in labels
     }
 
 
-def hits_of(
+def _hits_of(
     trace: Trace, options: StudyOptions, label: str, replays: Sequence[Replay], curves: Mapping[str, Curve]
 ) -> Hits:
     """Return the hits of a policy as what they are worth can be told from: a curve, or replays that kept requests.
@@ -635,7 +626,7 @@ class Study:
         return self.over_time[-1]
 
 
-def study_of(trace: Trace, options: StudyOptions, progress: Progress = ignore_progress) -> Study:
+def study_of(trace: Trace, options: StudyOptions, progress: Progress = _ignore_progress) -> Study:
     """Ask a trace everything.
 
     Raises:
@@ -650,10 +641,10 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = ignore_pr
             "allowed: --json, --csv and --csv-original"
         )
     capacities = parse_capacities(options.capacities, trace.unique_blocks)
-    curves = all_curves(trace, CURVES if options.mode == "block" else (), progress)
+    curves = _all_curves(trace, CURVES if options.mode == "block" else (), progress)
     replays = rows_of(trace, options, capacities, curves, progress, keep_requests=True)
     progress("studying", 0, _STEPS)
-    worth = returns_of(trace, options, replays, curves)
+    worth = _returns_of(trace, options, replays, curves)
     recommendation = recommended(worth)
     over_time = _over_time(trace, options, recommendation)
     progress("studying", 1, _STEPS)
@@ -664,7 +655,7 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = ignore_pr
     progress("studying", 3, _STEPS)
     locality = locality_of(trace, curves.get("lru"))
     progress("studying", 4, _STEPS)
-    tiering = tiering_of(trace, options)
+    tiering = _tiering_of(trace, options)
     progress("studying", 5, _STEPS)
     room = recommendation.capacity_blocks if recommendation and recommendation.pays else trace.unique_blocks // 10
     found = Study(
@@ -681,7 +672,7 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = ignore_pr
         swings=swings,
         grid=cells,
         tiering=tiering,
-        pooling=pooling_of(trace, options, room),
+        pooling=_pooling_of(trace, options, room),
     )
     progress("studying", _STEPS, _STEPS)
     return found
@@ -706,7 +697,7 @@ def _sensitivity_of(
 ) -> tuple[tuple[Swing, ...], Grid | None]:
     if recommendation is None:
         return (), None
-    hits = hits_of(trace, options, recommendation.policy, replays, curves)
+    hits = _hits_of(trace, options, recommendation.policy, replays, curves)
     deployment = options.deployment
     bandwidths = [deployment.bandwidth_bytes_per_second * factor for factor in _FACTORS]
     prices = [deployment.price_per_gib_month * factor for factor in (*_FACTORS[1:], 16.0)]

@@ -54,13 +54,8 @@ __all__ = [
     "anonymise",
     "bailian_lines",
     "check_target_is_free",
-    "event_lines",
-    "line_anonymiser",
     "lost_in",
-    "mooncake_lines",
     "open_atomic",
-    "read_fields",
-    "schema_lines",
     "turns",
     "write_atomic",
     "write_csv",
@@ -283,7 +278,7 @@ _LINE_ANONYMISERS: Mapping[str, Callable[[_Keys], LineAnonymiser]] = {
 }
 
 
-def line_anonymiser(format_name: str, names: Pseudonyms, block_tokens: int | None) -> LineAnonymiser:
+def _line_anonymiser(format_name: str, names: Pseudonyms, block_tokens: int | None) -> LineAnonymiser:
     """Return what hides whose lines of a format are.
 
     Args:
@@ -393,7 +388,7 @@ def anonymise(
         OSError: the target cannot be written.
     """
     kind = format_of(source) if format_name is None else check_format(format_name)
-    hides = line_anonymiser(kind, names, block_tokens)
+    hides = _line_anonymiser(kind, names, block_tokens)
     bad = BadLines()
     encode = msgspec.json.Encoder().encode
     count = 0
@@ -492,7 +487,7 @@ def _turn(trace: Trace, number: int) -> Turn:
 # Writes the Mooncake format.
 
 
-def mooncake_lines(trace: Trace) -> Iterator[dict[str, object]]:
+def _mooncake_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Return one line per request.
 
     Raises:
@@ -559,7 +554,7 @@ def accesses(trace: Trace) -> Iterator[Access]:
         )
 
 
-def read_fields(trace: Trace, access: Access) -> dict[str, object]:
+def _read_fields(trace: Trace, access: Access) -> dict[str, object]:
     """Return what formats say of a read beside its keys."""
     mask = access.mask
     return {
@@ -573,7 +568,7 @@ def read_fields(trace: Trace, access: Access) -> dict[str, object]:
 # Writes the original optimizer's own schema: reads, writes and turns. Numbers of blocks serve as keys.
 
 
-def schema_lines(trace: Trace) -> Iterator[dict[str, object]]:
+def _schema_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Return one line per request.
 
     Raises:
@@ -596,14 +591,14 @@ def _schema_line(trace: Trace, access: Access) -> dict[str, object]:
         "keys": access.blocks[: access.reads],
     }
     if not access.writes:
-        return line | read_fields(trace, access)
+        return line | _read_fields(trace, access)
     if not access.reads:
         return line | {"keys": access.blocks}
     lengths = {
         "input_len": int(trace.input_tokens[access.number]),
         "output_len": int(trace.output_tokens[access.number]),
     }
-    return line | read_fields(trace, access) | lengths | {"total_keys": access.blocks}
+    return line | _read_fields(trace, access) | lengths | {"total_keys": access.blocks}
 
 
 # Writes events as managers tell them (wire.md 10.3): a lookup per read, a write session per write.
@@ -613,7 +608,7 @@ def _schema_line(trace: Trace, access: Access) -> dict[str, object]:
 _SESSION_SECONDS = 30
 
 
-def event_lines(trace: Trace) -> Iterator[dict[str, object]]:
+def _event_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Yield the events of every request."""
     for access in accesses(trace):
         if access.reads or not access.writes:
@@ -634,7 +629,7 @@ def _event(access: Access, kind: str, step: int) -> dict[str, object]:
 
 def _lookup(trace: Trace, access: Access) -> dict[str, object]:
     keys: dict[str, object] = {"keys": access.blocks[: access.reads], "tokens": []}
-    return _event(access, LOOKUP, 0) | read_fields(trace, access) | keys
+    return _event(access, LOOKUP, 0) | _read_fields(trace, access) | keys
 
 
 def _session(access: Access) -> Iterator[dict[str, object]]:
@@ -713,10 +708,10 @@ class WriterKind:
 
 
 WRITERS: Mapping[str, WriterKind] = {
-    "mooncake": WriterKind(mooncake_lines, has_sessions=True, lengths_of_turns=True, lengths_of_others=True),
+    "mooncake": WriterKind(_mooncake_lines, has_sessions=True, lengths_of_turns=True, lengths_of_others=True),
     "qwen_bailian": WriterKind(bailian_lines, has_sessions=True, lengths_of_turns=True, lengths_of_others=True),
-    "publisher_log": WriterKind(event_lines),
-    "optimizer_schema": WriterKind(schema_lines, lengths_of_turns=True),
+    "publisher_log": WriterKind(_event_lines),
+    "optimizer_schema": WriterKind(_schema_lines, lengths_of_turns=True),
 }
 
 

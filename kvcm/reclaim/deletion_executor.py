@@ -26,13 +26,11 @@ from kvcm.telemetry.events import EventLog
 
 __all__ = [
     "LATE_SECONDS",
-    "SLICE_BLOCKS",
     "Backlog",
     "Deleted",
     "DeletionExecutor",
     "Deletions",
     "StorageWorkers",
-    "due_later",
     "expired",
     "is_expired",
     "slices",
@@ -54,7 +52,7 @@ def without(old: BlockRecord | None, location_ids: Collection[str]) -> BlockReco
     return old._replace(locations=kept) if kept else None
 
 
-def due_later(old: BlockRecord | None, location_ids: Collection[str], due: float) -> BlockRecord | None:
+def _due_later(old: BlockRecord | None, location_ids: Collection[str], due: float) -> BlockRecord | None:
     """Return the record with another time from when bytes may go."""
 
     def later(location: Location) -> Location:
@@ -282,7 +280,7 @@ class StorageWorkers:
 # flight here is begun a second time. Of a storage that is not configured any more the metadata goes alone, also where
 # a call of the storage hangs.
 
-SLICE_BLOCKS = 64
+_SLICE_BLOCKS = 64
 """Blocks that the event loop may be held for: half a millisecond of a quiet machine."""
 _MOST_IN_A_BATCH = 128
 _MOST_IN_FLIGHT = 1024  # per index and storage: what is more for a slow one is put off
@@ -485,7 +483,7 @@ class Deletions:
         it."""
         ids = _ids_by_key(items)
         dropped: set[tuple[int, str]] = set()
-        for page in slices(list(ids), SLICE_BLOCKS):
+        for page in slices(list(ids), _SLICE_BLOCKS):
             await self.give_way()
             changes = await custody.meta_index.read_modify_write(page, lambda key, old: without(old, ids[key]))
             self.deleted.add(changes)
@@ -497,9 +495,9 @@ class Deletions:
         """Let deletions become due again so many seconds from now, in their records."""
         due = self._clock.now() + seconds
         ids = _ids_by_key(items)
-        for page in slices(list(ids), SLICE_BLOCKS):
+        for page in slices(list(ids), _SLICE_BLOCKS):
             await self.give_way()
-            await custody.meta_index.read_modify_write(page, lambda key, old: due_later(old, ids[key], due))
+            await custody.meta_index.read_modify_write(page, lambda key, old: _due_later(old, ids[key], due))
         for storage, count in Counter(item.storage for item in items).items():
             self._workers_of(storage).postpone(count, due)
 
@@ -702,7 +700,7 @@ class DeletionExecutor:
         keys = await custody.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(custody.uid))
         found = _Found()
         try:
-            for page in slices(keys, SLICE_BLOCKS):
+            for page in slices(keys, _SLICE_BLOCKS):
                 await self._gather(custody, page, now, found)
             await self._abort_overdue(custody, found)
             held = await self._pinned(found.items, now)
@@ -737,7 +735,7 @@ class DeletionExecutor:
         if not found.expired:
             return
         delay = self._custodian.delay_seconds(custody.instance)
-        for page in slices(list(found.expired), SLICE_BLOCKS):
+        for page in slices(list(found.expired), _SLICE_BLOCKS):
             await self._deletions.give_way()
             # Each record by the time at which it is changed: a store that takes long must not eat up the delay.
             changes = await custody.meta_index.read_modify_write(

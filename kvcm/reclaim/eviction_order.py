@@ -35,7 +35,6 @@ __all__ = [
     "Order",
     "OrderPlan",
     "PolicyQueue",
-    "PolicyQueues",
     "SlotFacts",
     "WindowOrder",
     "WindowScan",
@@ -165,7 +164,7 @@ class PolicyQueue:
         return (summary.read_at if slides else summary.written_at) + self.settings.ttl_seconds
 
 
-class PolicyQueues:
+class _PolicyQueues:
     """The lanes of one instance.
 
     Args:
@@ -306,7 +305,7 @@ class LiveOrder:
         self.plan = plan
         self.is_evicting = False
         self._rows: Rows
-        self._lanes = PolicyQueues(plan, self._facts, self._head, self._is_leaf)
+        self._lanes = _PolicyQueues(plan, self._facts, self._head, self._is_leaf)
         self._lane_of_row = array("H")
         self._sizes = array("q")  # only kept where classes have budgets
         self._has_budgets = plan.has_budgets
@@ -355,7 +354,7 @@ class LiveOrder:
         """Nothing has to be fetched."""
         if self._is_disturbed and not self._taken:
             self._is_disturbed = False
-            self._lanes = PolicyQueues(self.plan, self._facts, self._head, self._is_leaf)
+            self._lanes = _PolicyQueues(self.plan, self._facts, self._head, self._is_leaf)
             self._lane_of_row = array("H")
             run_to_end(self._begin(self._rows))
         return {}
@@ -668,8 +667,8 @@ class WindowOrder:
         size_bytes = sum(each.size_bytes for each in serving)
         return SlotFacts(key, record.depth, priority, size_bytes, Summary(written_at, access.at, access.reads))
 
-    def _new_queues(self) -> PolicyQueues:
-        return PolicyQueues(self.plan, self._slots.__getitem__, self._head, self._is_leaf)
+    def _new_queues(self) -> _PolicyQueues:
+        return _PolicyQueues(self.plan, self._slots.__getitem__, self._head, self._is_leaf)
 
     def _head(self, slot: int) -> tuple[int, float]:
         facts = self._slots[slot]

@@ -34,11 +34,9 @@ __all__ = [
     "GRACE_SECONDS",
     "FreedSpace",
     "GarbageCollector",
-    "GarbageProvider",
     "GarbageReport",
     "LostLocations",
     "OrphanChain",
-    "locations_without_bytes",
     "orphans",
     "without_lost",
 ]
@@ -217,7 +215,7 @@ class _Part(NamedTuple):
     uri: str
 
 
-async def locations_without_bytes(
+async def _locations_without_bytes(
     index: MetaIndex, keys: Sequence[int], storages: StorageProvider
 ) -> list[LostLocations]:
     """Ask the storages of some blocks for their bytes. Of a storage that is not open nothing is known.
@@ -280,19 +278,19 @@ async def _find_missing(storage: str, backend: StorageBackend, uris: Sequence[st
 
 
 GRACE_SECONDS: Final = 600.0
-WITHOUT_PREFIX: Final = "without_prefix"
-WITHOUT_BYTES: Final = "without_bytes"
+_WITHOUT_PREFIX: Final = "without_prefix"
+_WITHOUT_BYTES: Final = "without_bytes"
 _SLICE: Final = 128  # blocks looked at without a pause
 _CHECKED_PER_SECOND: Final = 20_000  # blocks whose bytes are asked for
 _LAP_SECONDS: Final = 30.0  # from one background lap to the next, at least
 _IDLE_SECONDS: Final = 1.0
 _MOST_SUSPECTS: Final = 1_000_000  # of all indexes; the rest is found in a later lap
 _log = structlog.get_logger("kvcm.reclaim")
-OnMarked = Callable[[Instance, Sequence[Change], str], None]
+_OnMarked = Callable[[Instance, Sequence[Change], str], None]
 """Told of blocks that were marked, and of the kind of garbage that they are."""
 
 
-class GarbageProvider(Protocol):
+class _GarbageProvider(Protocol):
     """Knows the indexes, how they are read, and the writers."""
 
     def indexes(self) -> Iterable[IndexHandle]:
@@ -347,12 +345,12 @@ class GarbageCollector:
 
     def __init__(
         self,
-        custodian: GarbageProvider,
+        custodian: _GarbageProvider,
         storages: StorageProvider,
         clock: Clock,
         *,
         blocks_per_second: int = 2000,
-        on_marked: OnMarked = lambda _instance, _changes, _kind: None,
+        on_marked: _OnMarked = lambda _instance, _changes, _kind: None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._custodian = custodian
@@ -364,7 +362,7 @@ class GarbageCollector:
         self._suspects: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by uid: blocks, and when to judge them
         self._lap: AsyncIterator[int] | None = None
         self._next_lap = 0.0
-        self.found: Counter[str] = Counter({WITHOUT_PREFIX: 0, WITHOUT_BYTES: 0})
+        self.found: Counter[str] = Counter({_WITHOUT_PREFIX: 0, _WITHOUT_BYTES: 0})
         """What was marked since the manager started: blocks without prefix, locations without bytes."""
 
     # ── in the background ──
@@ -497,26 +495,26 @@ class GarbageCollector:
             return Counter(without_prefix=blocks, freed_bytes=size_bytes)
         counts: Counter[str] = Counter()
         async for changes in chain.mark():
-            counts[WITHOUT_PREFIX] += sum(bool(newly_deleting(change.old, change.new)) for change in changes)
-            counts["freed_bytes"] += self._report(custody.instance, changes, WITHOUT_PREFIX)
+            counts[_WITHOUT_PREFIX] += sum(bool(newly_deleting(change.old, change.new)) for change in changes)
+            counts["freed_bytes"] += self._report(custody.instance, changes, _WITHOUT_PREFIX)
         # If it stays, a writer or a pin holds it or something behind it: looked at again after another grace.
         suspects = self._suspects[custody.uid]
         suspects.pop(top, None)
         suspects[top] = self._clock.now() + GRACE_SECONDS
-        self.found[WITHOUT_PREFIX] += counts[WITHOUT_PREFIX]
+        self.found[_WITHOUT_PREFIX] += counts[_WITHOUT_PREFIX]
         return counts
 
     # ── locations whose bytes are missing ──
 
     async def _check_bytes(self, custody: IndexHandle, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
-        lost = await locations_without_bytes(custody.meta_index, keys, self._storages)
+        lost = await _locations_without_bytes(custody.meta_index, keys, self._storages)
         if not lost:
             return Counter()
         changes = await self._without(custody, lost, dry_run=dry_run)
         marked = [location for change in changes for location in newly_deleting(change.old, change.new)]
         if not dry_run:
-            self.found[WITHOUT_BYTES] += len(marked)
-            self._report(custody.instance, changes, WITHOUT_BYTES)
+            self.found[_WITHOUT_BYTES] += len(marked)
+            self._report(custody.instance, changes, _WITHOUT_BYTES)
         return Counter(without_bytes=len(marked), freed_bytes=sum(each.size_bytes for each in marked))
 
     async def _without(self, custody: IndexHandle, lost: Sequence[LostLocations], *, dry_run: bool) -> list[Change]:

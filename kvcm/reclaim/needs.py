@@ -25,7 +25,6 @@ from kvcm.registry.registry import Registry
 
 __all__ = [
     "GroupUsage",
-    "GroupUsageSource",
     "InstanceUsage",
     "Label",
     "Limits",
@@ -372,7 +371,7 @@ def _is_on(name: str, place: StorageKey) -> bool:
 _NO_MARK = 1 << 63  # more bytes than there are
 
 
-class GroupUsageSource(Protocol):
+class _GroupUsageSource(Protocol):
     """Knows what groups hold: at least what they use."""
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
@@ -429,7 +428,7 @@ class WatermarkCheck:
     """
 
     def __init__(
-        self, registry: Registry, held: Callable[[], GroupUsageSource], key_counts: Callable[[str], Iterable[int]]
+        self, registry: Registry, held: Callable[[], _GroupUsageSource], key_counts: Callable[[str], Iterable[int]]
     ) -> None:
         self._registry = registry
         self._held = held

@@ -47,18 +47,7 @@ from kvcm.reclaim.victims import (
 from kvcm.store.store import Table
 from kvcm.telemetry.metrics import AGES, Histogram
 
-__all__ = [
-    "EvictionRecord",
-    "NeedProgress",
-    "NeedQueue",
-    "Payment",
-    "ReclaimStats",
-    "Reclaimer",
-    "VictimBatch",
-    "VictimMarker",
-    "WakeBroadcast",
-    "payment_of",
-]
+__all__ = ["EvictionRecord", "NeedProgress", "NeedQueue", "Payment", "ReclaimStats", "Reclaimer", "WakeBroadcast"]
 
 # Victims of one choice, gathered and marked together.
 
@@ -66,7 +55,7 @@ _BLOCKS = 32  # the longest that requests wait for
 _SHARED_BLOCKS = 256
 
 
-class VictimMarker(Protocol):
+class _VictimMarker(Protocol):
     """Marks victims, and tells of that."""
 
     def indexes(self) -> dict[int, MetaIndex]:
@@ -81,7 +70,7 @@ class VictimMarker(Protocol):
         """Count and publish what was marked; return the number of blocks."""
 
 
-class VictimBatch:
+class _VictimBatch:
     """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
     memory, too, a few at a time cost half of one by one.
 
@@ -95,7 +84,7 @@ class VictimBatch:
         most: blocks of a batch.
     """
 
-    def __init__(self, reclaimer: VictimMarker, need: ReclaimNeed) -> None:
+    def __init__(self, reclaimer: _VictimMarker, need: ReclaimNeed) -> None:
         self._reclaimer = reclaimer
         self._need = need
         self.indexes = reclaimer.indexes()
@@ -186,21 +175,21 @@ class NeedQueue:
             found: the narrowest level first. The amount of what is returned is without what those before it take.
         """
         done = self._hopeless | self._held_back
-        remaining = _without_overlap([need for need in found if payment_of(need) not in done])
-        return min(remaining, key=lambda need: self._last_batch.get(payment_of(need), 0), default=None)
+        remaining = _without_overlap([need for need in found if _payment_of(need) not in done])
+        return min(remaining, key=lambda need: self._last_batch.get(_payment_of(need), 0), default=None)
 
     def of(self, need: ReclaimNeed, now: float) -> NeedProgress:
         """Return the serving of a need; a new one when others pay than before."""
         uids = frozenset(holding.uid for holding in need.usages)
-        serving = self._servings.get(payment_of(need))
+        serving = self._servings.get(_payment_of(need))
         if serving is None or serving.uids != uids:
-            serving = self._servings[payment_of(need)] = NeedProgress(uids, ShareOrder(need, now), ScanState())
+            serving = self._servings[_payment_of(need)] = NeedProgress(uids, ShareOrder(need, now), ScanState())
         return serving
 
     def record(self, need: ReclaimNeed, blocks: int, *, is_held_back: bool) -> None:
         """Note what a batch gave. A walk that gave something and came to its end is made once more: blocks behind it
         have become ends of chains."""
-        payment = payment_of(need)
+        payment = _payment_of(need)
         self._batches += 1
         self._last_batch[payment] = self._batches
         if blocks:
@@ -239,7 +228,7 @@ def _without_overlap(found: Sequence[ReclaimNeed]) -> Iterator[ReclaimNeed]:
         yield replace(need, amount=amount)
 
 
-def payment_of(need: ReclaimNeed) -> Payment:
+def _payment_of(need: ReclaimNeed) -> Payment:
     """Return what a need is told from others by."""
     return need.label, need.payer
 
@@ -544,7 +533,7 @@ class Reclaimer:
         if allowed <= 0:
             self.is_held_back = True
             return 0
-        batch = VictimBatch(self, need)
+        batch = _VictimBatch(self, need)
         goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
         if batch.is_shared:
             await self._choose_in_windows(goal, serving.shares, batch)
@@ -552,9 +541,9 @@ class Reclaimer:
             await select_victims(goal, await self._sources(need.usages, batch, 0), serving.shares, batch, serving.scan)
         return await batch.finish()
 
-    async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: VictimBatch) -> None:
+    async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch) -> None:
         """Look for victims window by window, from where the last batch or look found some, round to where it began."""
-        walk = self._windows[payment_of(goal.need)]
+        walk = self._windows[_payment_of(goal.need)]
         walk.start_batch()
         for _ in range(_MOST_WINDOWS):
             sources = await self._sources(goal.need.usages, batch, walk.window)
@@ -576,7 +565,7 @@ class Reclaimer:
                 allowances.append(step - self._stepped[name])
         return min(allowances)
 
-    async def _sources(self, holdings: Sequence[InstanceUsage], batch: VictimBatch, window: int) -> list[Source]:
+    async def _sources(self, holdings: Sequence[InstanceUsage], batch: _VictimBatch, window: int) -> list[Source]:
         sources = []
         for holding in holdings:
             order = self._orders[holding.uid]
@@ -630,7 +619,7 @@ class Reclaimer:
         if holding.uid not in self.indexes():
             return 0  # it was removed since the look began
         need = ReclaimNeed(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
-        batch = VictimBatch(self, need)
+        batch = _VictimBatch(self, need)
         goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
         for source in await self._sources([holding], batch, window):
             await select_expired(goal, source, batch)

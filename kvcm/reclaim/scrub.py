@@ -32,9 +32,9 @@ from kvcm.model.uri import path_component
 from kvcm.reclaim.background import IndexHandle, StorageProvider
 from kvcm.storage.backend import ObjectBatch, StorageBackend, StoredObject, object_name, owner_of, slot_count
 
-__all__ = ["PoolLeaks", "PoolUsageSource", "ScrubIndexProvider", "ScrubReport", "StorageScrubber"]
+__all__ = ["PoolLeaks", "ScrubReport", "StorageScrubber"]
 
-WITHOUT_METADATA: Final = "without_metadata"
+_WITHOUT_METADATA: Final = "without_metadata"
 _DEFAULT_AGE_SECONDS: Final = 3600
 _MOST_SUSPECTS: Final = 100_000
 _AT_ONCE: Final = 256  # objects between the second look and their deletion
@@ -42,7 +42,7 @@ _SLICE: Final = 32  # blocks read without a pause
 _log = structlog.get_logger("kvcm.reclaim")
 
 
-class ScrubIndexProvider(Protocol):
+class _ScrubIndexProvider(Protocol):
     """Knows the indexes."""
 
     def indexes(self) -> Iterable[IndexHandle]:
@@ -86,13 +86,15 @@ class StorageScrubber:
         cluster_id: of this deployment.
     """
 
-    def __init__(self, custodian: ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str) -> None:
+    def __init__(
+        self, custodian: _ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str
+    ) -> None:
         self._custodian = custodian
         self._storages = storages
         self._clock = clock
         self._cluster_id = cluster_id
         self._running: set[str] = set()
-        self.found: Counter[str] = Counter({WITHOUT_METADATA: 0})
+        self.found: Counter[str] = Counter({_WITHOUT_METADATA: 0})
         """Orphans that were deleted since the manager started."""
 
     async def scrub(
@@ -122,7 +124,7 @@ class StorageScrubber:
             report = await scrub.run()
         finally:
             self._running.discard(storage)
-        self.found[WITHOUT_METADATA] += report.deleted
+        self.found[_WITHOUT_METADATA] += report.deleted
         _log.info("storage_scrubbed", storage=storage, dry_run=dry_run, orphans=report.orphans, deleted=report.deleted)
         return report
 
@@ -151,7 +153,7 @@ class _Scrub:
     """
 
     def __init__(
-        self, custodian: ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
+        self, custodian: _ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
     ) -> None:
         self._custodian = custodian
         self._backend = backend
@@ -289,7 +291,7 @@ _CHECK_SECONDS: Final = 60.0
 _ROUNDING_SECONDS: Final = 86_400.0
 
 
-class PoolUsageSource(Protocol):
+class _PoolUsageSource(Protocol):
     """A pool, as far as this is concerned."""
 
     @property
@@ -321,7 +323,7 @@ class PoolLeaks:
 
     def __init__(
         self,
-        pools: Callable[[], Mapping[str, PoolUsageSource]],
+        pools: Callable[[], Mapping[str, _PoolUsageSource]],
         used_bytes: Callable[[str], int],
         scrubber: StorageScrubber,
         clock: Clock,
@@ -354,7 +356,7 @@ class PoolLeaks:
         used_bytes, rounding = self._used_bytes(name), self._roundings.get(name)
         return used_bytes if rounding is None else rounding.allocated_for(used_bytes)
 
-    async def _scrub(self, name: str, pool: PoolUsageSource, leaked_bytes: int) -> None:
+    async def _scrub(self, name: str, pool: _PoolUsageSource, leaked_bytes: int) -> None:
         try:
             report = await self._scrubber.scrub(name, dry_run=False)
         except NotReadyError:  # an operator does it right now

@@ -30,15 +30,12 @@ __all__ = [
     "Scope",
     "ShareOrder",
     "Source",
-    "TailFirst",
     "Victim",
     "VictimSink",
-    "locations_to_evict",
     "marked",
     "newly_deleting",
     "select_expired",
     "select_victims",
-    "thinned_size",
 ]
 
 # Evictions: which parts of a block go, and how they are marked.
@@ -62,7 +59,7 @@ class Eviction(NamedTuple):
     thin: frozenset[str] = frozenset()
 
 
-def locations_to_evict(instance: Instance, serving: list[Location], wanted: Iterable[Location]) -> list[Location]:
+def _locations_to_evict(instance: Instance, serving: list[Location], wanted: Iterable[Location]) -> list[Location]:
     """Return what goes with the wanted locations of a block: those themselves, and the others where what is left of the
     block could not be read: specs of one spec group live and die together."""
     going = list(wanted)
@@ -98,7 +95,7 @@ def _split(location: Location, names: frozenset[str], due: float) -> tuple[Locat
     decoded = decode_chunk(location.chunk)
     kept = [spec for spec in decoded.specs if spec.name not in names]
     going = [spec for spec in decoded.specs if spec.name in names]
-    going_bytes = thinned_size(location, names)
+    going_bytes = _thinned_size(location, names)
     return (
         location._replace(
             chunk=encode_chunk(decoded.storage_type, len(kept), kept),
@@ -116,7 +113,7 @@ def _split(location: Location, names: frozenset[str], due: float) -> tuple[Locat
     )
 
 
-def thinned_size(location: Location, names: frozenset[str]) -> int:
+def _thinned_size(location: Location, names: frozenset[str]) -> int:
     """Return the bytes of some specs of a location."""
     if names >= set(location.spec_names):
         return location.size_bytes
@@ -274,7 +271,7 @@ _Leaf = tuple[float, int, int]
 """When it was read, its depth with the sign turned, its key."""
 
 
-class TailFirst:
+class _TailFirst:
     """The living descendants of a block in the order in which they are to go, and the block itself at last.
 
     None where more than `MOST_FOLLOWERS` blocks follow.
@@ -651,7 +648,7 @@ class _Selection:
         """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
         if self._walk.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
             return
-        tail = TailFirst(source.chains, head.key)
+        tail = _TailFirst(source.chains, head.key)
         leaf = await tail.next()
         read_at = await source.chains.read_at(list(tail.seen)) if leaf is not None and as_cold_as is not None else {}
         while leaf is not None and not self.is_enough():
@@ -721,7 +718,7 @@ class _Selection:
         free = self._free(source, key, record)
         helping = [each for each in free if self._need.filter(each.place)]
         if helping:
-            going = locations_to_evict(source.holding.instance, free, helping)
+            going = _locations_to_evict(source.holding.instance, free, helping)
         elif self._walk.reach is Scope.DESCENDANTS and free:
             going = free
         else:
@@ -764,7 +761,7 @@ class _Selection:
         linear = source.holding.instance.linear_spec_names
         helping = [each for each in self._useful_locations(source, key, record) if linear & set(each.spec_names)]
         if helping and await self._is_between(source, key, record, linear):
-            amount = sum(thinned_size(each, linear) for each in helping)
+            amount = sum(_thinned_size(each, linear) for each in helping)
             ids = frozenset(each.id for each in helping)
             self._add(source, Eviction(key, ids, policy, linear), amount, amount)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvcm.model.groups import DEFAULT_HYSTERESIS, DEFAULT_WATERMARK, GlobalQuota, InstanceGroup
 from kvcm.model.storages import StorageConfig, StorageType
 
-__all__ = ["Mark", "global_mark", "group_mark", "key_mark", "ratio_mark", "size_mark", "storage_mark", "type_mark"]
+__all__ = ["Mark", "global_mark", "group_mark", "key_mark", "size_mark", "storage_mark", "type_mark"]
 
 
 class Mark(NamedTuple):
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
         return used - self.low if used > (self.low if is_active else self.high) else 0
 
 
-def ratio_mark(capacity: int, ratio: float, hysteresis: float | None, block: int = 0) -> Mark | None:
+def _ratio_mark(capacity: int, ratio: float, hysteresis: float | None, block: int = 0) -> Mark | None:
     """Return the mark at a ratio of a limit, None when it is off.
 
     Args:
@@ -52,14 +52,14 @@ def ratio_mark(capacity: int, ratio: float, hysteresis: float | None, block: int
 def group_mark(group: InstanceGroup, block: int = 0) -> Mark | None:
     """Return the mark of a group's total bytes."""
     trigger = group.cache_config.reclaim_strategy.trigger_strategy
-    return ratio_mark(group.quota.capacity, trigger.used_percentage, trigger.hysteresis, block)
+    return _ratio_mark(group.quota.capacity, trigger.used_percentage, trigger.hysteresis, block)
 
 
 def type_mark(group: InstanceGroup, storage_type: StorageType, block: int = 0) -> Mark | None:
     """Return the mark of a group's bytes on one storage type, None when that has no limit of its own."""
     capacity = group.quota.capacity_of(storage_type)
     trigger = group.cache_config.reclaim_strategy.trigger_strategy
-    return None if capacity is None else ratio_mark(capacity, trigger.used_percentage, trigger.hysteresis, block)
+    return None if capacity is None else _ratio_mark(capacity, trigger.used_percentage, trigger.hysteresis, block)
 
 
 def size_mark(group: InstanceGroup) -> Mark | None:
@@ -75,19 +75,19 @@ def key_mark(group: InstanceGroup, max_key_count: int) -> Mark | None:
     trigger = group.cache_config.reclaim_strategy.trigger_strategy
     if not group.cache_config.meta_indexer_config.max_key_count:
         return None
-    return ratio_mark(max_key_count, trigger.used_percentage, trigger.hysteresis, 1)
+    return _ratio_mark(max_key_count, trigger.used_percentage, trigger.hysteresis, 1)
 
 
 def storage_mark(storage: StorageConfig, block: int = 0) -> Mark | None:
     """Return the mark of all bytes on a storage, None when it has no capacity of its own."""
     if not storage.limit_bytes:
         return None
-    return ratio_mark(storage.limit_bytes, storage.used_percentage or DEFAULT_WATERMARK, None, block)
+    return _ratio_mark(storage.limit_bytes, storage.used_percentage or DEFAULT_WATERMARK, None, block)
 
 
 def global_mark(quota: GlobalQuota, block: int = 0) -> Mark | None:
     """Return the mark of all groups of one `global_quota_group_name` together."""
-    return ratio_mark(quota.capacity_bytes, quota.used_percentage or DEFAULT_WATERMARK, None, block)
+    return _ratio_mark(quota.capacity_bytes, quota.used_percentage or DEFAULT_WATERMARK, None, block)
 
 
 def _part(whole: int, ratio: float) -> int:

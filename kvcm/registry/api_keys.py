@@ -66,7 +66,7 @@ class NewKey:
         """
         if not _NAME.fullmatch(self.name):
             raise InvalidArgumentError(f"name {self.name!r} is not 1 to 128 characters of A-Z a-z 0-9 . _ -")
-        check_ttl(self.ttl_seconds)
+        _check_ttl(self.ttl_seconds)
         self._check_groups()
         if self.verbs and self.role is not Role.ROLE_ENGINE:
             raise InvalidArgumentError(f"verbs are of ROLE_ENGINE, role is {self.role.name}")
@@ -82,7 +82,7 @@ class NewKey:
             check_name(f"instance_groups[{position}]", group)
 
 
-def check_ttl(seconds: float) -> None:
+def _check_ttl(seconds: float) -> None:
     """Refuse a time to live that is none.
 
     Raises:
@@ -179,7 +179,7 @@ class KeyRegistry:
             InvalidArgumentError: there is no such key with a secret, or a time is out of range.
             StorageIOError: the store cannot be asked.
         """
-        check_ttl(ttl_seconds)
+        _check_ttl(ttl_seconds)
         if not 0 <= overlap_seconds <= _MOST_TTL_SECONDS:
             raise InvalidArgumentError(f"overlap_seconds is {overlap_seconds:.0f}, must be from 0")
         old = self._existing(key_id, await self._shelf.read(key_id))

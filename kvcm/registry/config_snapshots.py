@@ -25,11 +25,9 @@ __all__ = [
     "ConfigChange",
     "ConfigDocuments",
     "ConfigDraft",
-    "ConfigDrafting",
     "ConfigSnapshots",
     "Configuration",
     "Entry",
-    "check_configuration",
     "located",
     "name_of",
 ]
@@ -129,7 +127,7 @@ def name_of(value: ConfigValue) -> str:
     return value.user_name if isinstance(value, AccountEntry) else value.name
 
 
-def check_configuration(configuration: Configuration, store_kind: str) -> None:
+def _check_configuration(configuration: Configuration, store_kind: str) -> None:
     """Check every value by itself, and that no name is there twice.
 
     Args:
@@ -243,7 +241,7 @@ class ConfigDraft:
         self.changes.append(ConfigChange(entry.kind, entry.name, "add" if old is None else "change", old, new))
 
 
-class ConfigDrafting:
+class _ConfigDrafting:
     """Decides loads. Asks nobody and waits for nothing, so that it may run on a thread.
 
     Args:
@@ -494,7 +492,7 @@ class ConfigSnapshots:
     async def _drafted(self, wanted: Configuration, *, prune: bool) -> ConfigDraft:
         await self._follow()
         await self._enrolment.refresh(wanted.instances)
-        drafting = ConfigDrafting(self._shelves.copy(), self._enrolment.copy())
+        drafting = _ConfigDrafting(self._shelves.copy(), self._enrolment.copy())
         return await asyncio.to_thread(drafting.draft, wanted, prune=prune)
 
     async def _open(self, configs: Iterable[StorageConfig], opened: dict[StorageConfig, Any]) -> None:
@@ -512,5 +510,5 @@ class ConfigSnapshots:
 
 def _checked(wanted: Configuration, store_kind: str) -> Configuration:
     wanted = replace(wanted, instances=tuple(map(with_sorted_groups, wanted.instances)))
-    check_configuration(wanted, store_kind)
+    _check_configuration(wanted, store_kind)
     return wanted

@@ -14,16 +14,7 @@ from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.secrets import restored
 from kvcm.registry.validation import check_instance
 
-__all__ = [
-    "FIRST_UID",
-    "BatchRegistration",
-    "InstanceLimit",
-    "InstanceRegistry",
-    "ReservedInstances",
-    "same_registration",
-    "shard_count_in",
-    "with_sorted_groups",
-]
+__all__ = ["BatchRegistration", "InstanceRegistry", "ReservedInstances", "same_registration", "with_sorted_groups"]
 
 # Seats: which instances count towards a group's `max_instance_count`, exact however many managers register at once.
 #
@@ -63,7 +54,7 @@ class ReservedInstances:
         return ReservedInstances(held, tuple(each for each in self.pending if each.placement.uid not in uids))
 
 
-class InstanceLimit:
+class _InstanceLimit:
     """Gives and takes seats.
 
     Args:
@@ -161,7 +152,7 @@ class InstanceLimit:
 
 
 _DEFAULT_SHARDS = 16
-FIRST_UID = 1
+_FIRST_UID = 1
 """Number of the first registration of a deployment."""
 
 
@@ -189,7 +180,7 @@ class InstanceRegistry:
         self._shelf = shelf
         self._removals = removals
         self._numbers = numbers
-        self._seats = InstanceLimit(seats, shelf, removals)
+        self._seats = _InstanceLimit(seats, shelf, removals)
         self._groups = groups
         self._flush = flush
 
@@ -218,7 +209,7 @@ class InstanceRegistry:
         group = await self._groups.read(instance.instance_group_name)
         new = Registration(
             replace(instance, quota_group_name=group.global_quota_group_name),
-            Placement(await self._next_uid(), shard_count_in(group)),
+            Placement(await self._next_uid(), _shard_count_in(group)),
         )
         if not await self._seats.try_reserve(group, new):
             known = self._shelf.get(instance.instance_id)  # another manager's half-done registration was completed
@@ -245,7 +236,7 @@ class InstanceRegistry:
         return stored
 
     async def _next_uid(self) -> int:
-        following = await self._numbers.change("next_uid", lambda uid: (uid or FIRST_UID) + 1)
+        following = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
         assert following is not None
         return following - 1
 
@@ -322,7 +313,7 @@ class InstanceRegistry:
         return [i for i in instances if not group_name or i.instance_group_name == group_name]
 
 
-def shard_count_in(group: InstanceGroup | None) -> int:
+def _shard_count_in(group: InstanceGroup | None) -> int:
     """Return how many lock shards the index of an instance has that is registered in a group now."""
     return (group.cache_config.meta_indexer_config.mutex_shard_num if group is not None else 0) or _DEFAULT_SHARDS
 
@@ -390,7 +381,7 @@ class BatchRegistration:
         self._removals = removals
         self._numbers = numbers
         self._taken = seats
-        self._seats = InstanceLimit(seats, registrations, removals)
+        self._seats = _InstanceLimit(seats, registrations, removals)
 
     def copy(self) -> BatchRegistration:
         """Return one that decides by what is known now."""
@@ -419,11 +410,11 @@ class BatchRegistration:
         Raises:
             CapacityError: a group would have more than its max_instance_count.
         """
-        first = self._numbers.get(_NEXT_UID) or FIRST_UID
+        first = self._numbers.get(_NEXT_UID) or _FIRST_UID
         by_group: defaultdict[str, list[Registration]] = defaultdict(list)
         for uid, instance in enumerate(new, first):
             group = groups.get(instance.instance_group_name)
-            registration = Registration(instance, Placement(uid, shard_count_in(group)))
+            registration = Registration(instance, Placement(uid, _shard_count_in(group)))
             batch.stage(self._registrations, instance.instance_id, registration)
             by_group[instance.instance_group_name].append(registration)
         for group_name, registrations in by_group.items():

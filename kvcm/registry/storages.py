@@ -31,8 +31,6 @@ __all__ = [
     "StorageRegistry",
     "check_name_is_free",
     "check_same_type",
-    "existing_storage",
-    "limit_of",
     "medium_of",
 ]
 
@@ -44,7 +42,7 @@ def medium_of(config: StorageConfig) -> StorageConfig:
     return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0, draining_since=0.0)
 
 
-def limit_of(config: StorageConfig) -> tuple[int, float]:
+def _limit_of(config: StorageConfig) -> tuple[int, float]:
     """Return what can be changed without opening anything."""
     return config.capacity_bytes, config.used_percentage
 
@@ -92,7 +90,7 @@ def _check_same_pool(config: StorageConfig, known: StorageConfig) -> None:
         )
 
 
-def existing_storage(name: str, known: StorageConfig | None) -> StorageConfig:
+def _existing_storage(name: str, known: StorageConfig | None) -> StorageConfig:
     """Return a storage that is there.
 
     Raises:
@@ -230,9 +228,9 @@ class StorageRegistry:
         """Return the config with its secrets, and whether only its limit changes: then nothing has to be opened, which
         its medium may not allow now."""
         check_storage(config)
-        known = existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        known = _existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
         config = restored(config, known)
-        return config, limit_of(config) != limit_of(known) and medium_of(config) == medium_of(known)
+        return config, _limit_of(config) != _limit_of(known) and medium_of(config) == medium_of(known)
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
@@ -244,14 +242,14 @@ class StorageRegistry:
 
     async def _replace_limit(self, config: StorageConfig) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = existing_storage(config.global_unique_name, known)
+            known = _existing_storage(config.global_unique_name, known)
             return replace(known, capacity_bytes=config.capacity_bytes, used_percentage=config.used_percentage)
 
         await self._put(config.global_unique_name, decide)
 
     async def _replace(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = existing_storage(config.global_unique_name, known)
+            known = _existing_storage(config.global_unique_name, known)
             check_same_type(config, known)
             return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
@@ -287,7 +285,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(existing_storage(name, known), is_available=enabled))
+        await self._put(name, lambda known: replace(_existing_storage(name, known), is_available=enabled))
 
     async def retire(self, name: str, now: float) -> None:
         """Remove a storage at once; its locations count as missing from now on. Its name is kept from other media until
@@ -297,7 +295,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(existing_storage(name, known), removed_at=now, draining_since=0.0))
+        await self._put(name, lambda known: replace(_existing_storage(name, known), removed_at=now, draining_since=0.0))
 
     async def forget(self, drain: StorageDrain) -> None:
         """Forget a removed storage of which nothing is left, unless it was added again meanwhile.
@@ -321,7 +319,7 @@ class StorageRegistry:
         """
 
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = existing_storage(name, known)
+            known = _existing_storage(name, known)
             return known if known.is_draining else replace(known, draining_since=now)
 
         await self._put(name, decide)
@@ -333,7 +331,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(existing_storage(name, known), draining_since=0.0))
+        await self._put(name, lambda known: replace(_existing_storage(name, known), draining_since=0.0))
 
     async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
         """Change what needs no medium."""

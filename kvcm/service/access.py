@@ -30,9 +30,7 @@ from kvcm.telemetry.metrics import Reading
 
 __all__ = [
     "ACTIONS",
-    "ANY_PRINCIPAL",
     "CERTIFICATE_NAMES",
-    "NO_CREDENTIALS",
     "OUTCOMES",
     "PAGE_POLICIES",
     "POLICIES",
@@ -104,7 +102,7 @@ def _on_group(field: str, *verbs: Verb) -> Policy:
 
 
 _OPEN: Final = Policy(None, Scope.NOTHING, is_open=True)
-ANY_PRINCIPAL: Final = Policy(None, Scope.NOTHING)
+_ANY_PRINCIPAL: Final = Policy(None, Scope.NOTHING)
 """Of what every principal may do."""
 _VIEW: Final = _everywhere(Verb.VIEW)
 _OPERATE: Final = _everywhere(Verb.OPERATE)
@@ -122,7 +120,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "FinishWriteCache": _on_instance(Verb.WRITE),
         "RemoveCache": _on_instance(Verb.REMOVE),
         "TrimCache": _on_instance(Verb.REMOVE),
-        "GetClusterInfo": ANY_PRINCIPAL,
+        "GetClusterInfo": _ANY_PRINCIPAL,
     },
     "kvcm.v1.LeaseService": {
         "RenewReadLease": _on_instance(Verb.MATCH),
@@ -162,7 +160,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "LoadConfigSnapshot": _ADMINISTER,
         "GetMetrics": _VIEW,
         "CheckHealth": _OPEN,
-        "GetManagerClusterInfo": ANY_PRINCIPAL,
+        "GetManagerClusterInfo": _ANY_PRINCIPAL,
         "LeaderDemote": _OPERATE,
         "GetLeaderElectorConfig": _VIEW,
         "UpdateLeaderElectorConfig": _OPERATE,
@@ -191,9 +189,9 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "RotateKey": _ADMINISTER,
         "RevokeKey": _ADMINISTER,
         "Login": _OPEN,
-        "Logout": ANY_PRINCIPAL,
+        "Logout": _ANY_PRINCIPAL,
         "SetPassword": replace(_ADMINISTER, own="user_name"),
-        "WhoAmI": ANY_PRINCIPAL,
+        "WhoAmI": _ANY_PRINCIPAL,
     },
     "kv_cache_manager.proto.debug.DebugService": {
         "InjectFault": _ADMINISTER,
@@ -260,7 +258,7 @@ class Credentials(NamedTuple):
     certificate_names: tuple[str, ...] = ()
 
 
-NO_CREDENTIALS: Final = Credentials()
+_NO_CREDENTIALS: Final = Credentials()
 
 
 class Access(Protocol):
@@ -359,7 +357,7 @@ class KeyedAccess:
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
         """Return who asks for a page."""
         has_calls = path.startswith(("/v1/", "/console/")) and path not in PAGE_POLICIES
-        policy = ANY_PRINCIPAL if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
+        policy = _ANY_PRINCIPAL if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
         if policy.is_open:
             return self._optional_principal(credentials)
         principal = self.principal(policy, credentials)
@@ -368,7 +366,7 @@ class KeyedAccess:
 
     def check_page(self, path: str, principal: Principal) -> None:
         """Refuse a page; one without a policy of its own makes calls, which have theirs."""
-        policy = PAGE_POLICIES.get(path, ANY_PRINCIPAL)
+        policy = PAGE_POLICIES.get(path, _ANY_PRINCIPAL)
         if not policy.is_open:
             self._check_verbs(policy, principal)
             self._check_scope(policy, None, principal)
@@ -394,7 +392,7 @@ class KeyedAccess:
 
     def _optional_principal(self, credentials: Credentials) -> Principal:
         """Return who asks for what is open to strangers: it may show more to others."""
-        if credentials == NO_CREDENTIALS:
+        if credentials == _NO_CREDENTIALS:
             return ANONYMOUS
         try:
             return self._authenticated(credentials)

@@ -25,7 +25,6 @@ from kvcm.storage.health import HealthState
 
 __all__ = [
     "FULL",
-    "OWN_MARK",
     "RECENT_SECONDS",
     "Alert",
     "AlertInputs",
@@ -37,7 +36,6 @@ __all__ = [
     "count_text",
     "duration_text",
     "group_alerts",
-    "holders_of",
     "join_clauses",
     "limits_of",
     "percent",
@@ -185,7 +183,7 @@ def sentence(clause: str) -> str:
 
 # The limits that a group stands at, and which of its storages take its blocks.
 
-OWN_MARK = "trigger_strategy.used_percentage of the group"
+_OWN_MARK = "trigger_strategy.used_percentage of the group"
 """The setting of a group from which on its blocks leave."""
 FULL = 0.98
 """Ratio of a limit from which on it is taken for reached: what is left may be less than one write needs."""
@@ -209,7 +207,7 @@ class Limit:
     raised_by: str
     counts_blocks: bool = False
     others: int = 0
-    mark: str = OWN_MARK
+    mark: str = _OWN_MARK
 
     @property
     def ratio(self) -> float:
@@ -323,7 +321,9 @@ class QuotaHolder:
     advice: str
 
 
-def holders_of(facts: AlertInputs, group: GroupUsage, configured: InstanceGroup, limit: Limit) -> Sequence[QuotaHolder]:
+def _holders_of(
+    facts: AlertInputs, group: GroupUsage, configured: InstanceGroup, limit: Limit
+) -> Sequence[QuotaHolder]:
     """Return what keeps a group at a limit, the most telling first; one at least."""
     found = [*_no_evicting_manager(facts), *_eviction_is_off(configured, limit)]
     held = [
@@ -347,7 +347,7 @@ def _eviction_is_off(configured: InstanceGroup, limit: Limit) -> Iterator[QuotaH
     if limit.usage.high_mark_bytes >= 0 or not limit.mark:
         return
     text = f"nothing is evicted because of it: {limit.mark} is off"
-    if limit.mark == OWN_MARK:
+    if limit.mark == _OWN_MARK:
         mark = configured.cache_config.reclaim_strategy.trigger_strategy.used_percentage
         text = f"nothing is evicted for want of room: the mark is {f'{mark:g}, which is off' if mark else 'not set'}"
         if ttl := configured.policy_of("").ttl_seconds:
@@ -472,7 +472,7 @@ def _group_alert(
     state: str,
 ) -> Alert:
     worst = limits[0]
-    holders = holders_of(facts, group, configured, worst)[:_MAX_HOLDERS]
+    holders = _holders_of(facts, group, configured, worst)[:_MAX_HOLDERS]
     reached = [limit.text for limit in limits if limit is worst or limit.is_full]
     return Alert(
         *(name, severity, SubjectKind.GROUP, group.name),
@@ -486,7 +486,7 @@ def _stuck(facts: AlertInputs, group: GroupUsage, configured: InstanceGroup) -> 
     total = group.total
     left = format_size(total.used_bytes - total.deleting_bytes - total.high_mark_bytes)
     limit = limits_of(facts, group, configured)[0]
-    holders = holders_of(facts, group, configured, limit)
+    holders = _holders_of(facts, group, configured, limit)
     return Alert(
         *("KvcmReclaimStuck", Severity.ALERT_TICKET, SubjectKind.GROUP, group.name),
         f"Group {group.name} stays {left} above the mark at which eviction begins.",

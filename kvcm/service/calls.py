@@ -31,7 +31,6 @@ from kvcm.telemetry.metrics import KEYS, ApiMetrics, BoundedLabels, Histogram, R
 from kvcm.telemetry.tracing import Stage, open_stage
 
 __all__ = [
-    "AUDITED",
     "LOCAL",
     "AccessLog",
     "Admission",
@@ -608,7 +607,7 @@ def _log_fields(call: Call, request: Any, arrival: Arrival, outcome: Outcome) ->
 # Audits calls that change something beside the configuration, whose changes are audited where they are made.
 
 _LOGIN: Final = "Login"
-AUDITED: Final = frozenset(
+_AUDITED: Final = frozenset(
     {
         *("RemoveCache", "TrimCache", "PinPrefix", "UnpinPrefix"),
         *("CollectGarbage", "ScrubStorage", "LoadConfigSnapshot"),
@@ -639,7 +638,7 @@ class AuditCalls:
 
     def end(self, _begun: None, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
         """Record the call if it is such a one."""
-        if call.name not in AUDITED:
+        if call.name not in _AUDITED:
             return
         if call.name == _LOGIN and outcome.code is not ErrorCode.OK:
             self._failed_login = arrival, request  # `turned_away` follows at once if it was the password

@@ -31,17 +31,7 @@ from kvcm.service.json_codec import MAX_DEPTH, MalformedBody, integers_as_text, 
 from kvcm.service.request_limits import MAX_SNAPSHOT_BYTES, RequestLimits, RequestSizes, check_text
 from kvcm.service.translate import fill, read, storage_of, write_storage
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "ConfigSnapshotApi",
-    "decode",
-    "print_snapshot",
-    "print_value",
-    "read_message",
-    "read_snapshot",
-    "refuse_unknown",
-]
+__all__ = ["FORMAT", "VERSION", "ConfigSnapshotApi", "decode", "print_snapshot", "print_value", "read_snapshot"]
 
 M = TypeVar("M", bound=Message)
 _SHOWN_CHARACTERS = 80
@@ -67,7 +57,7 @@ def decode(text: str, title: str) -> Any:
     return value
 
 
-def read_message(value: Any, message_type: type[M], path: str) -> M:
+def _read_message(value: Any, message_type: type[M], path: str) -> M:
     """Return the message that a decoded value describes.
 
     Args:
@@ -87,7 +77,7 @@ def read_message(value: Any, message_type: type[M], path: str) -> M:
         raise InvalidArgumentError(f"{where} {problem}") from None
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], path: str) -> None:
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], path: str) -> None:
     """Refuse keys of an object that are not known.
 
     Raises:
@@ -139,7 +129,7 @@ def _check_known(value: Any, descriptor: Any, path: str) -> None:
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"{path} must be an object")
     fields = {field.name: field for field in descriptor.fields}
-    refuse_unknown(value, fields, path)
+    _refuse_unknown(value, fields, path)
     for name, item in value.items():
         for place, each in _each(item, f"{path}.{name}"):
             _check_value(each, fields[name], place)
@@ -296,7 +286,7 @@ def _check_head(document: Any) -> None:
         raise InvalidArgumentError(f"{_TITLE}: format must be {FORMAT!r}: is this a snapshot?")
     if document.get("version") != VERSION or type(document["version"]) is not int:
         raise InvalidArgumentError(f"{_TITLE}: version must be {VERSION}, which is what this release reads")
-    refuse_unknown(document, (*_HEAD, *_SECTIONS), "")
+    _refuse_unknown(document, (*_HEAD, *_SECTIONS), "")
     for name, kind in _HEAD.items():
         if not isinstance(document.get(name, kind()), kind):
             raise InvalidArgumentError(f"{_TITLE}: {name} must be a {'string' if kind is str else 'number'}")
@@ -314,7 +304,7 @@ def _read_item(section: _Section, item: Any, path: str) -> Any:
 
 
 def _read_value(section: _Section, item: Any, path: str) -> Any:
-    message = read_message(item, section.message_type, path)
+    message = _read_message(item, section.message_type, path)
     try:
         _SIZES.check(message)
     except InvalidArgumentError as error:

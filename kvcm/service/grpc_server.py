@@ -31,7 +31,7 @@ from kvcm.service.rejections import RejectedError
 from kvcm.service.request_limits import BodyReader, max_body_bytes
 from kvcm.service.tls import ServerTls
 
-__all__ = ["BodyWatch", "GrpcHealth", "GrpcServer", "WakeupSocket", "coalesced_wakeups", "reflection_of"]
+__all__ = ["GrpcServer", "WakeupSocket", "coalesced_wakeups"]
 
 # Bodies of requests over gRPC: taken when it is known who sends them, and given up where they do not come in time.
 #
@@ -47,7 +47,7 @@ _TOO_LARGE: Final = "the body is larger than one of a request without a key may 
 _INCOMPLETE: Final = "the request ended before its body did"
 
 
-class BodyWatch:
+class _BodyWatch:
     """Reads bodies, and ends requests whose body is too slow. A timer for each of them would cost more than this.
 
     Args:
@@ -139,7 +139,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class GrpcHealth(health.aio.HealthServicer):
+class _GrpcHealth(health.aio.HealthServicer):
     """Health of the listener as a whole ("") and of each service, which is always the same. To be told once before the
     server is started.
 
@@ -182,7 +182,7 @@ class GrpcHealth(health.aio.HealthServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager is stopping")
 
 
-def reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
+def _reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
     """Return what lets clients ask a listener for its services and messages (`grpcurl`). It may be added after the
     server was started, which grpc_reflection's own way cannot do."""
     servicer = reflection.aio.ReflectionServicer([*services, health.SERVICE_NAME, reflection.SERVICE_NAME])
@@ -283,9 +283,9 @@ class GrpcServer:
             self.port = _bound(server, host, self.port, tls)
         self._gate = gate
         self._methods = _Methods(gate)
-        self._arriving = BodyWatch(patience if patience is not None else ConnectionLimits())
+        self._arriving = _BodyWatch(patience if patience is not None else ConnectionLimits())
         self._watch: asyncio.Task[None] | None = None
-        self.health = GrpcHealth(self._acceptors)
+        self.health = _GrpcHealth(self._acceptors)
         self._add(self._methods)
         self._end: asyncio.Task[None] | None = None
 
@@ -310,7 +310,7 @@ class GrpcServer:
             self._methods.add(call, _method(call, caller, self._arriving, bodies, self._gate))
         services = list(dict.fromkeys(call.service for call in known))
         if has_reflection:
-            self._add(reflection_of(services))
+            self._add(_reflection_of(services))
         await self.health.add_services(services)
 
     def _add(self, handler: grpc.GenericRpcHandler) -> None:
@@ -391,7 +391,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _method(
-    call: Call, caller: Caller, arriving: BodyWatch, bodies: BodyReader, gate: ServingGate
+    call: Call, caller: Caller, arriving: _BodyWatch, bodies: BodyReader, gate: ServingGate
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
     arrived = _traced_arrival if caller.wants_trace_parents else _arrival
     asks = caller.access.requires_credentials

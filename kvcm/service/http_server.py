@@ -44,7 +44,6 @@ __all__ = [
     "Receive",
     "Resources",
     "Send",
-    "send_lines",
 ]
 
 # Types of ASGI, the interface between HTTP servers and applications.
@@ -105,7 +104,7 @@ class LineStream(Protocol):
         """Want no more."""
 
 
-async def send_lines(lines: LineStream, may_listen: Callable[[], bool], receive: Receive, send: Send) -> None:
+async def _send_lines(lines: LineStream, may_listen: Callable[[], bool], receive: Receive, send: Send) -> None:
     """Send lines until they end, the client goes away, or it may not listen any more: then its body ends as when there
     are no more lines, and whoever asks anew is told why.
 
@@ -369,7 +368,7 @@ class HttpApp:
                 await _respond(send, answer.status, answer.body, list(answer.headers))
             elif stream is not None:
                 assert self._caller is not None
-                await send_lines(stream(), partial(self._caller.access.is_key_valid, principal), receive, send)
+                await _send_lines(stream(), partial(self._caller.access.is_key_valid, principal), receive, send)
 
     def _principal(self, scope: MutableMapping[str, Any]) -> Principal:
         if self._caller is None:

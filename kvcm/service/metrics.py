@@ -16,7 +16,7 @@ from kvcm.reclaim.reclaimer import EvictionRecord
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import AGES, KEYS, BoundedLabels, Histogram, Reading
 
-__all__ = ["CacheMetrics", "Counts", "EvictionMetrics", "LoopLag"]
+__all__ = ["CacheMetrics", "Counts", "EvictionMetrics"]
 
 _SESSION_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 
@@ -190,7 +190,7 @@ _LAG_SECONDS: Final = 0.1
 _BLOCKED_AFTER_LAGS: Final = 3
 
 
-class LoopLag:
+class _LoopLag:
     """Measures how late the event loop wakes what is due."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Counts:
         self.groups = BoundedLabels()
         self.evictions = EvictionMetrics()
         self.cache = CacheMetrics(self.groups, self.evictions.on_missed)
-        self.lag = LoopLag()
+        self.lag = _LoopLag()
 
     def readings(self) -> Iterator[Reading]:
         """Yield everything that was counted."""

@@ -42,7 +42,7 @@ from kvcm.storage.prober import Prober
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import METRICS, OTHER, BoundedLabels, Distribution, Histogram, Kind, Metric, Reading
 
-__all__ = ["FamilyTable", "GroupNeeds", "ManagerState", "MetricsPage", "StateMetrics", "needed_readings", "written"]
+__all__ = ["FamilyTable", "GroupNeeds", "ManagerState", "MetricsPage", "needed_readings", "written"]
 
 _SLICE_SAMPLES: Final = 64  # a millisecond
 _END: Final = b"# EOF\n"
@@ -173,7 +173,7 @@ class _Sums:
     used: defaultdict[str, Counter[StorageKey]] = field(default_factory=lambda: defaultdict(Counter))
 
 
-class StateMetrics:
+class _StateMetrics:
     """Reads the state for scrapes.
 
     Args:
@@ -339,7 +339,7 @@ class MetricsPage:
     """
 
     def __init__(self, calls: CallMetrics, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
-        self._state = StateMetrics(state, counts.groups)
+        self._state = _StateMetrics(state, counts.groups)
         self._registry, self._counts = state.registry, counts
         self._sources: tuple[Source, ...] = (calls.readings, *others, counts.readings, self._state.readings)
         self._turn = asyncio.Lock()

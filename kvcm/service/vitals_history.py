@@ -18,10 +18,8 @@ from kvcm.telemetry.metrics import BoundedLabels
 
 __all__ = [
     "ERRORS",
-    "EVICTED",
     "HIT_KEYS",
     "LONGEST_SECONDS",
-    "MISSED_KEYS",
     "P50",
     "P99",
     "QUOTA",
@@ -37,7 +35,6 @@ __all__ = [
     "Ring",
     "Series",
     "quantile",
-    "range_series",
     "rates_between",
     "sample_of",
 ]
@@ -211,12 +208,12 @@ class Ring:
 REQUESTS = "requests_per_second"
 ERRORS = "errors_per_second"
 HIT_KEYS = "hit_keys_per_second"
-MISSED_KEYS = "missed_keys_per_second"
+_MISSED_KEYS = "missed_keys_per_second"
 P50 = "match_p50_seconds"
 P99 = "match_p99_seconds"
 USED = "used_bytes"
 QUOTA = "quota_bytes"
-EVICTED = "evicted_bytes_per_second"
+_EVICTED = "evicted_bytes_per_second"
 REFUSED = "refused_writes_per_second"
 
 
@@ -264,8 +261,8 @@ def _add_groups(sample: defaultdict[Series, float], rates: Iterable[Rates], name
         for group, found in each.groups.items():
             name = name_of(group)
             sample[_of_group(HIT_KEYS, name)] += found.hit_keys
-            sample[_of_group(MISSED_KEYS, name)] += found.missed_keys
-            sample[_of_group(EVICTED, name)] += found.evicted_bytes
+            sample[_of_group(_MISSED_KEYS, name)] += found.missed_keys
+            sample[_of_group(_EVICTED, name)] += found.evicted_bytes
             sample[_of_group(REFUSED, name)] += found.refused_writes
 
 
@@ -281,7 +278,7 @@ def _add_used(
 
 _HIT_RATIO: Final = "hit_ratio"
 _LOOKUP_KEYS: Final = "lookup_keys_per_second"
-_RESULTS: Final = {HIT_KEYS: "hit", MISSED_KEYS: "miss"}
+_RESULTS: Final = {HIT_KEYS: "hit", _MISSED_KEYS: "miss"}
 _UNITS: Final = {
     REQUESTS: "requests/s",
     ERRORS: "requests/s",
@@ -289,7 +286,7 @@ _UNITS: Final = {
     P99: "seconds",
     USED: "bytes",
     QUOTA: "bytes",
-    EVICTED: "bytes/s",
+    _EVICTED: "bytes/s",
     REFUSED: "writes/s",
     _HIT_RATIO: "ratio",
     _LOOKUP_KEYS: "keys/s",
@@ -327,7 +324,7 @@ class HistoryRange:
     series: tuple[RangeSeries, ...]
 
 
-def range_series(known: Mapping[Series, Floats], step: int, *, has_total: bool) -> tuple[RangeSeries, ...]:
+def _range_series(known: Mapping[Series, Floats], step: int, *, has_total: bool) -> tuple[RangeSeries, ...]:
     """Return series as they are told.
 
     Args:
@@ -356,7 +353,7 @@ def _merged(series: Series, values: Floats) -> Floats:
 
 def _ratios(merged: Mapping[Series, Floats], *, has_total: bool) -> Iterator[tuple[Series, Floats]]:
     hits = {series.labels: values for series, values in merged.items() if series.name == HIT_KEYS}
-    missed = {series.labels: values for series, values in merged.items() if series.name == MISSED_KEYS}
+    missed = {series.labels: values for series, values in merged.items() if series.name == _MISSED_KEYS}
     for labels, values in hits.items():
         yield Series(_HIT_RATIO, labels), values / (values + missed[labels])
     if hits and has_total:
@@ -455,7 +452,7 @@ class History:
         until = max(level.ring.latest, int(now // level.interval_seconds) - 1)
         known = level.ring.read(until, points * step)
         wanted = {series: values for series, values in known.items() if _is_wanted(series, group, groups)}
-        series = await asyncio.to_thread(range_series, wanted, step, has_total=not group and groups is None)
+        series = await asyncio.to_thread(_range_series, wanted, step, has_total=not group and groups is None)
         return HistoryRange(level.interval_seconds * step, float(until * level.interval_seconds), series)
 
 

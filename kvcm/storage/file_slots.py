@@ -45,7 +45,6 @@ from kvcm.storage.file_objects import NEW_SUFFIX, NOTES_SUFFIX, make_folders, re
 from kvcm.storage.threads import StorageThreads
 
 __all__ = [
-    "DELETED",
     "FreeSlots",
     "InFile",
     "PackedFiles",
@@ -369,7 +368,7 @@ def _lowest(bits: int, count: int) -> list[int]:
 # the place of the old one; whoever does that, and whoever hands out a slot, must be alone with the file in this
 # process. What another process appends to the old one at that moment is lost.
 
-DELETED: Final = ""
+_DELETED: Final = ""
 """Owner of a slot that is deleted."""
 _RECORD: Final = re.compile(rb"\n([0-9]{1,9})(?:\+([0-9A-Za-z]{1,64}))?\.")
 _APPENDED: Final = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -391,7 +390,7 @@ def record_deleted_slots(path: str, slots: Iterable[int]) -> None:
     """
     descriptor = os.open(notes_path(path), _APPENDED | os.O_CREAT, 0o600)
     try:
-        write_all(descriptor, _notes(dict.fromkeys(slots, DELETED)))
+        write_all(descriptor, _notes(dict.fromkeys(slots, _DELETED)))
     finally:
         os.close(descriptor)
 
@@ -417,7 +416,7 @@ def record_owner(path: str, slots: Iterable[int], location_id: str) -> bool:
 
 
 def slot_owners(path: str) -> dict[int, str]:
-    """Return the slots of a file that something is noted of: to whom they were handed out again, or `DELETED`. Blocks.
+    """Return the slots of a file that something is noted of: to whom they were handed out again, or `_DELETED`. Blocks.
 
     Raises:
         OSError: the storage failed.
@@ -436,7 +435,7 @@ def deleted_slots(path: str) -> set[int]:
     Raises:
         OSError: the storage failed.
     """
-    return {slot for slot, owner in slot_owners(path).items() if owner == DELETED}
+    return {slot for slot, owner in slot_owners(path).items() if owner == _DELETED}
 
 
 def shorten(path: str) -> None:
@@ -580,7 +579,7 @@ class PackedFiles:
 
     def _hand_out(self, wanted: InFile, location_id: str) -> Sequence[int]:
         path, owners = wanted.path, slot_owners(wanted.path)
-        slots = [slot for slot in wanted.slots if owners.get(slot) == DELETED]
+        slots = [slot for slot in wanted.slots if owners.get(slot) == _DELETED]
         if not slots or not _is_file(path):
             return ()
         lost = len(_deleted(owners)) - self.free.usable(path)
@@ -658,15 +657,15 @@ def is_complete(uri: LocationUri) -> bool:
 
 
 def _is_owner(owners: Mapping[int, str], slot: int, location_id: str | None) -> bool:
-    return slot not in owners or (owners[slot] == location_id != DELETED)
+    return slot not in owners or (owners[slot] == location_id != _DELETED)
 
 
 def _may_delete(owners: Mapping[int, str], slot: int, location_id: str | None) -> bool:
-    return _is_owner(owners, slot, location_id) or owners[slot] == DELETED
+    return _is_owner(owners, slot, location_id) or owners[slot] == _DELETED
 
 
 def _deleted(owners: Mapping[int, str]) -> set[int]:
-    return {slot for slot, owner in owners.items() if owner == DELETED}
+    return {slot for slot, owner in owners.items() if owner == _DELETED}
 
 
 def _unlink(path: str) -> None:

@@ -41,18 +41,7 @@ from kvcm.model.uri import LocationUri, path_component
 from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, object_name
 from kvcm.store.store import Table
 
-__all__ = [
-    "MICROSECONDS",
-    "Extent",
-    "MempoolStorage",
-    "PoolChunk",
-    "PoolDocuments",
-    "PoolExtents",
-    "PoolOpener",
-    "PoolReport",
-    "PoolState",
-    "no_space",
-]
+__all__ = ["Extent", "MempoolStorage", "PoolChunk", "PoolOpener", "PoolReport", "PoolState"]
 
 # One chunk of a memory pool as the metadata store keeps it: pure values, changed by making another one.
 #
@@ -318,7 +307,7 @@ class PoolState(NamedTuple):
 #
 # Every manager remembers the documents that it saw last. One that is out of date is found out by the store, which
 # refuses the change; then it is read anew. Where no other manager works on the store, what is remembered is the truth:
-# a pool is opened again with the same `PoolDocuments`.
+# a pool is opened again with the same `_PoolDocuments`.
 #
 # Leases on chunks would spare managers that race for one a try. They were rejected: a lease has to expire, and while
 # it does, the memory of a manager that died is nobody's. Here nothing expires and nothing is lost with a manager;
@@ -338,7 +327,7 @@ class _Summary(NamedTuple):
     allocated_bytes: int
 
 
-class PoolDocuments:
+class _PoolDocuments:
     """Chunks of one pool, by number.
 
     Args:
@@ -538,18 +527,18 @@ def _is_unused_since(document: bytes, last_stamp: int) -> bool:
 # A stamp is the number of microseconds since 1970 at which an extent was handed out, or more where that was given
 # before; so it grows even if the documents of a pool are lost, and tells its age.
 
-MICROSECONDS = 1_000_000
+_MICROSECONDS = 1_000_000
 _RETRY_SECONDS = 1.0  # into all chunks, for room that other managers made
 
 
-def no_space(reason: str) -> StorageIOError:
+def _no_space(reason: str) -> StorageIOError:
     """Return the error of a pool that is full, as a file system's would look."""
     error = StorageIOError(reason)
     error.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return error
 
 
-class PoolExtents:
+class _PoolExtents:
     """Extents of one pool; their offsets are those in the pool.
 
     Args:
@@ -559,7 +548,7 @@ class PoolExtents:
         is_shared: whether other managers take extents, too.
     """
 
-    def __init__(self, name: str, chunks: PoolDocuments, clock: Clock, *, is_shared: bool) -> None:
+    def __init__(self, name: str, chunks: _PoolDocuments, clock: Clock, *, is_shared: bool) -> None:
         self._name = name
         self._chunks = chunks
         self._clock = clock
@@ -606,12 +595,12 @@ class PoolExtents:
         """Take extents of one chunk. None, when another manager has taken its last one: then it is known to be full."""
         number = await self._find_chunk(size)
         if number is None:
-            raise no_space(f"storage {self._name}: the pool has no room for {size} bytes")
+            raise _no_space(f"storage {self._name}: the pool has no room for {size} bytes")
         taken: list[Extent] = []
         comes_round = False
 
         def take(chunk: PoolChunk) -> PoolChunk:
-            least = max(int(self._clock.now() * MICROSECONDS), self._chunks.floor + 1)
+            least = max(int(self._clock.now() * _MICROSECONDS), self._chunks.floor + 1)
             nonlocal comes_round
             changed, taken[:] = chunk.allocate(size, most, least)
             comes_round = changed.next_offset <= chunk.next_offset or not changed.free_count
@@ -730,8 +719,8 @@ class MempoolStorage:
         self._cluster_id = cluster_id
         self._table = table
         self._clock = clock
-        self._chunks = PoolDocuments(table, name, spec.capacity_bytes, random, is_shared=is_shared)
-        self._extents = PoolExtents(name, self._chunks, clock, is_shared=is_shared)
+        self._chunks = _PoolDocuments(table, name, spec.capacity_bytes, random, is_shared=is_shared)
+        self._extents = _PoolExtents(name, self._chunks, clock, is_shared=is_shared)
         self._next_look = 0
         self.state = PoolState()
         """As last seen by this manager, with every probe at the latest."""
@@ -774,7 +763,7 @@ class MempoolStorage:
         if reason := await self._why_not_usable():
             raise StorageIOError(reason)
         if not (await self.space()).free_bytes:
-            raise no_space(f"storage {self._name}: the pool is full")
+            raise _no_space(f"storage {self._name}: the pool is full")
 
     async def _why_not_usable(self) -> str:
         reason = (await self.refresh()).why_not_usable(self.spec.node_id, self._clock.now())
@@ -797,7 +786,7 @@ class MempoolStorage:
         await self.refresh()
         async for size, extents in self._extents.allocated():
             yield ObjectBatch(
-                [StoredObject(object_name(self._uri(each, 0)), size, each.stamp / MICROSECONDS) for each in extents]
+                [StoredObject(object_name(self._uri(each, 0)), size, each.stamp / _MICROSECONDS) for each in extents]
             )
 
     async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
@@ -823,7 +812,7 @@ class MempoolStorage:
             now, floor = self._clock.now(), state.floor
             is_new = state.generation not in {0, report.generation}
             if is_new:  # not below any stamp, of whatever clock
-                floor = max(floor, int(now * MICROSECONDS), await self._extents.last_stamp())
+                floor = max(floor, int(now * _MICROSECONDS), await self._extents.last_stamp())
             if report.generation == state.generation and state.valid_ms and not report.valid_ms:
                 return state  # an engine that sees the memory neither keeps an agent's promise for it nor ends it
             return PoolState(report.generation, floor, now, report.valid_ms, state.purged)
@@ -852,7 +841,7 @@ class MempoolStorage:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        await self._chunks.delete_all(int(before * MICROSECONDS))
+        await self._chunks.delete_all(int(before * _MICROSECONDS))
         document = await self._table.get(self._name)
         if document is not None and _is_reported(document, before):
             await self._table.replace(self._name, document, None)

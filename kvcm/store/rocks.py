@@ -39,17 +39,12 @@ __all__ = [
     "CommitLog",
     "DocumentRow",
     "Fsync",
-    "OnFailure",
     "RocksStore",
     "RocksTable",
     "Row",
     "RowChange",
     "decode_row",
-    "encode_value",
     "open_database",
-    "prefix_end",
-    "read_rows",
-    "row_prefix",
     "row_title",
 ]
 
@@ -81,7 +76,7 @@ def open_database(directory: Path) -> Rdict:
     return database
 
 
-def read_rows(database: Rdict, prefix: bytes) -> Iterator[Row]:
+def _read_rows(database: Rdict, prefix: bytes) -> Iterator[Row]:
     """Yield the rows whose key begins with `prefix`, ascending.
 
     Raises:
@@ -89,7 +84,7 @@ def read_rows(database: Rdict, prefix: bytes) -> Iterator[Row]:
     """
     options = ReadOptions()
     if prefix:
-        options.set_iterate_upper_bound(prefix_end(prefix))
+        options.set_iterate_upper_bound(_prefix_end(prefix))
     options.set_readahead_size(4 * _MEBIBYTE)
     rows = database.iter(options)
     rows.seek(prefix)
@@ -102,7 +97,7 @@ def read_rows(database: Rdict, prefix: bytes) -> Iterator[Row]:
         raise StorageIOError(f"{database.path()} is damaged: {error}; {_REPAIR}") from error
 
 
-def prefix_end(prefix: bytes) -> bytes:
+def _prefix_end(prefix: bytes) -> bytes:
     """Return the least key above all keys that begin with `prefix`, unless all its bytes are 255."""
     return (int.from_bytes(prefix) + 1).to_bytes(len(prefix))
 
@@ -130,7 +125,7 @@ def _unopened(directory: Path, error: Exception) -> StorageIOError:
 def _check_format(directory: Path, database: Rdict) -> None:
     written = database.get(_FORMAT_KEY)
     ours = str(FORMAT_VERSION).encode()
-    if written is None and next(read_rows(database, b""), None) is None:
+    if written is None and next(_read_rows(database, b""), None) is None:
         database[_FORMAT_KEY] = ours
     elif written != ours:
         found = written.decode(errors="replace") if written else "missing"
@@ -187,7 +182,7 @@ def _options() -> Options:
 
 RowChange = tuple[bytes, bytes | None]
 """Key of a row and its new value, None to delete it."""
-OnFailure = Callable[[str], None]
+_OnFailure = Callable[[str], None]
 """Told, on the thread that writes, why a round failed: the process has to end."""
 _SYNC_SECONDS: Final = 1.0
 _STALL_SECONDS: Final = 0.005
@@ -236,7 +231,7 @@ class CommitLog:
         directory: Path,
         fsync: Fsync,
         clock: Clock,
-        on_failure: OnFailure = lambda _reason: None,
+        on_failure: _OnFailure = lambda _reason: None,
         most_queued_bytes: int = 256 << 20,
     ) -> None:
         self._database = open_database(directory)
@@ -279,7 +274,7 @@ class CommitLog:
         Raises:
             StorageIOError: a row is damaged.
         """
-        return read_rows(self._database, prefix)
+        return _read_rows(self._database, prefix)
 
     def estimated_rows(self) -> int:
         """Return about how many rows there are."""
@@ -473,7 +468,7 @@ def _joined(batches: Sequence[_Batch]) -> WriteBatch:
     put, delete = joined.put, joined.delete
     for prefixes, rows, _ in batches:
         for prefix in prefixes:
-            joined.delete_range(prefix, prefix_end(prefix))
+            joined.delete_range(prefix, _prefix_end(prefix))
         for key, value in rows:
             if value is None:
                 delete(key)
@@ -534,12 +529,12 @@ class DocumentRow(NamedTuple):
     document: bytes
 
 
-def row_prefix(table: str) -> bytes:
+def _row_prefix(table: str) -> bytes:
     """Return how the keys of a table's rows begin."""
     return DOCUMENTS + bytes((len(table),)) + table.encode()
 
 
-def encode_value(due: float, document: bytes) -> bytes:
+def _encode_value(due: float, document: bytes) -> bytes:
     """Return the value of a row."""
     return _DUE.pack(due) + document
 
@@ -596,8 +591,8 @@ class RocksTable:
 
     def __init__(self, log: CommitLog, name: str, memory: MemoryTable) -> None:
         self._log = log
-        self._prefix = row_prefix(name)
-        self._ended_prefix = row_prefix(name + _ENDED)
+        self._prefix = _row_prefix(name)
+        self._ended_prefix = _row_prefix(name + _ENDED)
         self._memory = memory
         self._outcomes = Outcomes()
 
@@ -628,14 +623,14 @@ class RocksTable:
         until = now + seconds
         forgotten = self._outcomes.store(name, outcome, until, now)
         rows = [self._row(name, None, 0.0), *((self._ended_prefix + each.encode(), None) for each in forgotten)]
-        self._log.append([*rows, (self._ended_prefix + name.encode(), encode_value(until, outcome))])
+        self._log.append([*rows, (self._ended_prefix + name.encode(), _encode_value(until, outcome))])
         return True
 
     async def outcome(self, name: str, now: float) -> bytes | None:
         return self._outcomes.get(name, now)
 
     def _row(self, name: str, document: bytes | None, due: float) -> RowChange:
-        return self._prefix + name.encode(), encode_value(due, document) if document is not None else None
+        return self._prefix + name.encode(), _encode_value(due, document) if document is not None else None
 
     def restore(self, row: DocumentRow) -> None:
         """Put a document in memory as its row has it."""
@@ -672,7 +667,9 @@ class RocksStore:
 
     is_shared = False
 
-    def __init__(self, directory: Path, fsync: str, clock: Clock, on_failure: OnFailure = lambda _reason: None) -> None:
+    def __init__(
+        self, directory: Path, fsync: str, clock: Clock, on_failure: _OnFailure = lambda _reason: None
+    ) -> None:
         self.log = CommitLog(directory, Fsync(fsync), clock, on_failure)
         self._tables: dict[str, RocksTable] = {}
         try:

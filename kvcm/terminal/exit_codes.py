@@ -17,21 +17,20 @@ __all__ = [
     "EXIT_CODES",
     "FAILED",
     "FINDINGS",
-    "NOT_ALLOWED",
     "NotAllowedError",
     "exit_cannot_run",
     "exit_on_call_errors",
     "exit_on_errors",
 ]
 
-FAILED, FINDINGS, CANNOT_RUN, NOT_ALLOWED = 1, 1, 2, 3
+FAILED, FINDINGS, CANNOT_RUN, _NOT_ALLOWED = 1, 1, 2, 3
 """Exit codes: what was asked for is refused; something was found; it could not be done or asked at all; the manager
 does not know the caller, or does not let it."""
 EXIT_CODES = {
     0: "it is done, and nothing was found",
     FAILED: "what was asked for is refused, or something was found",
     CANNOT_RUN: "the command line is wrong, no manager answers, or it could not be tried",
-    NOT_ALLOWED: "the manager does not know the key, or the key may not do this",
+    _NOT_ALLOWED: "the manager does not know the key, or the key may not do this",
 }
 """What each exit code says, for all commands."""
 
@@ -51,7 +50,7 @@ def exit_on_errors(exit_code: int, unavailable: int | None = None) -> Iterator[N
     try:
         yield
     except NotAllowedError as error:
-        _exit(str(error), NOT_ALLOWED)
+        _exit(str(error), _NOT_ALLOWED)
     except (NotReadyError, NotLeaderError) as error:
         _exit(str(error), exit_code if unavailable is None else unavailable)
     except (ConfigError, KvcmError, OptimizerError) as error:

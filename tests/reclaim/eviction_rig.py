@@ -118,10 +118,10 @@ class EvictionRig:
         strategy = self.groups[instance.instance_group_name].cache_config.reclaim_strategy
         return strategy.delay_before_delete_ms / 1000
 
-    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+    async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         raise AssertionError(f"nobody's session is overdue, not even that of {overdue} in {uid}")
 
-    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+    async def pinned_until(self, items: Sequence[DeletionItem]) -> list[float]:
         return [0.0] * len(items)
 
     def place(

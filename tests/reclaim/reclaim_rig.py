@@ -131,7 +131,7 @@ class Rig:
     def indexes(self) -> Iterator[IndexHandle]:
         yield from self.owned
 
-    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+    async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         """Their sessions are renewed by a minute, as if a client had just asked for that."""
         self.overdue.append((uid, overdue))
 
@@ -151,7 +151,7 @@ class Rig:
         self.clock.time += after
         return await self.executor.run_due()
 
-    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+    async def pinned_until(self, items: Sequence[DeletionItem]) -> list[float]:
         return [self.held.get(item.key, 0.0) for item in items]
 
     async def block(

@@ -18,11 +18,11 @@ from kvcm.console.visits import Visit
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.service.rest.conversion import encode_name
 
-__all__ = ["MAX_KEYS", "MAX_SHOWN", "ROUTES", "Chain", "ChainFold", "NumbersError", "Run", "numbers_in"]
+__all__ = ["MAX_SHOWN", "ROUTES", "Chain", "ChainFold", "NumbersError", "Run", "numbers_in"]
 
 # Tokens and block keys as people paste them.
 
-MAX_KEYS: Final = 65_536
+_MAX_KEYS: Final = 65_536
 """Blocks of one chain."""
 _KEY: Final = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 _TOKEN: Final = re.compile(r"(?<![\d.])\d+(?:\.\d+)?")
@@ -44,7 +44,7 @@ def numbers_in(text: str, *, are_tokens: bool) -> list[int]:
     Raises:
         NumbersError: there are none, too many, or some cannot be such numbers.
     """
-    what, most = ("tokens", _MAX_TOKENS) if are_tokens else ("block keys", MAX_KEYS)
+    what, most = ("tokens", _MAX_TOKENS) if are_tokens else ("block keys", _MAX_KEYS)
     found = [_whole(each[0], what) for each in (_TOKEN if are_tokens else _KEY).finditer(text)]
     if not found:
         raise NumbersError(f"There is no number in it: paste {what}, with anything between them.")
@@ -341,8 +341,8 @@ async def _keys_of(visit: Visit, instance: str, tokens: Sequence[int]) -> Sequen
     if size <= 0:
         raise NumbersError("The instance was registered without a block size: paste block keys.")
     count = len(tokens) // size
-    if not 0 < count <= MAX_KEYS:
-        allowed = f"1 to {MAX_KEYS:,} can be looked at"
+    if not 0 < count <= _MAX_KEYS:
+        allowed = f"1 to {_MAX_KEYS:,} can be looked at"
         raise NumbersError(f"{len(tokens):,} tokens fill {count:,} blocks of {size:,}: {allowed}.")
     return await asyncio.to_thread(block_keys_from_tokens, tokens, size)
 

@@ -24,7 +24,6 @@ __all__ = [
     "GROUP_CHANGE_ROUTES",
     "POLICIES",
     "ROUTES",
-    "TYPE_QUOTAS",
     "Change",
     "GroupCard",
     "changes_of",
@@ -36,7 +35,6 @@ __all__ = [
     "patch_of",
     "sheet_of",
     "storage_types",
-    "value_at",
 ]
 
 # The limits of a group as fields of a form, and what they show of a group's document.
@@ -53,7 +51,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "ttl": "what is oldest (ttl)",
 }
 """Eviction policies: what leaves first."""
-TYPE_QUOTAS: Final = "quota.quota_config"
+_TYPE_QUOTAS: Final = "quota.quota_config"
 """Of fields with quotas on types of storages: the name of the type follows."""
 _STRATEGY: Final = "cache_config.reclaim_strategy"
 _TRIGGER: Final = f"{_STRATEGY}.trigger_strategy"
@@ -109,7 +107,7 @@ def limit_fields(types: Sequence[str]) -> list[Field]:
     quota = Field("quota.capacity", "Quota", "Bytes in all: 500 GiB, say. Empty: nothing may be written.", "size")
     of_types = (
         Field(
-            f"{TYPE_QUOTAS}.{each}",
+            f"{_TYPE_QUOTAS}.{each}",
             f"Quota on {storage_kind(each)} storages",
             "200 GiB, say. Empty: only the quota in all counts.",
             "size",
@@ -124,7 +122,7 @@ def sheet_of(fields: Sequence[Field], group: Document) -> Sheet:
     return Sheet(fields, {each.name: _text(each, group) for each in fields})
 
 
-def value_at(document: Document, path: str) -> Any:
+def _value_at(document: Document, path: str) -> Any:
     """Return what stands at a path of a document, None where nothing does."""
     found: Any = document
     for step in path.split("."):
@@ -133,11 +131,11 @@ def value_at(document: Document, path: str) -> Any:
 
 
 def _text(field: Field, group: Document) -> str:
-    if field.name.startswith(f"{TYPE_QUOTAS}."):
-        quotas = {each["storage_type"]: each["capacity"] for each in value_at(group, TYPE_QUOTAS) or ()}
+    if field.name.startswith(f"{_TYPE_QUOTAS}."):
+        quotas = {each["storage_type"]: each["capacity"] for each in _value_at(group, _TYPE_QUOTAS) or ()}
         capacity = quotas.get(field.name.rpartition(".")[2])
         return "" if capacity is None else exact_size(capacity)
-    value = value_at(group, field.name)
+    value = _value_at(group, field.name)
     if not value:  # 0 stands for no limit, which is what is left empty
         return "0" if value == 0 and field.name.endswith("hysteresis") else ""
     return _WRITTEN.get(field.kind, str)(value)
@@ -165,10 +163,10 @@ def patch_of(sheet: Sheet, group: Document) -> dict[str, Any]:
     """
     typed, patch = sheet.document(), dict[str, Any]()
     for name in _changed(sheet, group):
-        if name.startswith(f"{TYPE_QUOTAS}."):
-            _put(patch, TYPE_QUOTAS, _type_quotas(sheet, typed, group))
+        if name.startswith(f"{_TYPE_QUOTAS}."):
+            _put(patch, _TYPE_QUOTAS, _type_quotas(sheet, typed, group))
         else:
-            _put(patch, name, value_at(typed, name))
+            _put(patch, name, _value_at(typed, name))
     return patch
 
 
@@ -178,9 +176,9 @@ def _changed(sheet: Sheet, group: Document) -> Iterator[str]:
 
 
 def _type_quotas(sheet: Sheet, typed: Document, group: Document) -> list[Mapping[str, Any]]:
-    shown = {each.name.rpartition(".")[2] for each in sheet.fields if each.name.startswith(f"{TYPE_QUOTAS}.")}
-    others = [each for each in value_at(group, TYPE_QUOTAS) or () if each["storage_type"] not in shown]
-    named = value_at(typed, TYPE_QUOTAS) or {}
+    shown = {each.name.rpartition(".")[2] for each in sheet.fields if each.name.startswith(f"{_TYPE_QUOTAS}.")}
+    others = [each for each in _value_at(group, _TYPE_QUOTAS) or () if each["storage_type"] not in shown]
+    named = _value_at(typed, _TYPE_QUOTAS) or {}
     return [*others, *({"storage_type": kind, "capacity": capacity} for kind, capacity in named.items())]
 
 
@@ -208,7 +206,7 @@ def consequences(group: Document, usage: Document) -> list[str]:
         group: its document, as it will be.
         usage: what it uses now.
     """
-    capacity = value_at(group, "quota.capacity") or 0
+    capacity = _value_at(group, "quota.capacity") or 0
     marks = [_ratio_mark(group, capacity), _size_mark(group)]
     pinned = usage["pinned_bytes"]
     return [
@@ -223,25 +221,25 @@ _Mark = tuple[int, int] | None
 
 
 def _ratio_mark(group: Document, capacity: int) -> _Mark:
-    share = value_at(group, f"{_LIMITS_TRIGGER}.used_percentage") or 0.0
+    share = _value_at(group, f"{_LIMITS_TRIGGER}.used_percentage") or 0.0
     if not 0 < share <= 1:
         return None
     return int(capacity * share), int(capacity * max(0.0, share - _hysteresis(group)))
 
 
 def _size_mark(group: Document) -> _Mark:
-    size = value_at(group, f"{_LIMITS_TRIGGER}.used_size") or 0
+    size = _value_at(group, f"{_LIMITS_TRIGGER}.used_size") or 0
     return (size, int(size * (1 - _hysteresis(group)))) if size else None
 
 
 def _hysteresis(group: Document) -> float:
-    found = value_at(group, f"{_LIMITS_TRIGGER}.hysteresis")
+    found = _value_at(group, f"{_LIMITS_TRIGGER}.hysteresis")
     return DEFAULT_HYSTERESIS if found is None else float(found)
 
 
 def _of_types(group: Document, usage: Document, pinned: int) -> Iterator[str]:
     used = {each["storage_type"]: each["usage"] for each in usage["types"]}
-    for quota in value_at(group, TYPE_QUOTAS) or ():
+    for quota in _value_at(group, _TYPE_QUOTAS) or ():
         kind, capacity = quota["storage_type"], quota["capacity"]
         if kind in used:
             what = f"On {formats.storage_kind(kind)} storages it"
@@ -263,7 +261,7 @@ def _of_bytes(what: str, capacity: int, marks: list[_Mark], used: Mapping[str, i
 
 
 def _of_keys(group: Document, usage: Document) -> Iterator[str]:
-    most = value_at(group, "cache_config.meta_indexer_config.max_key_count") or 0
+    most = _value_at(group, "cache_config.meta_indexer_config.max_key_count") or 0
     found = _ratio_mark(group, most)
     mark = most if found is None else found[0]
     for instance in usage["instances"]:
@@ -453,7 +451,7 @@ async def _show(visit: Visit) -> Response:
         history_of(visit, 3600, name),
     )
     (usage,) = report["groups"]
-    types = sorted({each["storage_type"] for each in value_at(group, "quota.quota_config") or ()})
+    types = sorted({each["storage_type"] for each in _value_at(group, "quota.quota_config") or ()})
     return visit.page(
         "group.html",
         name=name,
@@ -546,7 +544,7 @@ async def _fields(visit: Visit, group: Mapping[str, Any]) -> list[Field]:
     """Return the fields of a group: with a quota for each type of storage that it may use or has a quota on."""
     storages = await visit.items("/v1/storages")
     candidates = [each for each in storages if each["global_unique_name"] in group["storage_candidates"]]
-    quotas = {each["storage_type"] for each in value_at(group, "quota.quota_config") or ()}
+    quotas = {each["storage_type"] for each in _value_at(group, "quota.quota_config") or ()}
     return limit_fields(sorted(quotas | {*storage_types(candidates)}))
 
 

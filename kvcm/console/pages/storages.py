@@ -26,7 +26,6 @@ __all__ = [
     "GroupShare",
     "StorageView",
     "fields_of_kind",
-    "kind_of",
     "shares_of",
     "storage_views",
 ]
@@ -138,13 +137,13 @@ def shares_of(storage: str, usage: Document) -> list[GroupShare]:
     return sorted(found, key=lambda share: (-share.used_bytes, share.group))
 
 
-def kind_of(storage: Document) -> str:
+def _kind_of(storage: Document) -> str:
     """Return the field that says how a storage is reached, as in `nfs`; "" for none that is known."""
     return next((kind for kind in KINDS if storage.get(kind) is not None), "")
 
 
 def _view(storage: Document, usages: Mapping[str, Document], drain: Document | None) -> StorageView:
-    name, status, kind = storage["global_unique_name"], storage.get("status"), kind_of(storage)
+    name, status, kind = storage["global_unique_name"], storage.get("status"), _kind_of(storage)
     usage = usages.get(name, {})
     health, reason = _health(status), status["reason"] if status else ""
     return StorageView(

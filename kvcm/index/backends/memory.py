@@ -32,18 +32,7 @@ from kvcm.model.storages import StorageType
 from kvcm.store.memory import DueQueue
 from kvcm.telemetry.tracing import staged
 
-__all__ = [
-    "NO_ROW",
-    "BlockColumns",
-    "Chunks",
-    "Header",
-    "HeaderPool",
-    "Headers",
-    "MemoryBackend",
-    "WrittenColumns",
-    "header_of",
-    "unpack",
-]
+__all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryBackend", "WrittenColumns", "unpack"]
 
 # Locations packed for memory.
 #
@@ -65,7 +54,7 @@ _OWN_REFERENCES = 4  # key and value of the pool, the loop variable, the argumen
 _new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
 
 
-def header_of(location: Location) -> Header:
+def _header_of(location: Location) -> Header:
     """Return all fields of a location but the chunk."""
     return location[:5] + location[6:]
 
@@ -100,7 +89,7 @@ class HeaderPool:
             location = locations[0]
             return self.share(location[:5] + location[6:]), location[5]
         return (
-            tuple([self.share(header_of(location)) for location in locations]),
+            tuple([self.share(_header_of(location)) for location in locations]),
             tuple([location.chunk for location in locations]),
         )
 
@@ -139,7 +128,7 @@ class HeaderPool:
 # * The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
 #   constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
 
-NO_ROW = -1
+_NO_ROW = -1
 """Where a column of rows has none."""
 _MOST_READS = (1 << 16) - 1
 _SERVING = LocationStatus.SERVING
@@ -261,7 +250,7 @@ class BlockColumns:
     def family(self, key: int) -> list[int]:
         """Return the keys of the blocks whose parent is `key`, in order of their keys."""
         row = self._rows.get(key)
-        first = self._orphans.get(key, NO_ROW) if row is None else self._first_child[row]
+        first = self._orphans.get(key, _NO_ROW) if row is None else self._first_child[row]
         return sorted([self._keys[child] for child in self._siblings(first)])
 
     def touch(self, counts: Mapping[int, int], at: int, *, moves: bool) -> None:
@@ -347,7 +336,7 @@ class BlockColumns:
         return self._siblings(self._first_child[row])
 
     def _siblings(self, row: int) -> Iterator[int]:
-        while row != NO_ROW:
+        while row != _NO_ROW:
             yield row
             row = self._next[row]
 
@@ -370,9 +359,9 @@ class BlockColumns:
         self._depths.append(~depth if parent is None else depth)
         self._headers.append(headers)
         self._chunks.append(chunks)
-        self._first_child.append(self._orphans.pop(key, NO_ROW))
-        self._next.append(NO_ROW)
-        self._previous.append(NO_ROW)
+        self._first_child.append(self._orphans.pop(key, _NO_ROW))
+        self._next.append(_NO_ROW)
+        self._previous.append(_NO_ROW)
         self._read_at.append(whole_seconds(stored_at(record) if access is None else access.at))
         self._reads.append(0 if access is None else access.reads)
         if parent is not None:
@@ -408,7 +397,7 @@ class BlockColumns:
             self._observer.removed(row)
         self._unlink(row, self._parent(row))
         del self._rows[key]
-        if self._first_child[row] != NO_ROW:
+        if self._first_child[row] != _NO_ROW:
             self._orphans[key] = self._first_child[row]
         last = len(self._keys) - 1
         if row != last:
@@ -423,9 +412,9 @@ class BlockColumns:
             column[to] = column[row]
         self._rows[self._keys[to]] = to
         after, before = self._next[to], self._previous[to]
-        if after != NO_ROW:
+        if after != _NO_ROW:
             self._previous[after] = to
-        if before != NO_ROW:
+        if before != _NO_ROW:
             self._next[before] = to
         else:
             self._set_first_child(self._parent(to), to)
@@ -438,22 +427,22 @@ class BlockColumns:
             return
         parent_row = self._rows.get(parent)
         if parent_row is None:
-            after, self._orphans[parent] = self._orphans.get(parent, NO_ROW), row
+            after, self._orphans[parent] = self._orphans.get(parent, _NO_ROW), row
         else:
             after, self._first_child[parent_row] = self._first_child[parent_row], row
-        if after != NO_ROW:
+        if after != _NO_ROW:
             self._next[row] = after
             self._previous[after] = row
 
     def _unlink(self, row: int, parent: int | None) -> None:
         after, before = self._next[row], self._previous[row]
-        if after != NO_ROW:
+        if after != _NO_ROW:
             self._previous[after] = before
-        if before != NO_ROW:
+        if before != _NO_ROW:
             self._next[before] = after
         else:
             self._set_first_child(parent, after)
-        self._next[row] = self._previous[row] = NO_ROW
+        self._next[row] = self._previous[row] = _NO_ROW
 
     def _set_first_child(self, parent: int | None, row: int) -> None:
         if parent is None:
@@ -461,7 +450,7 @@ class BlockColumns:
         parent_row = self._rows.get(parent)
         if parent_row is not None:
             self._first_child[parent_row] = row
-        elif row != NO_ROW:
+        elif row != _NO_ROW:
             self._orphans[parent] = row
         else:
             self._orphans.pop(parent, None)
@@ -503,7 +492,7 @@ class WrittenColumns(BlockColumns):
         self._depths.extend(depths)
         if run.parent is None:
             self._depths[first] = ~run.depth
-        self._headers += [self._pool.share(header_of(run.location))] * count
+        self._headers += [self._pool.share(_header_of(run.location))] * count
         self._chunks += run.chunks
         self._read_at.extend(array("I", (whole_seconds(run.location.written_at),)) * count)
         self._reads.extend(array("H", bytes(2 * count)))
@@ -515,14 +504,14 @@ class WrittenColumns(BlockColumns):
     def _link_run(self, keys: Sequence[int], first: int) -> None:
         """Link the rows of a chain from `first` on, each to the one before; the first to nothing."""
         count = len(keys)
-        none = array("i", (NO_ROW,)) * count
+        none = array("i", (_NO_ROW,)) * count
         self._next.extend(none)
         self._previous.extend(none)
         if self._orphans.keys().isdisjoint(keys):
             self._first_child.extend(array("i", range(first + 1, first + count)))
-            self._first_child.append(NO_ROW)
+            self._first_child.append(_NO_ROW)
             return
-        self._first_child.extend([self._orphans.pop(key, NO_ROW) for key in keys])  # some are waited for by children
+        self._first_child.extend([self._orphans.pop(key, _NO_ROW) for key in keys])  # some are waited for by children
         for row in range(first + 1, first + count):
             self._link(row, self._parents[row])
 
@@ -560,7 +549,7 @@ class WrittenColumns(BlockColumns):
         told: list[tuple[Sequence[int], Sequence[int], int]] = []
         at = 0
         for keys, location, new_chunks in served:
-            header, seconds = self._pool.share(header_of(location)), whole_seconds(location.written_at)
+            header, seconds = self._pool.share(_header_of(location)), whole_seconds(location.written_at)
             of_these, at = rows[at : at + len(keys)], at + len(keys)
             for row, chunk in zip(of_these, new_chunks, strict=True):
                 headers[row], chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0

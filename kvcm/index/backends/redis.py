@@ -58,29 +58,20 @@ from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
 from kvcm.telemetry.tracing import staged
 
 __all__ = [
-    "DROP",
-    "FAMILIES",
     "KEY",
     "RELATION",
     "REQUEUE",
     "RETIRED",
-    "REWRITE",
     "SAMPLE",
-    "TOUCH",
     "WRITE",
     "BlockKeys",
     "Placed",
     "RedisBackend",
     "ShardKeys",
-    "ShardWrite",
     "SharedSums",
-    "access_of",
     "first_score",
     "is_retired",
     "merged",
-    "new_score",
-    "requeue_call",
-    "touch_call",
 ]
 
 # Names of what an index keeps in Redis (docs/metadata.md): all keys of a lock shard share one hash tag.
@@ -259,8 +250,8 @@ if next(won) == nil then return {0, unpack(lost)} end
 return {redis.call('HINCRBY', usage, '#', 1), unpack(lost)}
 """
 WRITE: Final = Script(_WRITE)
-REWRITE: Final = Script(_WRITE, allow_oom=True)
-TOUCH: Final = Script("""
+_REWRITE: Final = Script(_WRITE, allow_oom=True)
+_TOUCH: Final = Script("""
 -- KEYS: access order. ARGV: unix seconds, 1 if they are set, then key and number of reads of every block read.
 local members, counts = {}, {}
 for i = 3, #ARGV, 2 do
@@ -298,7 +289,7 @@ end
 if #changed > 0 then redis.call('ZADD', KEYS[1], unpack(changed)) end
 """
 REQUEUE: Final = Script(_REQUEUE, allow_oom=True)
-FAMILIES: Final = Script("""
+_FAMILIES: Final = Script("""
 -- KEYS: children. ARGV: 8 bytes per parent. Returns for each what stands of its family, one relation after the other.
 local families = {}
 for at = 1, #ARGV[1], 8 do
@@ -316,7 +307,7 @@ for _, position in ipairs(ARGV) do
 end
 return sample
 """)
-DROP: Final = Script("""
+_DROP: Final = Script("""
 -- KEYS: access order, children, pending, usage, then block records, which stand in the access order.
 -- Returns how many blocks are left; the rest goes with the last of them.
 local members = {}
@@ -341,7 +332,7 @@ Placed = tuple[bytes, float]
 """A member of the order and its score."""
 
 
-def access_of(score: float) -> Access:
+def _access_of(score: float) -> Access:
     """Return the access that a score tells of."""
     seconds, reads = divmod(score, 1)
     return Access(int(seconds) % RETIRED, round(reads * _READS_PER_SECOND))
@@ -357,7 +348,7 @@ def first_score(record: BlockRecord) -> int:
     return whole_seconds(stored_at(record)) + (0 if is_resident(record) else RETIRED)
 
 
-def new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
+def _new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
     """Return the score that a change sets, True to retire the block, False to leave its score."""
     if new is None:
         return False
@@ -368,12 +359,12 @@ def new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
     return is_resident(old)
 
 
-def touch_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float, *, moves: bool) -> ScriptCall:
+def _touch_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float, *, moves: bool) -> ScriptCall:
     """Return the call that records reads of some keys."""
-    return ScriptCall(TOUCH, [order], [int(at), int(moves), *_pairs(counts, keys)])
+    return ScriptCall(_TOUCH, [order], [int(at), int(moves), *_pairs(counts, keys)])
 
 
-def requeue_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float) -> ScriptCall:
+def _requeue_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float) -> ScriptCall:
     """Return the call that sets the accesses of some keys."""
     return ScriptCall(REQUEUE, [order], [int(at), *_pairs(counts, keys)])
 
@@ -537,7 +528,7 @@ _UNKNOWN = b"\xff" * STAMP_SIZE  # no write has this stamp
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class ShardWrite:
+class _ShardWrite:
     """Changes of one shard as the script wants them.
 
     Attributes:
@@ -556,12 +547,12 @@ class ShardWrite:
         self._parents_left: list[bytes] = []
         self._parents_joined: list[bytes] = []
         for index, (_, old, new, _) in enumerate(changes, 1):
-            self._scores.append(new_score(old, new))
+            self._scores.append(_new_score(old, new))
             self._dues.append(_due_order(old, new))
             self._relate(index, old, new)
             self.sums.count(index, old, new)
         is_growth = any(old is None and new is not None for _, old, new, _ in changes)
-        self.call = ScriptCall(WRITE if is_growth else REWRITE, self._keys(shard), self._arguments())
+        self.call = ScriptCall(WRITE if is_growth else _REWRITE, self._keys(shard), self._arguments())
 
     def _keys(self, shard: ShardKeys) -> list[bytes]:
         blocks = shard.blocks
@@ -714,7 +705,7 @@ class RedisBackend:
         if not changes:
             return NOTHING_WRITTEN
         writes = [
-            (shard, ShardWrite(self._shards[shard], part))
+            (shard, _ShardWrite(self._shards[shard], part))
             for shard, positions in self._by_shard([change.key for change in changes]).items()
             for part in _cut([changes[position] for position in positions], _MOST_KEYS_PER_CALL)
         ]
@@ -740,7 +731,7 @@ class RedisBackend:
 
     async def families(self, keys: Sequence[int]) -> list[list[int]]:
         calls = [
-            ScriptCall(FAMILIES, [shard.children], [b"".join(map(KEY.pack, part))])
+            ScriptCall(_FAMILIES, [shard.children], [b"".join(map(KEY.pack, part))])
             for part in _cut(keys, _MOST_KEYS_PER_CALL)
             for shard in self._shards
         ]
@@ -759,10 +750,10 @@ class RedisBackend:
         return [_key(member) for _, member in sorted(found)[:most]]
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
-        await self._run([touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])
+        await self._run([_touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])
 
     async def requeue(self, counts: Mapping[int, int], at: float) -> None:
-        await self._run([requeue_call(order, counts, part, at) for order, part in self._parts(counts)])
+        await self._run([_requeue_call(order, counts, part, at) for order, part in self._parts(counts)])
 
     def _parts(self, keys: Iterable[int]) -> Iterator[tuple[bytes, Sequence[int]]]:
         """Yield access orders, each with keys for one call."""
@@ -793,7 +784,7 @@ class RedisBackend:
         coldest, is_enough = await self._coldest(count, start, asked)
         if not is_enough:
             coldest, _ = await self._coldest(count, start, count)
-        return [(_key(member), access_of(score)) for member, score in coldest]
+        return [(_key(member), _access_of(score)) for member, score in coldest]
 
     async def _coldest(self, count: int, start: int, asked: int) -> tuple[list[Placed], bool]:
         firsts = [(b"ZRANGE", shard.order, start, start + asked - 1, b"WITHSCORES") for shard in self._shards]
@@ -835,7 +826,7 @@ class RedisBackend:
                 [(b"ZRANGE", shard.order, 0, _MOST_KEYS_PER_CALL - 1) for shard in left]
             )
             calls = [
-                ScriptCall(DROP, [*shard[1:], *(shard.blocks + member for member in members)])
+                ScriptCall(_DROP, [*shard[1:], *(shard.blocks + member for member in members)])
                 for shard, members in zip(left, firsts, strict=True)
             ]
             sizes = await self._client.run(calls)
@@ -869,7 +860,7 @@ class RedisBackend:
         return [member for member, score in zip(members, scores, strict=True) if score is not None]
 
     def _record(
-        self, shard: int, write: ShardWrite, turn: int, lost: Sequence[int], usage: Counter[StorageKey]
+        self, shard: int, write: _ShardWrite, turn: int, lost: Sequence[int], usage: Counter[StorageKey]
     ) -> list[int]:
         """Count what was written, and return the keys that lost."""
         losers = set(lost)
@@ -887,7 +878,7 @@ class RedisBackend:
 
 
 def _access(score: bytes | None) -> Access | None:
-    return None if score is None else access_of(float(score))
+    return None if score is None else _access_of(float(score))
 
 
 def _key(member: bytes) -> int:

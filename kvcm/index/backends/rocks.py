@@ -62,7 +62,7 @@ BLOCKS: Final = b"b"
 READS: Final = b"a"
 ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
 
-OnDrop = Callable[[int], None]
+_OnDrop = Callable[[int], None]
 """Told the uid."""
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
@@ -79,7 +79,7 @@ class RocksBackend(MemoryBackend):
         on_drop: told when everything is forgotten.
     """
 
-    def __init__(self, log: CommitLog, uid: int, on_drop: OnDrop = lambda _uid: None) -> None:
+    def __init__(self, log: CommitLog, uid: int, on_drop: _OnDrop = lambda _uid: None) -> None:
         super().__init__()
         self._log = log
         self._uid = uid

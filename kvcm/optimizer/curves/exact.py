@@ -15,7 +15,7 @@ from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.results import Curve
 from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 
-__all__ = ["CURVES", "belady_curve", "check_has_curve", "counted_curve", "leaf_lru_curve", "lru_curve"]
+__all__ = ["CURVES", "belady_curve", "leaf_lru_curve", "lru_curve"]
 
 # From the depth of each access to what a replay counts at every capacity.
 #
@@ -25,7 +25,7 @@ __all__ = ["CURVES", "belady_curve", "check_has_curve", "counted_curve", "leaf_l
 _MOST_ACCESSES = (1 << 31) - 64
 
 
-def check_has_curve(trace: Trace, policy: str, *, needs_tree: bool = False) -> None:
+def _check_has_curve(trace: Trace, policy: str, *, needs_tree: bool = False) -> None:
     """Do nothing if one pass over a trace gives the exact curve of a policy.
 
     Requests that write and read nothing, or less than they write, have one. Those that only read have none: what they
@@ -56,7 +56,7 @@ def check_has_curve(trace: Trace, policy: str, *, needs_tree: bool = False) -> N
         raise OptionError(f"trace: {trace.name!r} has {trace.accesses} block accesses; allowed: {_MOST_ACCESSES}")
 
 
-def counted_curve(policy: str, trace: Trace, find_depths: Callable[[Trace], Int32Column]) -> Curve:
+def _counted_curve(policy: str, trace: Trace, find_depths: Callable[[Trace], Int32Column]) -> Curve:
     """Return the curve of a policy from what finds the [N] depths of its accesses."""
     _counts(_without_requests(trace), find_depths)  # so that the time measured is none of the compiler's
     begin = time.perf_counter()
@@ -142,7 +142,7 @@ def belady_curve(trace: Trace) -> Curve:
     Raises:
         OptionError: the trace has requests that only read, or that are not plain, or takes too long.
     """
-    check_has_curve(trace, "belady")
+    _check_has_curve(trace, "belady")
     steps = _steps(trace.blocks, trace.unique_blocks)
     if steps > _MOST_STEPS:
         raise OptionError(
@@ -150,7 +150,7 @@ def belady_curve(trace: Trace) -> Curve:
             f"{steps:.1e} steps; allowed: {_MOST_STEPS:.0e}; replay belady at chosen capacities instead "
             "(kvcm.optimizer.replay)"
         )
-    return counted_curve("belady", trace, _depths_of_trace)
+    return _counted_curve("belady", trace, _depths_of_trace)
 
 
 def _depths_of_trace(trace: Trace) -> Int32Column:
@@ -341,8 +341,8 @@ def leaf_lru_curve(trace: Trace) -> Curve:
     Raises:
         OptionError: the trace has requests that only read, or that are not plain, or blocks of several parents.
     """
-    check_has_curve(trace, "leaf_lru", needs_tree=True)
-    return counted_curve("leaf_lru", trace, _leaf_lru_depths)
+    _check_has_curve(trace, "leaf_lru", needs_tree=True)
+    return _counted_curve("leaf_lru", trace, _leaf_lru_depths)
 
 
 def _leaf_lru_depths(trace: Trace) -> Int32Column:
@@ -358,8 +358,8 @@ def lru_curve(trace: Trace) -> Curve:
     Raises:
         OptionError: the trace has requests that only read, or that are not plain.
     """
-    check_has_curve(trace, "lru")
-    return counted_curve("lru", trace, _lru_depths)
+    _check_has_curve(trace, "lru")
+    return _counted_curve("lru", trace, _lru_depths)
 
 
 def _lru_depths(trace: Trace) -> Int32Column:

@@ -24,7 +24,6 @@ from kvcm.reclaim.policies import LeafLru, Lru
 __all__ = [
     "HEADER",
     "POLICIES",
-    "TRACE_TYPES",
     "Fields",
     "OriginalCache",
     "OriginalConfig",
@@ -143,7 +142,7 @@ def _quoted(value: object) -> str:
 
 # The configuration of the original optimizer: read from its JSON document, or made from plain options.
 
-TRACE_TYPES = ("qwen_bailian", "publisher_log", "optimizer_schema")
+_TRACE_TYPES = ("qwen_bailian", "publisher_log", "optimizer_schema")
 POLICIES = ("lru", "random_lru", "leaf_aware_lru")
 _OURS = {"leaf_lru": "leaf_aware_lru"}
 _MODES = {1: "group-rough", 2: "instance-rough", 3: "instance-precise"}
@@ -222,7 +221,7 @@ class OriginalConfig:
         eviction_mode: 1 group-rough, 2 instance-rough, 3 instance-precise.
         batch_size: blocks that one eviction takes of an instance, in modes 1 and 2.
         trace_file_path: where the trace lies; "" where the options are plain.
-        trace_type: one of `TRACE_TYPES`; "" where the options are plain: then all of a trace is replayed.
+        trace_type: one of `_TRACE_TYPES`; "" where the options are plain: then all of a trace is replayed.
         output_result_path: folder of the results; "" where the options are plain.
     """
 
@@ -261,7 +260,7 @@ class OriginalConfig:
             eviction_mode=mode,
             batch_size=batch_size,
             trace_file_path=fields.text("trace_file_path"),
-            trace_type=fields.text("trace_type", allowed=TRACE_TYPES),
+            trace_type=fields.text("trace_type", allowed=_TRACE_TYPES),
             output_result_path=fields.text("output_result_path"),
         ).checked()
 

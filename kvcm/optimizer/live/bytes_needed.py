@@ -29,7 +29,7 @@ from math import ceil, log2
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ATTAINABLE", "HALF_LIFE_SECONDS", "MOST_SHARE", "ByteOrder", "BytesNeeded", "LiveCurve", "ReuseSample"]
+__all__ = ["ATTAINABLE", "HALF_LIFE_SECONDS", "ByteOrder", "BytesNeeded", "LiveCurve", "ReuseSample"]
 
 # Sizes in the order in which they came, whose sum since any of them is asked for: a Fenwick tree, in plain Python.
 
@@ -98,7 +98,7 @@ class ByteOrder:
 ATTAINABLE = (0.6, 0.8, 0.9, 0.95, 0.99)
 """Parts of the hits of an unlimited cache."""
 HALF_LIFE_SECONDS = 3600.0
-MOST_SHARE = 1 / 64
+_MOST_SHARE = 1 / 64
 """Of all keys, as long as the sample has room: caches of fewer than some 10,000 blocks are estimated coarsely."""
 _LEAST_RISE = 1 / 256  # of a curve, from one of its points to the next
 _IDLE_HALVES = 4
@@ -145,7 +145,7 @@ class ReuseSample:
         since: unix seconds of now, to be told of its curve.
     """
 
-    def __init__(self, most_keys: int, share: float = MOST_SHARE, since: float = 0.0) -> None:
+    def __init__(self, most_keys: int, share: float = _MOST_SHARE, since: float = 0.0) -> None:
         assert most_keys > 0
         assert 0 < share <= 1
         self._most_keys = most_keys

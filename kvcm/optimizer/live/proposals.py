@@ -19,7 +19,6 @@ from kvcm.optimizer.live.recording import Lookup, Recording
 from kvcm.optimizer.live.rehearsal import Rehearse, Trial, unlimited
 
 __all__ = [
-    "POLICIES_WITH_AGE",
     "GroupState",
     "ManagerState",
     "Proposal",
@@ -29,8 +28,6 @@ __all__ = [
     "propose",
     "settings_of",
     "trial_rows",
-    "unsupported_settings",
-    "with_policy",
     "with_quota",
 ]
 
@@ -67,7 +64,7 @@ def with_quota(group: InstanceGroup, quota_bytes: int) -> InstanceGroup:
     return replace(group, quota=replace(group.quota, capacity=quota_bytes))
 
 
-def with_policy(group: InstanceGroup, policy: EvictionPolicy, instance_id: str = "") -> InstanceGroup:
+def _with_policy(group: InstanceGroup, policy: EvictionPolicy, instance_id: str = "") -> InstanceGroup:
     """Return the group with another policy, or with one of an instance's own."""
     strategy = group.cache_config.reclaim_strategy
     if instance_id:
@@ -91,7 +88,7 @@ def measured_hit_rate(recording: Recording, instance_ids: Iterable[str]) -> floa
     return found / asked if asked else None
 
 
-def unsupported_settings(state: GroupState) -> list[str]:
+def _unsupported_settings(state: GroupState) -> list[str]:
     """Return a sentence for each setting that a rehearsal passes over."""
     group, strategy = state.group, state.group.cache_config.reclaim_strategy
     told = {
@@ -107,7 +104,7 @@ def unsupported_settings(state: GroupState) -> list[str]:
     return [sentence for sentence, is_so in told.items() if is_so]
 
 
-POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
+_POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
 _POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
 _MOST_INSTANCES = 8  # that are asked whether a policy of their own would help
 _SEARCH_RATIO = 1.02  # how exactly the smallest quota is found
@@ -201,7 +198,7 @@ class _Search:
         state, group = self._state, self._state.group
         rule = group.policy_of("")
         grid = self._rehearsed(
-            [with_quota(with_policy(group, each), quota) for quota in self._quotas() for each in self._rules()]
+            [with_quota(_with_policy(group, each), quota) for quota in self._quotas() for each in self._rules()]
         )
         present, endless = self._rehearsed([group, unlimited(group)])
         attainable = endless.outcome.hit_rate
@@ -213,7 +210,7 @@ class _Search:
             proposed = self._with_quota(present, proposed, self._wish.target * attainable)
         if not rule.ttl_seconds:
             proposed = self._with_age(proposed)
-        warnings += unsupported_settings(state)
+        warnings += _unsupported_settings(state)
         return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
 
     def _rehearsed(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
@@ -226,7 +223,7 @@ class _Search:
     def _rules(self) -> list[EvictionPolicy]:
         """Return the policies that the group may have; not all of them can have an age."""
         rule = self._state.group.policy_of("")
-        allowed = POLICIES_WITH_AGE if rule.ttl_seconds else _POLICIES
+        allowed = _POLICIES_WITH_AGE if rule.ttl_seconds else _POLICIES
         return [replace(rule, name=name) for name in allowed]
 
     def _better(self, before: Trial, after: Trial) -> Trial:
@@ -237,7 +234,7 @@ class _Search:
         asked = trial.outcome.asked_blocks
         busiest = sorted(asked, key=lambda name: -asked[name])[:_MOST_INSTANCES]
         for name in busiest if len(asked) > 1 else ():
-            tried = self._rehearsed([with_policy(trial.group, rule, name) for rule in self._rules()])
+            tried = self._rehearsed([_with_policy(trial.group, rule, name) for rule in self._rules()])
             trial = self._better(trial, max(tried, key=_hit_rate))
         return trial
 
@@ -287,10 +284,10 @@ class _Search:
         rule = trial.group.policy_of("")
         seconds = self._late_interval()
         long_enough = self._recording.coverage.seconds >= _LEAST_AGES * seconds
-        if rule.name not in POLICIES_WITH_AGE or not seconds or not long_enough:
+        if rule.name not in _POLICIES_WITH_AGE or not seconds or not long_enough:
             return trial
         aged = replace(rule, ttl_seconds=seconds, ttl_sliding=not rule.orders_by_write)
-        (tried,) = self._rehearsed([with_policy(trial.group, aged)])
+        (tried,) = self._rehearsed([_with_policy(trial.group, aged)])
         before, after = trial.outcome, tried.outcome
         keeps_hits = after.hit_rate >= before.hit_rate - self._wish.least_gain / 5
         frees = after.mean_used_bytes <= _FREED * before.mean_used_bytes

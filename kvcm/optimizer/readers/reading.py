@@ -40,15 +40,10 @@ from kvcm.optimizer.readers.trace_cache import Origin, load_cached_trace, store_
 from kvcm.optimizer.trace import BoolColumn, QueryMode, Trace
 
 __all__ = [
-    "READERS",
-    "BailianReader",
-    "EventReader",
     "Keyed",
     "LineReader",
-    "MooncakeReader",
     "Query",
     "ReaderKind",
-    "SchemaReader",
     "block_mask_of",
     "keys_of",
     "lookup",
@@ -59,7 +54,7 @@ __all__ = [
 # Reads the Mooncake format: turns of dialogues, with times in milliseconds.
 
 
-class MooncakeReader:
+class _MooncakeReader:
     """Adds a request per line.
 
     Args:
@@ -176,7 +171,7 @@ def lookup(query: Query, query_type: str, time_us: int, instance: str, builder: 
 # Reads the original optimizer's own schema: what a line is, its fields tell.
 
 
-class SchemaReader:
+class _SchemaReader:
     """Adds a request per line; two where a turn does not go on from what it read.
 
     Args:
@@ -238,7 +233,7 @@ class SchemaReader:
 _UNFINISHED_US = 100_000
 
 
-class EventReader:
+class _EventReader:
     """Adds a request per lookup and per write session.
 
     Args:
@@ -335,7 +330,7 @@ def _mask_failed(request: Request, failed: BoolColumn) -> None:
 # A dialogue is what its turns' chain of `parent_chat_id` leads to. The builder adds the prefix to the ids.
 
 
-class BailianReader:
+class _BailianReader:
     """Adds a request per line.
 
     Args:
@@ -407,11 +402,11 @@ class ReaderKind:
         return TraceBuilder(name, size, chains_keys=self.chains_keys, are_full=self.are_full)
 
 
-READERS: Mapping[str, ReaderKind] = {
-    "mooncake": ReaderKind(MooncakeReader),
-    "qwen_bailian": ReaderKind(BailianReader, BLOCK_TOKENS, chains_keys=True),
-    "publisher_log": ReaderKind(EventReader, are_full=True),
-    "optimizer_schema": ReaderKind(SchemaReader),
+_READERS: Mapping[str, ReaderKind] = {
+    "mooncake": ReaderKind(_MooncakeReader),
+    "qwen_bailian": ReaderKind(_BailianReader, BLOCK_TOKENS, chains_keys=True),
+    "publisher_log": ReaderKind(_EventReader, are_full=True),
+    "optimizer_schema": ReaderKind(_SchemaReader),
 }
 
 
@@ -474,8 +469,8 @@ def trace_of_lines(
 
 
 def _trace(lines: Iterable[tuple[int, bytes]], bad: BadLines, kind: str, name: str, block_tokens: BlockTokens) -> Trace:
-    builder = READERS[kind].builder(name, block_tokens)
-    reader = READERS[kind].make(builder)
+    builder = _READERS[kind].builder(name, block_tokens)
+    reader = _READERS[kind].make(builder)
     for number, line in lines:
         try:
             reader.read(number, line)

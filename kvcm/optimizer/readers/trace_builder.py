@@ -15,17 +15,7 @@ from kvcm.optimizer.formats import BadLines, signed_keys
 from kvcm.optimizer.readers.numbering import chained, numbered, parents_of
 from kvcm.optimizer.trace import BoolColumn, Int32Column, Int64Column, QueryMode, Trace
 
-__all__ = [
-    "BlockSizes",
-    "BlockTokens",
-    "Columns",
-    "Prompts",
-    "Request",
-    "TraceBuilder",
-    "block_sizes",
-    "in_order",
-    "numbered_values",
-]
+__all__ = ["BlockSizes", "BlockTokens", "Columns", "Prompts", "Request", "TraceBuilder", "block_sizes", "in_order"]
 
 # Requests in columns while they are read: one number per request and column, their keys one behind another.
 
@@ -98,7 +88,7 @@ def in_order(values: Mapping[int, Value], order: Int64Column | None) -> dict[int
     return dict(sorted((int(places[number]), value) for number, value in values.items()))
 
 
-def numbered_values(values: Int64Column) -> tuple[Int32Column, npt.NDArray[Any]]:
+def _numbered_values(values: Int64Column) -> tuple[Int32Column, npt.NDArray[Any]]:
     """Return values, -1 or more, as numbers in the order of first appearance, and which value each number is."""
     unique, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -391,7 +381,7 @@ class TraceBuilder:
             times_us=columns["time"],
             input_tokens=np.where(columns["input"] >= 0, columns["input"], counted * np.array(sizes)[instances]),
             output_tokens=columns["output"],
-            sessions=numbered_values(columns["session"])[0],
+            sessions=_numbered_values(columns["session"])[0],
             instances=instances,
             read_blocks=reads.astype(np.int32),
             writes=columns["writes"].astype(np.bool_),
@@ -414,7 +404,7 @@ class TraceBuilder:
         self, keys: Int64Column, offsets: Int64Column, columns: dict[str, Int64Column]
     ) -> tuple[Int32Column, Int32Column, Int32Column, tuple[str, ...], bool]:
         """Return blocks, their parents, instances and their names, and whether each block has one parent."""
-        instances, order = numbered_values(columns["instance"])
+        instances, order = _numbered_values(columns["instance"])
         every_name = tuple(self._instances)
         if self._chains_keys:
             keys = chained(keys, offsets)

@@ -9,7 +9,7 @@ from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.trace import Trace
 from kvcm.reclaim.policies import Fifo, IsLeaf, LeafLru, Lfu, Lru, Policy, S3Fifo, Sieve, Summary, by_age
 
-__all__ = ["Belady", "Future", "RandomLru", "policy_of", "splitmix64"]
+__all__ = ["Belady", "Future", "policy_of", "splitmix64"]
 
 # Belady's algorithm: what is needed last goes first. It knows the future, so no live cache runs it.
 
@@ -108,7 +108,7 @@ def splitmix64(state: int) -> tuple[int, int]:
     return state, mixed ^ mixed >> 31
 
 
-class RandomLru:
+class _RandomLru:
     """Evicts the least recently accessed of a few blocks, each drawn from all with equal chances.
 
     Blocks stand in a list; a number x of 32 bits draws place x·n >> 32 of n, and the last block fills a gap.
@@ -203,7 +203,7 @@ def policy_of(spec: PolicySpec, capacity: int | None, is_leaf: IsLeaf, future: F
         case "ttl":
             return by_age(sliding=spec.ttl_sliding)
         case "random_lru":
-            return RandomLru(spec.sample, spec.seed)
+            return _RandomLru(spec.sample, spec.seed)
         case "belady":
             assert future is not None
             return Belady(future)

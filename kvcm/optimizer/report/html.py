@@ -31,7 +31,6 @@ __all__ = [
     "rendered",
     "short",
     "size",
-    "style_sheet",
     "table",
     "tag",
 ]
@@ -124,7 +123,7 @@ def as_variables(svg: str) -> str:
     return svg
 
 
-def style_sheet() -> str:
+def _style_sheet() -> str:
     """Return the variables of series, light and dark."""
     return (
         f":root{{{_series(_LIGHT)}}}\n"
@@ -147,7 +146,7 @@ def document(title: str, heading: str, *parts: Markup) -> str:
         heading: above everything.
         parts: below that.
     """
-    style = files(__package__).joinpath("report.css").read_text("utf-8") + style_sheet()
+    style = files(__package__).joinpath("report.css").read_text("utf-8") + _style_sheet()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

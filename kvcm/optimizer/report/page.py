@@ -198,7 +198,7 @@ def _doubts_of_setting(study: Study, found: Recommendation) -> Iterator[str]:
 
 
 _TITLE = "What a cache is worth"
-SECTIONS: dict[str, Callable[[Study, str], Section | None]] = {
+_SECTIONS: dict[str, Callable[[Study, str], Section | None]] = {
     "rates": hit_rates,
     "value": value,
     "sensitivity": sensitivity,
@@ -222,14 +222,14 @@ def page(studies: Sequence[Study], progress: Progress | None = None) -> str:
         progress: told about the parts that are done.
     """
     names = ", ".join(study.name for study in studies)
-    total = len(SECTIONS) * len(studies)
+    total = len(_SECTIONS) * len(studies)
     parts = []
     for number, study in enumerate(studies):
         sections = []
-        for place, (key, section) in enumerate(SECTIONS.items(), start=1):
+        for place, (key, section) in enumerate(_SECTIONS.items(), start=1):
             sections.append(section(study, f"t{number}-{key}"))
             if progress is not None:
-                progress("report", number * len(SECTIONS) + place, total)
+                progress("report", number * len(_SECTIONS) + place, total)
         parts.append(_part(study, [each for each in sections if each is not None], number))
     compared = _compared(studies)
     return document(f"{_TITLE}: {names}", _TITLE, compared, *parts)

@@ -27,7 +27,6 @@ __all__ = [
     "Deployment",
     "Floats",
     "LengthProfile",
-    "Range",
     "fit_profile",
     "gpus_saved",
     "load_seconds",
@@ -232,7 +231,7 @@ def _csv_points(text: str) -> list[Point]:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class _Range:
     """The values that an input may have.
 
     Attributes:
@@ -256,15 +255,15 @@ class Range:
         return min(max(value, math.nextafter(self.least, math.inf) if self.above else self.least), self.most)
 
 
-_POSITIVE = Range(0, 1e18, above=True)
-_NOT_NEGATIVE = Range(0, 1e18)
-_SHARE = Range(0, 1, above=True)
+_POSITIVE = _Range(0, 1e18, above=True)
+_NOT_NEGATIVE = _Range(0, 1e18)
+_SHARE = _Range(0, 1, above=True)
 RANGES = {
     "prefill_tokens_per_second": _POSITIVE,
-    "gpus_per_node": Range(0, 1e6, above=True),
+    "gpus_per_node": _Range(0, 1e6, above=True),
     "kv_bytes_per_token": _POSITIVE,
     "bandwidth_bytes_per_second": _POSITIVE,
-    "latency_seconds": Range(0, 1e6),
+    "latency_seconds": _Range(0, 1e6),
     "usable_share": _SHARE,
     "utilisation": _SHARE,
     "price_per_gpu_hour": _NOT_NEGATIVE,
@@ -347,7 +346,7 @@ class Deployment:
         )
 
 
-def _check(name: str, value: float, allowed: Range) -> None:
+def _check(name: str, value: float, allowed: _Range) -> None:
     if value not in allowed:
         raise OptionError(f"deployment: {name} is {value}; allowed: {allowed}")
 

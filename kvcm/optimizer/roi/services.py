@@ -14,7 +14,7 @@ from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.roi.deployment import GIB, Floats
 from kvcm.optimizer.roi.returns import Returns
 
-__all__ = ["MOST_UNITS", "Rank", "Service", "Share", "Split", "check_names", "rank_services", "split_budget"]
+__all__ = ["Rank", "Service", "Share", "Split", "rank_services", "split_budget"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +61,12 @@ def rank_services(services: Sequence[Service]) -> tuple[Rank, ...]:
     Raises:
         OptionError: two services have one name.
     """
-    check_names(services)
+    _check_names(services)
     ranks = [_rank(service) for service in services]
     return tuple(sorted(ranks, key=lambda each: -each.per_gib_hour))
 
 
-def check_names(services: Sequence[Service]) -> None:
+def _check_names(services: Sequence[Service]) -> None:
     """Check that services have names of their own.
 
     Raises:
@@ -105,7 +105,7 @@ def _rank(service: Service) -> Rank:
 #   enough
 #    of them, makes that exact for any curves; else it is a lower bound, and the better of both splits is returned.
 
-MOST_UNITS = 4096
+_MOST_UNITS = 4096
 """The finest grid: dynamic programming takes the square of it for every service."""
 _ROUNDING = 1e-9
 
@@ -167,7 +167,7 @@ def split_budget(services: Sequence[Service], budget_bytes: float) -> Split:
     Raises:
         OptionError: the budget is below 0, or two services have one name.
     """
-    check_names(services)
+    _check_names(services)
     if not budget_bytes >= 0:
         raise OptionError(f"budget_bytes: {budget_bytes:.15g}; allowed: from 0")
     rest, unit = budget_bytes, _common_unit(services)
@@ -184,8 +184,8 @@ def _best_of(services: Sequence[Service], choices: Sequence[_Choice], rest: floa
     method: Literal["hull", "grid"] = "hull"
     is_exact = _gain(choices, taken) >= bound - _ROUNDING * abs(bound)
     if not is_exact:
-        divides = bool(unit) and rest / unit < MOST_UNITS
-        on_grid = _on_grid(choices, rest, unit if divides else rest / MOST_UNITS)
+        divides = bool(unit) and rest / unit < _MOST_UNITS
+        on_grid = _on_grid(choices, rest, unit if divides else rest / _MOST_UNITS)
         _fill(choices, on_grid, rest)
         is_exact = divides
         if _gain(choices, on_grid) > _gain(choices, taken):

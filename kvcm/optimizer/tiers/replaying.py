@@ -17,35 +17,25 @@ from kvcm.optimizer.tiers.tier import FloatColumn, LoadTimes, Tier, TierReplay, 
 from kvcm.optimizer.trace import BoolColumn, Int32Column, Int64Column, Trace
 
 __all__ = [
-    "ARRIVED",
-    "DEMOTED",
-    "DROPPED",
-    "HITS",
-    "INSERTED",
     "KV_BYTES_PER_TOKEN",
     "MOVED",
-    "OBJECTS",
-    "PROMOTED",
-    "SUMS",
     "TOKENS",
     "Counted",
     "block_bytes_of",
     "count",
-    "load_seconds_of",
     "load_times",
     "replay_exclusive",
     "replay_tiers",
-    "series_of",
 ]
 
 # What the kernel of hierarchies counts.
 
-SUMS = ("prefix_tokens", "object_blocks", "inserted_blocks", "promoted_blocks", "dropped_blocks")
+_SUMS = ("prefix_tokens", "object_blocks", "inserted_blocks", "promoted_blocks", "dropped_blocks")
 """Counted for each level."""
-TOKENS, OBJECTS, INSERTED, PROMOTED, DROPPED = range(5)
+TOKENS, _OBJECTS, _INSERTED, _PROMOTED, _DROPPED = range(5)
 MOVED = ("hits", "arrived", "demoted")
 """Counted for each request and level."""
-HITS, ARRIVED, DEMOTED = range(3)
+_HITS, _ARRIVED, _DEMOTED = range(3)
 
 # The replay of an exclusive LRU hierarchy, compiled: a block lies in one level at most.
 #
@@ -97,10 +87,10 @@ def replay_exclusive(  # noqa: C901 - one loop over all blocks, see above
             if place < reads:
                 is_prefix &= level < levels
                 if level < levels:
-                    sums[OBJECTS, level] += 1
+                    sums[_OBJECTS, level] += 1
                 if is_prefix:
                     prefix += 1
-                    moved[HITS, request, level] += 1
+                    moved[_HITS, request, level] += 1
                     sums[TOKENS, level] += min((place + 1) * size, prompt) - min(place * size, prompt)
             if not (writes[request] or is_prefix):
                 continue
@@ -114,9 +104,9 @@ def replay_exclusive(  # noqa: C901 - one loop over all blocks, see above
                     newer[before] = older[unique_blocks] = block
                     continue
                 sizes[level] -= 1
-                sums[PROMOTED, level] += 1
+                sums[_PROMOTED, level] += 1
             else:
-                sums[INSERTED, 0] += 1
+                sums[_INSERTED, 0] += 1
             level = 0
             while block >= 0:
                 end, victim = unique_blocks + level, -1
@@ -131,13 +121,13 @@ def replay_exclusive(  # noqa: C901 - one loop over all blocks, see above
                 older[block], newer[block] = before, end
                 newer[before] = older[end] = block
                 level_of[block] = level
-                moved[ARRIVED, request, level] += 1
+                moved[_ARRIVED, request, level] += 1
                 if victim >= 0 and level + 1 == levels:
                     level_of[victim] = levels
-                    sums[DROPPED, level] += 1
+                    sums[_DROPPED, level] += 1
                     victim = -1
                 elif victim >= 0:
-                    moved[DEMOTED, request, level] += 1
+                    moved[_DEMOTED, request, level] += 1
                 block, level = victim, level + 1
         full += reads > 0 and prefix == reads
     return full
@@ -156,7 +146,7 @@ class Counted:
         hits: [R, T] blocks of prefixes.
         arrived: [R, T] blocks written.
         demoted: [R, T] blocks read to be written to a lower level.
-        sums: [T] each, by the names of `SUMS`.
+        sums: [T] each, by the names of `_SUMS`.
         full_requests: of which every block was there.
         seconds: the replay took.
     """
@@ -173,7 +163,7 @@ def count(trace: Trace, tiers: Sequence[Tier]) -> Counted:
     """Replay a plain trace."""
     real = [level for level, tier in enumerate(tiers) if tier.capacity_blocks]
     moved = np.zeros((len(MOVED), len(trace), len(real)), np.int32)
-    sums = np.zeros((len(SUMS), len(real)), np.int64)
+    sums = np.zeros((len(_SUMS), len(real)), np.int64)
     started = time.perf_counter()
     full = 0
     if real:
@@ -192,7 +182,7 @@ def count(trace: Trace, tiers: Sequence[Tier]) -> Counted:
     seconds = time.perf_counter() - started
     hits, arrived, demoted = (_spread(layer, real, len(tiers)) for layer in moved)
     by_level = _spread(sums, real, len(tiers))
-    return Counted(hits, arrived, demoted, dict(zip(SUMS, by_level, strict=True)), full, seconds)
+    return Counted(hits, arrived, demoted, dict(zip(_SUMS, by_level, strict=True)), full, seconds)
 
 
 def _spread(counts: npt.NDArray[_Number], real: list[int], tiers: int) -> npt.NDArray[_Number]:
@@ -207,7 +197,7 @@ def _spread(counts: npt.NDArray[_Number], real: list[int], tiers: int) -> npt.ND
 # How long it takes to load the prefixes of requests.
 
 
-def load_seconds_of(hits: Int32Column, tiers: Sequence[Tier], block_bytes: int) -> FloatColumn:
+def _load_seconds_of(hits: Int32Column, tiers: Sequence[Tier], block_bytes: int) -> FloatColumn:
     """Return [R] seconds for [R, T] blocks, level after level; each costs its latency if anything comes from it."""
     latency = np.array([tier.latency_seconds for tier in tiers])
     bandwidth = np.array([tier.bandwidth_bytes_per_second for tier in tiers])
@@ -239,7 +229,7 @@ _WINDOWS = 100
 _LATEST = np.iinfo(np.int64).max
 
 
-def series_of(trace: Trace, tiers: Sequence[Tier], counted: Counted, block_bytes: int) -> TierSeries:
+def _series_of(trace: Trace, tiers: Sequence[Tier], counted: Counted, block_bytes: int) -> TierSeries:
     """Return [T, W] figures; what a request moves counts for the window in which it arrives.
 
     A window is a hundredth of the trace's time, but at least a second.
@@ -294,10 +284,10 @@ def replay_tiers(trace: Trace, tiers: Sequence[Tier], *, kv_bytes_per_token: int
         raise OptionError(f"tiers: there are {len(tiers)}; allowed: 1 to {_MOST_TIERS}")
     block_bytes = block_bytes_of(trace, kv_bytes_per_token)
     counted = count(trace, tiers)
-    series = series_of(trace, tiers, counted, block_bytes)
+    series = _series_of(trace, tiers, counted, block_bytes)
     saturated = (series.utilisation > 1).sum(axis=1) * series.window_seconds
     uses = tuple(_use(tier, level, counted, block_bytes, float(saturated[level])) for level, tier in enumerate(tiers))
-    load_seconds = load_seconds_of(counted.hits, tiers, block_bytes)
+    load_seconds = _load_seconds_of(counted.hits, tiers, block_bytes)
     return TierReplay(
         tiers=uses,
         hits=_hits(uses, counted.full_requests),

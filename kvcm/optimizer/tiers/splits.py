@@ -22,7 +22,7 @@ from kvcm.optimizer.errors import OptionError, TraceError
 from kvcm.optimizer.tiers.tier import FloatColumn, Tier
 from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 
-__all__ = ["BestSplit", "Runs", "SplitCurve", "SplitHits", "best_split", "runs_of", "split_curve"]
+__all__ = ["BestSplit", "Runs", "SplitCurve", "SplitHits", "best_split", "split_curve"]
 
 # Stack distances of what may be part of a prefix, by runs.
 #
@@ -54,7 +54,7 @@ class Runs:
         return len(self.requests)
 
 
-def runs_of(trace: Trace) -> Runs:
+def _runs_of(trace: Trace) -> Runs:
     """Return the runs of a trace; one pass.
 
     Raises:
@@ -221,9 +221,9 @@ def split_curve(trace: Trace) -> SplitCurve:
     """Return what any split of an exclusive hierarchy gives; one pass.
 
     Raises:
-        TraceError: as `runs_of` says.
+        TraceError: as `_runs_of` says.
     """
-    return SplitCurve(runs_of(trace), trace.unique_blocks)
+    return SplitCurve(_runs_of(trace), trace.unique_blocks)
 
 
 def _check_capacities(capacities: Table) -> Int64Column:

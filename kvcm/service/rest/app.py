@@ -27,12 +27,12 @@ from kvcm.service.rest.storage_resource import StorageResource
 from kvcm.service.rest.task_resource import TaskResource
 from kvcm.service.rest.usage_resource import UsageResource
 
-__all__ = ["DESCRIPTION", "OPENAPI_PATH", "Resource", "RestApp", "complete_document"]
+__all__ = ["OPENAPI_PATH", "Resource", "RestApp"]
 
 # The OpenAPI document of the resources: what the framework cannot know of it is added here.
 
 OPENAPI_PATH: Final = "/v1/openapi.json"
-DESCRIPTION: Final = (
+_DESCRIPTION: Final = (
     "The configuration and the state of a KVCM deployment as resources. Field names are those of the wire messages. "
     "Integers are JSON numbers, those of 64 bits, too; block keys are texts, since they do not fit into the numbers "
     "of many JSON readers. Names in paths are percent-encoded, `/` as `%2F`. Errors are application/problem+json."
@@ -87,7 +87,7 @@ _PROBLEM: Final[_Json] = {
 }
 
 
-def complete_document(document: _Json) -> _Json:
+def _complete_document(document: _Json) -> _Json:
     """Return the framework's document with problems, entity tags, conditions and credentials."""
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -189,7 +189,7 @@ class RestApp:
         app = FastAPI(
             title="KVCM",
             version=version,
-            description=DESCRIPTION,
+            description=_DESCRIPTION,
             openapi_url=None,
             docs_url=None,
             redoc_url=None,
@@ -200,7 +200,7 @@ class RestApp:
         for resource in (*(made(book) for made in _RESOURCES), *others):
             resource.routes(app.router)
         app.add_exception_handler(HTTPException, self._refuse)
-        self.openapi = complete_document(app.openapi())
+        self.openapi = _complete_document(app.openapi())
         app.add_api_route(OPENAPI_PATH, self._document, methods=["GET"], include_in_schema=False)
         self._routes = list(app.router.routes)
         self._app = app

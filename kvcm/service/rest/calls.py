@@ -76,7 +76,7 @@ class CallRunner:
             TurnedAwayError: it is not let in.
         """
         call, arrival = self._calls[name], _arrival(request)
-        message = request_message(call, trace_id_of(request), fields)
+        message = _request_message(call, _trace_id_of(request), fields)
         if (refusal := self._caller.rejection(call, arrival)) is not None:
             raise refusal
         reply = await self._caller.answer(call, message, arrival)
@@ -104,7 +104,7 @@ class CallRunner:
             raise
 
 
-def request_message(call: Call, trace_id: str, fields: dict[str, Any]) -> Message:
+def _request_message(call: Call, trace_id: str, fields: dict[str, Any]) -> Message:
     """Return the request of a call.
 
     Raises:
@@ -117,7 +117,7 @@ def request_message(call: Call, trace_id: str, fields: dict[str, Any]) -> Messag
         raise ProblemError(Problem(400, str(error), ErrorCode.INVALID_ARGUMENT.name)) from None
 
 
-def trace_id_of(request: Request) -> str:
+def _trace_id_of(request: Request) -> str:
     """Return what the request is to be known by: its `x-request-id`, if that is fit for logs."""
     given = request.headers.get("x-request-id", "")
     return given if _TRACE_ID.fullmatch(given) else "rest"

@@ -31,10 +31,8 @@ __all__ = [
     "answer_problem",
     "check_preconditions",
     "etag_of",
-    "has_match",
     "is_known",
     "not_found",
-    "problem_of_fields",
 ]
 
 # Entity tags: what a client saw of a resource, so that it does not overwrite what it has not seen (RFC 9110, 13).
@@ -48,7 +46,7 @@ def etag_of(item: Any, version: int | None = None) -> str:
     return f'"{digest}"' if version is None else f'"{version}-{digest}"'
 
 
-def has_match(headers: Headers) -> bool:
+def _has_match(headers: Headers) -> bool:
     """Return whether the client names the state that it wants to change."""
     return "if-match" in headers
 
@@ -165,7 +163,7 @@ class ProblemRoute(APIRoute):
             except RejectedError as error:
                 return answer_problem(request, problem_of_refusal(error))
             except RequestValidationError as error:
-                return answer_problem(request, problem_of_fields(error.errors()))
+                return answer_problem(request, _problem_of_fields(error.errors()))
             except HTTPException:
                 raise
             except Exception:
@@ -300,7 +298,7 @@ def _refuse_query(request: Request) -> None:
         raise ProblemError(Problem(400, "there are no query parameters here", errors=errors[:_MAX_SHOWN_ERRORS]))
 
 
-def problem_of_fields(errors: Sequence[Any]) -> Problem:
+def _problem_of_fields(errors: Sequence[Any]) -> Problem:
     """Return the problem of a request that is not what its documents say, by pydantic's errors."""
     shown = [_field_error(error) for error in errors[:_MAX_SHOWN_ERRORS]]
     first = shown[0]

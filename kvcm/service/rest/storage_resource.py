@@ -31,11 +31,11 @@ from kvcm.service.rest.routing import (
     not_found,
 )
 
-__all__ = ["SPEC_FIELDS", "StorageDocument", "StorageResource", "StorageStatusDocument"]
+__all__ = ["StorageDocument", "StorageResource", "StorageStatusDocument"]
 
 # Storages as JSON documents.
 
-SPEC_FIELDS = ("threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy")
+_SPEC_FIELDS = ("threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy")
 
 
 class ThreeFSDocument(Document):
@@ -144,7 +144,7 @@ def _is_given(field: str) -> dict[str, Any]:
 class StorageDocument(Document):
     """A storage and how to reach it: exactly one of the kinds, which cannot be changed later."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_is_given(field) for field in SPEC_FIELDS]})
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_is_given(field) for field in _SPEC_FIELDS]})
 
     global_unique_name: Text = ""
     """Its name; that of the path where it is left out."""
@@ -174,9 +174,9 @@ class StorageDocument(Document):
     @model_validator(mode="after")
     def has_one_kind(self) -> StorageDocument:
         """Refuse a storage of no kind or of several."""
-        given = [field for field in SPEC_FIELDS if getattr(self, field) is not None]
+        given = [field for field in _SPEC_FIELDS if getattr(self, field) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(SPEC_FIELDS)} must be given, not {given or 'none'}")
+            raise ValueError(f"exactly one of {', '.join(_SPEC_FIELDS)} must be given, not {given or 'none'}")
         return self
 
 

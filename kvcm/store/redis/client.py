@@ -49,7 +49,6 @@ __all__ = [
     "Topology",
     "open_connection",
     "slot_of",
-    "topology_of",
 ]
 
 # Lua functions that run inside the server, atomically over the keys of one hash tag.
@@ -306,7 +305,7 @@ class Topology(Protocol):
         """Close all connections."""
 
 
-def topology_of(settings: RedisSettings, random: Random) -> Topology:
+def _topology_of(settings: RedisSettings, random: Random) -> Topology:
     """Return the topology that a uri describes.
 
     Args:
@@ -314,13 +313,13 @@ def topology_of(settings: RedisSettings, random: Random) -> Topology:
         random: chooses whom of many to ask.
     """
     if settings.kind == "cluster":
-        return ClusterTopology(settings, random)
+        return _ClusterTopology(settings, random)
     if settings.kind == "sentinel":
-        return SentinelTopology(settings, random)
-    return SingleTopology(settings)
+        return _SentinelTopology(settings, random)
+    return _SingleTopology(settings)
 
 
-class SingleTopology:
+class _SingleTopology:
     """One server."""
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -343,7 +342,7 @@ class SingleTopology:
         await self._node.close()
 
 
-class SentinelTopology:
+class _SentinelTopology:
     """The master that sentinels name."""
 
     def __init__(self, settings: RedisSettings, random: Random) -> None:
@@ -408,7 +407,7 @@ class SentinelTopology:
         return epoch, Address(master[0].decode(), int(master[1]))
 
 
-class ClusterTopology:
+class _ClusterTopology:
     """The nodes of a cluster by slot."""
 
     def __init__(self, settings: RedisSettings, random: Random) -> None:
@@ -543,7 +542,7 @@ class RedisClient:
         self.prefix = settings.cluster_name
         self.is_cluster = settings.kind == "cluster"
         self.times = {op: Histogram() for op in ("read", "script", "command", "other")}
-        self._topology = topology_of(settings, random)
+        self._topology = _topology_of(settings, random)
 
     @classmethod
     def of(cls, settings: RedisSettings) -> RedisClient:
