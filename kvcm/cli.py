@@ -10,52 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvcm import __version__
-from kvcm.commands.access import account_app, key_app, login, whoami
-from kvcm.commands.blocks import get, pin_app, trim
-from kvcm.commands.doctor import doctor
-from kvcm.commands.group import group_app, group_usage, quota_app
-from kvcm.commands.index import index_app
-from kvcm.commands.instance import instance_app
-from kvcm.commands.optimize import optimize
-from kvcm.commands.snapshot import snapshot_app
-from kvcm.commands.storage import storage_app
-from kvcm.commands.trace import trace_app
 
 if TYPE_CHECKING:
     from kvcm.app import Manager
 
-__all__ = ["_add_commands", "app", "main"]
-
-# All commands but `serve`, which opens a manager itself.
-
-_APPS = (
-    storage_app,
-    group_app,
-    quota_app,
-    instance_app,
-    pin_app,
-    account_app,
-    key_app,
-    index_app,
-    snapshot_app,
-    trace_app,
-)
-
-
-def _add_commands(app: typer.Typer) -> None:
-    """Add them to the command line."""
-    for each in _APPS:
-        app.add_typer(each)
-    app.command("usage")(group_usage)
-    app.command("get")(get)
-    app.command("trim")(trim)
-    app.command("login")(login)
-    app.command("whoami")(whoami)
-    app.command("doctor")(doctor)
-    app.command("optimize")(optimize)
+__all__ = ["app", "main"]
 
 
 # gRPC's own lines are no events, and it has one for whoever comes to a TLS port with anything else. Read on import.
@@ -64,6 +24,16 @@ try:
     import structlog
     import typer
 
+    from kvcm.commands.access import account_app, key_app, login, whoami
+    from kvcm.commands.blocks import get, pin_app, trim
+    from kvcm.commands.doctor import doctor
+    from kvcm.commands.group import group_app, group_usage, quota_app
+    from kvcm.commands.index import index_app
+    from kvcm.commands.instance import instance_app
+    from kvcm.commands.optimize import optimize
+    from kvcm.commands.snapshot import snapshot_app
+    from kvcm.commands.storage import storage_app
+    from kvcm.commands.trace import trace_app
     from kvcm.config import ConfigError, Settings, load_settings
     from kvcm.model.errors import KvcmError
     from kvcm.store.load_progress import shown_progress
@@ -187,6 +157,34 @@ def _detach() -> None:
         start_new_session=True,
     )
     typer.echo(process.pid)
+
+
+# All commands but `serve`, which opens a manager itself.
+_APPS = (
+    storage_app,
+    group_app,
+    quota_app,
+    instance_app,
+    pin_app,
+    account_app,
+    key_app,
+    index_app,
+    snapshot_app,
+    trace_app,
+)
+
+
+def _add_commands(app: typer.Typer) -> None:
+    """Add them to the command line."""
+    for each in _APPS:
+        app.add_typer(each)
+    app.command("usage")(group_usage)
+    app.command("get")(get)
+    app.command("trim")(trim)
+    app.command("login")(login)
+    app.command("whoami")(whoami)
+    app.command("doctor")(doctor)
+    app.command("optimize")(optimize)
 
 
 _add_commands(app)
