@@ -111,7 +111,7 @@ def host_split(config: SparseConfig, geometry: KVGeometry, device_bytes: int, *,
 
 
 def _adaptor_of(geometry: KVGeometry, algorithm: BaseSparseAlgorithm, policy: Residency) -> BackendAdaptor:
-    """Return what tells the attention kernel of a residency what to read."""
+    """Return the adaptor of a residency: it makes the metadata that the attention kernel reads."""
     if isinstance(policy, BlockResidency):
         return ExecAdaptor(policy.execution.layer_kv(), policy.execution.table_of, geometry.page_size)
     if algorithm.unit is Unit.PAGE and not algorithm.per_head:
@@ -126,7 +126,7 @@ class Parts:
     Attributes:
         arena: the pool on the device.
         tables: device slots of every token.
-        host_tokens: who holds which host pages.
+        host_tokens: owners of the host pages.
         transfer: between host pool and arena.
         rows: reader of KV as it is stored.
         store_bytes: of the store of clusters.

@@ -1,4 +1,9 @@
-"""How the attention kernel is told what to read."""
+"""Adaptors: turn a selection and its device slots into the metadata that an attention kernel reads.
+
+An adaptor reads `plan.device_slot` and changes nothing: the metadata that it returns is new, so an engine's own
+stays as it was. Rows that are not sparse keep their dense table, which is in the same arena: one kernel call serves a
+mixed batch.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,6 @@ __all__ = [
     "pad_to",
     "sparse_lengths",
 ]
-
-# How the attention kernel is told what to read.
-#
-# An adaptor turns items and their device slots into the metadata of a kernel. It reads `plan.device_slot` and changes
-# nothing: the metadata that it returns is new, so an engine's own stays as it was. Rows that are not sparse keep their
-# dense table, which is in the same arena; one kernel call serves a mixed batch.
 
 
 @dataclass(frozen=True)

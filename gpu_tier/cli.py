@@ -1,4 +1,4 @@
-"""The command `gpu_tier`: what fits on a GPU, before anybody buys one."""
+"""The command `gpu_tier`: capacity plans for a GPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = [
     "ratio",
 ]
 
-# Checks of settings: each error names the setting, its value and what is allowed.
+# Checks of settings: each error names the setting, its value and the allowed ones.
 
 
 def _check_known(cls: type[Any], data: Mapping[str, Any], where: str) -> None:
@@ -121,7 +121,7 @@ class RetroInferConfig(AlgorithmConfig):
         segment: prompt tokens that are clustered together.
         tokens_per_centroid: tokens of a cluster, on average.
         iterations: of k-means.
-        center: what is subtracted from keys before they are clustered: the mean of their segment, that of the prompt,
+        center: vector subtracted from keys before clustering: the mean of their segment, that of the prompt,
             or none.
         final_assign: whether tokens belong to the nearest centroid of their segment or of all segments (global).
         rank: how the query heads of a KV head rank clusters: sum_softmax or max_ip.
@@ -189,7 +189,7 @@ class RetroInferConfig(AlgorithmConfig):
         return {"offload": "blocks", "gpu_only": "device", "auto": "auto"}[self.mode]
 
     def selected_tokens(self, config: SparseConfig) -> int:
-        """Return the steady zone; what is retrieved lies in the execution buffer."""
+        """Return the steady zone; retrieved tokens lie in the execution buffer."""
         return self.unindexed
 
     def keeps_host_copy(self) -> bool:
@@ -231,7 +231,7 @@ class PQCacheConfig(AlgorithmConfig):
         kmeans_threads: threads of clustering on the CPU, at most as many as there are cores.
         turns: what a prompt that continues an indexed prefix does: extend (codes of the old centroids), per_turn
             (centroids of its own), rebuild (new centroids for all).
-        rebuild_every: decoded tokens after which all is clustered anew; 0 never.
+        rebuild_every: decoded tokens after which all tokens are clustered again; 0 never.
         seed: of the first centroids.
     """
 
@@ -392,7 +392,7 @@ class StreamingLLMConfig(AlgorithmConfig):
         return (-(-self.sink // self.page) + (self.window + 2 * self.page - 2) // self.page) * self.page
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
-        """Return what is kept anyway."""
+        """Return the tokens that are always kept."""
         return self.sink + self.window
 
 
@@ -478,7 +478,7 @@ class SnapKVConfig(AlgorithmConfig):
         pool: avg or max pooling of the votes.
         kernel: width of the pooling, odd.
         mode: drop (the rest is freed) or retrievable (the rest stays in host memory).
-        reselect_every: decode steps after which the last `w_obs` queries vote anew; 0 never. Only of retrievable.
+        reselect_every: decode steps after which the last `w_obs` queries vote again; 0 never. Only of retrievable.
     """
 
     w_obs: int = 32
@@ -506,7 +506,7 @@ class SnapKVConfig(AlgorithmConfig):
         return "lru" if self.reselect_every else "static"
 
     def keeps_host_copy(self) -> bool:
-        """Return whether what is not in the set stays retrievable."""
+        """Return whether tokens outside the set stay retrievable."""
         return self.mode != "drop"
 
     def kept(self, n_prompt: int) -> int:
@@ -543,7 +543,7 @@ class SparseConfig:
     Attributes:
         algorithm: one of `ALGORITHMS`.
         top_k: tokens that dsa selects.
-        device_buffer_size: tokens of a request's buffer on the device, per layer; 0 means twice what is selected.
+        device_buffer_size: tokens of a request's buffer on the device, per layer; 0 means twice the selected tokens.
         page_size: tokens of a page of the pools, which is the block of the storage.
         host_to_device_ratio: size of the host pool over that of the device pool, when `host_bytes` is 0.
         host_bytes: size of the host pool.

@@ -41,7 +41,7 @@ from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, Paged
 
 __all__ = ["SparseCoordinator", "attend"]
 
-# Runs the attention kernel that a step's metadata asks for, and merges what was computed apart.
+# Runs the attention kernel that a step's metadata asks for, and merges the partial results.
 
 
 def attend(
@@ -101,7 +101,7 @@ class SparseCoordinator:
     Args:
         config: settings.
         lifetimes: the requests.
-        adaptor: how sparse attention is told what to read.
+        adaptor: makes the metadata that sparse attention reads.
         stream: full attention from the host; None for other residencies.
         runtime: of the device.
         sm_scale: what scores are multiplied by.
@@ -155,13 +155,13 @@ class SparseCoordinator:
 
     @property
     def key_reader(self) -> KVReader:
-        """Reads a request's KV wherever it lies."""
+        """Reads a request's KV from both pools."""
         return self.manager.reader
 
     def close(self) -> None:
         """End threads and give host memory back; nothing may be called afterwards but this again, which does nothing.
 
-        What is left to the garbage collector otherwise.
+        Fallback of the garbage collector.
         """
         self.manager.close()
         self.algorithm.close()
@@ -197,7 +197,7 @@ class SparseCoordinator:
             reason: finished, aborted or retracted.
 
         A pass that has begun with the request must not go on: its hooks raise StateError, nothing of it counts, and the
-        others' tokens are planned anew.
+        others' tokens are planned again.
         """
         if self._step is not None and request in self._step.batch.requests:
             self._step = None
@@ -353,7 +353,7 @@ class SparseCoordinator:
         return meta, [partial for partial in (dense, estimate) if partial is not None], plan
 
     def _dense_part(self, q: Tensor, kv: LayerKV, step: Step) -> Partial:
-        """Return the attention of the dense rows, which are not in the execution buffer; beside what is fetched."""
+        """Return the attention of the dense rows, which are not in the execution buffer; while misses are fetched."""
         meta = replace(self._dense_adaptor.dense_metadata(kv, step.dense), cache_seqlens=step.dense_lengths)
         return _partial_of(q, meta, self.sm_scale, self.config.kernels)
 

@@ -27,8 +27,8 @@ __all__ = ["FP8_MAX", "Addressing", "KVDtype", "KVGeometry", "KVKind", "Layout",
 
 # One row of KV: what a token's key (or value, or MLA latent) of one head is as bytes.
 #
-# Every pool holds rows as bytes, so that pools, transfer kernels and storage never ask what is in them; only attention
-# and the representations decode. A row is ``[quantised | scales | plain]``:
+# Every pool holds rows as bytes, so that pools, transfer kernels and storage do not depend on their content; only
+# attention and the representations decode. A row is ``[quantised | scales | plain]``:
 #
 # * plain formats (f32, f16, bf16): `dims` elements, nothing else;
 # * fp8 of MHA: `dims` e4m3 bytes and one f32 scale;

@@ -387,7 +387,7 @@ class RequestLifecycle:
             self.resident.cover(request, n)
 
     def _next_slots(self, trackers: Sequence[Tracker]) -> list[int]:
-        """Return the device slot of each request's next token, and note in the table what is new there."""
+        """Return the device slot of each request's next token, and record new slots in the table."""
         slots, changes = [], []
         for tracker in trackers:
             slot, token = self._next_slot(tracker), tracker.seq_len

@@ -2,7 +2,7 @@
 
 A layer is one job: its H·m problems are batched, and layers do not depend on each other. On the CPU jobs run in threads
 of their own, one core each; keys are copied to host memory first, so that a job needs neither the pools nor the device,
-and a request that ends meanwhile leaves a job whose result nobody takes. Only so many jobs are under way at a time as
+and a request that ends meanwhile leaves a job whose result is dropped. Only so many jobs are under way at a time as
 keep all threads busy: each holds the keys of a layer in f32.
 """
 
@@ -56,8 +56,7 @@ __all__ = [
 # belong to a machine, its device, a number of threads and the shapes of a model: a profile on disk names them all.
 #
 # A profile that is asked for and does not exist is measured and written. One that is damaged or belongs to something
-# else is refused: an operator named it, and neither wrong numbers nor another machine's file overwritten are what was
-# meant.
+# else is refused: an operator named it, and meant neither wrong numbers nor another machine's file overwritten.
 
 _CLUSTER_SIZES, _CLUSTER_ITERATIONS = (1024, 2048, 4096), (1, 3, 6)
 _LAYER_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -70,10 +69,10 @@ class CostModel:
     """The coefficients, in seconds.
 
     Attributes:
-        alpha1: clustering, whatever its size.
+        alpha1: constant part of clustering.
         beta1: per token and iteration.
         delta: per token, once.
-        alpha2: a layer, whatever its size.
+        alpha2: constant part of a layer.
         beta2: per token.
         gamma2: per square of the tokens.
     """
@@ -180,7 +179,7 @@ def measure(
     Args:
         cluster: clusters a layer of so many tokens in so many iterations and returns the seconds that a layer takes.
         layer: computes one layer over so many tokens and returns the seconds.
-        of: what is measured.
+        of: the subject of the measurement.
         fewest: tokens from which there is an index.
     """
     sizes = [max(tokens, (i + 1) * fewest) for i, tokens in enumerate(_CLUSTER_SIZES)]
@@ -196,7 +195,7 @@ def measure(
 
 
 def save(path: Path, profile: Profile) -> None:
-    """Write a profile; whoever reads meanwhile sees the old one or the new one."""
+    """Write a profile atomically: a concurrent reader sees the old one or the new one."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.write_text(json.dumps(asdict(profile), indent=2) + "\n")
     fresh.replace(path)

@@ -91,7 +91,7 @@ class _StepPages:
         tokens: ``int32 [B]`` tokens of the sparse rows, 0 for the others.
         pages: ``int32 [B]`` their scoring pages.
         complete: ``int32 [B]`` those before the page that is being written.
-        always: ``bool [B, 1, P]`` pages that are selected whatever their score.
+        always: ``bool [B, 1, P]`` pages that are selected at any score.
         table: ``int32 [B, P]`` pages of the bounds.
     """
 

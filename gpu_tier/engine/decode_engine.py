@@ -19,7 +19,7 @@ __all__ = ["DecodeEngine", "LayerDriver"]
 
 
 class LayerDriver:
-    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.interfaces.PassRunner`.
 
     Args:
         model: whose attention the coordinator computes.
@@ -80,7 +80,7 @@ class DecodeEngine(BatchEngine):
         device: of the model.
         chunk_tokens: most prompt tokens of a step.
         piece_tokens: most keys of a request that prefill has decoded at a time.
-        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `kvcm.gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `kvcm.gpu_tier.engine.layer_attention`.
         pad_to: rows of a decode pass at least.
         layers: ids of the layers that are computed here, see `LayerDriver`.
     """

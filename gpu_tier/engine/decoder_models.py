@@ -89,7 +89,7 @@ class LlamaShape:
 
 
 class LlamaDecoder:
-    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.interfaces.DecoderModel`."""
 
     kind = KVKind.MHA
 
@@ -229,7 +229,7 @@ class LatentShape:
 
 
 class LatentDecoder:
-    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.interfaces.DecoderModel`."""
 
     kind = KVKind.MLA
     num_kv_heads = 1

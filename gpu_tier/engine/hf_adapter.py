@@ -174,7 +174,7 @@ def _scaling(model: Any, head_dim: int) -> float:
     return found.pop() if found else float(head_dim**-0.5)
 
 
-# Hears what the lightning indexers of a Hugging Face model compute, for the algorithm `dsa`.
+# Captures the outputs of a Hugging Face model's lightning indexers, for the algorithm `dsa`.
 #
 # DeepSeek-V3.2 selects tokens itself: each layer's indexer scores all keys in its cache. Here the coordinator selects,
 # so the indexer gets a cache with one key, and hooks on its projections take the index queries and weights that it
@@ -188,7 +188,7 @@ class _IndexerTaps:
 
     Args:
         model: of the type deepseek_v32; for any other nothing is hooked.
-        report: is told ``(layer, name, tensor)`` of `index_query` and `index_weight`, each ``[T, ...]``.
+        report: is called with ``(layer, name, tensor)`` of `index_query` and `index_weight`, each ``[T, ...]``.
     """
 
     def __init__(self, model: Any, report: Report) -> None:
@@ -230,7 +230,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
 
 
-# The two places where a Hugging Face model lets somebody else compute its attention, without a change of its code.
+# The two places where a Hugging Face model accepts another implementation of attention, without a change of its code.
 #
 # Its cache gets the new keys and values of a layer and hands them to the coordinator; its attention function, chosen
 # by name in the configuration, gets the queries and asks the coordinator. Both find the running pass in a context
@@ -343,7 +343,7 @@ def _current() -> _Pass:
 
 
 class HfRunner:
-    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.interfaces.PassRunner`.
 
     Args:
         model: a causal language model in evaluation mode, which uses this attention until `close`.
@@ -377,10 +377,10 @@ class HfRunner:
         """See `PassRunner`.
 
         Raises:
-            StateError: somebody gave the model another attention meanwhile.
+            StateError: the model was given another attention meanwhile.
         """
         if self._model.config._attn_implementation != ATTENTION_NAME:
-            # It would attend to the pass's own tokens alone, and nothing would tell.
+            # It would attend to the pass's own tokens alone, without an error.
             raise StateError(f"the model's attention is now {self._model.config._attn_implementation!r}")
         positions = batch.positions[: len(token_ids)]
         self._hooks.forward_begin(batch)
@@ -412,12 +412,12 @@ class SparseGenerator:
         max_tokens: most tokens of one prompt and its continuation.
         chunk_tokens: most prompt tokens of a pass.
         piece_tokens: most keys of a prompt that prefill has decoded at a time.
-        prefill: kernel of prefill attention, exact or flash; see `kvcm.gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention, exact or flash; see `kvcm.gpu_tier.engine.layer_attention`.
         kv_dtype: how KV is stored; None means as the model computes.
 
     Attributes:
         coordinator: of the tier.
-        engine: runs the passes; for those who want to add and abort requests themselves.
+        engine: runs the passes; for callers that add and abort requests themselves.
 
     Raises:
         ConfigError: the model keeps KV in a way that is not supported, or is in training mode.

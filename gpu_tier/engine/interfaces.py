@@ -35,25 +35,25 @@ EndReason = Literal["finished", "aborted", "retracted"]
 
 
 class KeyReader(Protocol):
-    """Reads a request's KV wherever it is."""
+    """Reads a request's KV from both pools."""
 
     def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys ``f32 [n, H, D]`` and values ``f32 [n, H, dv]`` of tokens start to stop - 1, as stored."""
 
 
 class Tracker(Protocol):
-    """What is known of a request."""
+    """Progress of a request."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was attached, so that nobody computes them."""
+        """Tokens of the prompt whose KV was attached, so that they are not computed."""
 
 
 class Trackers(Protocol):
     """The requests that are known."""
 
     def __getitem__(self, request: int, /) -> Tracker:
-        """Return what is known of a request."""
+        """Return the progress of a request."""
 
 
 class EngineHooks(Protocol):
@@ -71,21 +71,21 @@ class EngineHooks(Protocol):
         """Take a request in and return its row of the per-request tables.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing is held.
+            PoolExhaustedError: the pools are full; nothing is held.
         """
 
     def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
         """Return a pass over the next tokens of prompts.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing has changed.
+            PoolExhaustedError: the pools are full; nothing has changed.
         """
 
     def plan_decode(self, requests: Sequence[int], pad_to: int = 0) -> ForwardBatch:
         """Return a pass over one more token of each request, with rows of padding up to `pad_to`.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing has changed.
+            PoolExhaustedError: the pools are full; nothing has changed.
         """
 
     def forward_begin(self, batch: ForwardBatch) -> None:
@@ -150,7 +150,7 @@ class AttentionInputs:
 
 
 class DecoderModel(Protocol):
-    """A decoder whose attention somebody else computes."""
+    """A decoder whose attention is computed outside of it."""
 
     @property
     def num_layers(self) -> int:
@@ -208,7 +208,7 @@ class DecoderModel(Protocol):
         """Return ``[T, vocab]`` of the last layer's output."""
 
 
-# What continuous batching needs of whoever computes a pass.
+# Interface of the computation that continuous batching drives.
 
 
 class PassRunner(Protocol):

@@ -130,7 +130,7 @@ def _weights(q: Tensor, k: Tensor, sm_scale: float, stride: int) -> Tensor:
 
 # Prefill attention by torch's flash kernels, for models that compute in half precision.
 #
-# Prefixes are read piece by piece as in `kvcm.gpu_tier.engine.prefill`; products are taken in the queries' own dtype
+# Prefixes are read piece by piece as below; products are taken in the queries' own dtype
 # and not in f32, as an engine's own kernels do. The kernels are torch's internal ones: of its public functions none
 # returns the log-sum-exp that partial results are merged by.
 

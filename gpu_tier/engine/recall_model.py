@@ -1,4 +1,4 @@
-"""A transformer of 266 K parameters that was trained to find needles (`kvcm.gpu_tier.engine.recall_data`).
+"""The recall task (find one needle among many), and a transformer of 266 K parameters that was trained for it.
 
 Its attention is learned, so errors of a selection cost answers as they do in a large model, and it runs on a CPU. Two
 layers of width 128, four query and two KV heads (GQA), head dim 32 of which 8 are rotated (the rest has no position, so

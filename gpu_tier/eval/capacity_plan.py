@@ -105,14 +105,14 @@ def _of_blocks(shape: ModelShape, config: SparseConfig, n_tokens: int, represent
     """Return the bytes of a request whose execution buffer is put together every step; the buffer is the steady zone
     and the block cache behind it."""
     geometry = shape.geometry
-    room = _execution_tokens(config, n_tokens)
+    execution_tokens = _execution_tokens(config, n_tokens)
     return Footprint(
         kv=_pages(geometry, block_places(geometry, config, n_tokens)) * geometry.page_bytes,
         dense_layers=0,
         representations=representations,
-        tables=4 * n_tokens + 4 * geometry.num_kv_heads * room,
+        tables=4 * n_tokens + 4 * geometry.num_kv_heads * execution_tokens,
         host=_host_of_blocks(geometry, config, n_tokens) + _codes(shape, config, n_tokens),
-        execution=room * geometry.token_layer_bytes,
+        execution=execution_tokens * geometry.token_layer_bytes,
     )
 
 
@@ -255,7 +255,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked for: requests of one length, and how often what they select is on the device already."""
+    """The planned load: requests of one length, and the hit rate of their selections."""
 
     n_tokens: int
     hit_rate: float
@@ -314,7 +314,7 @@ def plan(shape: ModelShape, device: Device, config: SparseConfig, workload: Work
     """Return the largest batch of requests of one length.
 
     Raises:
-        ConfigError: a length or a rate that cannot be, or a buffer that does not hold what is selected.
+        ConfigError: a length or a rate that cannot be, or a buffer smaller than a selection.
     """
     request = footprint(shape, config, workload.n_tokens)
     _check_buffer(config, workload.n_tokens)

@@ -67,12 +67,12 @@ def trace(n: int, k: int, overlap: float, return_fraction: float, steps: int, se
 
 
 def _next_selection(
-    recent: list[Tensor], n: int, k: int, overlap: float, return_fraction: float, random: torch.Generator
+    history: list[Tensor], n: int, k: int, overlap: float, return_fraction: float, random: torch.Generator
 ) -> Tensor:
-    last = recent[-1]
+    last = history[-1]
     kept = _sample(last, round(overlap * k), random)
     seen = torch.zeros(n, dtype=torch.bool)
-    for ids in recent[: -_RETURN_AFTER[0] + 1]:
+    for ids in history[: -_RETURN_AFTER[0] + 1]:
         seen[ids] = True
     seen[last] = False
     left = seen.nonzero()[:, 0]
@@ -171,7 +171,7 @@ def hit_rates(selections: Tensor, ratios: Sequence[float], *, loads_hottest: boo
 
 # Hit rates of the block caches of RetroInfer and PQCache on what the algorithms select on a sample.
 #
-# The policies themselves run, over one layer and one KV head whose rows hold one number each: what is cached follows
+# The policies themselves run, over one layer and one KV head whose rows hold one number each: the cached set follows
 # from which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
 
 _NUMBER = KVGeometry(KVKind.MHA, 1, 1, 1, 1, KVDtype.F32, PAGE)

@@ -2,7 +2,7 @@
 
 The prompt is computed with exact attention; then the questions are decoded one after the other, token by token, so that
 every step goes through the coordinator: selection, buffer, loads, sparse attention. All methods decode the same tokens,
-so their answers are paired. The prompt may hold the questions too (`kvcm.gpu_tier.engine.recall_data`).
+so their answers are paired. The prompt may hold the questions too (`kvcm.gpu_tier.engine.recall_model`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def tokens_for_bytes(model: RecallModel, config: SparseConfig, share: float, n_t
     """
     kv = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     context = torch.zeros(1, n_tokens, dtype=torch.int64)
-    # Representations are the same wherever KV is.
+    # Representations do not depend on the residency.
     algorithm = _coordinator(model, config.replaced(residency="device"), context).algorithm
     representation = 0 if config.algorithm == "oracle" else algorithm.representation_bytes(n_tokens)
     return int((share * n_tokens * kv - representation) / kv)

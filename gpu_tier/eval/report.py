@@ -1,4 +1,4 @@
-"""Tables of results as Markdown and JSON: one place that says what was found and how far it carries."""
+"""Tables of results as Markdown and JSON: findings and their limits in one place."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Claim:
 
     Attributes:
         key: name under which our figure is handed in.
-        source: who published it.
+        source: the publication.
         claim: the figure.
         conditions: under which it was measured.
         status: how far it can be checked here.

@@ -1,4 +1,4 @@
-"""The execution buffer of residency `blocks`: what a layer attends to, put together anew in every step.
+"""The execution buffer of residency `blocks`: the tokens that a layer attends to, gathered in every step.
 
 One buffer serves all layers, one after the other, so the next layer's tokens are gathered only when this layer's
 attention and its admissions to the cache have read it (O3 and O4). Row b of a batch owns slots b·S to (b + 1)·S - 1,
@@ -29,7 +29,7 @@ __all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlaces", "SteadyPlanner",
 
 
 class ExecutionBuffer:
-    """Room for the tokens that each row and head attends to in one layer.
+    """The tokens that each row and head attends to in one layer.
 
     Args:
         geometry: of the model's KV.
@@ -85,8 +85,8 @@ class ExecutionBuffer:
 # Where the steady tokens of requests lie, as runs of consecutive slots of the arena.
 #
 # A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
-# arena, so neighbouring places have neighbouring slots but for where a page ends. What is steady follows from the
-# lengths of requests and is the same in all heads: it is worked out on the host, without looking at single tokens.
+# arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
+# lengths of requests and are the same in all heads: they are computed on the host as ranges.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,16 @@ class SteadyPlaces:
 def _intervals(ring: SteadyRing, first: int, n_tokens: int) -> list[tuple[int, int]]:
     """Return the intervals of places that hold the steady tokens, in the order of the tokens."""
     first = max(first, ring.sink)
-    recent = max(0, n_tokens - first)
-    if recent > ring.ring:
-        raise StateError(f"{recent} recent tokens are steady, and there are {ring.ring} places for them")
+    in_ring = max(0, n_tokens - first)
+    if in_ring > ring.ring:
+        raise StateError(f"{in_ring} recent tokens are steady, and there are {ring.ring} places for them")
     start = ring.position(first)
-    before_the_end = min(recent, ring.capacity - start)
+    before_the_end = min(in_ring, ring.capacity - start)
     intervals = [
-        (0, min(ring.sink, n_tokens)), (start, start + before_the_end), (ring.sink, ring.sink + recent - before_the_end)
-    ]  # fmt: skip
+        (0, min(ring.sink, n_tokens)),
+        (start, start + before_the_end),
+        (ring.sink, ring.sink + in_ring - before_the_end),
+    ]
     return [(lower, upper) for lower, upper in intervals if lower < upper]
 
 
@@ -277,10 +279,10 @@ class _Buffer:
 
 
 class BlockResidency:
-    """The buffers of requests, and the policy that decides what is in them.
+    """The buffers of requests, and the policy that decides their content.
 
     Args:
-        policy: decides what is cached.
+        policy: decides which blocks are cached.
         execution: what a layer attends to.
         store: where the policy keeps clusters on the host; None when the host pool has all.
     """

@@ -76,15 +76,15 @@ class BlockPolicy(Protocol):
     """Residency `blocks`: each step an execution buffer is put together from three sources.
 
     A request's buffer in the arena has ``ring.capacity`` places for its steady tokens, and behind them places of the
-    block cache, the same slots in every layer and head. What is in neither is on the host. Plans have `execution`:
+    block cache, the same slots in every layer and head. Other tokens are on the host. Plans have `execution`:
 
     * steady tokens first, in ascending order, then the selected items in the order of the selection, in each the tokens
       in ascending order;
-    * no byte of the result may depend on what is cached.
+    * no byte of the result may depend on the content of the cache.
 
     Attributes:
-        plans_on_host: whether plans are made on the host, of what was announced: then the copies need not wait for what
-            the device computes meanwhile.
+        plans_on_host: whether plans are made on the host, of announced selections: then the copies need not wait for
+            the device's current work.
     """
 
     plans_on_host: bool
@@ -112,7 +112,7 @@ class BlockPolicy(Protocol):
         """Forget a request; one that is not known too. Nothing of it is left for the next one in its row."""
 
     def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
-        """Hear what `resolve` will be asked, as soon as it was given to the compute stream; does not wait."""
+        """Announce a call of `resolve`, as soon as it was given to the compute stream; does not wait."""
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
         """Return how the execution buffer is put together; no bytes of KV move."""
@@ -157,7 +157,7 @@ class Buffer:
 
 
 class SparseBuffers:
-    """Who holds which pages of the arena as a buffer.
+    """Owners of the arena's pages that are buffers.
 
     Args:
         pool: the arena.
@@ -250,7 +250,7 @@ class DeviceResidentPolicy:
 
 # A fixed set of tokens per layer and KV head, to which new tokens are appended: nothing is ever loaded again.
 #
-# The j-th token of a head's set lies in the j-th slot of the buffer, whatever token it is; decoded tokens take the
+# The j-th token of a head's set lies in the j-th slot of the buffer, for any token; decoded tokens take the
 # slots behind the set in the order in which they come.
 
 
@@ -327,7 +327,7 @@ class LruCounters:
 
 
 class LruDiffPolicy:
-    """See `kvcm.gpu_tier.manager.policy.ResidencyPolicy`.
+    """See `kvcm.gpu_tier.manager.residency.ResidencyPolicy`.
 
     The tensors of a plan are used again by the layer after the next.
 

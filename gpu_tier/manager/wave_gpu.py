@@ -2,7 +2,7 @@
 
 What `kvcm.gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks
 on the
-device, and the unit of the cache is the block, not the cluster; what is used last is kept (`lru_diff` with one item per
+device, and the unit of the cache is the block, not the cluster; the last used are kept (`lru_diff` with one item per
 block). Everything that is selected is in the cache after the step, so the cache holds at least the widest selection.
 Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
 
@@ -93,7 +93,7 @@ class _ClusterBlocks:
         return ClusterPages(self.pool.table, firsts, sizes, hosts, self._block_tokens)
 
     def reserve(self, request: int, n_tokens: int) -> None:
-        """Make room for a request of so many tokens.
+        """Allocate the tables of a request of so many tokens.
 
         Raises:
             PoolExhaustedError: there is none; what the request had stays.
@@ -120,7 +120,7 @@ class _ClusterBlocks:
             hosts: their blocks of the store: head after head, in each cluster after cluster.
 
         Raises:
-            StateError: no room was made for so many.
+            StateError: so many were not allocated.
         """
         heads, new = sizes.shape
         known, blocks = self._known.get((layer, request), (0, np.zeros(heads, np.int64)))
@@ -149,7 +149,7 @@ class _ClusterBlocks:
         table[page, head, place] = value.int()
 
     def pages(self, layer: int) -> ClusterPages:
-        """Return what is known of the clusters and blocks of the layer at a position."""
+        """Return the pages of the clusters and blocks of the layer at a position."""
         return self._layers[layer]
 
     @property
@@ -194,7 +194,7 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is the same in all layers of a step: which rows select, and the batch as the diff of blocks sees it."""
+    """Values that all layers of a step share: which rows select, and the batch as the diff of blocks sees it."""
 
     batch: ForwardBatch
     mask: Tensor
@@ -203,7 +203,7 @@ class _Rows:
 
 
 class WaveGpuBuffer:
-    """See `kvcm.gpu_tier.manager.policy.BlockPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.residency.BlockPolicy` and `kvcm.gpu_tier.index.wave_index.SegmentSink`.
 
     Args:
         geometry: of the model's KV.
@@ -233,7 +233,7 @@ class WaveGpuBuffer:
         self._settings, self._store, self._arena, self._execution = settings, store, arena, execution
         self._runtime, self._kernels, self._debug_checks = runtime, kernels, debug_checks
         self._block = store.block_tokens
-        # Tokens whose slots follow each other wherever a block lies in the arena.
+        # Tokens whose slots follow each other at every position of a block in the arena.
         self._piece = gcd(self._block, geometry.page_size)
         self._fill = WaveFill(store, rows, runtime, kernels)
         self._tables = _ClusterBlocks(
@@ -275,7 +275,7 @@ class WaveGpuBuffer:
         self._store.hold(request, n_tokens)
 
     def cache_slots(self, n_tokens: int) -> int:
-        """See `BlockPolicy`: the same for all requests, and room to begin at a multiple of what lies together."""
+        """See `BlockPolicy`: the same for all requests, padded to begin at a multiple of contiguous tokens."""
         return self._capacity * self._block + self._piece - 1
 
     def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
@@ -342,7 +342,7 @@ class WaveGpuBuffer:
         return ResidencyPlan(self._execution.table_of(batch.rows), execution=ExecutionPlan(plan.runs, plan.lens))
 
     def _rows_of(self, batch: ForwardBatch, sparse_mask: Tensor) -> _Rows:
-        """Return what is the same in all layers of a step."""
+        """Return the values that all layers of a step share."""
         if self._last_rows is None or self._last_rows.batch is not batch or self._last_rows.mask is not sparse_mask:
             active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
             lengths = (self._items,) * batch.num_real

@@ -29,9 +29,9 @@ from kvcm.gpu_tier.types import CopyRuns, Source
 
 __all__ = ["Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
 
-# Which bytes a transfer moves, as contiguous runs: what a copy engine wants to be told.
+# The bytes that a transfer moves, as contiguous runs for a copy engine.
 #
-# Runs are merged over heads, tokens and pages wherever both pools are contiguous there. Only for indices on the host.
+# Runs are merged over heads, tokens and pages where both pools are contiguous there. Only for indices on the host.
 
 Ints = npt.NDArray[np.int64]
 
@@ -322,8 +322,8 @@ class KVTransfer:
     def _run(self, job: _Job, direction: int, engine: Engine) -> None:
         if engine is Engine.DMA and not _on_host(job):
             raise ConfigError("engine", engine.value, "needs indices on the host")
-        worth_a_look = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
-        runs = self._runs(job) if engine is Engine.DMA or worth_a_look else None
+        may_use_copies = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
+        runs = self._runs(job) if engine is Engine.DMA or may_use_copies else None
         if runs is None or (engine is Engine.AUTO and runs.mean_bytes < _DMA_RUN_BYTES):
             self._by_kernel(job, direction)
         else:

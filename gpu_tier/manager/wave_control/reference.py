@@ -1,4 +1,4 @@
-"""The control in Python: what is right, and what runs where there is no compiler."""
+"""The control in Python: the definition, and the fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def _steady_tokens(places: Places, first: int, tokens: int) -> tuple[int, int]:
 
 def _add_steady(runs: _Runs, first: int, tokens: int) -> None:
     ring = runs.places.ring
-    sink, recent = _steady_tokens(runs.places, first, tokens)
+    sink, in_ring = _steady_tokens(runs.places, first, tokens)
     runs.add_places(Source.STEADY, 0, sink)
-    token = tokens - recent
+    token = tokens - in_ring
     while token < tokens:
         place = ring.position(token)
         length = min(tokens - token, ring.capacity - place)
@@ -138,8 +138,8 @@ def _lookup(lines: Lines, plan: Plan, line: int) -> None:
         _add_cluster(runs, table, head, cluster, lines.tables.block_tokens, stats)
     stats[Stat.RUNS] = len(runs.runs)
     stats[Stat.TOKENS] = plan.lens[line] = runs.dst - row * lines.row_slots
-    plan.count[line] = min(len(runs.runs), plan.room)
-    for number, (kind, src, dst, length) in enumerate(runs.runs[: plan.room]):
+    plan.count[line] = min(len(runs.runs), plan.capacity)
+    for number, (kind, src, dst, length) in enumerate(runs.runs[: plan.capacity]):
         plan.kind[line, number], plan.src[line, number] = kind, src
         plan.dst[line, number], plan.tokens[line, number] = dst, length
 
