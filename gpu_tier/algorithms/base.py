@@ -346,13 +346,14 @@ class BaseSparseAlgorithm(ABC):
 
 
 # Sidecars of algorithms whose representations are pages of fixed bytes: a page's sidecar is its pages, one by one.
-#
-# A page of the KV pools is a whole number of the representation's pages, so sidecars of neighbouring pages
-# concatenate.
 
 
 def export_pages(pool: RepresentationPool, page_size: int, request: int, start: int, stop: int) -> Sidecar:
-    """Return the representations of the whole pages in [start, stop); waits for the device."""
+    """Return the representations of the whole pages in [start, stop); waits for the device.
+
+    A page of the KV pools is a whole number of the representation's pages, so sidecars of neighbouring pages
+    concatenate.
+    """
     first, end = -(-start // page_size), stop // page_size
     end = max(first, end)
     per_page = page_size // pool.page_tokens

@@ -46,17 +46,6 @@ __all__ = [
 ]
 
 # How many iterations of k-means fit beside the computation of a layer (PQCache, equations 1 to 3).
-#
-#     t_clus(s, T) = α1 + β1·s·T + δ·s        clustering the keys of a layer of s tokens in T iterations
-#     t_comp(s)    = α2 + β2·s + γ2·s²        computing one layer over a prompt of s tokens
-#     T_max(s)     = (t_comp(s) − α1 − δ·s) / (β1·s), within the limits of the settings
-#
-# The document has no δ; reading and encoding keys costs as much per token however many iterations there are, and fits
-# are better with it. The coefficients are fitted by least squares of relative errors to a few measurements. They
-# belong to a machine, its device, a number of threads and the shapes of a model: a profile on disk names them all.
-#
-# A profile that is asked for and does not exist is measured and written. One that is damaged or belongs to something
-# else is refused: an operator named it, and meant neither wrong numbers nor another machine's file overwritten.
 
 _CLUSTER_SIZES, _CLUSTER_ITERATIONS = (1024, 2048, 4096), (1, 3, 6)
 _LAYER_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -67,6 +56,17 @@ Fingerprint = Mapping[str, str | int]
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The coefficients, in seconds.
+
+        t_clus(s, T) = α1 + β1·s·T + δ·s        clustering the keys of a layer of s tokens in T iterations
+        t_comp(s)    = α2 + β2·s + γ2·s²        computing one layer over a prompt of s tokens
+        T_max(s)     = (t_comp(s) − α1 − δ·s) / (β1·s), within the limits of the settings
+
+    The document has no δ; reading and encoding keys costs as much per token however many iterations there are, and fits
+    are better with it. The coefficients are fitted by least squares of relative errors to a few measurements. They
+    belong to a machine, its device, a number of threads and the shapes of a model: a profile on disk names them all.
+
+    A profile that is asked for and does not exist is measured and written. One that is damaged or belongs to something
+    else is refused: an operator named it, and meant neither wrong numbers nor another machine's file overwritten.
 
     Attributes:
         alpha1: constant part of clustering.
@@ -271,10 +271,6 @@ def place_of(path: str) -> Path:
 
 
 # How long one layer of a model computes over a prompt: attention and the products around it, of random numbers.
-#
-# A stand-in for engines that do not say how long their layers take: a hidden size of all query heads, three products
-# of a gated feed-forward part 3.5 times as wide, causal attention. It is measured on the device that attention runs
-# on.
 
 _WIDER = 3.5
 
@@ -307,7 +303,12 @@ class _Layer:
 def dense_layer_seconds(
     geometry: KVGeometry, num_q_heads: int, runtime: DeviceRuntime, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int], float]:
-    """Return a function that computes a layer over so many tokens and returns the seconds it took."""
+    """Return a function that computes a layer over so many tokens and returns the seconds it took.
+
+    A stand-in for engines that do not say how long their layers take: a hidden size of all query heads, three products
+    of a gated feed-forward part 3.5 times as wide, causal attention. It is measured on the device that attention runs
+    on.
+    """
     dims = geometry.v_head_dim
     hidden = num_q_heads * dims
     wide = int(_WIDER * hidden)

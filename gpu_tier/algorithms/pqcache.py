@@ -53,13 +53,6 @@ __all__ = [
 ]
 
 # What PQCache knows of its requests on the host: windows and budgets, and which codes exist.
-#
-# A request's tokens are `init` first ones, a middle, and a window of the last `local` ones; the middle's tokens are
-# scored by their codes and the best `k` attended to. Window and k are fixed once, from the prompt's length; a request
-# whose prompt was too short to be sparse takes them from the length at which requests may become sparse.
-#
-# While the middle is too short for an index, all of it is attended to: the request is dense by another way. The middle
-# is clustered by the step that makes it long enough.
 
 _LEAST_LOCAL = 2
 """The current token and the one before, whose copy to the host may still be on its way."""
@@ -153,6 +146,13 @@ class Build:
 class PQRequest:
     """One request.
 
+    A request's tokens are `init` first ones, a middle, and a window of the last `local` ones; the middle's tokens are
+    scored by their codes and the best `k` attended to. Window and k are fixed once, from the prompt's length; a request
+    whose prompt was too short to be sparse takes them from the length at which requests may become sparse.
+
+    While the middle is too short for an index, all of it is attended to: the request is dense by another way. The
+    middle is clustered by the step that makes it long enough.
+
     Attributes:
         request: its row in the per-request tables.
         layers: layers that have codes.
@@ -220,9 +220,6 @@ class PQRequest:
 
 
 # What all layers of a decode step of PQCache have in common: made on the host once, and uploaded.
-#
-# Nothing here waits for the device: what the host knows of requests says which rows have codes, how many tokens they
-# look at and which requests are due; the sparse mask is applied on the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +240,9 @@ class CodebookRange:
 @dataclass(frozen=True, slots=True)
 class PQStep:
     """What all layers of a step ask for.
+
+    Nothing here waits for the device: what the host knows of requests says which rows have codes, how many tokens they
+    look at and which requests are due; the sparse mask is applied on the device.
 
     Attributes:
         tokens: ``int32 [B]`` tokens of the rows that select, 0 for the others.

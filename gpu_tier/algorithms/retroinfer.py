@@ -59,10 +59,6 @@ from kvcm.gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, St
 __all__ = ["Indexed", "RetroInfer", "SegmentJob"]
 
 # Clusters segments of requests and keeps account of them, for RetroInfer.
-#
-# In each layer the segments of a request follow each other from the first token behind the sinks, and their clusters
-# are numbered through. The host knows of a layer how far it is clustered and into how many clusters; nothing here
-# reads what the device computed, except the owner of the clusters' KV (`sink`).
 
 _TOGETHER_TOKENS = 32768  # tokens that are clustered in one call; bounds the memory that it takes
 
@@ -86,6 +82,10 @@ class SegmentJob:
 
 class _SegmentBuilder:
     """The clustered segments of all layers and requests of one engine.
+
+    In each layer the segments of a request follow each other from the first token behind the sinks, and their clusters
+    are numbered through. The host knows of a layer how far it is clustered and into how many clusters; nothing here
+    reads what the device computed, except the owner of the clusters' KV (`sink`).
 
     Args:
         context: of the algorithm.
@@ -196,11 +196,6 @@ class _SegmentBuilder:
 
 
 # Sidecars of RetroInfer: whole segments of prompts, in slices beside the pages of their tokens (`wave_sidecar`).
-#
-# A segment is taken over only if every page's slice is there, all agree, and the request's prompt is so long that it
-# would have been clustered as a whole. Segments are numbered through, so those behind a missing one wait until that
-# has been clustered from KV, layer by layer. In a conversation each turn leaves such a gap: its last pages were stored
-# before the segment that they begin was complete.
 
 
 @dataclass(slots=True)
@@ -222,6 +217,11 @@ class _RequestSegments:
 
 class _SegmentSidecars:
     """Receives clustered segments, and exports and imports whole ones.
+
+    A segment is taken over only if every page's slice is there, all agree, and the request's prompt is so long that it
+    would have been clustered as a whole. Segments are numbered through, so those behind a missing one wait until that
+    has been clustered from KV, layer by layer. In a conversation each turn leaves such a gap: its last pages were
+    stored before the segment that they begin was complete.
 
     Args:
         context: of the algorithm.

@@ -29,10 +29,6 @@ from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 __all__ = ["ObservationWindows", "SnapKV", "votes"]
 
 # The last queries of each request, for algorithms in which they vote.
-#
-# A window is a ring: the query of position p is at place ``p % width``. Positions are taken once, in order: a chunk
-# that comes again changes nothing, and behind a gap (tokens whose queries were not observed, as those of an attached
-# prefix) the window starts again.
 
 
 @dataclass(slots=True)
@@ -43,6 +39,10 @@ class _Window:
 
 class ObservationWindows:
     """The last `width` queries of requests in each layer.
+
+    A window is a ring: the query of position p is at place ``p % width``. Positions are taken once, in order: a chunk
+    that comes again changes nothing, and behind a gap (tokens whose queries were not observed, as those of an attached
+    prefix) the window starts again.
 
     Args:
         num_layers: layers.

@@ -27,15 +27,16 @@ from kvcm.gpu_tier.types import ForwardBatch
 __all__ = ["ATTENTION_NAME", "AttentionShape", "HfRunner", "KVForm", "SparseGenerator", "register", "running"]
 
 # How the layers of a Hugging Face model hand over their keys and values, and what attention makes of them.
-#
-# Most hand over keys and values of their heads. Models like DeepSeek-V3 hand over a latent and a rotated part, which
-# all heads share, and expand them only afterwards. There attention runs in the absorbed form on the latents
-# themselves, so that a token has one row: queries go through the key map and outputs through the value map of
-# `kv_b_proj`.
 
 
 class KVForm(Protocol):
-    """What a layer's tensors are as rows ``[T, heads, dims]``; those of transformers are ``[1, heads, T, dims]``."""
+    """What a layer's tensors are as rows ``[T, heads, dims]``; those of transformers are ``[1, heads, T, dims]``.
+
+    Most hand over keys and values of their heads. Models like DeepSeek-V3 hand over a latent and a rotated part, which
+    all heads share, and expand them only afterwards. There attention runs in the absorbed form on the latents
+    themselves, so that a token has one row: queries go through the key map and outputs through the value map of
+    `kv_b_proj`.
+    """
 
     def rows(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows to store of what a layer gave to its cache."""
@@ -175,16 +176,16 @@ def _scaling(model: Any, head_dim: int) -> float:
 
 
 # Captures the outputs of a Hugging Face model's lightning indexers, for the algorithm `dsa`.
-#
-# DeepSeek-V3.2 selects tokens itself: each layer's indexer scores all keys in its cache. Here the coordinator selects,
-# so the indexer gets a cache with one key, and hooks on its projections take the index queries and weights that it
-# would have scored with. Its own choice, which is then meaningless, goes unused.
 
 Report = Callable[[int, str, Tensor], None]
 
 
 class _IndexerTaps:
     """Hooks on the indexers of a model, until `close`.
+
+    DeepSeek-V3.2 selects tokens itself: each layer's indexer scores all keys in its cache. Here the coordinator
+    selects, so the indexer gets a cache with one key, and hooks on its projections take the index queries and weights
+    that it would have scored with. Its own choice, which is then meaningless, goes unused.
 
     Args:
         model: of the type deepseek_v32; for any other nothing is hooked.
@@ -231,13 +232,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # The two places where a Hugging Face model accepts another implementation of attention, without a change of its code.
-#
-# Its cache gets the new keys and values of a layer and hands them to the coordinator; its attention function, chosen
-# by name in the configuration, gets the queries and asks the coordinator. Both find the running pass in a context
-# variable: models pass no argument of ours down to their layers reliably.
-#
-# A pass is packed: all its tokens are one sequence of batch size 1 with explicit positions, so that requests of
-# unequal lengths need no padding and no mask.
 
 ATTENTION_NAME = "gpu_tier"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
@@ -277,7 +271,15 @@ def _record_extra(layer_id: int, name: str, value: Tensor) -> None:
 
 
 class _HfAttentionCache(Cache):
-    """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there."""
+    """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there.
+
+    Its cache gets the new keys and values of a layer and hands them to the coordinator; its attention function, chosen
+    by name in the configuration, gets the queries and asks the coordinator. Both find the running pass in a context
+    variable: models pass no argument of ours down to their layers reliably.
+
+    A pass is packed: all its tokens are one sequence of batch size 1 with explicit positions, so that requests of
+    unequal lengths need no padding and no mask.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])

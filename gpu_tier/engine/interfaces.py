@@ -123,10 +123,6 @@ class EngineHooks(Protocol):
 
 
 # What the layer driver needs of a model: everything of a decoder but its attention.
-#
-# The rows of a batch follow each other: row i brings `extend_lens[i]` tokens, one in decode. A model that looks back
-# beyond its attention (a convolution, say) keeps what it needs in the request's `ModelState`, which the driver makes
-# empty at the request's first token and hands in at each later one.
 
 ModelState = dict[str, Tensor]
 """What a model keeps of one request between passes, by name; empty before its first token."""
@@ -150,7 +146,12 @@ class AttentionInputs:
 
 
 class DecoderModel(Protocol):
-    """A decoder whose attention is computed outside of it."""
+    """A decoder whose attention is computed outside of it.
+
+    The rows of a batch follow each other: row i brings `extend_lens[i]` tokens, one in decode. A model that looks back
+    beyond its attention (a convolution, say) keeps what it needs in the request's `ModelState`, which the driver makes
+    empty at the request's first token and hands in at each later one.
+    """
 
     @property
     def num_layers(self) -> int:

@@ -129,10 +129,6 @@ def _weights(q: Tensor, k: Tensor, sm_scale: float, stride: int) -> Tensor:
 
 
 # Prefill attention by torch's flash kernels, for models that compute in half precision.
-#
-# Prefixes are read piece by piece as below; products are taken in the queries' own dtype
-# and not in f32, as an engine's own kernels do. The kernels are torch's internal ones: of its public functions none
-# returns the log-sum-exp that partial results are merged by.
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIMS = 256
@@ -148,6 +144,10 @@ def _flash_chunk(
     reader: KeyReader, q: Tensor, layer_id: int, request: int, stop: int, sm_scale: float, piece_tokens: int
 ) -> Tensor:
     """Return the attention ``f32 [T, Hq, dv]`` of one request's tokens, the last of which is token ``stop - 1``.
+
+    Prefixes are read piece by piece as below; products are taken in the queries' own dtype and not in f32, as an
+    engine's own kernels do. The kernels are torch's internal ones: of its public functions none returns the log-sum-exp
+    that partial results are merged by.
 
     Args:
         reader: of the request's KV.
@@ -178,16 +178,16 @@ def _partial(q: Tensor, rows: tuple[Tensor, Tensor], sm_scale: float, *, is_caus
 
 
 # Prefill attention over KV that does not fit the device: it is read piece by piece.
-#
-# The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples of
-# `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the
-# result does not depend on how a prompt is cut into chunks, but for the order of sums.
 
 _KERNELS = ("exact", "flash")
 
 
 class PrefillAttention:
     """Attention of prompt chunks over everything before them and themselves.
+
+    The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples
+    of `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the
+    result does not depend on how a prompt is cut into chunks, but for the order of sums.
 
     Args:
         reader: of the requests' KV.

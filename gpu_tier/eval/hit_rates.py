@@ -131,14 +131,14 @@ def _one_request(n: int, capacity: int, *, loads_hottest: bool, kernels: str) ->
 
 
 # Hit rates of the LRU diff buffer on selections that exact attention makes on S1.
-#
-# A hit rate belongs to a trace and to a way of counting: here items of a selection that were on the device, over items
-# selected, without the first steps, which start from a buffer that holds the prompt's last tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
     """The hit rate of one buffer.
+
+    A hit rate belongs to a trace and to a way of counting: here items of a selection that were on the device, over
+    items selected, without the first steps, which start from a buffer that holds the prompt's last tokens.
 
     Attributes:
         selected: items of a selection, k.
@@ -170,9 +170,6 @@ def hit_rates(selections: Tensor, ratios: Sequence[float], *, loads_hottest: boo
 
 
 # Hit rates of the block caches of RetroInfer and PQCache on what the algorithms select on a sample.
-#
-# The policies themselves run, over one layer and one KV head whose rows hold one number each: the cached set follows
-# from which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
 
 _NUMBER = KVGeometry(KVKind.MHA, 1, 1, 1, 1, KVDtype.F32, PAGE)
 _WAVE_BLOCK = 8  # tokens of 2 KB of keys of 128 bf16 numbers
@@ -201,6 +198,9 @@ class BlockHits:
 
 def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroInferConfig) -> BlockHits:
     """Return what the wave buffer does on selections of clusters.
+
+    The policies themselves run, over one layer and one KV head whose rows hold one number each: the cached set follows
+    from which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
 
     Args:
         driven: the algorithm that chose them.

@@ -53,10 +53,6 @@ __all__ = [
 ]
 
 # An algorithm that chooses on a sample as it would in an engine, without one.
-#
-# The algorithm object itself runs: it sees the context in one prefill (with the queries of the last tokens, which some
-# methods watch) and then one query per step; nothing else is simulated. Of methods that cluster, what each cluster
-# holds is observed as the owner of their KV observes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +110,10 @@ class _Members:
 
 class Driven:
     """An algorithm after the prefill of a sample's context.
+
+    The algorithm object itself runs: it sees the context in one prefill (with the queries of the last tokens, which
+    some methods watch) and then one query per step; nothing else is simulated. Of methods that cluster, what each
+    cluster holds is observed as the owner of their KV observes it.
 
     Attributes:
         sample: the context and the queries of the steps.

@@ -85,10 +85,6 @@ def _text(cell: Cell) -> str:
 
 
 # What the published systems claim, and what can be said of it without their models, data and machines.
-#
-# A claim is *reproduced* when the same quantity is measured on the same kind of thing, a *proxy* when it is measured
-# on synthetic keys, on the recall transformer or on some of a model's layers, and *not possible* otherwise. A proxy
-# shows that the mechanism behaves as claimed; it is never quoted as the claim's own number.
 
 
 class Status(StrEnum):
@@ -102,6 +98,10 @@ class Status(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One published figure.
+
+    A claim is *reproduced* when the same quantity is measured on the same kind of thing, a *proxy* when it is measured
+    on synthetic keys, on the recall transformer or on some of a model's layers, and *not possible* otherwise. A proxy
+    shows that the mechanism behaves as claimed; it is never quoted as the claim's own number.
 
     Attributes:
         key: name under which our figure is handed in.

@@ -85,14 +85,14 @@ class MetaViews:
 
 
 # The meta index of RetroInfer on the device: centroid, value sum and log size of every cluster, in pages of 64.
-#
-# The clusters of a request in a layer are numbered through; cluster c is place ``c % 64`` of its page ``c // 64``.
-# Pages are set aside as a request grows, for the most clusters that its tokens can have, so that nothing is allocated
-# while an index grows. A place that is not in use has log size -inf and is skipped by readers.
 
 
 class MetaIndex:
     """The clusters of all layers and requests of one engine.
+
+    The clusters of a request in a layer are numbered through; cluster c is place ``c % 64`` of its page ``c // 64``.
+    Pages are set aside as a request grows, for the most clusters that its tokens can have, so that nothing is allocated
+    while an index grows. A place that is not in use has log size -inf and is skipped by readers.
 
     Args:
         geometry: of the model's KV.
@@ -184,11 +184,6 @@ class MetaIndex:
 
 
 # Which clusters a head attends to exactly, and of which it estimates the attention: the zones of RetroInfer.
-#
-# Clusters are ranked by their centroids' scores. The best r make the retrieval zone and the next e the estimation
-# zone; empty clusters are in neither. The tokens of the retrieval zone have to fit the capacity of the head in the
-# execution buffer: a cluster larger than the whole capacity is never retrieved, of the others those by rank whose sizes
-# together fit. What does not fit is estimated. Everything is decided on the device.
 
 _LAST = torch.iinfo(torch.int32).max
 
@@ -196,6 +191,11 @@ _LAST = torch.iinfo(torch.int32).max
 @dataclass(frozen=True, slots=True)
 class ZoneSizes:
     """The query of each row; 0 in rows that do not select.
+
+    Clusters are ranked by their centroids' scores. The best r make the retrieval zone and the next e the estimation
+    zone; empty clusters are in neither. The tokens of the retrieval zone have to fit the capacity of the head in the
+    execution buffer: a cluster larger than the whole capacity is never retrieved, of the others those by rank whose
+    sizes together fit. What does not fit is estimated. Everything is decided on the device.
 
     Attributes:
         clusters: ``int32 [B]`` clusters m.

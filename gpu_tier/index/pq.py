@@ -194,15 +194,6 @@ def tables(queries: Tensor, codebooks: Tensor, sm_scale: float) -> Tensor:
 
 
 # Side data of product-quantised keys beside a page of KV: codes, and a slice of the codebook that they belong to.
-#
-#     row of a page:  codebook id (16 bytes) | slice of the codebook | codes of the page, all layers
-#
-# Codes mean nothing without their codebook, which is large and belongs to one chain of blocks. It is therefore spread
-# over the first P pages that use it, where P is the pages of the fewest tokens that ever get an index: a reader that
-# finds so many pages has all of it. All rows have the same size; behind the first P pages slices are zeros.
-#
-# The id is a hash of the codebook and of the parameters, so that codes are never taken for another codebook's, and a
-# codebook of which a slice is damaged is not taken at all. A page whose codes did not exist has the id 0.
 
 _ID_BYTES = 16
 
@@ -210,6 +201,15 @@ _ID_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class PQSidecars:
     """The form of the rows.
+
+        row of a page:  codebook id (16 bytes) | slice of the codebook | codes of the page, all layers
+
+    Codes mean nothing without their codebook, which is large and belongs to one chain of blocks. It is therefore spread
+    over the first P pages that use it, where P is the pages of the fewest tokens that ever get an index: a reader that
+    finds so many pages has all of it. All rows have the same size; behind the first P pages slices are zeros.
+
+    The id is a hash of the codebook and of the parameters, so that codes are never taken for another codebook's, and a
+    codebook of which a slice is damaged is not taken at all. A page whose codes did not exist has the id 0.
 
     Attributes:
         codebook_bytes: bytes of a codebook, all layers.

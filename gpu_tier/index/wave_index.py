@@ -225,14 +225,14 @@ def _gather(
 
 
 # A clustered segment of a request, and the interface of its observers.
-#
-# The clusters of a request in a layer are numbered through: those of its first segment first, then those of the next.
-# All KV heads have the same number of clusters in a segment, which follows from its tokens alone.
 
 
 @dataclass(frozen=True, slots=True)
 class WaveSegment:
     """Which cluster each token of a segment belongs to, in one layer.
+
+    The clusters of a request in a layer are numbered through: those of its first segment first, then those of the next.
+    All KV heads have the same number of clusters in a segment, which follows from its tokens alone.
 
     Attributes:
         start: first token.
@@ -268,23 +268,6 @@ class SegmentSink(Protocol):
 
 
 # A clustered segment as bytes beside the KV pages of its tokens.
-#
-# A segment is longer than a page and does not begin at one: segment i is tokens ``sink + t·i`` to before ``sink + t·(i
-# + 1)``, with t tokens a segment. Its bytes, of all layers, are cut into as many equal slices as it has pages. Slice j
-# lies beside page ``⌈sink / page⌉ + i·t/page + j``, so the last slice is beside the page of the segment's last token,
-# and the key of that page names all tokens that the segment was clustered from.
-#
-# A row of a page is a header and a slice:
-#
-# | bytes | what |
-# |---|---|
-# | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
-# | 8 | number i of the segment |
-# | 16 | BLAKE2b of all slices of the segment |
-# | rest | the slice, zeros behind its end |
-#
-# A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums
-# ``bf16 [L, H, m, dv]``, the sizes ``int32 [L, H, m]`` and the members ``int16 [L, H, t]`` (int32 where t > 32768).
 
 _HEADER_BYTES, _DIGEST_BYTES = 32, 16
 _NARROW = 1 << 15
@@ -293,6 +276,23 @@ _NARROW = 1 << 15
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
     """A segment in all layers, in host memory.
+
+    A segment is longer than a page and does not begin at one: segment i is tokens ``sink + t·i`` to before ``sink +
+    t·(i + 1)``, with t tokens a segment. Its bytes, of all layers, are cut into as many equal slices as it has pages.
+    Slice j lies beside page ``⌈sink / page⌉ + i·t/page + j``, so the last slice is beside the page of the segment's
+    last token, and the key of that page names all tokens that the segment was clustered from.
+
+    A row of a page is a header and a slice:
+
+    | bytes | what |
+    |---|---|
+    | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
+    | 8 | number i of the segment |
+    | 16 | BLAKE2b of all slices of the segment |
+    | rest | the slice, zeros behind its end |
+
+    A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums ``bf16 [L, H, m,
+    dv]``, the sizes ``int32 [L, H, m]`` and the members ``int16 [L, H, t]`` (int32 where t > 32768).
 
     Attributes:
         centroids: ``bf16 [L, H, m, d]``.

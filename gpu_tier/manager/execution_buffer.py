@@ -83,10 +83,6 @@ class ExecutionBuffer:
 
 
 # Where the steady tokens of requests lie, as runs of consecutive slots of the arena.
-#
-# A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
-# arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
-# lengths of requests and are the same in all heads: they are computed on the host as ranges.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,12 @@ class _Places:
 
 
 class SteadyPlaces:
-    """The places of the steady tokens of all requests that have a buffer."""
+    """The places of the steady tokens of all requests that have a buffer.
+
+    A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
+    arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
+    lengths of requests and are the same in all heads: they are computed on the host as ranges.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, _Places] = {}
@@ -190,12 +191,12 @@ def _split(intervals: list[tuple[int, int]], breaks: NDArray[np.int64]) -> tuple
 
 
 # The steady runs of a batch, with which every plan of an execution buffer begins.
-#
-# They are the same in all layers and heads, and are made and uploaded once a step.
 
 
 class SteadyPlanner:
     """Makes the steady runs of a batch, once a step.
+
+    They are the same in all layers and heads, and are made and uploaded once a step.
 
     Args:
         tokens_per_row: slots of a row of the execution buffer.
@@ -264,10 +265,6 @@ class SteadyPlanner:
 
 
 # Residency `blocks`: what a request holds on the device, and how a layer's execution buffer is put together.
-#
-# A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
-# token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token that
-# was there before has been clustered, or has its host copy, by then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +277,10 @@ class _Buffer:
 
 class BlockResidency:
     """The buffers of requests, and the policy that decides their content.
+
+    A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
+    token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token
+    that was there before has been clustered, or has its host copy, by then.
 
     Args:
         policy: decides which blocks are cached.

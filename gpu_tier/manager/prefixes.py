@@ -73,14 +73,15 @@ class PrefixCounters:
 
 
 # The life of one prefix that is being attached to a request, from the question to pages full of bytes.
-#
-#     WAITING ──► MATCHING ──► LOADING ──► DONE          (each state may go to DONE at once)
-#
-# WAITING is for a block that another request is loading right now: it is loaded once, and found in the pool then.
 
 
 class AttachState(StrEnum):
-    """How far it is."""
+    """How far it is.
+
+        WAITING ──► MATCHING ──► LOADING ──► DONE          (each state may go to DONE at once)
+
+    WAITING is for a block that another request is loading right now: it is loaded once, and found in the pool then.
+    """
 
     WAITING = "waiting"
     MATCHING = "matching"

@@ -136,9 +136,6 @@ class BlockPolicy(Protocol):
 
 
 # Sparse buffers: pages of the arena in which a request keeps items for attention, the same slots in every layer.
-#
-# A buffer is C items and two newest slots. The newest item i, the one being written, lives in newest slot ``i % 2``:
-# the next item can be written before this one was moved into the buffer. The two are as large as an item.
 
 _NEWEST = 2
 
@@ -158,6 +155,9 @@ class Buffer:
 
 class SparseBuffers:
     """Owners of the arena's pages that are buffers.
+
+    A buffer is C items and two newest slots. The newest item i, the one being written, lives in newest slot ``i % 2``:
+    the next item can be written before this one was moved into the buffer. The two are as large as an item.
 
     Args:
         pool: the arena.
@@ -249,13 +249,13 @@ class DeviceResidentPolicy:
 
 
 # A fixed set of tokens per layer and KV head, to which new tokens are appended: nothing is ever loaded again.
-#
-# The j-th token of a head's set lies in the j-th slot of the buffer, for any token; decoded tokens take the
-# slots behind the set in the order in which they come.
 
 
 class StaticSetPolicy:
     """Positions in the selection are positions in the buffer.
+
+    The j-th token of a head's set lies in the j-th slot of the buffer, for any token; decoded tokens take the slots
+    behind the set in the order in which they come.
 
     Args:
         max_requests: rows of the tables.
@@ -295,11 +295,6 @@ class StaticSetPolicy:
 
 
 # LRU diff residency: a buffer of C items per request, layer and head, kept in the order of use.
-#
-# A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
-# outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one
-# was promoted. All state is on the device and one kernel per layer does a step (`kvcm.gpu_tier.kernels.lru_diff` has
-# its rules and invariants), so that nothing waits for the device.
 
 _MAX_CAPACITY = torch.iinfo(torch.int16).max
 
@@ -328,6 +323,11 @@ class LruCounters:
 
 class LruDiffPolicy:
     """See `kvcm.gpu_tier.manager.residency.ResidencyPolicy`.
+
+    A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
+    outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one
+    was promoted. All state is on the device and one kernel per layer does a step (`kvcm.gpu_tier.kernels.lru_diff` has
+    its rules and invariants), so that nothing waits for the device.
 
     The tensors of a plan are used again by the layer after the next.
 

@@ -32,13 +32,13 @@ from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Sele
 __all__ = ["KVReader", "OffloadTicket", "ResidentLayers", "SparseKVCacheManager"]
 
 # Dense pages of requests: prompts while they are computed, short requests, and all KV where residency is `device`.
-#
-# Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
-# is read by dense attention, and locates every token: -1 means not on the device.
 
 
 class _DenseTokens:
     """Owners of the arena's pages that are dense.
+
+    Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
+    is read by dense attention, and locates every token: -1 means not on the device.
 
     Args:
         pool: the arena.
@@ -117,14 +117,14 @@ class _DenseTokens:
 
 
 # Layers that always attend densely (Quest skips the first two): all of their KV stays on the device.
-#
-# They have an arena of their own that holds only these layers, so that a request costs their share of its KV and no
-# more. Every request is in it from its first token on, in every state, so attention of these layers is the same
-# for all.
 
 
 class ResidentLayers:
     """The arena of the first `count` layers.
+
+    They have an arena of their own that holds only these layers, so that a request costs their share of its KV and no
+    more. Every request is in it from its first token on, in every state, so attention of these layers is the same for
+    all.
 
     Args:
         geometry: of all layers.
@@ -176,12 +176,12 @@ class ResidentLayers:
 
 
 # Reads a request's KV as numbers from both pools; for prefill over a prefix, rebuilding, and algorithms that need it.
-#
-# Not for the decode path of a deployment: it waits for copies on their way and for the device.
 
 
 class KVReader:
     """Reads rows from the arena where the table names a slot, else from the host.
+
+    Not for the decode path of a deployment: it waits for copies on their way and for the device.
 
     Args:
         device: the arena.

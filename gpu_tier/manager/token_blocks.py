@@ -33,20 +33,6 @@ from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Sele
 __all__ = ["BatchRows", "BlockCacheCounters", "BlockStep", "CacheLoads", "CachePlaces", "TokenBlockPolicy"]
 
 # Which item lies in which place of a block cache, and which one goes when another comes; all on the device.
-#
-# Per layer, request and selecting head there are P places and two tables: the item of each place and the place of each
-# item. A step names the items that it wants cached. Those that are there are *used*; the others take the places of the
-# coldest items that are not wanted, coldest first: empty places before all, then by the policy:
-#
-# | policy | coldest |
-# |---|---|
-# | lru | used longest ago |
-# | lfu | used least often since it came; of those the one used longest ago |
-# | fifo | came first |
-# | random | drawn from a seeded generator |
-#
-# Of equally cold places the lower one goes first. Nothing here waits for the device. Behind the last request there is
-# a spare row, and behind the last item and place a spare column, for what must not be written anywhere.
 
 _USE = 1 << 32
 _HOTTEST = torch.iinfo(torch.int64).max
@@ -71,6 +57,20 @@ class CacheLoads:
 
 class CachePlaces:
     """The tables of all layers and requests.
+
+    Per layer, request and selecting head there are P places and two tables: the item of each place and the place of
+    each item. A step names the items that it wants cached. Those that are there are *used*; the others take the places
+    of the coldest items that are not wanted, coldest first: empty places before all, then by the policy:
+
+    | policy | coldest |
+    |---|---|
+    | lru | used longest ago |
+    | lfu | used least often since it came; of those the one used longest ago |
+    | fifo | came first |
+    | random | drawn from a seeded generator |
+
+    Of equally cold places the lower one goes first. Nothing here waits for the device. Behind the last request there is
+    a spare row, and behind the last item and place a spare column, for what must not be written anywhere.
 
     Args:
         layers: layers.
@@ -170,10 +170,6 @@ def _aligned(values: Tensor, columns: Tensor) -> Tensor:
 
 
 # What comes into PQCache's block cache: the blocks with the most selected tokens, and their way from the host.
-#
-# Counting is done after each layer; deciding and loading for a few layers at once, because a decision is some hundred
-# small launches and as quick for eight layers as for one. All of it runs on the stream `upd`, beside the next layers,
-# and the next step of each layer waits for that layer's blocks alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +231,10 @@ class _Demand:
 
 class _BlockAdmissions:
     """Keeps the cache of all layers and requests up to date.
+
+    Counting is done after each layer; deciding and loading for a few layers at once, because a decision is some hundred
+    small launches and as quick for eight layers as for one. All of it runs on the stream `upd`, beside the next layers,
+    and the next step of each layer waits for that layer's blocks alone.
 
     Args:
         settings: of the cache.

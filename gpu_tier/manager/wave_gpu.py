@@ -39,10 +39,6 @@ from kvcm.gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, Residency
 __all__ = ["WaveGpuBuffer", "WaveGpuCounters"]
 
 # The cluster mapping table on the device: which blocks each cluster of a request consists of, and where on the host.
-#
-# The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block
-# and a number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`:
-# from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
 
 _PAGE_TOKENS = 1024
 _ODD_CLUSTERS = 4  # more than the average says, of segments that end with a prompt or its prefix
@@ -51,6 +47,10 @@ _ID_BYTES = 4
 
 class _ClusterBlocks:
     """The tables of all layers and requests.
+
+    The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block
+    and a number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`:
+    from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
 
     Args:
         geometry: of the model's KV.

@@ -182,10 +182,6 @@ def _addressing(rows: list[int], block_tokens: int, slots: int) -> Addressing:
 
 
 # Puts the KV of a clustered segment into cluster order, and from there into the store.
-#
-# The rows are permuted on the device into a staging area of whole blocks (the unused end of a block is zeros); that
-# goes to the host in runs as long as the blocks of the store follow each other. The host does not wait: the copies
-# run on `d2h`, and `h2d`, where blocks are read, comes after them.
 
 
 class RawRows(Protocol):
@@ -197,6 +193,10 @@ class RawRows(Protocol):
 
 class WaveFill:
     """Fills blocks of a store.
+
+    The rows are permuted on the device into a staging area of whole blocks (the unused end of a block is zeros); that
+    goes to the host in runs as long as the blocks of the store follow each other. The host does not wait: the copies
+    run on `d2h`, and `h2d`, where blocks are read, comes after them.
 
     Args:
         store: the store.

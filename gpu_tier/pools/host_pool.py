@@ -18,24 +18,24 @@ from kvcm.gpu_tier.runtime import DeviceRuntime
 __all__ = ["HostKVPool", "HostPages", "PageState"]
 
 # Pages of the host pool: their content, and which of them outlive their requests.
-#
-#                 alloc            filled           begin_write
-#     FREE ─────────────► FILLING ────────► VALID ◄────────────► WRITING_L3
-#      ▲                     │                │     end_write
-#      └─────────────────────┴────────────────┘  free of the last reference, or eviction
-#
-# Invariants:
-# 1. A page in WRITING_L3 is held: `begin_write` takes a reference of its own and `end_write` drops it. The owner that
-#    lets bytes arrive in a FILLING page holds a reference of its own likewise, so that an aborted request cannot give
-#    the page away.
-# 2. A page with a key is VALID or WRITING_L3, and a key names one page.
-# 3. A VALID page with a key and without references stays readable until `alloc` needs it; the least recently held
-#   goes
-#    first. It counts as available.
 
 
 class PageState(StrEnum):
-    """Content of a host page."""
+    """Content of a host page.
+
+                    alloc            filled           begin_write
+        FREE ─────────────► FILLING ────────► VALID ◄────────────► WRITING_L3
+         ▲                     │                │     end_write
+         └─────────────────────┴────────────────┘  free of the last reference, or eviction
+
+    Invariants:
+    1. A page in WRITING_L3 is held: `begin_write` takes a reference of its own and `end_write` drops it. The owner that
+       lets bytes arrive in a FILLING page holds a reference of its own likewise, so that an aborted request cannot give
+       the page away.
+    2. A page with a key is VALID or WRITING_L3, and a key names one page.
+    3. A VALID page with a key and without references stays readable until `alloc` needs it; the least recently held
+       goes first. It counts as available.
+    """
 
     FREE = "free"
     FILLING = "filling"

@@ -30,8 +30,6 @@ from kvcm.gpu_tier.types import CopyRuns, Source
 __all__ = ["Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
 
 # The bytes that a transfer moves, as contiguous runs for a copy engine.
-#
-# Runs are merged over heads, tokens and pages where both pools are contiguous there. Only for indices on the host.
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,6 +37,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Contiguous copies.
+
+    Runs are merged over heads, tokens and pages where both pools are contiguous there. Only for indices on the host.
 
     Attributes:
         src: ``int64 [n]`` first byte of each in the pool that is read.
