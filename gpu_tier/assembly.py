@@ -99,16 +99,28 @@ def build(
     algorithm = registry.make(context)
     unit = algorithm.unit_tokens or 1  # clusters consist of single tokens
     tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
-    host_tokens = HostTokens(host, max_requests, max_tokens, unit, runtime.device)
+    host_tokens = HostTokens(
+        pool=host, max_requests=max_requests, max_tokens=max_tokens, unit_tokens=unit, device=runtime.device
+    )
     transfer = KVTransfer(host, arena, runtime, config)
-    parts = Parts(arena, tables, host_tokens, transfer, rows, split.store_bytes)
+    parts = Parts(
+        arena=arena, tables=tables, host_tokens=host_tokens, transfer=transfer, rows=rows, store_bytes=split.store_bytes
+    )
     policy = policy_of(context, algorithm, parts)
-    manager = SparseKVCacheManager(policy, transfer, tables, host_tokens, runtime, unit)
+    manager = SparseKVCacheManager(
+        policy=policy, transfer=transfer, tables=tables, host_tokens=host_tokens, runtime=runtime, unit_tokens=unit
+    )
     rows.reader = manager.reader
     resident = None
     if algorithm.skip_layers:
         resident = ResidentLayers(
-            geometry, algorithm.skip_layers, -(-total // page), max_requests, max_tokens, transfer, runtime
+            geometry=geometry,
+            count=algorithm.skip_layers,
+            num_pages=-(-total // page),
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            transfer=transfer,
+            runtime=runtime,
         )
     lifecycle = RequestLifecycle(
         config=config, manager=manager, algorithm=algorithm, resident=resident, max_tokens=max_tokens,
@@ -131,7 +143,13 @@ def _check_geometry(config: SparseConfig, geometry: KVGeometry, num_q_heads: int
 def _stream(config: SparseConfig, manager: SparseKVCacheManager, runtime: DeviceRuntime) -> HostStream | None:
     if not isinstance(config.algo, FullOffloadConfig):
         return None
-    return HostStream(manager.host_tokens, manager.transfer, config.algo.chunk_tokens, runtime, config.kernels)
+    return HostStream(
+        host=manager.host_tokens,
+        transfer=manager.transfer,
+        chunk_tokens=config.algo.chunk_tokens,
+        runtime=runtime,
+        kernels=config.kernels,
+    )
 
 
 class _Rows:
@@ -283,9 +301,16 @@ def _blocks(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, parts: Pa
         algorithm.sink = on_device
         return BlockResidency(on_device, execution, store)
     policy = WaveBuffer(
-        context.geometry, settings, store, parts.arena, execution, parts.rows, context.runtime,
-        max_requests=context.max_requests, kernels=context.config.kernels,
-    )  # fmt: skip
+        geometry=context.geometry,
+        settings=settings,
+        store=store,
+        arena=parts.arena,
+        execution=execution,
+        rows=parts.rows,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        kernels=context.config.kernels,
+    )
     algorithm.sink = policy
     return BlockResidency(policy, execution, store)
 
@@ -295,20 +320,36 @@ def _wave_on_device(
     parts: Parts,
 ) -> WaveGpuBuffer:  # fmt: skip
     return WaveGpuBuffer(
-        context.geometry, context.settings(RetroInferConfig), store, parts.arena, execution, parts.rows,
-        context.runtime, max_requests=context.max_requests, max_tokens=context.max_tokens,
-        total_tokens=context.total_tokens, max_clusters=algorithm.max_items, kernels=context.config.kernels,
+        geometry=context.geometry,
+        settings=context.settings(RetroInferConfig),
+        store=store,
+        arena=parts.arena,
+        execution=execution,
+        rows=parts.rows,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        max_tokens=context.max_tokens,
+        total_tokens=context.total_tokens,
+        max_clusters=algorithm.max_items,
+        kernels=context.config.kernels,
         debug_checks=context.config.debug_checks,
-    )  # fmt: skip
+    )
 
 
 def _token_blocks(
     context: AlgorithmContext, settings: PQCacheConfig, execution: ExecutionBuffer, parts: Parts
 ) -> TokenBlockPolicy:
     return TokenBlockPolicy(
-        settings, execution, parts.host_tokens, parts.transfer, context.runtime, max_requests=context.max_requests,
-        max_tokens=context.max_tokens, kernels=context.config.kernels, debug_checks=context.config.debug_checks,
-    )  # fmt: skip
+        settings=settings,
+        execution=execution,
+        host_tokens=parts.host_tokens,
+        transfer=parts.transfer,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        max_tokens=context.max_tokens,
+        kernels=context.config.kernels,
+        debug_checks=context.config.debug_checks,
+    )
 
 
 def _lru(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, host_tokens: HostTokens) -> LruDiffPolicy:

@@ -8,8 +8,7 @@ Nothing here waits. What takes long begins with one call and is asked for with a
 stands still for a network, and a failure is an answer like any other: blocks that are not there.
 
 Why a write is one call and not three (ask for leave, write, publish): each of them waits for another process, and a
-session that was begun must end exactly once in every case; that is best seen to in one place, the
-connector's.
+session that was begun must end exactly once in every case; only one place, the connector, ensures that.
 """
 
 from __future__ import annotations

@@ -310,7 +310,9 @@ class SparseCoordinator:
         dense = self._dense_part(inputs.q, kv, step) if plan.execution is not None and step.dense.longest else None
         if fetched is not None:
             self.runtime.fence(fetched, "compute")
-        meta = self._adaptor.adapt_for_attn_metadata(selection, plan, step.sparse_mask, batch, kv, step.dense)
+        meta = self._adaptor.adapt_for_attn_metadata(
+            selection=selection, plan=plan, sparse_mask=step.sparse_mask, batch=batch, kv=kv, dense=step.dense
+        )
         return meta, [partial for partial in (dense, estimate) if partial is not None], plan
 
     def _dense_part(self, q: Tensor, kv: LayerKV, step: Step) -> Partial:
@@ -323,7 +325,9 @@ class SparseCoordinator:
         assert self._stream is not None
         kv = self.manager.device.layer(layer_id)
         newest = step.newest_token
-        meta = self._adaptor.adapt_for_attn_metadata(newest[0], newest[1], step.sparse_mask, step.batch, kv, step.dense)
+        meta = self._adaptor.adapt_for_attn_metadata(
+            selection=newest[0], plan=newest[1], sparse_mask=step.sparse_mask, batch=step.batch, kv=kv, dense=step.dense
+        )
         return meta, self._stream.partials(q, layer_id, self.sm_scale)
 
     def attend(self, q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float) -> Tensor:

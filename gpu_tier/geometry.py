@@ -311,7 +311,14 @@ def _layer_first(g: KVGeometry, pages: int) -> tuple[PartStrides, ...]:
     tokens = pages * g.page_size * g.num_kv_heads
     bases = _bases([row * tokens * g.num_layers for row in rows])
     return tuple(
-        PartStrides(base, row * g.num_kv_heads * g.page_size, row * g.num_kv_heads, row * tokens, row, row)
+        PartStrides(
+            base=base,
+            page=row * g.num_kv_heads * g.page_size,
+            token=row * g.num_kv_heads,
+            layer=row * tokens,
+            head=row,
+            row_bytes=row,
+        )
         for base, row in zip(bases, rows, strict=True)
     )
 
@@ -320,7 +327,14 @@ def _page_first(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
     rows = [part.row_bytes for part in g.parts]
     bases = _bases([row * g.page_size * g.num_layers * g.num_kv_heads for row in rows])
     return tuple(
-        PartStrides(base, g.page_bytes, row * g.num_kv_heads * g.num_layers, row * g.num_kv_heads, row, row)
+        PartStrides(
+            base=base,
+            page=g.page_bytes,
+            token=row * g.num_kv_heads * g.num_layers,
+            layer=row * g.num_kv_heads,
+            head=row,
+            row_bytes=row,
+        )
         for base, row in zip(bases, rows, strict=True)
     )
 
@@ -330,6 +344,6 @@ def _page_head(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
     bases = _bases([row * g.page_size * g.num_layers for row in rows])
     head = g.page_bytes // g.num_kv_heads
     return tuple(
-        PartStrides(base, g.page_bytes, row * g.num_layers, row, head, row)
+        PartStrides(base=base, page=g.page_bytes, token=row * g.num_layers, layer=row, head=head, row_bytes=row)
         for base, row in zip(bases, rows, strict=True)
     )

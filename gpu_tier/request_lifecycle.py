@@ -247,7 +247,14 @@ class RequestLifecycle:
             allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
             raise ConfigError("prefix.sidecars", covered, allowed)
         if self.algorithm.represents_keys:
-            _rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
+            _rebuild_representations(
+                algorithm=self.algorithm,
+                reader=manager.reader,
+                request=request,
+                start=covered,
+                stop=cached,
+                device=manager.runtime.device,
+            )
 
     def end(self, request: int, reason: str) -> None:
         """Release a request; one that is not known is passed over."""
@@ -302,7 +309,7 @@ class RequestLifecycle:
             tracker.require(_S.REGISTERED, _S.PREFILL)
             left = tracker.n_prompt - tracker.seq_len
             if not 1 <= extend <= left:
-                raise ConfigError("extend_lens", extend, f"must be 1 to {left}, what is left")
+                raise ConfigError("extend_lens", extend, f"must be 1 to the remaining {left}")
         slots = []
         for tracker, extend in zip(trackers, extend_lens, strict=True):
             start, stop = tracker.seq_len, tracker.seq_len + extend

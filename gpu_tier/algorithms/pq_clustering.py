@@ -168,7 +168,12 @@ def fit(clustering: Sequence[tuple[int, int, float]], layers: Sequence[tuple[int
     """Return the profile of measurements."""
     (alpha1, beta1, delta), clustering_r2 = _fit_clustering(clustering)
     (alpha2, beta2, gamma2), layer_r2 = fit_layer(layers)
-    return Profile(of, CostModel(alpha1, beta1, delta, alpha2, beta2, gamma2), clustering_r2, layer_r2)
+    return Profile(
+        of,
+        CostModel(alpha1=alpha1, beta1=beta1, delta=delta, alpha2=alpha2, beta2=beta2, gamma2=gamma2),
+        clustering_r2,
+        layer_r2,
+    )
 
 
 def measure(
@@ -215,7 +220,7 @@ def load(path: Path, of: Fingerprint) -> Profile:
             name for name in {*of, *profile.fingerprint} if of.get(name) != profile.fingerprint.get(name)
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        allowed = f"no profile of clustering can be read there ({error}); delete it to have it measured anew"
+        allowed = f"no profile of clustering can be read there ({error}); delete it to measure again"
         raise ConfigError("profile", str(path), allowed) from error
     if differing:
         now = {name: of.get(name) for name in differing}

@@ -688,7 +688,12 @@ class PQCache(BaseSparseAlgorithm):
         if not self._is_in_blocks:
             return Selection(self.unit, 1, *merged(indices, lengths, asked, self.settings.init, self.max_items), always)
         return Selection(
-            self.unit, 1, indices, lengths, always, SteadyZone(self.settings.init, asked.first, asked.firsts)
+            unit=self.unit,
+            unit_tokens=1,
+            indices=indices,
+            lengths=lengths,
+            always=always,
+            steady=SteadyZone(self.settings.init, asked.first, asked.firsts),
         )
 
     def _make_step(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> PQStep:

@@ -226,7 +226,7 @@ class Quest(BaseSparseAlgorithm):
         if settings.sparsity_ratio is not None:
             indices, lengths = keep_best(indices, lengths, scores, self._share(tokens, pages))
         always = TokenRanges(settings.sink_pages * settings.page, settings.recent_pages * settings.page)
-        return Selection(self.unit, settings.page, indices, lengths, always)
+        return Selection(unit=self.unit, unit_tokens=settings.page, indices=indices, lengths=lengths, always=always)
 
     def _share(self, tokens: Tensor, pages: Tensor) -> Tensor:
         assert self.settings.sparsity_ratio is not None
@@ -243,7 +243,9 @@ class Quest(BaseSparseAlgorithm):
         page = torch.arange(width, device=tokens.device)
         always = (page >= (pages - settings.recent_pages)[:, None]) | (page < settings.sink_pages)
         table = self.pool.table[batch.req_pool_indices, :width]
-        return _StepPages(tokens, pages, (pages - 1).clamp_min(0), always[:, None], table)
+        return _StepPages(
+            tokens=tokens, pages=pages, complete=(pages - 1).clamp_min(0), always=always[:, None], table=table
+        )
 
     def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, step: _StepPages) -> Tensor:
         """Return ``f32 [B, Hs, P]``; -inf for the page that is being written and behind it."""

@@ -15,7 +15,7 @@ are attended to exactly, of the next ``round(estimation · m)`` attention is est
 values, and steady tokens are always attended to. What differs from the paper:
 
 * The softmax is normalised over exactly these three sets. Equation 2 of the paper has the estimates of all clusters in
-  the denominator, of those too that the numerator leaves out; here omitted clusters are in neither, as if it did not
+  the denominator, of those too that the numerator leaves out; here omitted clusters are in neither, as if they did not
   exist. With ``estimation = 1`` nothing is left out and both agree.
 * Both counts follow from m at every step. The paper adds ``max(1, round(ratio · 64))`` with every update: with 64
   clusters an update 1 instead of 1.152 retrieved and 15 instead of 14.848 estimated ones.
@@ -581,7 +581,15 @@ class RetroInfer(BaseSparseAlgorithm):
         numbers = upload(torch.tensor(rows, dtype=torch.int32).T.contiguous(), device)
         numbers = torch.where(sparse_mask & real_rows(batch), numbers, 0)
         most = [max(column) for column in zip(*rows, strict=True)]
-        asked = ZoneSizes(numbers[1], numbers[2], numbers[3], numbers[4], most[1], most[2], most[3])
+        asked = ZoneSizes(
+            clusters=numbers[1],
+            retrieved=numbers[2],
+            ranked=numbers[3],
+            capacity=numbers[4],
+            most_clusters=most[1],
+            most_retrieved=most[2],
+            most_ranked=most[3],
+        )
         firsts = tuple(boundary for boundary, _ in indexed)
         steady = SteadyZone(self.settings.sink, numbers[0], firsts)
         return _Step(batch, sparse_mask, indexed, asked, steady)

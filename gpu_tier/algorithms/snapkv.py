@@ -172,7 +172,12 @@ class SnapKV(BaseSparseAlgorithm):
         self._chosen: dict[tuple[int, int], tuple[int, int]] = {}  # the same on the host: (kept, since)
         dtype = torch.bfloat16 if geometry.dtype is KVDtype.FP8 else geometry.dtype.torch_dtype
         self._windows = ObservationWindows(
-            layers, self.settings.w_obs, context.num_q_heads, geometry.head_dim, dtype, device
+            num_layers=layers,
+            width=self.settings.w_obs,
+            heads=context.num_q_heads,
+            dims=geometry.head_dim,
+            dtype=dtype,
+            device=device,
         )
 
     @property

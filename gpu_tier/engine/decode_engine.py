@@ -97,6 +97,6 @@ class DecodeEngine(BatchEngine):
         pad_to: int = 0,
         layers: range | None = None,
     ) -> None:
-        runner = LayerDriver(model, coordinator, piece_tokens, prefill, layers)
+        runner = LayerDriver(model=model, hooks=coordinator, piece_tokens=piece_tokens, prefill=prefill, layers=layers)
         super().__init__(runner, coordinator, device=device, chunk_tokens=chunk_tokens, pad_to=pad_to)
         self.is_exact = not isinstance(prefill, BlockSparse)

@@ -302,7 +302,12 @@ class LatentDecoder:
         shape, prefix = self.shape, f"{layer_id}.indexer."
         with torch.device("meta"):
             indexer = LightningIndexer(
-                shape.d_model, shape.q_rank, shape.index_heads, shape.index_dim, shape.index_rope_dim, shape.rope_theta
+                d_model=shape.d_model,
+                q_dim=shape.q_rank,
+                heads=shape.index_heads,
+                dims=shape.index_dim,
+                rope_dim=shape.index_rope_dim,
+                rope_theta=shape.rope_theta,
             )
         own = {name.removeprefix(prefix): x for name, x in self.weights.items() if name.startswith(prefix)}
         indexer.load_state_dict(own, assign=True)

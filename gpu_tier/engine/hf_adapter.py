@@ -134,7 +134,15 @@ class AttentionShape:
             raise ConfigError.choice("model.dtype", model.dtype, _DTYPES)
         kind, heads, head_dim, v_head_dim = _rows(config)
         dtype = kv_dtype or _DTYPES[model.dtype]
-        geometry = KVGeometry(kind, config.num_hidden_layers, heads, head_dim, v_head_dim, dtype, page_size)
+        geometry = KVGeometry(
+            kind=kind,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            page_size=page_size,
+        )
         has_indexer = config.model_type == _INDEXED_MODEL
         return cls(geometry, config.num_attention_heads, _scaling(model, head_dim), has_indexer)
 

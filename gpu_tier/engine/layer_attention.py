@@ -218,9 +218,25 @@ class PrefillAttention:
     def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
         """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
         if self._sparse is not None:
-            return _block_sparse_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._sparse)
+            return _block_sparse_chunk(
+                reader=self._reader,
+                q=q,
+                layer_id=layer_id,
+                request=request,
+                stop=stop,
+                sm_scale=self.sm_scale,
+                settings=self._sparse,
+            )
         if self._flash and _can_flash(q):
-            return _flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
+            return _flash_chunk(
+                reader=self._reader,
+                q=q,
+                layer_id=layer_id,
+                request=request,
+                stop=stop,
+                sm_scale=self.sm_scale,
+                piece_tokens=self._piece_tokens,
+            )
         q = q.float()
         start = stop - len(q)
         total: Partial | None = None

@@ -79,14 +79,18 @@ def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footpri
     geometry = shape.geometry
     paged = _pages(geometry, n_tokens) * geometry.page_bytes
     if config.algorithm == "full" or n_tokens < config.min_sparse_prompt_len:
-        return Footprint(paged, 0, 0, 4 * n_tokens, 0)
+        return Footprint(kv=paged, dense_layers=0, representations=0, tables=4 * n_tokens, host=0)
     if config.residency == "stream":
         # Two pieces of one layer are shared by all requests: `plan` counts them once.
-        return Footprint(0, 0, 0, 12 * n_tokens, paged)
+        return Footprint(kv=0, dense_layers=0, representations=0, tables=12 * n_tokens, host=paged)
     representations = representation_bytes(shape, config, n_tokens)
     if config.residency == "device":
         return Footprint(
-            paged, 0, representations, _resident_tables(geometry, config, n_tokens), _codes(shape, config, n_tokens)
+            kv=paged,
+            dense_layers=0,
+            representations=representations,
+            tables=_resident_tables(geometry, config, n_tokens),
+            host=_codes(shape, config, n_tokens),
         )
     if config.residency in ("blocks", "auto"):
         return _of_blocks(shape, config, n_tokens, representations)

@@ -7,7 +7,7 @@ tokens or in bytes:
 * tokens: every method may select so many tokens;
 * bytes: every method may hold so many bytes on the device, its representation of all keys and the KV of its selection
   together. What a representation costs is taken from the selection. The oracle needs all keys and is exempt: it is the
-  ceiling, not a method. Estimates are read from the representation and costs nothing more.
+  ceiling, not a method. Estimates are read from the representation and cost nothing more.
 """
 
 from __future__ import annotations
@@ -182,18 +182,20 @@ class Driven:
 def _make_algorithm(config: SparseConfig, sample: KVSample) -> BaseSparseAlgorithm:
     """Return the algorithm for the sample's shape: one layer, one KV head, one request; it has seen nothing yet."""
     n, d = sample.k.shape
-    geometry = KVGeometry(KVKind.MHA, 1, 1, d, d, KVDtype.F32, PAGE)
+    geometry = KVGeometry(
+        kind=KVKind.MHA, num_layers=1, num_kv_heads=1, head_dim=d, v_head_dim=d, dtype=KVDtype.F32, page_size=PAGE
+    )
     max_tokens = -(-n // PAGE) * PAGE
     context = AlgorithmContext(
-        geometry,
-        config,
-        sample.q.shape[1],
-        sample.scale,
-        1,
-        max_tokens,
-        max_tokens,
-        NullRuntime(),
-        _ContextKeys(sample),
+        geometry=geometry,
+        config=config,
+        num_q_heads=sample.q.shape[1],
+        sm_scale=sample.scale,
+        max_requests=1,
+        max_tokens=max_tokens,
+        total_tokens=max_tokens,
+        runtime=NullRuntime(),
+        keys=_ContextKeys(sample),
     )
     return registry.make(context)
 

@@ -154,13 +154,13 @@ def _recording(model: RecallModel) -> _Recording:
 def _coordinator(model: RecallModel, config: SparseConfig, tokens: Tensor) -> SparseCoordinator:
     rows, length = tokens.shape
     geometry = KVGeometry(
-        KVKind.MHA,
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
-        model.v_head_dim,
-        KVDtype.F32,
-        config.page_size,
+        kind=KVKind.MHA,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        dtype=KVDtype.F32,
+        page_size=config.page_size,
     )
     pages = -(-length // config.page_size) + 2
     buffer = 2 * config.device_buffer_size + _cached(config, length)

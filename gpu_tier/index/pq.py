@@ -1,8 +1,8 @@
 """Product quantisation of keys: a key is cut into m sub-vectors, each of which is known by its nearest centroid.
 
 Sub-vectors of a head have centroids of their own: H·m problems of 2^b centroids per layer. Centroids are kept in f16
-(saturated, so that no key makes an infinity) and codes are those of the rounded centroids: scores are exactly those of
-the product with the key that the codes stand for.
+(saturated, so that no key makes an infinity) and codes are those of the rounded centroids: scores are exactly the
+products with the keys that the codes stand for.
 
 The product of a query with all keys is then a table of its products with all centroids, ``m · 2^b`` numbers per query
 head, and one look-up per key and sub-vector (`kvcm.gpu_tier.kernels.pq_score`).

@@ -1,8 +1,8 @@
 """Tile sizes of Triton kernels: measured on a GPU, fixed where Triton interprets.
 
 Measuring needs a GPU, so in the interpreter the first tiling is taken. On a GPU the first call with a new key measures
-all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph. A
-capture without that takes the first tiling that fits, since nothing can be timed in a capture.
+all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph. A capture
+without that takes the first tiling that fits, since nothing can be timed in a capture.
 With `GPU_TIER_TUNING=first` nothing is measured there either: results are the same, bit by bit, in every process.
 
 Tilings are compared by the time of the GPU alone: a CUDA graph of the call is timed, because launching from

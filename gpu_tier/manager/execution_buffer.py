@@ -253,7 +253,7 @@ class SteadyPlanner:
             total[row] = run.total
         kind, dst, tokens = self._upload(kind_dst_tokens)
         end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
-        return SteadyPlan(kind, self._upload(src), dst, tokens, end, total_of_row)
+        return SteadyPlan(kind=kind, src=self._upload(src), dst=dst, tokens=tokens, end=end, total=total_of_row)
 
     def _may_select(self, request: int, first: int, length: int) -> bool:
         # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink

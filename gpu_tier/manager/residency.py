@@ -513,8 +513,8 @@ class LruDiffPolicy:
 
     def _state_of(self, layer: int) -> LayerState:
         return LayerState(
-            self._slot_item[layer], self._lru_slots[layer], self._newest_item[layer],
-            self._slot_loc, self._newest_slots, self._host_loc,
+            slot_item=self._slot_item[layer], lru_slots=self._lru_slots[layer], newest_item=self._newest_item[layer],
+            slot_loc=self._slot_loc, newest_slots=self._newest_slots, host_loc=self._host_loc,
         )  # fmt: skip
 
     def _check_growth(self, batch: ForwardBatch) -> None:
@@ -550,7 +550,9 @@ class LruDiffPolicy:
         most = _at_most(rows)
         if most not in self._scratch:
             items = self._host_loc.shape[1]
-            self._scratch[most] = DiffScratch(most, self.selecting_heads, items, self.capacity, self._device)
+            self._scratch[most] = DiffScratch(
+                rows=most, heads=self.selecting_heads, items=items, capacity=self.capacity, device=self._device
+            )
         return self._scratch[most]
 
 

@@ -119,7 +119,9 @@ class ClusterResidentPolicy:
         place = torch.arange(self.width, device=self._device)
         behind_sink = selection.steady.first[:, None] + place - sink[:, None]
         of_zone = torch.where(place < sink[:, None], place, behind_sink)[:, None].expand(-1, lens.shape[1], -1)
-        of_clusters = self._members(layer, pages, starts, ends - sizes, ends, place - steady[:, None, None])
+        of_clusters = self._members(
+            layer=layer, pages=pages, starts=starts, begins=ends - sizes, ends=ends, place=place - steady[:, None, None]
+        )
         tokens = torch.where(place < steady[:, None, None], of_zone, of_clusters)
         valid = place < lens[..., None]
         slots = self._table[batch.req_pool_indices[:, None, None], torch.where(valid, tokens, 0).long()]

@@ -419,7 +419,14 @@ class TokenBlockPolicy:
         )
         self._usable = torch.zeros(max_requests + 1, dtype=torch.int64, device=runtime.device)
         self._admissions = _BlockAdmissions(
-            settings, self._cache, self._slots, self._usable, host_tokens, transfer, runtime, layers_at_once
+            settings=settings,
+            cache=self._cache,
+            slots=self._slots,
+            usable=self._usable,
+            host_tokens=host_tokens,
+            transfer=transfer,
+            runtime=runtime,
+            layers_at_once=layers_at_once,
         )
         self._counts = torch.zeros(3, dtype=torch.int64, device=runtime.device)
         self._rows: BatchRows | None = None
@@ -473,7 +480,13 @@ class TokenBlockPolicy:
         rows = self._rows_of(batch, sparse_mask)
         heads, width = selection.indices.shape[1:]
         plan = TokenPlan.empty(batch.rows, heads, steady.kind.shape[1] + width, self._counts)
-        places = TokenPlaces(self._cache.place_of(layer), self._slots, self._host.host_loc, zone.sink, self._unit)
+        places = TokenPlaces(
+            place_of=self._cache.place_of(layer),
+            slots=self._slots,
+            host_loc=self._host.host_loc,
+            sink=zone.sink,
+            unit=self._unit,
+        )
         token_runs(
             selection.indices, selection.lengths, rows.requests, rows.active, steady, places, plan, impl=self._kernels
         )

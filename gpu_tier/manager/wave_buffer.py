@@ -116,9 +116,16 @@ class _WaveTotals:
             int(number) for number in self._looked_up[Stat.CLUSTERS : Stat.BAD]
         )
         return WaveCounters(
-            clusters, cluster_hits, blocks, block_hits, tokens, token_hits, (tokens - token_hits) * self._token_bytes,
-            int(self._changed[Change.ADMISSIONS]), int(self._changed[Change.EVICTIONS]),
-        )  # fmt: skip
+            clusters=clusters,
+            cluster_hits=cluster_hits,
+            blocks=blocks,
+            block_hits=block_hits,
+            tokens=tokens,
+            token_hits=token_hits,
+            host_bytes=(tokens - token_hits) * self._token_bytes,
+            admissions=int(self._changed[Change.ADMISSIONS]),
+            evictions=int(self._changed[Change.EVICTIONS]),
+        )
 
 
 # The ids of selected clusters on their way to the host, which looks them up there.
@@ -211,7 +218,9 @@ class Plans:
         device = upload(packed, self._runtime.device)
         src = device[: 8 * runs].view(torch.int64).view(count, -1)
         kind, dst, tokens, number, lens = device[8 * runs :].view(torch.int32).split([runs, runs, runs, count, count])
-        shaped = CopyRuns(kind.view(count, -1), src, dst.view(count, -1), tokens.view(count, -1), number)
+        shaped = CopyRuns(
+            kind=kind.view(count, -1), src=src, dst=dst.view(count, -1), tokens=tokens.view(count, -1), count=number
+        )
         return ExecutionPlan(shaped, lens.view(lines.lengths.shape))
 
     def copies(self, changes: Changes) -> CopyRuns | None:
@@ -231,7 +240,7 @@ class Plans:
         src = device[: 8 * runs].view(torch.int64).view(lines, most)
         dst, tokens, count = device[8 * runs :].view(torch.int32).split([runs, runs, lines])
         kind = torch.full((lines, most), int(Source.STEADY), dtype=torch.int32, device=device.device)
-        return CopyRuns(kind, src, dst.view(lines, most), tokens.view(lines, most), count)
+        return CopyRuns(kind=kind, src=src, dst=dst.view(lines, most), tokens=tokens.view(lines, most), count=count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +398,15 @@ class WaveBuffer:
                 rows[:, row] = request, batch.lengths[row], selection.steady.firsts[row]
         if lengths[rows[2] < 0].any():
             raise StateError(f"one of the requests {list(batch.requests)} selects and has no buffer")
-        return Lines(self._tables[layer], rows[0], ids, lengths, rows[1], rows[2], self._execution.tokens_per_row)
+        return Lines(
+            tables=self._tables[layer],
+            requests=rows[0],
+            ids=ids,
+            lengths=lengths,
+            tokens=rows[1],
+            first=rows[2],
+            row_slots=self._execution.tokens_per_row,
+        )
 
     def _check(self, layer_id: int, lines: Lines, stats: np.ndarray) -> None:
         # A row that does not select may have any first token; its lines stay empty.

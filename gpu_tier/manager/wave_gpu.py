@@ -1,10 +1,9 @@
 """The wave buffer without the CPU: blocks of clusters are looked up and given up by the LRU diff, on the device.
 
 What `kvcm.gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks
-on the
-device, and the unit of the cache is the block, not the cluster; the last used are kept (`lru_diff` with one item per
-block). Everything that is selected is in the cache after the step, so the cache holds at least the widest selection.
-Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
+on the device, and the unit of the cache is the block, not the cluster; the last used are kept (`lru_diff` with one
+item per block). Everything that is selected is in the cache after the step, so the cache holds at least the widest
+selection. Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
 
 A step and layer: `resolve` finds the blocks' places; those that were cached are read there, and the others on the host.
 `commit`, after attention, copies the latter out of the execution buffer into their places.
@@ -90,7 +89,9 @@ class _ClusterBlocks:
         firsts, sizes, hosts = (
             part.unflatten(1, (heads, -1)) for part in ids.split([heads * width for width in widths], dim=1)
         )
-        return ClusterPages(self.pool.table, firsts, sizes, hosts, self._block_tokens)
+        return ClusterPages(
+            table=self.pool.table, firsts=firsts, sizes=sizes, hosts=hosts, block_tokens=self._block_tokens
+        )
 
     def reserve(self, request: int, n_tokens: int) -> None:
         """Allocate the tables of a request of so many tokens.
@@ -128,7 +129,7 @@ class _ClusterBlocks:
         added = counts.sum(1)
         pages = np.asarray(self.pool.held(request), np.int64)
         if known + new > len(pages) * self._page_clusters or (blocks + added).max() > len(pages) * self._page_blocks:
-            raise StateError(f"request {request} has room for {len(pages) * _PAGE_TOKENS} tokens of clusters only")
+            raise StateError(f"request {request} holds memory for {len(pages) * _PAGE_TOKENS} tokens of clusters only")
         firsts = blocks[:, None] + counts.cumsum(1) - counts
         clusters = np.broadcast_to(np.arange(known, known + new), (heads, new))
         of_clusters = np.repeat(np.arange(heads), new)
@@ -374,7 +375,14 @@ class WaveGpuBuffer:
         loaded = torch.zeros(*targets.shape[:2], self._capacity + 1, dtype=torch.uint8, device=targets.device)
         loaded.scatter_(-1, targets.where(targets >= 0, self._capacity).long(), value=1)
         evicted, slots = plan.evicted_items.contiguous(), self._slots
-        return BlockPlaces(plan.device_slot.contiguous(), loaded, evicted, slots, self._block, self._piece)
+        return BlockPlaces(
+            place=plan.device_slot.contiguous(),
+            loaded=loaded,
+            evicted=evicted,
+            slots=slots,
+            block_tokens=self._block,
+            piece=self._piece,
+        )
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
         """See `BlockPolicy`."""

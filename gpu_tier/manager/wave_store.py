@@ -177,7 +177,10 @@ class WaveStore:
 
 def _addressing(rows: list[int], block_tokens: int, slots: int) -> Addressing:
     bases = [sum(rows[:part]) * slots for part in range(len(rows))]
-    parts = tuple(PartStrides(base, row * block_tokens, row, 0, 0, row) for base, row in zip(bases, rows, strict=True))
+    parts = tuple(
+        PartStrides(base=base, page=row * block_tokens, token=row, layer=0, head=0, row_bytes=row)
+        for base, row in zip(bases, rows, strict=True)
+    )
     return Addressing(Layout.LAYER_FIRST, block_tokens, sum(rows) * slots, parts)
 
 

@@ -77,7 +77,7 @@ class PagedAllocator:
         pages = list(pages)
         for page in pages:
             if not self._is_held(page):
-                raise AllocationError(f"page {page} of the {self._name} cannot be shared: nobody holds it")
+                raise AllocationError(f"page {page} of the {self._name} cannot be shared: it is not held")
         for page in pages:
             self._references[page] += 1
 

@@ -234,7 +234,13 @@ class CodePages:
                 tails.append((request, self.page(request, complete * self.page_tokens)))
         first_page, counts = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
         requests, ids = upload(torch.tensor(tails, dtype=torch.int64).view(-1, 2), self._runtime.device).unbind(1)
-        return CodeWindow(first_page, counts, requests, ids, sum(pages for _, pages in runs))
+        return CodeWindow(
+            first_page=first_page,
+            pages=counts,
+            tails=requests,
+            tail_pages=ids,
+            num_pages=sum(pages for _, pages in runs),
+        )
 
     def codes(self, layer: int, window: CodeWindow) -> Tensor:
         """Return ``uint8 [pages + 1, page_tokens, H, m]`` with the window's pages of a layer.

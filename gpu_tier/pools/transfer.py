@@ -268,7 +268,16 @@ class KVTransfer:
             ConfigError: shapes do not fit, a layer is not held here, or dma was asked for with indices on the device.
         """
         host, device = self._sides()
-        job = self._job(host, device, host_slots, device_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=host,
+            dst=device,
+            src_idx=host_slots,
+            dst_idx=device_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _H2D, engine)
 
     def store(
@@ -277,7 +286,16 @@ class KVTransfer:
     ) -> None:  # fmt: skip
         """Copy items from the device to the host; see `load`."""
         host, device = self._sides()
-        job = self._job(device, host, device_slots, host_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=device,
+            dst=host,
+            src_idx=device_slots,
+            dst_idx=host_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _D2H, engine)
 
     def move(
@@ -286,7 +304,16 @@ class KVTransfer:
     ) -> None:  # fmt: skip
         """Copy items inside the device; no target may be a source of the same call. See `load`."""
         _, device = self._sides()
-        job = self._job(device, device, src_slots, dst_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=device,
+            dst=device,
+            src_idx=src_slots,
+            dst_idx=dst_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _D2D, engine)
 
     def gather(self, sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns) -> None:
@@ -317,7 +344,16 @@ class KVTransfer:
         per_head: bool, unit_tokens: int,
     ) -> _Job:  # fmt: skip
         positions = tuple((src.position(layer), dst.position(layer)) for layer in layers)
-        return _Job(src, dst, src_idx, dst_idx, positions, count, per_head, unit_tokens)
+        return _Job(
+            src=src,
+            dst=dst,
+            src_idx=src_idx,
+            dst_idx=dst_idx,
+            layers=positions,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
 
     def _run(self, job: _Job, direction: int, engine: Engine) -> None:
         if engine is Engine.DMA and not _on_host(job):

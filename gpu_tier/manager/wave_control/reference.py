@@ -59,7 +59,14 @@ class ReferenceControl:
         for line in range(lines.count):
             row, head = divmod(line, lines.tables.num_heads)
             if lines.first[row] >= 0:
-                _update_line(lines, changes, line, lines.tables.table(int(lines.requests[row])), head, self._policy)
+                _update_line(
+                    lines=lines,
+                    changes=changes,
+                    line=line,
+                    table=lines.tables.table(int(lines.requests[row])),
+                    head=head,
+                    policy=self._policy,
+                )
 
     def close(self) -> None:
         """See `Control`."""
@@ -135,7 +142,9 @@ def _lookup(lines: Lines, plan: Plan, line: int) -> None:
     runs = _Runs(table.places, row * lines.row_slots)
     _add_steady(runs, first, tokens)
     for cluster in ids:
-        _add_cluster(runs, table, head, cluster, lines.tables.block_tokens, stats)
+        _add_cluster(
+            runs=runs, table=table, head=head, cluster=cluster, block_tokens=lines.tables.block_tokens, stats=stats
+        )
     stats[Stat.RUNS] = len(runs.runs)
     stats[Stat.TOKENS] = plan.lens[line] = runs.dst - row * lines.row_slots
     plan.count[line] = min(len(runs.runs), plan.capacity)
@@ -182,7 +191,14 @@ def _update_line(lines: Lines, changes: Changes, line: int, table: ClusterTable,
     for cluster in ids:
         tokens = int(table.clusters[head, cluster]["tokens"])
         if table.index[head, cluster] < 0:
-            _copy_blocks(copies, table.places, cache.admit(cluster), start, tokens, lines.tables.block_tokens)
+            _copy_blocks(
+                copies=copies,
+                places=table.places,
+                block_places=cache.admit(cluster),
+                src=start,
+                tokens=tokens,
+                block_tokens=lines.tables.block_tokens,
+            )
             changes.counts[line, Change.ADMISSIONS] += int(table.index[head, cluster] >= 0)
         start += tokens
     for number, (src, dst, length) in enumerate(copies):
