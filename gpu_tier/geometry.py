@@ -1,4 +1,4 @@
-"""What the KV of a model is, and where each row lies in a pool of pages.
+"""The KV of a model: formats of its rows, layouts of a pool of pages, and the address of every row.
 
 `KVGeometry` describes the model. `Addressing` gives the byte of every row: each layout is linear in (page, token of the
 page, layer, head), so five strides per part describe all of them and one transfer kernel serves any two pools.

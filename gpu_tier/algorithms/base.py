@@ -1,4 +1,4 @@
-"""What an algorithm is: a small representation of every key on the device, from which it picks what to attend to."""
+"""Interface of an algorithm: a small representation of every key on the device, from which it selects tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pieces that the models here are made of."""
+"""Small decoders whose attention the coordinator computes: one of Llama's shape and one of DeepSeek-V3.2's."""
 
 from __future__ import annotations
 

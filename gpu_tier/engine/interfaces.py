@@ -1,4 +1,4 @@
-"""What an engine sees of the coordinator.
+"""Interfaces of the engine: the coordinator's hooks, a decoder without its attention, and a runner of passes.
 
 A step calls, in this order: `plan_prefill` or `plan_decode`, `forward_begin`, then for each layer `write_kv` (an engine
 that keeps its own pool writes there itself), `attention_begin`, the layer's attention, `attention_end`, and at last

@@ -1,10 +1,10 @@
-"""Block-sparse prefill attention: a block of queries attends to some blocks of keys only.
+"""The attention of one layer: prefill by exact, flash or block-sparse kernels, decode through the coordinator's hooks.
 
-Blocks are chosen as in XAttention (arXiv 2503.16428): a block of keys is worth the softmax weight of its antidiagonals.
-Queries and keys are cut into strides of s tokens; query r of a stride is multiplied with key s-1-r of another and the
-products are added up, which costs an s-th of all products. A block of queries then attends to the fewest blocks of keys
-that have `threshold` of the weight together, and always to the first block and to its own. Query heads of a KV head
-choose together.
+Block-sparse prefill: a block of queries attends to some blocks of keys only. Blocks are chosen as in XAttention
+(arXiv 2503.16428): a block of keys is worth the softmax weight of its antidiagonals. Queries and keys are cut into
+strides of s tokens; query r of a stride is multiplied with key s-1-r of another and the products are added up, which
+costs an s-th of all products. A block of queries then attends to the fewest blocks of keys that have `threshold` of
+the weight together, and always to the first block and to its own. Query heads of a KV head choose together.
 
 KV computed with it differs from exact KV in all layers behind the first, and follows from where chunks of a prompt end
 unless they end at blocks. Nothing else does: indexes are made of the KV that is stored, however it came about.

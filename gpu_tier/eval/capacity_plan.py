@@ -1,8 +1,8 @@
-"""How much memory a request takes on the device and on the host: every byte that grows with requests.
+"""Capacity plans: the memory of a request on the device and on the host, and how many requests fit.
 
-On the device these are the buffer (or the whole KV), the representations, the layers that stay dense, and the tables
-and the state of the buffer. Statements such as "200 MB per request" for a 128K request of DeepSeek-V3.2 leave out its
-index keys, which take 1.06 GB; these do not.
+A footprint is every byte that grows with requests. On the device these are the buffer (or the whole KV), the
+representations, the layers that stay dense, and the tables and the state of the buffer. Statements such as "200 MB
+per request" for a 128K request of DeepSeek-V3.2 leave out its index keys, which take 1.06 GB; these do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""S2: selections without keys, for caches at any scale, and the hit rate of a buffer on them.
+"""Hit rates of device buffers and block caches, on traces without keys (S2) and on selections of algorithms.
 
 A trace says how much of a selection stays from step to step and how much of the rest comes back after it left. What a
 buffer can gain over "keep the last selection" is what comes back: without returns a larger buffer gains nothing.

@@ -1,4 +1,4 @@
-"""Tables of results as Markdown and JSON: findings and their limits in one place."""
+"""Reports: tables of results as Markdown and JSON, the claims of the published systems beside them, and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meta index in memory: pages of 64 clusters, as the kernels that rank and estimate read them.
+"""RetroInfer's meta index: pages of 64 clusters on the device, and the zones that heads retrieve and estimate.
 
 A page has, of each KV head, the centroids ``bf16 [H, 64, d]``, then the sums of values ``bf16 [H, 64, dv]``, then the
 logarithms of the sizes ``f32 [H, 64]``: -inf where a cluster is empty or none is yet. Cluster c of a request is place

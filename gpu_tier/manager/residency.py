@@ -1,4 +1,9 @@
-"""What a residency policy is: it decides where selected items are on the device and what has to move for that."""
+"""Residency policies: they decide where selected items are on the device, and which items move.
+
+`ResidencyPolicy.resolve` is the decision: hits, victims and loads of each request, layer and head. `LruDiffPolicy`
+keeps a buffer in order of use; the other policies here keep all KV or a fixed set. Bytes are moved by
+`SparseKVCacheManager.fetch`; block caches are in `token_blocks` (PQCache), `wave_buffer` and `wave_gpu` (RetroInfer).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host knows of the clusters of each request and layer: the cluster mapping table and the state of the cache.
+"""Tables of the control: the clusters of each request and layer, the state of their cache, and lookups over them.
 
 All of it is arrays of numbers that both the C++ control and Python read and write in place. `LayerTables.records` says
 where the arrays of each request lie. Arrays of clusters and blocks grow by doubling.
