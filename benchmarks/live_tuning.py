@@ -223,8 +223,14 @@ def _settings(proposal: Proposal, *, proposed: bool) -> str:
 def _compared(case: str, predicted: float, measured: Replayed) -> Row:
     points = 100 * abs(predicted - measured.hit_rate)
     return Row(
-        *(case, "predicted hit rate", 100 * predicted, "%", 100 * measured.hit_rate, points),
-        *(f"within {MOST_POINTS:g} points of the measured one", points <= MOST_POINTS),
+        case,
+        "predicted hit rate",
+        100 * predicted,
+        "%",
+        baseline=100 * measured.hit_rate,
+        ratio=points,
+        target=f"within {MOST_POINTS:g} points of the measured one",
+        ok=points <= MOST_POINTS,
     )
 
 

@@ -74,7 +74,10 @@ def rows_of(side: str, counts: Counts, seconds: float) -> list[Row]:
         ),
         Row(case, "created in reused slots", 100 * reused, "%", target="> 50", ok=reused > 0.5),
         Row(
-            *(case, "space of all files, at its peak", counts.peak_space_bytes / 2**20, "MiB"),
+            case,
+            "space of all files, at its peak",
+            counts.peak_space_bytes / 2**20,
+            "MiB",
             baseline=counts.peak_live_bytes / 2**20,
             ratio=counts.space_ratio,
             target=f"space/peak of live bytes <= {MOST_SPACE}",

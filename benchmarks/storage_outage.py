@@ -19,7 +19,7 @@ from report import Row, arguments, is_sound, left_out, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-from outage_figures import AWAY, STAYS, EngineFigures
+from engine_figures import AWAY, STAYS, EngineFigures
 from outage_run import OutageReport, run_outage
 from outage_storages import OUTAGES, impossible
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from host_engine import CHAIN_BLOCKS
-from host_figures import SHARED, HostFigures, added, pool_of
+from engine_figures import SHARED, EngineFigures, added, pool_of
+from engine_process import CHAIN_BLOCKS
 from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes
@@ -40,19 +40,19 @@ class HostsReport:
         wrong: what was not as it should be.
     """
 
-    engines: dict[str, dict[str, HostFigures]] = field(default_factory=dict)
+    engines: dict[str, dict[str, EngineFigures]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     evicted: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def all(self, *engines: str) -> HostFigures:
+    def all(self, *engines: str) -> EngineFigures:
         """Return everything that these engines saw, or all of them."""
         names = engines or tuple(self.engines)
-        return reduce(added, (seen for name in names for seen in self.engines[name].values()), HostFigures())
+        return reduce(added, (seen for name in names for seen in self.engines[name].values()), EngineFigures())
 
-    def of(self, engine: str, *phases: str) -> HostFigures:
+    def of(self, engine: str, *phases: str) -> EngineFigures:
         """Return what an engine saw in some phases."""
-        return reduce(added, (self.engines[engine].get(phase, HostFigures()) for phase in phases), HostFigures())
+        return reduce(added, (self.engines[engine].get(phase, EngineFigures()) for phase in phases), EngineFigures())
 
 
 def run_hosts(directory: Path, seconds: float, seed: int = 1, slowness: float = 1.0) -> HostsReport:
@@ -113,7 +113,7 @@ class _Course:
     def _lie(self, first: int) -> None:
         """Whoever names a host that it is not on is told addresses, and gets no bytes by them."""
         liar = self._site.start_liar("b", "a")
-        self._expect("a liar gets nothing", ["refused"] * 2 * CHAIN_BLOCKS, liar.ask("take", first=first))
+        self._expect("a liar gets nothing", ["refused"] * 2 * CHAIN_BLOCKS, liar.ask("load_foreign", first=first))
         liar.kill()
 
     def _lose_the_agent(self, first: int) -> None:
@@ -225,7 +225,7 @@ class _Course:
         for name, phases in self._told:
             known = report.engines.setdefault(name, {})
             for phase, figures in phases.items():
-                known[phase] = added(known.get(phase, HostFigures()), HostFigures(**figures))
+                known[phase] = added(known.get(phase, EngineFigures()), EngineFigures(**figures))
         report.wrong += [text[-1500:] for text in site.manager.failures()]
         report.wrong += [f"engine {name} ended" for name, each in site.engines.items() if each.popen.poll() is not None]
         report.wrong += [f"agent {name} ended" for name, each in site.agents.items() if each.poll() is not None]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_figures import GROUP, SHARED, pool_of
 from google.protobuf import json_format
 from host_engine import EngineSettings
 from host_engine import command_of as engine_command
-from host_figures import GROUP, SHARED, pool_of
 from host_networks import Host, Network
-from host_watcher import command_of as watcher_command
 from manager_site import GroupPlan, Manager
+from site_operator import command_of as operator_command
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 
@@ -74,7 +74,7 @@ class HostSite:
         self.start_manager()
         address = f"127.0.0.1:{self.manager.settings['kvcm.service.admin_rpc_port']}"
         log = self._directory / "watcher.log"
-        self._others.append(Process([*self.network.centre.inside, *watcher_command(address)], log))
+        self._others.append(Process([*self.network.centre.inside, *operator_command(address)], log))
         self.ask("set_up", storages=self._storages(), groups=[self._group()])
         for name in (*HOSTS, NOBODY):
             self.hosts[name] = self.network.add(name)
@@ -155,8 +155,13 @@ class HostSite:
     def _started(self, name: str, node_id: str | None) -> Process:
         number = (*HOSTS, NOBODY).index(name) + 1
         settings = EngineSettings(
-            *(self._address(name), number, len(HOSTS) + 1, node_id),
-            *(_DEADLINE_SECONDS * self.slowness, _PAUSE_SECONDS, self._seed * 100 + number),
+            self._address(name),
+            number,
+            engines=len(HOSTS) + 1,
+            node_id=node_id,
+            deadline_seconds=_DEADLINE_SECONDS * self.slowness,
+            pause_seconds=_PAUSE_SECONDS,
+            seed=self._seed * 100 + number,
         )
         command = [*self.hosts[name].inside, *engine_command(settings)]
         return Process(command, self._directory / f"engine-{name}.log")

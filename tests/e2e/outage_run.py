@@ -21,14 +21,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from engine_figures import AWAY, GROUPS, STAYS, EngineFigures, TokenFigures, added
 from google.protobuf import json_format
 from manager_site import GroupPlan, Manager, running
 from outage_engine import EngineSettings
 from outage_engine import command_of as engine_command
-from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, TokenFigures, added
 from outage_storages import OUTAGES, Outage, file_storage
-from outage_watcher import command_of as watcher_command
 from reclaim_site import command
+from site_operator import command_of as operator_command
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
@@ -134,7 +134,7 @@ def _started(manager: Manager, outage: Outage, directory: Path, engines: int, se
         return started[-1]
 
     try:
-        watcher = start(watcher_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        watcher = start(operator_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
         watcher.ask("set_up", storages=_storages(outage, directory), groups=_groups())
         pauses = (_READ_PAUSE_SECONDS, _WRITE_PAUSE_SECONDS)
         settings = [

@@ -11,9 +11,9 @@ from typing import Protocol
 for folder in ("faults", "mooncake"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
+from engine_figures import AWAY  # noqa: E402
 from fault_mount import FaultMount, why_no_mounts  # noqa: E402
 from mooncake_rig import Process, Site, missing  # noqa: E402
-from outage_figures import AWAY  # noqa: E402
 
 from kvcm.protocol import admin_service_pb2 as admin_pb  # noqa: E402
 

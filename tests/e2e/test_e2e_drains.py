@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_figures import AWAY, GROUPS, STAYS, EngineFigures, added
 from google.protobuf import json_format
-from host_watcher import command_of as watcher_command
 from manager_site import GroupPlan, Manager, running
 from outage_engine import EngineSettings
 from outage_engine import command_of as engine_command
-from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, added
 from outage_storages import file_storage
 from reclaim_site import command
+from site_operator import command_of as operator_command
 
 from kvcm.cache.drains import CANCEL_SECONDS
 from kvcm.connectors.client import ManagerClient
@@ -169,7 +169,7 @@ def world(tmp_path: Path) -> Iterator[World]:
             return started[-1]
 
         ports = {name: manager.settings[f"kvcm.service.{name}"] for name in ("rpc_port", "admin_rpc_port")}
-        watcher = start(watcher_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        watcher = start(operator_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
         storages = [json_format.MessageToJson(file_storage(name, tmp_path / name)) for name in (AWAY, STAYS)]
         watcher.ask("set_up", storages=storages, groups=[_group(*each) for each in GROUPS.items()])
         engines = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_figures import SHARED, HostFigures, pool_of
+from engine_figures import SHARED, EngineFigures, pool_of
 from host_networks import why_no_hosts
 from host_run import PHASES, HostsReport, run_hosts
 from host_site import HOSTS, NOBODY
@@ -33,7 +33,7 @@ def test_nobody_is_given_another_hosts_memory_whatever_fails(tmp_path: Path) -> 
     _assert_at_rest(report)
 
 
-def _assert_right(seen: HostFigures) -> None:
+def _assert_right(seen: EngineFigures) -> None:
     assert seen.foreign == []
     assert seen.wrong == []
     assert seen.errors == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outage_figures import AWAY, STAYS
+from engine_figures import AWAY, STAYS
 from outage_run import OutageReport, run_outage
 from outage_storages import OUTAGES, impossible
 
