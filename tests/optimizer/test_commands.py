@@ -174,9 +174,11 @@ def test_outputs_are_named_like_the_trace_unless_said(hand_file: Path, tmp_path:
     assert "Take" in (tmp_path / "hand.html").read_text()
 
 
-def test_requests_that_do_more_than_read_a_prefix_are_replayed_as_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("specs", [[], ["tp0"]])
+def test_requests_that_do_more_than_read_a_prefix_are_replayed_as_groups(tmp_path: Path, specs: list[str]) -> None:
+    """Blocks count as whole, whichever location specs a request names."""
     path = tmp_path / "schema.jsonl"
-    read = {"instance_id": "a", "trace_id": "t", "tokens": [], "sw_size": 0, "location_spec_names": []}
+    read = {"instance_id": "a", "trace_id": "t", "tokens": [], "sw_size": 0, "location_spec_names": specs}
     write = {"instance_id": "a", "trace_id": "t", "timestamp_us": 1, "tokens": [], "keys": [1, 2, 3]}
     batch = {**read, "timestamp_us": 2, "keys": [3, 9, 1], "query_type": "batch_get", "block_mask": []}
     masked = {**read, "timestamp_us": 3, "keys": [1, 2], "query_type": "prefix_match", "block_mask": [True, False]}
