@@ -1,4 +1,4 @@
-"""Claim: nobody is given another host's memory, or other bytes than were written, whatever happens to hosts.
+"""Claim: no engine is given another host's memory, or other bytes than were written, whatever happens to hosts.
 
 A manager, two hosts with a memory pool each and an engine that names no host, in network namespaces, mounts and shared
 memory of their own. Engines read and write the same and other blocks, more than the pools keep, and compare every byte,

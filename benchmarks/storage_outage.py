@@ -4,7 +4,7 @@ Two storages, one manager, engines that read and write all the time and check ev
 each a process of its own, none is started again. One of the storages goes away in the middle (a mount whose server is
 killed, a mount that hangs, a Mooncake store whose master and owner are killed) and comes back.
 
-That they came back is judged by blocks that lie on that storage alone: what was written again elsewhere in the meantime
+That they came back is judged by blocks that lie on that storage alone: blocks written again elsewhere in the meantime
 would be hit without it.
 """
 

@@ -238,7 +238,7 @@ def words_of(name: str) -> list[str]:
 
 
 def prose(found: Iterable[Source]) -> str:
-    """Return docstrings, comments and documents, without what is code in them."""
+    """Return docstrings, comments and documents, without the code in them."""
     parts = [str(each.value) for source in found for each in source.docstrings()]
     parts += [each for source in found for each in source.comments()]
     parts += [re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL) for path in tracked(".md")]

@@ -25,7 +25,7 @@ _KEYS = range(64)
 _CLIENTS_PER_MANAGER = 4
 _QUIET_SECONDS = 30.0
 _LEASE_SECONDS = 2.0
-_REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
+_REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class ContendedRig:
 
     Attributes:
         site: what all clients work on.
-        quiet_site: what is left to measurements.
+        quiet_site: for measurements.
         managers: on the store.
         random: of the run.
     """
@@ -196,7 +196,7 @@ class Handover:
 
     Attributes:
         deletion_seconds: from the kill until the bytes of a removed block were deleted by another manager.
-        expiry_seconds: from the kill until a session that nobody finished was rolled back.
+        expiry_seconds: from the kill until an abandoned session was rolled back.
         failed: requests to the living managers that did not end well.
         requests: requests to the living managers meanwhile.
         longest_seconds: of those.
@@ -258,7 +258,7 @@ async def _removed_all(load: Load, wire: Wire) -> None:
 
 
 async def _leave_work(wire: Wire, instance: str) -> None:
-    """Blocks that are removed and whose bytes stay a moment, and a session that nobody will finish."""
+    """Blocks that are removed and whose bytes stay a moment, and an abandoned session."""
     started = await wire.meta.StartWriteCache(pb.StartWriteCacheRequest(instance_id=instance, block_keys=_REMOVED))
     finish = pb.FinishWriteCacheRequest(instance_id=instance, write_session_id=started.write_session_id)
     finish.success_blocks.offset = len(_REMOVED)

@@ -55,7 +55,7 @@ class CrashReport:
 
 
 def crash_site(directory: Path) -> Site:
-    """Two groups: one with bytes in files, always near its limit, and one with room."""
+    """Two groups: one with bytes in files, always near its limit, and one far from it."""
     full = int(len(_KEYS) * BLOCK_BYTES * 2 * 0.9)
     files = GroupPlan("files", ("f/one", "f/two"), full, directory / "kv")
     return Site(files, GroupPlan("plain", ("p/one", "p/two"), 8 * full))
@@ -63,7 +63,7 @@ def crash_site(directory: Path) -> Site:
 
 @dataclass(slots=True)
 class CrashRig:
-    """Managers over one store, and what is known of their blocks.
+    """Managers over one store, and the known state of their blocks.
 
     Attributes:
         site: groups and instances.
@@ -145,7 +145,7 @@ class CrashRig:
         return wrong
 
     async def _settled(self, load: Load, wire: Wire) -> list[str]:
-        """Wait until the sessions are over; returns what is still being written then."""
+        """Wait until the sessions are over; returns the blocks that are still being written then."""
         writes = load.history.writes
         over = max((write.deadline for write in writes if write.outcome is None), default=0.0) - time.monotonic()
         await asyncio.sleep(max(0.0, over))

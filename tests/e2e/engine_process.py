@@ -1,8 +1,8 @@
 """An engine as a process of its own: threads read and write blocks all the time, and every byte is checked.
 
 `Operation` is one read or write: it times its requests and transfers, and judges and counts their outcomes. `Engine`
-runs operations, and counts each in the phase in which it began. `outage_engine.py` and `host_engine.py` say what is
-read and written.
+runs operations, and counts each in the phase in which it began. `outage_engine.py` and `host_engine.py` choose the
+blocks.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Operation:
         return hits
 
     def write(self, keys: Sequence[int]) -> tuple[list[bool], list[str]]:
-        """Write what the manager wants of a chain; returns its mask, and the storages of what was written."""
+        """Write what the manager wants of a chain; returns its mask, and the storages of the written blocks."""
         grant = self._timed(lambda: self._client.start_write(keys, session_seconds=self._access.session_seconds))
         self._judge(grant is not None, f"start_write: {self._client.counters()['start_write']}")
         if grant is None:

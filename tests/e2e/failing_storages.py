@@ -1,7 +1,7 @@
 """A storage that fails or hangs when bytes are deleted, beside one that does not.
 
 Failing: a file stands where the storage's directory was. Hanging: the packed files are replaced by named pipes, so that
-whoever opens one to punch a slot out waits until somebody reads; that is a real hang of a thread, as a mount has it.
+a thread that opens one to punch a slot out waits for a reader; that is a real hang of a thread, as a mount has it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _hanging(_root: Path, paths: list[Path]) -> Iterator[None]:
             pipe = path.with_name(path.name + "-pipe")
             path.rename(pipe)
             _aside(path).rename(path)
-            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets go of whoever waits in it
+            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # wakes the thread that waits in it
             pipe.unlink()
 
 

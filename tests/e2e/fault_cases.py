@@ -1,8 +1,8 @@
 """Managers under light load while the store they share fails in every way it can, and comes back.
 
-Every request has to end within its time, well or with a code that tells the client to try again; nothing that was
-confirmed may be lost, unless a replica that had not heard of it took over: replication is asynchronous, and a failover
-may lose what was written in the moment before it. Such losses are counted.
+Every request has to end within its time, well or with a code that allows a retry; nothing that was
+confirmed may be lost, unless a replica without it took over: replication is asynchronous, and a failover
+may lose the last writes before it. Such losses are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FAULTS", "FaultReport", "run_fault"]
 _KEYS = range(4096)
 _CLIENTS = 8
 _LIGHT = (0.45, 0.53, 0.02, 0.0)
-_REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
+_REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 _BEFORE_SECONDS = 1.5
 _AFTER_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
@@ -193,7 +193,7 @@ async def _under_fault(
 
 
 async def _look_when_whole(values: dict[str, str]) -> Look:
-    """Look at the store as soon as all of it answers: somebody who comes anew needs every part of a cluster."""
+    """Look at the store as soon as all of it answers: a new client needs every part of a cluster."""
     limit = time.monotonic() + _WHOLE_SECONDS
     while True:
         try:
@@ -207,7 +207,7 @@ async def _look_when_whole(values: dict[str, str]) -> Look:
 def _judge_requests(requests: list[Sent], begin: float, end: float, report: FaultReport) -> None:
     report.requests.update(f"{sent.call}:{_name(sent.code)}" for sent in requests)
     report.longest_seconds = max(sent.seconds for sent in requests)
-    # A session that ended while its client could not reach the store is gone, and the client is told so.
+    # A session that ended while its client could not reach the store is gone, and so is the answer.
     odd = [sent for sent in requests if sent.code not in _CLEAR_CODES and not _is_late_finish(sent)]
     report.wrong += [f"{sent.sent - begin:+.2f} s: {sent}" for sent in odd]
     failed = [sent.sent + sent.seconds - end for sent in requests if sent.code != pb.OK and not _is_late_finish(sent)]

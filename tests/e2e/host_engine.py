@@ -80,7 +80,7 @@ class HostEngine(Engine):
         return [pool.storage for pool in self._access.transfers.pools()]
 
     def write(self, first: int) -> list[Any]:
-        """Write a chain; returns the mask of the answer, and the storages of what was written."""
+        """Write a chain; returns the mask of the answer, and the storages of the written blocks."""
         return list(self._operate(lambda operation: operation.write(chain_from(first))))
 
     def read(self, first: int) -> list[str | None]:
@@ -136,7 +136,7 @@ class HostEngine(Engine):
                 pauses = 1 if is_good else _PAUSES_AFTER_A_FAILURE
 
     def _step(self, operation: Operation, random: Random) -> bool:
-        """Look a chain up, load what is there, and write it when something is missing; returns whether no request
+        """Look a chain up, load the hits, and write the chain when a block is missing; returns whether no request
         failed."""
         chain = random.randrange((self._settings.engines + 1) * _CHAINS)
         keys, mode = _chain_number(chain), random.choice(_MODES)

@@ -1,7 +1,7 @@
 """Hosts on one machine: each has a network, mounts, a name and shared memory of its own, and a cable to the manager's.
 
 Processes of two hosts meet nowhere but in the manager's network and in the files outside `/dev/shm`. A host that is
-booted gets new ones of all; what was in its memory is gone.
+booted gets new ones of all; its memory is lost.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class HostSite:
         return all(used.get(pool_of(name), 0) <= _MARK * _POOL_BYTES for name in HOSTS)
 
     def start_manager(self) -> None:
-        """Start it on its host, also anew, and wait until it serves."""
+        """Start it on its host, for the first time or again, and wait until it serves."""
         with self.network.centre.entered():
             self.manager.spawn()
         self.until(self._serves, "the manager serves")
@@ -109,7 +109,7 @@ class HostSite:
         return any(event["event"] == "serving" for event in self.manager.events())
 
     def start_agent(self, name: str) -> None:
-        """Start the agent of a host; it is told of its node by the host's name."""
+        """Start the agent of a host; it takes its node from the host's name."""
         arguments = ["--storage", pool_of(name), "--capacity", str(_POOL_BYTES), "--manager", self._address(name)]
         command = [sys.executable, "-c", _AGENT, *arguments, "--interval", str(_AGENT_SECONDS * self.slowness)]
         self.agents[name] = self.hosts[name].start(command)

@@ -63,7 +63,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a client was told of blocks.
+    """The answer to a lookup.
 
     Attributes:
         instance: of the blocks.
@@ -120,7 +120,7 @@ class Client:
     """One client; requests follow each other, other clients work at the same time.
 
     Args:
-        load: what is shared.
+        load: that the clients share.
         wire: the manager that it talks to.
         random: what it does next.
         pause_seconds: most seconds between two requests.
@@ -315,12 +315,12 @@ async def metas_of(wire: Wire, load: Load) -> dict[Block, str]:
 
 
 async def finish_later(load: Load, wire: Wire, random: Random) -> list[str]:
-    """Be the clients that live on after the manager died: ask again what was not answered, and finish half of what is
-    still open. Returns what went wrong."""
+    """Be the clients that live on after the manager died: repeat unanswered requests, and finish half of the sessions
+    that are still open. Returns what went wrong."""
     client = Client(load, wire, random)
     wrong: list[str] = []
     for write in load.history.writes:
-        # Bytes that come after the session's end would be nobody's.
+        # Bytes that come after the session's end would have no owner.
         is_open = (
             write.outcome is None and time.monotonic() < write.sent + write.seconds - 0.2 and random.random() < 0.5
         )

@@ -1,7 +1,7 @@
 """Two storages, and one goes away while engines read and write: what they notice, phase by phase.
 
 Everything is a process of its own and none of them is started again: one manager, engines that move bytes, one that
-generates tokens. Each block lies on one of both storages; half of what is written prefers the one that goes away.
+generates tokens. Each block lies on one of both storages; half of the writes prefer the one that goes away.
 
 Phases: `seed` fills, `before`; `unnoticed` from the outage until the manager shows the storage as DOWN; `down`;
 `returning` from its return until the manager shows it as UP; `settling` until every engine has read and written there
@@ -84,7 +84,7 @@ def run_outage(directory: Path, name: str, seconds: float, engines: int = 3, see
         manager = Manager(directory / "manager", _settings(directory))
         stack.enter_context(running(manager))
         fleet = stack.enter_context(_started(manager, outage, directory, engines, seed))
-        stack.callback(outage.come_back)  # first of all: who hangs in it cannot be ended
+        stack.callback(outage.come_back)  # first of all: a process that hangs in it cannot be ended
         return _Course(manager, fleet, outage).run(seconds)
 
 
@@ -222,7 +222,7 @@ class _Course:
         for engine in self._fleet.engines:
             if not self._outage.keeps_bytes:
                 engine.ask("enter", phase="restored")
-                engine.ask("audit")  # reports what is missing, so that it can be written again
+                engine.ask("audit")  # reports missing blocks, so that they can be written again
                 engine.ask("restore")
             engine.ask("enter", phase="audit")
             engine.ask("audit")

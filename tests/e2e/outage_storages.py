@@ -32,14 +32,14 @@ class Outage(Protocol):
 
     @property
     def keeps_bytes(self) -> bool:
-        """Whether what was stored is there again afterwards."""
+        """Whether the stored blocks are there again afterwards."""
 
     @property
     def config(self) -> admin_pb.StorageConfig:
-        """What the manager is told of it."""
+        """Its configuration in the manager."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Let what is started inside the block reach the storage."""
+        """Let processes started inside the block reach the storage."""
 
     def leave(self) -> None:
         """Let it be away from now on."""

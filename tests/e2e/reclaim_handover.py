@@ -60,7 +60,7 @@ async def take_over(directory: Path, uri: str, rounds: int, seed: int) -> list[T
         wire = managers[0].connect()
         await Site(_PLAN).set_up(wire)
         await wire.close()
-        await asyncio.sleep(1.0)  # the other manager hears of the storage
+        await asyncio.sleep(1.0)  # the other manager loads the storage
         return [await _round(managers, number, random) for number in range(rounds)]
 
 

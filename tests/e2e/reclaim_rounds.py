@@ -1,8 +1,8 @@
 """Managers killed while they evict and delete, started again, and judged: real files, groups at their marks.
 
-Eviction may take any block that serves, so a confirmed write may be gone; what is served must have been confirmed, and
-its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off. Of
-a packed file these are the slots that nobody heard of, which keep what was punched out around them.
+Eviction may take any block that serves, so a confirmed write may be gone; a served block must have been confirmed, and
+its bytes must be there. The rest leaves records that become due, and bytes of sessions that were cut off. Of
+a packed file these are the slots of sessions without an answer, which keep the slots punched out around them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def history_of(site: Site, base: dict[Block, str]) -> History:
 
 @dataclass(slots=True)
 class EvictionRig:
-    """A manager that evicts, and what is known of its blocks.
+    """A manager that evicts, and the known state of its blocks.
 
     Attributes:
         site: groups and instances.
@@ -178,7 +178,7 @@ class EvictionRig:
         return [f"unfinished too long after the restart: {text}" for text in unfinished]
 
     async def _usage(self, wire: Wire, served: dict[Block, str]) -> list[str]:
-        """Compare what is used with what is served: when all is quiet there is nothing else."""
+        """Compare usage with the served blocks: when all is quiet there is nothing else."""
         wrong: list[str] = []
         for group in self.site.groups:
             expected = sum(BLOCK_BYTES for instance, _ in served if instance in group.instances)
@@ -221,7 +221,7 @@ class EvictionRig:
 
     async def _look(self) -> list[str]:
         """Recount the store; a shared one until its counters agree, and each until abandoned sessions are over that
-        were granted nothing: no block tells of them."""
+        were granted nothing: no block has a trace of them."""
         self.report.looks += 1
         begin = time.monotonic()
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
@@ -256,7 +256,7 @@ def _slot(uri: str) -> Slot:
 
 
 def _slots_left(path: str) -> Iterator[Slot]:
-    """Yield what was not deleted of a file."""
+    """Yield the slots of a file that were not deleted."""
     deleted = deleted_slots(path)
     yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
 

@@ -28,7 +28,7 @@ async def usage_of(wire: Wire, group: str) -> Any:
 
 
 async def remaining_bytes(wire: Wire, group: str) -> int:
-    """Return what a group uses, without what is being deleted."""
+    """Return the bytes of a group, without those being deleted."""
     total = await usage_of(wire, group)
     return int(total.used_bytes - total.deleting_bytes)
 

@@ -20,7 +20,7 @@ __all__ = ["RestartReport", "restart_under_load", "stop_twice", "stop_while_load
 _CAPACITY_BYTES = 1 << 40
 _STOP_SECONDS = 60.0
 _CALM_SECONDS = 60.0
-_HEARD_SECONDS = 2.0  # managers hear within a second what another one was told
+_RELOAD_SECONDS = 2.0  # managers load within a second the changes made by another one
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class RestartReport:
         stops: how many.
         answered: requests.
         turned_away: requests that a stopping manager turned away.
-        refused: requests that found nobody listening.
+        refused: requests that found no listener.
         long_requests: in flight at a signal and answered after it.
         confirmed_blocks: that were looked for after the last restart.
         stop_seconds: from the signal to the end of the process.
@@ -74,7 +74,7 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
         clients = _clients(load, running_managers)
         site = Site(GroupPlan("restart", tuple(client.instance for client in clients), _CAPACITY_BYTES))
         await _set_up(site, running_managers[0])
-        await asyncio.sleep(_HEARD_SECONDS)
+        await asyncio.sleep(_RELOAD_SECONDS)
         tasks = [asyncio.create_task(client.run()) for client in clients]
         for number in range(rounds):
             await _calm(clients, load)
@@ -136,7 +136,7 @@ async def _restart(manager: Manager, number: int, load: Load, report: RestartRep
 
 @contextlib.asynccontextmanager
 async def _long_request(port: int) -> AsyncIterator[object]:
-    """Have a request in flight; what is yielded sends the rest of it and wants an answer."""
+    """Have a request in flight; the yielded function sends the rest of it and expects an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /api/getClusterInfo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n"
     writer.write(head.encode())
@@ -253,7 +253,7 @@ def _stop_early(manager: Manager, after_seconds: float, report: RestartReport) -
 
 
 async def stop_twice(directory: Path, stops: int) -> RestartReport:
-    """End a manager that still drains with a second signal, again and again; what was confirmed has to be there.
+    """End a manager that still drains with a second signal, again and again; confirmed blocks have to be there.
 
     Args:
         directory: for log and data.

@@ -127,7 +127,7 @@ async def _under_load(
     while time.monotonic() < end:
         for each, wire in zip(deployments, wires, strict=True):
             if time.monotonic() > begin_scrub:
-                # An hour: finds what was planted. A second: goes for everything that nobody knows right now.
+                # An hour: finds the planted orphans. A second: removes every file without an owner at the moment.
                 await each.scrub(wire, dry_run=report.scrubs % 4 < 2, min_age_seconds=(1, 0)[report.scrubs % 3 == 0])
                 report.scrubs += 1
         await asyncio.sleep(0.1)

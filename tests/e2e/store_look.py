@@ -37,7 +37,7 @@ _UNSETTLED = 2
 
 @dataclass(slots=True)
 class Look:
-    """What was found.
+    """The findings.
 
     Attributes:
         wrong: broken invariants.

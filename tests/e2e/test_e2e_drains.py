@@ -216,7 +216,7 @@ def test_a_drain_under_load_goes_on_after_a_kill_and_can_be_ended(world: World) 
     world.finish_earlier()
     world.work(STAYS)
     assert world.watcher.ask("drain", storage=AWAY)["state"] == "DRAIN_RUNNING"
-    world.finish(_WRITTEN, grant)  # what was begun before the drain ends well
+    world.finish(_WRITTEN, grant)  # a session from before the drain ends well
     done = {"state": "DRAIN_DONE", "reason": ""}
     world.until(lambda: world.watcher.ask("drain", storage=AWAY) == done, "the drain is done")
     assert (world.used().get(AWAY, 0), world.files(AWAY)) == (0, {})
@@ -292,7 +292,7 @@ def _ended(world: World) -> dict[str, EngineFigures]:
 
 
 def _assert_undisturbed(seen: dict[str, EngineFigures]) -> None:
-    """Whatever is on the other storage is found, and nobody fails or gets other bytes."""
+    """Every block on the other storage is found, and no engine fails or gets other bytes."""
     assert seen["audit"].asked[STAYS] > 0
     for phase, figures in seen.items():
         assert (phase, figures.failed_requests) == (phase, [])

@@ -1,4 +1,4 @@
-"""Invariants 1 and 3: whoever reads gets the bytes that were written, however the writer ends."""
+"""Invariants 1 and 3: a reader gets the bytes that were written, however the writer ends."""
 
 from __future__ import annotations
 

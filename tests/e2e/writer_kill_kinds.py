@@ -37,8 +37,8 @@ class _Place:
     """A storage that is there.
 
     Attributes:
-        config: what the manager is told of it.
-        environment: variables of everybody who uses it.
+        config: its configuration in the manager.
+        environment: variables of every process that uses it.
     """
 
     config: pb.StorageConfig

@@ -2,7 +2,7 @@
 
     python writer_kill_process.py <settings as JSON>
 
-Prints its report as JSON. On its own, because it may have to run in another network than whoever started it.
+Prints its report as JSON. On its own, because it may have to run in another network than its parent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUOTA_BYTES = 1 << 33
 
 @dataclass(frozen=True, slots=True)
 class KillSettings:
-    """What is to be done.
+    """Settings of the run.
 
     Attributes:
         storage: JSON of its configuration, named STORAGE.

@@ -77,7 +77,7 @@ class Journal:
         return [key for event in self.events("begun") for key in event["keys"]]
 
     def finished(self, without: str = "") -> set[str]:
-        """Return the uris that may be served: of blocks that were saved, and perhaps told to the manager.
+        """Return the uris that may be served: of blocks that were saved, and perhaps finished.
 
         Args:
             without: session that is left out.
@@ -97,8 +97,8 @@ class Journal:
             return "before finish" if latest["is_last"] else "later bytes"
         return {"begun": "first bytes", "finishing": "finish", "ended": "no session"}[latest["event"]]
 
-    def told(self, session: str) -> set[str]:
-        """Return the uris of a session whose end was told to the manager, or was to be."""
+    def finishing(self, session: str) -> set[str]:
+        """Return the uris of a session that was finished, or about to be."""
         return self._uris({session})
 
     def _uris(self, sessions: Set[str]) -> set[str]:
@@ -148,7 +148,7 @@ class WriterRig:
         self._until(is_open, "the storage takes writes")
 
     def kill_a_writer(self) -> None:
-        """Let a writer be killed somewhere, and check what is served at once."""
+        """Let a writer be killed somewhere, and check the served blocks at once."""
         with self._writer(_LONG_SESSION_SECONDS) as (writer, journal):
             self._let_run(journal)
             writer.kill()
@@ -248,7 +248,7 @@ class WriterRig:
             assert not found.reason, found
             served |= self._read([location for location in found.locations if location is not None])
             assert self._client.remove(page, timeout_seconds=20)
-        self.report.late_parts += len(served & journal.told(refused))
+        self.report.late_parts += len(served & journal.finishing(refused))
         self.report.wrong += [f"{uri} is served and was not finished" for uri in served - may]
         self.report.wrong += [f"{uri} was confirmed and is not served" for uri in must - served]
 
@@ -280,5 +280,5 @@ def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _outcome(journal: Journal, session: str) -> bool | None:
-    """Return what the writer was told at the end of a session, None before."""
+    """Return the writer's answer at the end of a session, None before."""
     return next((bool(event["confirmed"]) for event in journal.events("ended") if event["session"] == session), None)

@@ -12,7 +12,7 @@ __all__ = ["PoolingModel"]
 
 
 class Cache:
-    """An LRU cache; one without room holds nothing."""
+    """An LRU cache; one of capacity 0 holds nothing."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

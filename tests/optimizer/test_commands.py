@@ -111,7 +111,7 @@ def test_bad_lines_are_told_with_their_numbers(hand_file: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "hits"), [("block", [0, 2]), ("request", [1, 2])])
 def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits: list[int]) -> None:
-    # With room for 2 blocks, block by block 3 takes the place of 1 before that is looked for.
+    # With a capacity of 2 blocks, block by block 3 takes the place of 1 before that is looked for.
     path = tmp_path / "flat.jsonl"
     rows = [{"timestamp": time, "input_length": 20, "hash_ids": ids} for time, ids in enumerate([[1, 2], [3, 1], [2]])]
     path.write_text("".join(json.dumps(row | {"output_length": 0}) + "\n" for row in rows))

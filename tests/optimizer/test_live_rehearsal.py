@@ -50,7 +50,7 @@ def group_of(
 
 
 class Core:
-    """The manager's core, and what it would have kept of what is asked of it."""
+    """The manager's core, and the recording of its calls."""
 
     def __init__(self, group: InstanceGroup, sizes: dict[str, int]) -> None:
         self.rig = ManagerRig([StorageConfig("dummy", DummyStorageSpec())], [group], sizes)
@@ -62,7 +62,7 @@ class Core:
         return read_recording(json.dumps(event).encode() for event in (recent, *self.events))
 
     async def advance(self, at: float) -> None:
-        """Let time pass; once a second reads are written down, and what is too old goes."""
+        """Let time pass; once a second reads are recorded, and blocks that are too old go."""
         if not self.events:
             self.drain_at = at + 1.0
         if at >= self.drain_at:
