@@ -7,8 +7,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["serve"]
-
 
 def serve(target: object) -> None:
     """Answer until the input ends, which ends the process: none outlives the process that started it.

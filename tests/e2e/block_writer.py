@@ -26,8 +26,6 @@ from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 
-__all__ = ["SPECS", "WriterSettings", "command_of", "connected", "content", "registered"]
-
 # Long enough to be killed in the middle of a write.
 SPECS = (LocationSpecInfo("tp0", 1 << 20), LocationSpecInfo("tp1", 300_001))
 _BLOCKS_PER_SESSION = 12

@@ -14,12 +14,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from reclaim_site import command, metrics, remove, sum_of, until, usage_of, write
 
 from kvcm.model.uri import LocationUri
-
-__all__ = ["OutageReport", "run_outage"]
 
 _BLOCKS = 512  # that cannot be deleted
 _BATCH = 64
@@ -95,14 +93,10 @@ async def run_outage(directory: Path, name: str, seconds: float) -> OutageReport
         seconds: how long it lasts.
     """
     plans = [GroupPlan(each, (_INSTANCES[each],), 1 << 30, directory / each, delay_ms=0) for each in _INSTANCES]
-    manager = Manager(directory / "manager", {"kvcm.data_dir": str(directory / "data")})
-    with running(manager):
-        wire = manager.connect()
-        try:
+    with managers_on(directory) as (manager,):
+        async with manager.connected() as wire:
             await Site(*plans).set_up(wire)
             return await _outage(manager, wire, directory / "bad", OUTAGES[name], seconds)
-        finally:
-            await wire.close()
 
 
 async def _outage(

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from mooncake_rig import DIES_WITH_PARENT
 
-__all__ = ["Host", "Network", "why_no_hosts"]
-
 _MEMORY_BYTES = 256 << 20
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -22,8 +22,6 @@ from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes
 
-__all__ = ["PHASES", "HostsReport", "run_hosts"]
-
 _FAILING = ("steady", "cut", "mended", "removed", "booting", "booted", "killed", "settled")
 PHASES = ("alone", *_FAILING, "audit", "audit again")
 _FIRST_KEY = 900_000_000  # of the steps without load

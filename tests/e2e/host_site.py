@@ -16,13 +16,12 @@ from host_engine import command_of as engine_command
 from host_networks import Host, Network
 from manager_site import GroupPlan, Manager
 from site_operator import command_of as operator_command
+from waiting import until
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
-
-__all__ = ["HOSTS", "NOBODY", "PATIENCE_SECONDS", "HostSite"]
 
 HOSTS, NOBODY = ("a", "b"), "nobody"
 """Hosts with a pool, and the engine that names no host."""
@@ -138,9 +137,7 @@ class HostSite:
     def until(self, condition: Callable[[], bool], what: str) -> float:
         """Wait; returns how long that took."""
         begin = time.monotonic()
-        while not condition():
-            assert time.monotonic() < begin + PATIENCE_SECONDS, f"not within {PATIENCE_SECONDS} s: {what}"
-            time.sleep(0.02)
+        until(condition, what, PATIENCE_SECONDS)
         return time.monotonic() - begin
 
     def close(self) -> None:

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-__all__ = ["Block", "History", "Outcome", "Removal", "Write"]
-
 Block = tuple[str, int]
 """Instance and block key."""
 

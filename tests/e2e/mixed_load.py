@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -20,20 +20,6 @@ from manager_site import BLOCK_BYTES, Site, Wire, code_of
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
-
-__all__ = [
-    "MIXED",
-    "Client",
-    "Load",
-    "Read",
-    "Sent",
-    "bytes_of",
-    "bytes_stored",
-    "finish_later",
-    "metas_of",
-    "served_blocks",
-    "store_bytes",
-]
 
 MIXED = (0.66, 0.18, 0.145, 0.015)
 _MOST_BLOCKS = 24
@@ -106,6 +92,26 @@ class Load:
     def blocks(self) -> list[Block]:
         """Every block that there may be."""
         return [(instance, key) for instance in self.site.instances for key in self.keys]
+
+    def start(
+        self,
+        wires: Sequence[Wire],
+        clients: int,
+        random: Random,
+        pause_seconds: float = 0.0,
+        shares: Sequence[float] = MIXED,
+    ) -> asyncio.Future[Any]:
+        """Start clients, spread over managers; the load is over when the result is there."""
+        work = (
+            Client(self, wires[number % len(wires)], Random(random.random()), pause_seconds, shares).run()
+            for number in range(clients)
+        )
+        return asyncio.gather(*work)
+
+    async def end(self, work: asyncio.Future[Any]) -> None:
+        """Let clients stop before their next request."""
+        self.is_over = True
+        await work
 
     def outcomes(self) -> Counter[str]:
         """Count requests by call and code."""
@@ -281,6 +287,12 @@ def bytes_stored(uri: str) -> bytes:
         file.seek(place.offset)
         return file.read(place.size)
     return b""
+
+
+def without_bytes(served: Mapping[Block, str]) -> list[str]:
+    """Return the served blocks whose bytes are not those that were written."""
+    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
+    return [f"{block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
 
 
 async def served_blocks(wire: Wire, load: Load, *, peek: bool = True) -> dict[Block, str]:

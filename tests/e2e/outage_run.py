@@ -15,7 +15,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -29,20 +29,17 @@ from outage_engine import command_of as engine_command
 from outage_storages import OUTAGES, Outage, file_storage
 from reclaim_site import command
 from site_operator import command_of as operator_command
+from waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
-
-__all__ = ["PHASES", "PROBE_SECONDS", "OutageReport", "run_outage"]
 
 _GENERATOR = str(Path(__file__).with_name("outage_generator.py"))  # importing it would take seconds, and torch
 PHASES = ("seed", "before", "unnoticed", "down", "returning", "settling", "after", "restored", "audit")
 PROBE_SECONDS = {"interval": 0.2, "timeout": 1.0}
 _DEADLINE_SECONDS = 2.0  # of loads and saves
-_PATIENCE_SECONDS = 40.0
 _QUOTA_BYTES = 1 << 33
 _READ_PAUSE_SECONDS, _WRITE_PAUSE_SECONDS = 0.05, 0.15
-_LOOK_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -125,8 +122,7 @@ class _Fleet:
 
 @contextlib.contextmanager
 def _started(manager: Manager, outage: Outage, directory: Path, engines: int, seed: int) -> Iterator[_Fleet]:
-    ports = {name: manager.settings[f"kvcm.service.{name}"] for name in ("rpc_port", "admin_rpc_port")}
-    address, log = f"127.0.0.1:{ports['rpc_port']}", directory / "engines.log"
+    address, log = manager.address(), directory / "engines.log"
     started: list[Process] = []
 
     def start(command_line: Sequence[str]) -> Process:
@@ -134,7 +130,7 @@ def _started(manager: Manager, outage: Outage, directory: Path, engines: int, se
         return started[-1]
 
     try:
-        watcher = start(operator_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        watcher = start(operator_command(manager.address("admin_rpc_port")))
         watcher.ask("set_up", storages=_storages(outage, directory), groups=_groups())
         pauses = (_READ_PAUSE_SECONDS, _WRITE_PAUSE_SECONDS)
         settings = [
@@ -192,7 +188,7 @@ class _Course:
             engine.ask("finish_earlier")
         begin = time.monotonic()
         self._outage.leave()
-        self._until(lambda: self._health() == "SH_DOWN", "the manager shows the storage as down")
+        until(lambda: self._health() == "SH_DOWN", "the manager shows the storage as down")
         self._report.down_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="down")
         self._check_command_line("SH_DOWN")
@@ -202,12 +198,12 @@ class _Course:
         self._fleet.ask("enter", phase="returning")
         self._outage.come_back()
         begin = time.monotonic()
-        self._until(lambda: self._health() == "SH_UP", "the manager shows the storage as up")
+        until(lambda: self._health() == "SH_UP", "the manager shows the storage as up")
         self._report.up_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="settling")
         begin = time.monotonic()
         engines = self._fleet.engines
-        self._until(lambda: all(each.ask("works_with", storage=AWAY) for each in engines), "all engines are back")
+        until(lambda: all(each.ask("works_with", storage=AWAY) for each in engines), "all engines are back")
         self._report.settled_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="after")
         self._check_command_line("SH_UP")
@@ -216,7 +212,7 @@ class _Course:
     def _pass(self, seconds: float) -> None:
         """Let time pass, and more of it until every engine did something in this phase."""
         time.sleep(seconds)
-        self._until(lambda: all(self._fleet.ask("has_worked")), "all engines did something")
+        until(lambda: all(self._fleet.ask("has_worked")), "all engines did something")
 
     def _audit(self) -> None:
         for engine in self._fleet.engines:
@@ -255,9 +251,3 @@ class _Course:
         states = {each["name"]: each["health"] for each in json.loads(listed.stdout)["storages"]}
         if states[AWAY] != state:
             self._report.wrong.append(f"kvcm storage list shows {states[AWAY]} when it is {state}")
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {_PATIENCE_SECONDS} s: {what}"
-            time.sleep(_LOOK_SECONDS)

@@ -17,8 +17,6 @@ from mooncake_rig import Process, Site, missing  # noqa: E402
 
 from kvcm.protocol import admin_service_pb2 as admin_pb  # noqa: E402
 
-__all__ = ["OUTAGES", "Outage", "file_storage", "impossible"]
-
 _KEYS_PER_FILE = 4
 _OWNED_BYTES = 512 << 20
 _OPERATIONS = (

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from key_history import Block, History, Outcome, Write
 from mixed_load import Read
 
-__all__ = ["ReadVerdict", "certain_bytes", "judge_reads"]
-
 
 @dataclass(slots=True)
 class ReadVerdict:

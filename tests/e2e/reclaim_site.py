@@ -16,8 +16,6 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 
-__all__ = ["command", "metrics", "remaining_bytes", "remove", "set_mark", "sum_of", "until", "usage_of", "write"]
-
 
 async def usage_of(wire: Wire, group: str) -> Any:
     """Return what a group uses in total, and its marks."""

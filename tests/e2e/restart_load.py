@@ -22,8 +22,6 @@ from google.protobuf import json_format
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-__all__ = ["Client", "GrpcPort", "HttpPort", "Load", "NotCarriedOutError", "Way"]
-
 _DEADLINE_SECONDS = 60.0
 _PAUSE_SECONDS = 0.01
 _RETRY_SECONDS = 0.05

@@ -8,14 +8,12 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager_site import GroupPlan, Manager, Site, running
+from manager_site import GroupPlan, Manager, Site, managers_on
 from restart_load import Client, Load, Way
-
-__all__ = ["RestartReport", "restart_under_load", "stop_twice", "stop_while_loading"]
 
 _CAPACITY_BYTES = 1 << 40
 _STOP_SECONDS = 60.0
@@ -52,14 +50,6 @@ class RestartReport:
     longest_seconds: float = 0.0
 
 
-@contextlib.contextmanager
-def _managers(directory: Path, uri: str, count: int, settings: dict[str, str]) -> Iterator[list[Manager]]:
-    place = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
-    managers = [Manager(directory / f"manager{number}", {**place, **settings}) for number in range(count)]
-    with running(*managers):
-        yield managers
-
-
 async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, rounds: int = 3) -> RestartReport:
     """Stop and start managers by turns while clients work.
 
@@ -70,10 +60,10 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
         rounds: how many stops.
     """
     report, load = RestartReport(), Load()
-    with _managers(directory, uri, managers, {}) as running_managers:
+    with managers_on(directory, uri, managers) as running_managers:
         clients = _clients(load, running_managers)
         site = Site(GroupPlan("restart", tuple(client.instance for client in clients), _CAPACITY_BYTES))
-        await _set_up(site, running_managers[0])
+        await site.set_up_at(running_managers[0])
         await asyncio.sleep(_RELOAD_SECONDS)
         tasks = [asyncio.create_task(client.run()) for client in clients]
         for number in range(rounds):
@@ -89,12 +79,6 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
             _note_end(report, manager, manager.stop())
     _add(report, load)
     return report
-
-
-async def _set_up(site: Site, manager: Manager) -> None:
-    wire = manager.connect()
-    await site.set_up(wire)
-    await wire.close()
 
 
 def _clients(load: Load, managers: list[Manager]) -> list[Client]:
@@ -203,8 +187,8 @@ async def stop_while_loading(directory: Path, blocks: int, stops: int, seed: int
         seed: of the moments.
     """
     report, load, moments = RestartReport(), Load(blocks=4096), random.Random(seed)
-    with _managers(directory, "", 1, {}) as (manager,):
-        await _set_up(Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)), manager)
+    with managers_on(directory) as (manager,):
+        await Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)).set_up_at(manager)
         client = Client(load, Way("grpc", int(manager.settings["kvcm.service.rpc_port"]), 0), "client0")
         while len(client.confirmed) * load.blocks < blocks:
             await client.write_and_read()
@@ -261,8 +245,8 @@ async def stop_twice(directory: Path, stops: int) -> RestartReport:
     """
     report, load = RestartReport(), Load()
     settings = {"kvcm.service.drain_delay_ms": "3600000", "kvcm.store.fsync": "always"}
-    with _managers(directory, "", 1, settings) as (manager,):
-        await _set_up(Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)), manager)
+    with managers_on(directory, settings=settings) as (manager,):
+        await Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)).set_up_at(manager)
         client = Client(load, Way("grpc", int(manager.settings["kvcm.service.rpc_port"]), 0), "client0")
         for _ in range(stops):
             await client.write_and_read()

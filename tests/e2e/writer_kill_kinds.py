@@ -22,8 +22,6 @@ from mooncake_rig import Site, missing
 from kvcm.connectors.node import DEFAULT_POOL_DIRECTORY
 from kvcm.protocol import admin_service_pb2 as pb
 
-__all__ = ["KINDS", "impossible", "kill_writers"]
-
 _PACKED_KEYS = 8
 _LEASE_SECONDS = 5.0  # the default of Mooncake: a busy machine takes its time to read
 _OWNED_BYTES = 1 << 31

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from kvcm.optimizer.pooling import Engines, Router
 from kvcm.optimizer.trace import Trace
 
-__all__ = ["PoolingModel"]
-
 
 class Cache:
     """An LRU cache; one of capacity 0 holds nothing."""
