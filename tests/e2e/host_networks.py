@@ -11,9 +11,11 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import DIES_WITH_PARENT
 
 _MEMORY_BYTES = 256 << 20
