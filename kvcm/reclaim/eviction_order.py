@@ -331,13 +331,13 @@ class LiveOrder:
 
     def _begin(self, rows: Rows) -> Iterator[None]:
         self._rows = rows
-        pages: list[list[_Ranked]] = []
+        batches: list[list[_Ranked]] = []
         for first in range(0, len(rows), _STEP_ROWS):
             resident = filter(rows.is_resident, range(first, min(first + _STEP_ROWS, len(rows))))
-            pages.append(sorted(map(self._ranked, resident), key=_place))
+            batches.append(sorted(map(self._ranked, resident), key=_place))
             yield
         # Sorting all at once would be one step, of seconds where there are millions.
-        for number, (_, _, _, row, lane, fact) in enumerate(heapq.merge(*pages, key=_place)):
+        for number, (_, _, _, row, lane, fact) in enumerate(heapq.merge(*batches, key=_place)):
             lane.policy.restore(row, fact.key, fact.summary)
             self._enter(row, lane.number, fact.size_bytes)
             if number % _STEP_ROWS == _STEP_ROWS - 1:
@@ -440,7 +440,7 @@ class LiveOrder:
         self._put(to, number, self._sizes[row] if self._has_budgets else 0)
 
     def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
-        self._make_room(max(rows))
+        self._reserve_slots(max(rows))
         lane_of_row = self._lane_of_row
         if self._counts_reads:
             for row in rows:
@@ -473,7 +473,7 @@ class LiveOrder:
             self._lanes.count(self._lanes[number], size_bytes)
 
     def _put(self, row: int, number: int, size_bytes: int) -> None:
-        self._make_room(row)
+        self._reserve_slots(row)
         self._lane_of_row[row] = number
         if self._has_budgets:
             missing = row + 1 - len(self._sizes)
@@ -481,7 +481,7 @@ class LiveOrder:
                 self._sizes.extend([0] * missing)
             self._sizes[row] = size_bytes
 
-    def _make_room(self, row: int) -> None:
+    def _reserve_slots(self, row: int) -> None:
         missing = row + 1 - len(self._lane_of_row)
         if missing > 0:
             self._lane_of_row.extend([_NO_QUEUE] * missing)
@@ -542,7 +542,7 @@ class WindowOrder:
         self._slot_of_key: dict[int, int] = {}
         self._parents: list[int | None] = []
         self._lanes = self._new_queues()
-        self._asked: int | None = None
+        self._last_candidate: int | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -583,7 +583,7 @@ class WindowOrder:
         takes all."""
         self._slots = [self._facts(key, record, accesses[key]) for key, record in records.items()]
         self._slot_of_key = {facts.key: slot for slot, facts in enumerate(self._slots)}
-        self._asked = None
+        self._last_candidate = None
         self._children = Counter(record.parent for record in records.values() if record.parent is not None)
         self._parents = [record.parent for record in records.values()]
         self._lane_of_slot = [0] * len(self._slots)
@@ -628,7 +628,7 @@ class WindowOrder:
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks of the window in the order in which they are to go."""
         for candidate in self._lanes.candidates(is_over_budget):
-            self._asked = self._slot_of_key[candidate.key]
+            self._last_candidate = self._slot_of_key[candidate.key]
             yield candidate
 
     def expired(self, now: float) -> Iterator[Candidate]:
@@ -650,9 +650,9 @@ class WindowOrder:
 
     async def settle(self) -> None:
         """Send blocks that had a second chance, and are older than the last candidate, to the hot end."""
-        if self._asked is None:  # none was asked for, or for its age only
+        if self._last_candidate is None:  # none was asked for, or for its age only
             return
-        last = self._slots[self._asked].summary.written_at
+        last = self._slots[self._last_candidate].summary.written_at
         spent = {
             facts.key: 0 for facts in self._slots if self._has_second_chance(facts) and facts.summary.written_at <= last
         }
@@ -812,45 +812,45 @@ class EvictionOrders:
         self.by_uid: Mapping[int, Order] = {}
         self.expiring: Collection[int] = ()
 
-    def update(self, custodies: Iterable[IndexHandle], limits: Limits) -> None:
+    def update(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
         """Bring the orders up to date. A new policy reads the whole index once, in one piece.
 
         Args:
-            custodies: all instances; the others are forgotten.
+            handles: all instances; the others are forgotten.
             limits: above the groups.
         """
-        run_to_end(self._steps(custodies, limits))
+        run_to_end(self._steps(handles, limits))
 
-    async def build(self, custodies: Iterable[IndexHandle], limits: Limits) -> None:
+    async def build(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
         """Do `follow` while nothing is served yet, and let others run meanwhile: they must not change any index."""
-        for _ in self._steps(custodies, limits):
+        for _ in self._steps(handles, limits):
             await asyncio.sleep(0)
 
-    def _steps(self, custodies: Iterable[IndexHandle], limits: Limits) -> Iterator[None]:
+    def _steps(self, handles: Iterable[IndexHandle], limits: Limits) -> Iterator[None]:
         above = _OuterLimits.of(limits)
         is_as_before, current = above == self._above, {}
-        for custody in custodies:
-            group = self._find_group(custody.instance.instance_group_name)
-            known = self._followed.get(custody.uid)
+        for handle in handles:
+            group = self._find_group(handle.instance.instance_group_name)
+            known = self._followed.get(handle.uid)
             if known is None or known.group is not group or not is_as_before:
-                known = yield from self._decide(custody, group, above, known.order if known is not None else None)
-            current[custody.uid] = known
+                known = yield from self._decide(handle, group, above, known.order if known is not None else None)
+            current[handle.uid] = known
         self._above, self._followed = above, current
         self.by_uid = {uid: each.order for uid, each in current.items() if each.order is not None}
         self.expiring = {uid for uid, each in current.items() if each.expires}
 
     def _decide(
-        self, custody: IndexHandle, group: InstanceGroup | None, above: _OuterLimits, order: Order | None
+        self, handle: IndexHandle, group: InstanceGroup | None, above: _OuterLimits, order: Order | None
     ) -> Generator[None, None, _OrderEntry]:
-        plan = OrderPlan.of(group, custody.instance.instance_id) if group is not None else None
+        plan = OrderPlan.of(group, handle.instance.instance_id) if group is not None else None
         if group is not None and plan is not None and (plan.expires or above.gives_marks(group)):
             if order is None or order.plan != plan:
-                order = yield from self._new_order(custody.meta_index, plan)
+                order = yield from self._new_order(handle.meta_index, plan)
         elif order is not None:
-            custody.meta_index.observe(None)
+            handle.meta_index.observe(None)
             order = None
         expires = order is not None and order.plan.expires
-        return _OrderEntry(group, order, expires, _round_seconds(custody, group, expires=expires))
+        return _OrderEntry(group, order, expires, _round_seconds(handle, group, expires=expires))
 
     def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, Order]:
         live = yield from LiveOrder.over(index, plan)
@@ -864,9 +864,9 @@ class EvictionOrders:
         )
 
 
-def _round_seconds(custody: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:
+def _round_seconds(handle: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:
     wanted = group.cache_config.reclaim_strategy.trigger_period_seconds if group is not None else 0
     seconds = wanted or TRIGGER_SECONDS
     if expires:  # no write tells of an age that was reached
         seconds = min(seconds, TRIGGER_SECONDS)
-    return min(seconds, _SHARED_SECONDS) if custody.meta_index.is_shared else seconds
+    return min(seconds, _SHARED_SECONDS) if handle.meta_index.is_shared else seconds

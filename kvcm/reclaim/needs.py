@@ -67,14 +67,14 @@ class InstanceUsage:
     max_keys: int
 
     @classmethod
-    def of(cls, custody: IndexHandle, group: InstanceGroup) -> InstanceUsage:
+    def of(cls, handle: IndexHandle, group: InstanceGroup) -> InstanceUsage:
         """Return what an index of a group holds now."""
-        index = custody.meta_index
+        index = handle.meta_index
         deleting = index.deleting_bytes
         remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
         keys = index.key_count - index.deleting_keys
         max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
-        return cls(custody.uid, custody.instance, group, remaining, keys, max_keys)
+        return cls(handle.uid, handle.instance, group, remaining, keys, max_keys)
 
     def bytes(self, wanted: PlaceFilter) -> int:
         """Return the bytes at wanted places."""
@@ -133,21 +133,21 @@ class UsageReader:
     def __init__(self) -> None:
         self._known: dict[int, _CachedUsage] = {}
 
-    def of(self, custodies: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
+    def of(self, handles: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
         """Return what each index holds now; of what did not change the very same object as before.
 
         Args:
-            custodies: all indexes, each with its group: what is left out is forgotten.
+            handles: all indexes, each with its group: what is left out is forgotten.
         """
         known, self._known = self._known, {}
-        return [self._of(custody, group, known.get(custody.uid)) for custody, group in custodies]
+        return [self._of(handle, group, known.get(handle.uid)) for handle, group in handles]
 
-    def _of(self, custody: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
-        index = custody.meta_index
+    def _of(self, handle: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
+        index = handle.meta_index
         if known is None or not known.is_of(index, group):
-            known = _CachedUsage(index, index.generation, InstanceUsage.of(custody, group))
+            known = _CachedUsage(index, index.generation, InstanceUsage.of(handle, group))
         if not index.is_shared:
-            self._known[custody.uid] = known
+            self._known[handle.uid] = known
         return known.holding
 
 

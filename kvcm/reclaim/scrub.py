@@ -80,16 +80,14 @@ class StorageScrubber:
     """Scrubs storages.
 
     Args:
-        custodian: knows the indexes.
+        provider: knows the indexes.
         storages: the open storages.
         clock: time source.
         cluster_id: of this deployment.
     """
 
-    def __init__(
-        self, custodian: _ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str
-    ) -> None:
-        self._custodian = custodian
+    def __init__(self, provider: _ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str) -> None:
+        self._provider = provider
         self._storages = storages
         self._clock = clock
         self._cluster_id = cluster_id
@@ -120,7 +118,7 @@ class StorageScrubber:
         self._running.add(storage)
         try:
             oldest = self._clock.now() - (min_age_seconds or _DEFAULT_AGE_SECONDS)
-            scrub = _Scrub(self._custodian, backend, cluster_id or self._cluster_id, oldest, dry_run=dry_run)
+            scrub = _Scrub(self._provider, backend, cluster_id or self._cluster_id, oldest, dry_run=dry_run)
             report = await scrub.run()
         finally:
             self._running.discard(storage)
@@ -145,7 +143,7 @@ class _Scrub:
     """One scrub.
 
     Args:
-        custodian: knows the indexes.
+        provider: knows the indexes.
         backend: the storage.
         cluster_id: whose objects.
         oldest: unix seconds; what changed later is too young.
@@ -153,9 +151,9 @@ class _Scrub:
     """
 
     def __init__(
-        self, custodian: _ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
+        self, provider: _ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
     ) -> None:
-        self._custodian = custodian
+        self._provider = provider
         self._backend = backend
         self._cluster_id = cluster_id
         self._oldest = oldest
@@ -165,24 +163,24 @@ class _Scrub:
 
     async def run(self) -> ScrubReport:
         await self._check_instances()
-        async for page in self._backend.objects(self._cluster_id):
-            await self._collect(page)
+        async for batch in self._backend.objects(self._cluster_id):
+            await self._collect(batch)
         await self._check_suspects()
         return ScrubReport(**self._counts)
 
     async def _check_instances(self) -> None:
-        unreadable = await self._custodian.unreadable_instances()
+        unreadable = await self._provider.unreadable_instances()
         if unreadable:
             raise StorageIOError(
                 f"{len(unreadable)} stored instances cannot be read, {unreadable[0]!r} for one, so their objects would "
                 "look like orphans: run `kvcm index verify` first"
             )
 
-    async def _collect(self, page: ObjectBatch) -> None:
-        self._counts["objects"] += len(page.objects)
-        self._counts["bytes"] += sum(each.size_bytes for each in page.objects)
-        self._counts["failed"] += page.failed
-        unknown = await self._not_by_first_block(page.objects)
+    async def _collect(self, batch: ObjectBatch) -> None:
+        self._counts["objects"] += len(batch.objects)
+        self._counts["bytes"] += sum(each.size_bytes for each in batch.objects)
+        self._counts["failed"] += batch.failed
+        unknown = await self._not_by_first_block(batch.objects)
         self._suspects += [each for each in unknown if _is_suspect(each.name)]
         await self._delete_orphans([each for each in unknown if not _is_suspect(each.name)])
         if len(self._suspects) >= _MOST_SUSPECTS:
@@ -220,10 +218,10 @@ class _Scrub:
             if owner is not None:
                 by_key[owner[0]][owner[1]].add(each.name)
         known: set[str] = set()
-        for custody in self._custodian.indexes():
-            wanted = by_key.get(path_component(custody.instance_id))
+        for handle in self._provider.indexes():
+            wanted = by_key.get(path_component(handle.instance_id))
             if wanted:
-                async for key, record in _records(custody.meta_index, list(wanted)):
+                async for key, record in _records(handle.meta_index, list(wanted)):
                     known |= wanted[key].intersection(_objects_of(key, record))
         return [each for each in objects if each.name not in known]
 
@@ -232,10 +230,10 @@ class _Scrub:
         names: defaultdict[str, set[str]] = defaultdict(set)
         for each in objects:
             names[each.name.partition("/")[0]].add(each.name)
-        for custody in list(self._custodian.indexes()) if objects else ():
-            unknown = [some for name in (path_component(custody.instance_id), "") if (some := names.get(name))]
+        for handle in list(self._provider.indexes()) if objects else ():
+            unknown = [some for name in (path_component(handle.instance_id), "") if (some := names.get(name))]
             if unknown:
-                await _discard_known(custody.meta_index, unknown)
+                await _discard_known(handle.meta_index, unknown)
         return [each for each in objects if each.name in names[each.name.partition("/")[0]]]
 
 
@@ -245,8 +243,8 @@ def _is_suspect(name: str) -> bool:
 
 
 async def _discard_known(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
-    async for page in index.scan():
-        async for key, record in _records(index, page):
+    async for batch in index.scan():
+        async for key, record in _records(index, batch):
             known = list(_objects_of(key, record))
             for names in unknown:
                 names.difference_update(known)
@@ -257,8 +255,8 @@ async def _discard_known(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
 async def _records(index: MetaIndex, keys: Sequence[int]) -> AsyncIterator[tuple[int, BlockRecord]]:
     """Yield the records of blocks, giving way to other requests in between."""
     for start in range(0, len(keys), _SLICE):
-        page = keys[start : start + _SLICE]
-        for key, record in zip(page, await index.get(page), strict=True):
+        batch = keys[start : start + _SLICE]
+        for key, record in zip(batch, await index.get(batch), strict=True):
             if record is not None:
                 yield key, record
         await asyncio.sleep(0)

@@ -150,12 +150,12 @@ class Chains:
         self._families: dict[int, Sequence[int]] = {}
         self._chosen: dict[int, frozenset[str]] = {}
         self._around: Collection[int] = ()
-        self._looked = 0
+        self._blocks_read = 0
 
     def take_read_count(self) -> int:
         """Return how many blocks were looked at to see whether they are living, since this was asked last."""
-        looked, self._looked = self._looked, 0
-        return looked
+        blocks_read, self._blocks_read = self._blocks_read, 0
+        return blocks_read
 
     @property
     def is_shared(self) -> bool:
@@ -210,7 +210,7 @@ class Chains:
 
     async def living(self, keys: Sequence[int]) -> list[tuple[int, BlockRecord]]:
         """Return those of the blocks that are still there for readers or writers."""
-        self._looked += len(keys)
+        self._blocks_read += len(keys)
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 
@@ -511,21 +511,21 @@ class ScanState:
     def __init__(self) -> None:
         self.reach = Scope.AS_COLD
         self.climbed: set[tuple[int, int]] = set()
-        self._walks: dict[int, Iterator[Candidate]] = {}
+        self._iterators: dict[int, Iterator[Candidate]] = {}
         self._heads: dict[int, Candidate | None] = {}
 
     def head(self, source: Source) -> Candidate | None:
         """Return the candidate of a source, None when it has no more."""
         uid = source.holding.uid
-        if uid not in self._walks:
-            self._walks[uid] = source.order.candidates(source.is_over_budget)
+        if uid not in self._iterators:
+            self._iterators[uid] = source.order.candidates(source.is_over_budget)
             self.advance(source)
         return self._heads[uid]
 
     def advance(self, source: Source) -> None:
         """Go on to the next candidate of a source."""
         uid = source.holding.uid
-        self._heads[uid] = next(self._walks[uid], None)
+        self._heads[uid] = next(self._iterators[uid], None)
 
     def widen(self) -> bool:
         """Begin again and go further; False when that is not possible."""
@@ -533,13 +533,13 @@ class ScanState:
             return False
         self.reach = Scope(self.reach + 1)
         self.climbed.clear()
-        self._walks.clear()
+        self._iterators.clear()
         self._heads.clear()
         return True
 
 
 async def select_victims(
-    goal: Goal, sources: Sequence[Source], shares: ShareOrder, taker: VictimSink, walk: ScanState
+    goal: Goal, sources: Sequence[Source], shares: ShareOrder, sink: VictimSink, scan: ScanState
 ) -> list[Victim]:
     """Choose victims.
 
@@ -547,23 +547,23 @@ async def select_victims(
         goal: what they are for.
         sources: where from.
         shares: whose turn it is.
-        taker: told of each.
-        walk: where the last batch of this look stopped.
+        sink: told of each.
+        scan: where the last batch of this look stopped.
     """
-    choice = _Selection(goal, shares, taker, walk)
+    choice = _Selection(goal, shares, sink, scan)
     for source in sources:
         if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
             await choice.thin(source)
     while not choice.victims:
         await choice.select(sources)
-        if not choice.victims and not walk.widen():
+        if not choice.victims and not scan.widen():
             break
     return choice.victims
 
 
-async def select_expired(goal: Goal, source: Source, taker: VictimSink) -> list[Victim]:
+async def select_expired(goal: Goal, source: Source, sink: VictimSink) -> list[Victim]:
     """Choose what has reached its age and is not followed by anything that has not."""
-    choice = _Selection(goal, ShareOrder(goal.need, goal.now), taker, ScanState())
+    choice = _Selection(goal, ShareOrder(goal.need, goal.now), sink, ScanState())
     await choice.expire(source)
     return choice.victims
 
@@ -571,17 +571,17 @@ async def select_expired(goal: Goal, source: Source, taker: VictimSink) -> list[
 class _Selection:
     """Victims as they are chosen."""
 
-    def __init__(self, goal: Goal, shares: ShareOrder, taker: VictimSink, walk: ScanState) -> None:
+    def __init__(self, goal: Goal, shares: ShareOrder, sink: VictimSink, scan: ScanState) -> None:
         self.victims: list[Victim] = []
-        self._walk = walk
-        self._looks = 0
+        self._scan = scan
+        self._candidates_seen = 0
         self._need = goal.need
         self._left = goal.amount
         self._bytes_left = goal.most_bytes
         self._most = goal.most
         self._now = goal.now
         self._shares = shares
-        self._taker = taker
+        self._sink = sink
 
     def is_enough(self) -> bool:
         return min(self._left, self._bytes_left) <= 0 or len(self.victims) >= self._most
@@ -590,22 +590,22 @@ class _Selection:
         """Take whole blocks, each time from the source whose turn it is."""
         while not self.is_enough():
             await self._yield_to_requests(sources)
-            heads = [(source, head) for source in sources if (head := self._walk.head(source)) is not None]
+            heads = [(source, head) for source in sources if (head := self._scan.head(source)) is not None]
             if not heads:
                 return
             turn = self._shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
             source, head = heads[turn]
             await self._select_with_tail(source, head)
             if not self.is_enough():  # else this candidate may have more to give
-                self._walk.advance(source)
+                self._scan.advance(source)
 
     async def _yield_to_requests(self, sources: Sequence[Source]) -> None:
         """Let requests run where many candidates are of no help, or one has many followers; what was read of them may
         be old then."""
-        self._looks += 1 + sum([source.chains.take_read_count() for source in sources])
-        if self._looks >= _CANDIDATES_WITHOUT_YIELD:
-            self._looks = 0
-            await self._taker.yield_to_requests()
+        self._candidates_seen += 1 + sum([source.chains.take_read_count() for source in sources])
+        if self._candidates_seen >= _CANDIDATES_WITHOUT_YIELD:
+            self._candidates_seen = 0
+            await self._sink.yield_to_requests()
             for source in sources:
                 await source.chains.renew()
 
@@ -646,7 +646,7 @@ class _Selection:
 
     async def _select_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
         """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
-        if self._walk.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
+        if self._scan.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
             return
         tail = _TailFirst(source.chains, head.key)
         leaf = await tail.next()
@@ -659,7 +659,7 @@ class _Selection:
 
     async def _select_parent(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """A block has nothing more that helps, and an order that names ends of chains only names none before it."""
-        climbed, uid = self._walk.climbed, source.holding.uid
+        climbed, uid = self._scan.climbed, source.holding.uid
         while record.parent is not None and (uid, record.parent) not in climbed and not self.is_enough():
             key, parent = record.parent, await source.chains.record(record.parent)
             if parent is None:
@@ -668,7 +668,7 @@ class _Selection:
                 if not await self._is_in_scope(source, key, head):
                     return
                 self._evict(source, key, parent, head.policy)
-            elif self._walk.reach is Scope.DESCENDANTS and self._useful_locations(source, key, parent):
+            elif self._scan.reach is Scope.DESCENDANTS and self._useful_locations(source, key, parent):
                 await self._select_tail(source, head._replace(key=key))
                 return
             climbed.add((uid, key))  # writers can make two blocks each other's parents
@@ -689,7 +689,7 @@ class _Selection:
         return sum(any(self._need.filter(each.place) for each in some) for some in places) > 1
 
     async def _is_in_scope(self, source: Source, key: int, head: Candidate) -> bool:
-        return self._walk.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
+        return self._scan.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
 
     async def expire(self, source: Source) -> None:
         """Take what has reached its age, the tail of a chain first; what others follow that have not stays for them."""
@@ -719,7 +719,7 @@ class _Selection:
         helping = [each for each in free if self._need.filter(each.place)]
         if helping:
             going = _locations_to_evict(source.holding.instance, free, helping)
-        elif self._walk.reach is Scope.DESCENDANTS and free:
+        elif self._scan.reach is Scope.DESCENDANTS and free:
             going = free
         else:
             return
@@ -735,7 +735,7 @@ class _Selection:
     def _add(self, source: Source, eviction: Eviction, amount: int, size_bytes: int) -> None:
         victim = Victim(source, eviction, amount)
         self.victims.append(victim)
-        self._taker.add(victim)
+        self._sink.add(victim)
         self._shares.record(source.holding.uid, amount)
         self._left -= amount
         self._bytes_left -= size_bytes

@@ -177,7 +177,7 @@ class Leadership:
         self._seen = LeaseState("", 0)
         self._seen_until = 0.0
         self._endpoint: Endpoint | None = None
-        self._look_again_at = 0.0
+        self._observe_again_at = 0.0
 
     @property
     def is_leader(self) -> bool:
@@ -267,9 +267,9 @@ class Leadership:
     async def _refresh_nodes(self) -> None:
         await self._nodes.renew()
         leader, now = self.leader_node_id, self._clock.now()
-        if leader and (self.leader_endpoint is None or now >= self._look_again_at):
+        if leader and (self.leader_endpoint is None or now >= self._observe_again_at):
             self._endpoint = await self._nodes.find(leader)
-            self._look_again_at = now + _OBSERVE_SECONDS
+            self._observe_again_at = now + _OBSERVE_SECONDS
 
     async def demote(self) -> None:
         """Give the lease up; it is taken again at the first tick after the campaign delay.

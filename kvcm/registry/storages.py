@@ -160,13 +160,13 @@ class StorageRegistry:
 
     Args:
         opener: opens what is added.
-        shelf: where the configs are kept.
-        flush: returns when what was changed is durable.
+        cache: where the configs are kept.
+        flush: returns when all changes are durable.
     """
 
-    def __init__(self, opener: StorageOpener, shelf: DocumentCache[StorageConfig], flush: Flush) -> None:
+    def __init__(self, opener: StorageOpener, cache: DocumentCache[StorageConfig], flush: Flush) -> None:
         self._opener = opener
-        self._shelf = shelf
+        self._cache = cache
         self._flush = flush
         self._open: dict[str, StorageConfig] = {}
         # By medium, so that a corrected config does not wait for the hopeless one of that name.
@@ -219,7 +219,7 @@ class StorageRegistry:
     async def _new(self, config: StorageConfig) -> StorageConfig:
         """Return the config with its secrets, if it may be added."""
         check_storage(config)
-        known = await self._shelf.read(config.global_unique_name)
+        known = await self._cache.read(config.global_unique_name)
         config = restored(config, known)
         check_name_is_free(config, known)
         return config
@@ -228,7 +228,7 @@ class StorageRegistry:
         """Return the config with its secrets, and whether only its limit changes: then nothing has to be opened, which
         its medium may not allow now."""
         check_storage(config)
-        known = _existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        known = _existing_storage(config.global_unique_name, await self._cache.read(config.global_unique_name))
         config = restored(config, known)
         return config, _limit_of(config) != _limit_of(known) and medium_of(config) == medium_of(known)
 
@@ -237,7 +237,7 @@ class StorageRegistry:
             check_name_is_free(config, known)  # somebody may have added it meanwhile
             return config
 
-        await self._shelf.change(config.global_unique_name, decide)
+        await self._cache.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
 
     async def _replace_limit(self, config: StorageConfig) -> None:
@@ -253,7 +253,7 @@ class StorageRegistry:
             check_same_type(config, known)
             return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
-        await self._shelf.change(config.global_unique_name, decide)
+        await self._cache.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
 
     async def _changed(self, config: StorageConfig, prepared: Any) -> None:
@@ -335,20 +335,20 @@ class StorageRegistry:
 
     async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
         """Change what needs no medium."""
-        await self._shelf.change(name, decide)
+        await self._cache.change(name, decide)
         self._is_current(name)
         await self._flush()
 
     def drains(self) -> list[StorageDrain]:
         """Return the storages that are to be emptied or forgotten, ordered by name."""
-        if self._drains[0] != self._shelf.generation:
-            drains = (_drain_of(config) for config in self._shelf.all())
-            self._drains = self._shelf.generation, tuple(drain for drain in drains if drain is not None)
+        if self._drains[0] != self._cache.generation:
+            drains = (_drain_of(config) for config in self._cache.all())
+            self._drains = self._cache.generation, tuple(drain for drain in drains if drain is not None)
         return list(self._drains[1])
 
     def find_draining(self, drain: StorageDrain) -> StorageConfig | None:
         """Return the storage of a drain that this manager has not heard the end of, None of one that is over."""
-        known = self._shelf.get(drain.name)
+        known = self._cache.get(drain.name)
         return known if known is not None and _drain_of(known) == drain else None
 
     def check_new(self, config: StorageConfig) -> None:
@@ -360,11 +360,11 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
         """
         check_storage(config)
-        check_name_is_free(config, self._shelf.get(config.global_unique_name))
+        check_name_is_free(config, self._cache.get(config.global_unique_name))
 
     def all(self) -> list[StorageConfig]:
         """Return all storages, ordered by name."""
-        return [config for config in self._shelf.all() if not config.is_removed]
+        return [config for config in self._cache.all() if not config.is_removed]
 
     def existing(self, names: Iterable[str]) -> list[StorageConfig]:
         """Return those of `names` that exist, ordered by name."""
@@ -372,10 +372,10 @@ class StorageRegistry:
 
     def is_configured(self, name: str) -> bool:
         """Return whether there is a storage of a name, open here or not, readable by this release or not."""
-        return self._get(name) is not None or name in self._shelf.unreadable
+        return self._get(name) is not None or name in self._cache.unreadable
 
     def _get(self, name: str) -> StorageConfig | None:
-        known = self._shelf.get(name)
+        known = self._cache.get(name)
         return None if known is None or known.is_removed else known
 
     async def open_missing(self, wait_seconds: float) -> None:
@@ -385,7 +385,7 @@ class StorageRegistry:
             wait_seconds: for media to open; those that take longer go on in the background.
         """
         self._round += 1
-        wanting = [name for name in {*self._shelf.names(), *self._open} if not self._is_current(name)]
+        wanting = [name for name in {*self._cache.names(), *self._open} if not self._is_current(name)]
         media = [medium_of(config) for config in self.existing(wanting)]
         self._failures = {medium: self._failures[medium] for medium in media if medium in self._failures}
         started = [self._start_opening(medium) for medium in media if self._is_retry_due(medium)]

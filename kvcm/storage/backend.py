@@ -302,8 +302,8 @@ def packed_uris(directory: LocationUri, allocation: Allocation, keys_per_object:
         allocation, keys_per_object: as of `pack`.
     """
     uris: list[str] = []
-    for size_bytes, alike in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
-        objects = list(alike)
+    for size_bytes, run in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
+        objects = list(run)
         counts = [len(each.indexes) for each in objects] if keys_per_object > 1 else []
         uris += directory._replace(size=size_bytes).below([each.name for each in objects], counts)
     return uris

@@ -132,6 +132,9 @@ class StorageDirectory:
         self._backends: dict[str, StorageBackend] = {}
         self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
         self._ranks: dict[str, int] = {}
+        self.rank: Callable[[str], int | None] = self._ranks.get  # no frame of ours: asked for each block of a match
+        """Returns the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
+        memory pool, which is on some node only."""
         self._pool_ranks: dict[str, int] = {}  # memory of single nodes
         self._pool_ranks_on: defaultdict[str, dict[str, int]] = defaultdict(dict)  # the same, by node
         self._nodes: dict[str, str] = {}  # of pools
@@ -139,6 +142,7 @@ class StorageDirectory:
         self._enabled: set[str] = set()
         self._draining: set[str] = set()
         self._health: dict[str, StorageHealth] = {}
+        self._writable: set[str] = set()  # enabled, usable, and expected to have space
         self.generation = 0
 
     def open(self, config: StorageConfig) -> None:
@@ -238,11 +242,19 @@ class StorageDirectory:
         self._health[name] = health
         if health.is_usable is not was_usable:
             self._rebuild_ranks(name)
+        self._update_writable(name)
 
     def report_unwritable(self, name: str) -> None:
         """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
         if name in self._health:
             self._health[name] = replace(self._health[name], is_unwritable=True)
+            self._update_writable(name)
+
+    def _update_writable(self, name: str) -> None:
+        if name in self._enabled and self._health[name].is_writable:
+            self._writable.add(name)
+        else:
+            self._writable.discard(name)
 
     def _rebuild_ranks(self, name: str) -> None:
         if name in self._enabled and self._health[name].is_usable:
@@ -251,6 +263,7 @@ class StorageDirectory:
         else:
             for ranks in self._rank_tables(name):
                 ranks.pop(name, None)
+        self._update_writable(name)
         self.generation += 1
 
     def _rank_tables(self, name: str) -> tuple[dict[str, int], ...]:
@@ -283,17 +296,13 @@ class StorageDirectory:
         self._types.pop(name, None)
         self._health.pop(name, None)
         self._enabled.discard(name)
+        self._writable.discard(name)
         self._draining.discard(name)
         backend = self._backends.pop(name)
         backend.close()
         if not isinstance(backend, MempoolStorage):  # of a pool everything is in the store, until it is forgotten
             self._closed[name] = backend
         self.generation += 1
-
-    def rank(self, storage: str) -> int | None:
-        """Return the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
-        memory pool, which is on some node only."""
-        return self._ranks.get(storage)
 
     def for_node(self, node_id: str) -> StorageDirectory | NodeView:
         """Return the storages as callers on a node see them: with the memory pools of that node, and no other.
@@ -315,7 +324,7 @@ class StorageDirectory:
 
     def is_writable(self, storage: str) -> bool:
         """Return whether a new block can be expected to find room on a storage."""
-        return (storage in self._ranks or storage in self._pool_ranks) and self._health[storage].is_writable
+        return storage in self._writable
 
     def is_draining(self, storage: str) -> bool:
         """Return whether a storage is being emptied, so that nothing new may go there."""

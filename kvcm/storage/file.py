@@ -83,7 +83,7 @@ class FileStorage:
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
         self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
-        self._giver = SlotAllocator(name, self._files, self._threads)
+        self._slot_allocator = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
 
     async def allocate(self, allocation: Allocation) -> list[str]:
@@ -103,10 +103,10 @@ class FileStorage:
     async def _reused(self, allocation: Allocation) -> dict[int, str]:
         """Return the uris of parts that got a slot which others had before, by their index."""
         location_id = allocation.location_id
-        if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
+        if not self._is_packed or not self._files.free.count or not (location_id.isascii() and location_id.isalnum()):
             return {}
         parts = Parts.of(allocation.parts)
-        places = await self._giver.allocate(path_component(allocation.instance_id), parts, location_id)
+        places = await self._slot_allocator.allocate(path_component(allocation.instance_id), parts, location_id)
         return {
             index: str(LocationUri(self._scheme, self._name, path, parts.sizes[index], slot, location_id=location_id))
             for index, (path, slot) in places.items()
@@ -187,9 +187,9 @@ class FileStorage:
 
     async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
         directory = self._directory_of(cluster_id)
-        pages = object_batches(directory)
-        while (page := await self._run(lambda: next(pages, None))) is not None:
-            yield page
+        batches = object_batches(directory)
+        while (batch := await self._run(lambda: next(batches, None))) is not None:
+            yield batch
         if directory == self.directory:
             await self._run(self.check_mounted)
 
@@ -243,7 +243,7 @@ class FileStorage:
         """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
         if isinstance(previous, FileStorage) and previous.directory == self.directory:
             self._files, previous._is_succeeded = previous._files, True
-            self._giver = SlotAllocator(self._name, self._files, self._threads)
+            self._slot_allocator = SlotAllocator(self._name, self._files, self._threads)
             if previous._keys_per_file != self._keys_per_file:
                 self._files.free.clear()
 

@@ -172,24 +172,24 @@ _BATCH_OBJECTS: Final = 1000
 _BLOCK_BYTES: Final = 512
 
 
-def object_batches(directory: str, page_size: int = _BATCH_OBJECTS) -> Iterator[ObjectBatch]:
+def object_batches(directory: str, batch_size: int = _BATCH_OBJECTS) -> Iterator[ObjectBatch]:
     """Yield the objects below a deployment's directory, which may be missing. Blocks; memory does not grow with their
     number.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    page, failed = list[StoredObject](), 0
+    batch, failed = list[StoredObject](), 0
     for found in _all_objects(directory):
         if found is None:
             failed += 1
             continue
-        page.append(found)
-        if len(page) == page_size:
-            yield ObjectBatch(page, failed)
-            page, failed = [], 0
-    if page or failed:
-        yield ObjectBatch(page, failed)
+        batch.append(found)
+        if len(batch) == batch_size:
+            yield ObjectBatch(batch, failed)
+            batch, failed = [], 0
+    if batch or failed:
+        yield ObjectBatch(batch, failed)
 
 
 def remove_objects(directory: str, objects: Sequence[StoredObject]) -> list[str | None]:

@@ -180,6 +180,9 @@ class FreeSlots:
     Args:
         reuse: when slots may be handed out again.
         most: slots that are remembered; what is more makes those of the file that came first forgotten.
+
+    Attributes:
+        count: slots that are remembered.
     """
 
     def __init__(self, reuse: SlotReuse, most: int = _MOST_SLOTS) -> None:
@@ -193,10 +196,10 @@ class FreeSlots:
         # so there are never more of them than slots: a file that goes takes its own along.
         self._quarantine: OrderedDict[int, tuple[float, _File, int]] = OrderedDict()
         self._tickets = count()
-        self._count = 0
+        self.count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def deleted(self, path: str, pool: Pool, slots: Iterable[int]) -> None:
         """Take note that the bytes of slots are deleted. Their metadata may still be there."""
@@ -208,7 +211,7 @@ class FreeSlots:
                 fresh = _bits(slots) & ~file.known
                 file.mark_deleted(fresh, self._reuse.now())
                 self._change(file, deleted=file.deleted | fresh)
-            while self._count > self._most:
+            while self.count > self._most:
                 self._forget(next(iter(self._files)))
 
     def forgotten(self, path: str, slots: Iterable[int]) -> None:
@@ -277,7 +280,7 @@ class FreeSlots:
         self._files.clear()
         self._pools.clear()
         self._quarantine.clear()
-        self._count = 0
+        self.count = 0
 
     def _is_on(self) -> bool:
         """Return whether slots are handed out again at all; what was free in another term may not be any more."""
@@ -324,7 +327,7 @@ class FreeSlots:
         file.waiting = file.waiting if waiting is None else waiting
         file.ready = file.ready if ready is None else ready
         file.taken = file.taken if taken is None else taken
-        self._count += file.known.bit_count() - before
+        self.count += file.known.bit_count() - before
         if file.ready.bit_count() != ready_before:
             self._move(file, ready_before, file.ready.bit_count())
         if not file.known:
@@ -538,12 +541,12 @@ class PackedFiles:
             return
         for slot in slots:
             _punch(path, slot * wanted.size_bytes, wanted.size_bytes)
-        noted = self._record_deleted(path, slots)
+        recorded = self._record_deleted(path, slots)
         # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and
         # now they are noted once more: nobody would come for that.
         if _is_there(path):
             self._free(wanted, slots)
-        elif was_there or noted == slots:
+        elif was_there or recorded == slots:
             self._remove(path)
 
     def discard(self, wanted: SlotsOfFile) -> None:
@@ -611,12 +614,12 @@ class PackedFiles:
     def _record_deleted(self, path: str, slots: set[int]) -> set[int]:
         """Note slots, and remove the file with the last of them; return what is noted now."""
         record_deleted_slots(path, slots)
-        noted = deleted_slots(path)
-        if len(noted) >= slot_count(path):
+        recorded = deleted_slots(path)
+        if len(recorded) >= slot_count(path):
             self._remove(path)
         else:
             shorten(path)
-        return noted
+        return recorded
 
     def _free(self, wanted: SlotsOfFile, slots: set[int]) -> None:
         """Tell which slots are deleted. An import may have brought files of another deployment, which is not asked."""
@@ -762,18 +765,18 @@ class SlotAllocator:
             each for size, count in wanted.items() for each in self._files.free.acquire(Pool(instance, size), count)
         ]
 
-    async def _run(self, giving: _Handout) -> Sequence[InFile]:
+    async def _run(self, handout: _Handout) -> Sequence[InFile]:
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 # Also work that nobody waits for any more gets to a thread: it says that there are free ones again.
-                return await asyncio.shield(self._threads.run(giving.work))
+                return await asyncio.shield(self._threads.run(handout.work))
         except TimeoutError:
-            self._hanging = giving
+            self._hanging = handout
             _log.warning("free_slots_not_asked", storage=self._name, reason="no answer")
         except BaseException:  # the writer is gone
-            giving.abandon()
+            handout.abandon()
             raise
-        return giving.abandon()
+        return handout.abandon()
 
 
 class _Handout:

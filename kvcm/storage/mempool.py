@@ -351,11 +351,11 @@ class _PoolDocuments:
         self._locks = [asyncio.Lock() for _ in range(min(_LOCKS, self.count))]
         self._remembered: dict[int, bytes | None] = {}
         self._summaries: dict[int, _Summary] = {}
-        self._with_room: defaultdict[int, dict[int, None]] = defaultdict(dict)  # by size of extents
+        self._with_space: defaultdict[int, dict[int, None]] = defaultdict(dict)  # by size of extents
         self._taken_bytes = 0
         self._current: dict[int, int] = {}  # chunk that extents of a size were taken of last
         self._left: dict[int, int] = {}  # chunk that was used up before that
-        self._unseen: deque[int] = deque()
+        self._unread: deque[int] = deque()
         self._forget()
 
     def size_of(self, number: int) -> int:
@@ -376,10 +376,10 @@ class _PoolDocuments:
     def _forget(self) -> None:
         self._remembered.clear()
         self._summaries.clear()
-        self._with_room.clear()
+        self._with_space.clear()
         self._taken_bytes = 0
         first = self._random.randrange(self.count)
-        self._unseen = deque((*range(first, self.count), *range(first)))
+        self._unread = deque((*range(first, self.count), *range(first)))
 
     async def read(self, number: int) -> PoolChunk:
         """Return a chunk as it is stored now.
@@ -449,9 +449,9 @@ class _PoolDocuments:
         if len(self._remembered) > _MOST_REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
         before = self._summaries.get(number, _Summary(_UNCUT, 0))
-        self._with_room[before.extent_bytes].pop(number, None)
+        self._with_space[before.extent_bytes].pop(number, None)
         if chunk.free_count or not chunk.extent_bytes:
-            self._with_room[chunk.extent_bytes][number] = None
+            self._with_space[chunk.extent_bytes][number] = None
         self._summaries[number] = summary = _Summary(chunk.extent_bytes, chunk.allocated_bytes)
         self._taken_bytes += summary.allocated_bytes - before.allocated_bytes
 
@@ -485,12 +485,12 @@ class _PoolDocuments:
             if (number := self._find_known_chunk(extent_bytes)) is not None:
                 self._current[extent_bytes] = number
                 return number
-            while self._unseen and self._unseen[0] in self._summaries:
-                self._unseen.popleft()
-            if not self._unseen:
+            while self._unread and self._unread[0] in self._summaries:
+                self._unread.popleft()
+            if not self._unread:
                 left = self._left.get(extent_bytes, 0)
                 return left if any(left in self._fitting(cut, extent_bytes) for cut in (extent_bytes, _UNCUT)) else None
-            await self.read(self._unseen[0])
+            await self.read(self._unread[0])
 
     def avoid_chunk(self, number: int, extent_bytes: int) -> None:
         """Take the next extents of a size elsewhere if there are any: all that were free in a chunk were handed out by
@@ -501,7 +501,7 @@ class _PoolDocuments:
     def _find_known_chunk(self, extent_bytes: int) -> int | None:
         """One that is cut so already, else one that is all free; at random, so that managers rarely meet."""
         current = self._current.get(extent_bytes)
-        if current in self._with_room[extent_bytes]:
+        if current in self._with_space[extent_bytes]:
             return current
         for cut in (extent_bytes, _UNCUT):
             others = [each for each in self._fitting(cut, extent_bytes) if each != self._left.get(extent_bytes)]
@@ -511,7 +511,7 @@ class _PoolDocuments:
 
     def _fitting(self, cut: int, extent_bytes: int) -> list[int]:
         """Return chunks with room that are cut into extents of some size, and large enough for one of another."""
-        return [number for number in self._with_room[cut] if self.size_of(number) >= extent_bytes]
+        return [number for number in self._with_space[cut] if self.size_of(number) >= extent_bytes]
 
 
 def _is_unused_since(document: bytes, last_stamp: int) -> bool:
@@ -553,7 +553,7 @@ class _PoolExtents:
         self._chunks = chunks
         self._clock = clock
         self._is_shared = is_shared
-        self._looked_at_all = float("-inf")
+        self._scanned_all_at = float("-inf")
         self._unwanted: set[asyncio.Future[list[str | None]]] = set()
 
     async def allocate(self, wanted: Mapping[int, int]) -> dict[int, list[Extent]]:
@@ -617,11 +617,11 @@ class _PoolExtents:
         if number is not None or not self._is_shared:
             return number
         now = self._clock.now()
-        if now < self._looked_at_all + _RETRY_SECONDS:
+        if now < self._scanned_all_at + _RETRY_SECONDS:
             return None
         async for _ in self._chunks.read_many(range(self._chunks.count)):
             pass
-        self._looked_at_all = now
+        self._scanned_all_at = now
         return await self._chunks.find_chunk(size)
 
     async def free(self, extents: Sequence[Extent]) -> list[str | None]:
@@ -686,7 +686,7 @@ def _all(taken: Mapping[int, Sequence[Extent]]) -> list[Extent]:
 
 
 _SCHEME = StorageType.ST_TAIRMEMPOOL.scheme
-_LOOKED_AT = 64  # chunks per probe, in turn; a small pool has as many
+_READ_AT_ONCE = 64  # chunks per probe, in turn; a small pool has as many
 _MEMPOOL_MOST_ATTEMPTS = 32
 
 
@@ -721,7 +721,7 @@ class MempoolStorage:
         self._clock = clock
         self._chunks = _PoolDocuments(table, name, spec.capacity_bytes, random, is_shared=is_shared)
         self._extents = _PoolExtents(name, self._chunks, clock, is_shared=is_shared)
-        self._next_look = 0
+        self._next_read = 0
         self.state = PoolState()
         """As last seen by this manager, with every probe at the latest."""
 
@@ -772,9 +772,9 @@ class MempoolStorage:
     async def space(self) -> StorageSpace:
         """Return the space of the pool. Of a pool of more than 4 GiB that other managers fill, too, it is what was seen
         last, with some chunks looked at anew."""
-        first, count = self._next_look, self._chunks.count
-        self._next_look = (first + _LOOKED_AT) % count
-        numbers = {number % count for number in range(first, first + min(_LOOKED_AT, count))}
+        first, count = self._next_read, self._chunks.count
+        self._next_read = (first + _READ_AT_ONCE) % count
+        numbers = {number % count for number in range(first, first + min(_READ_AT_ONCE, count))}
         async for _ in self._chunks.read_many(numbers):
             pass
         return StorageSpace(self._chunks.capacity_bytes, self._chunks.capacity_bytes - self._chunks.allocated_bytes)
@@ -807,7 +807,7 @@ class MempoolStorage:
         report.check(self._name, self.spec)
         is_new = False
 
-        async def told(state: PoolState) -> PoolState:
+        async def reported(state: PoolState) -> PoolState:
             nonlocal is_new
             now, floor = self._clock.now(), state.floor
             is_new = state.generation not in {0, report.generation}
@@ -817,7 +817,7 @@ class MempoolStorage:
                 return state  # an engine that sees the memory neither keeps an agent's promise for it nor ends it
             return PoolState(report.generation, floor, now, report.valid_ms, state.purged)
 
-        await self._change_state(told)
+        await self._change_state(reported)
         return is_new
 
     async def lost_stamp(self) -> int:
@@ -853,15 +853,15 @@ class MempoolStorage:
             StorageIOError: the store cannot be asked.
         """
 
-        async def told(state: PoolState) -> PoolState:
+        async def reported(state: PoolState) -> PoolState:
             return state._replace(purged=max(state.purged, floor))
 
-        await self._change_state(told)
+        await self._change_state(reported)
 
-    async def _change_state(self, told: Callable[[PoolState], Awaitable[PoolState]]) -> None:
+    async def _change_state(self, reported: Callable[[PoolState], Awaitable[PoolState]]) -> None:
         for _ in range(_MEMPOOL_MOST_ATTEMPTS):
             document = await self._table.get(self._name)
-            state = await told(PoolState.decoded(document))
+            state = await reported(PoolState.decoded(document))
             if await self._table.replace(self._name, document, state.encoded()):
                 self._apply_state(state)
                 return

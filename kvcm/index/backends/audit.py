@@ -121,8 +121,8 @@ class PlainAudit:
         self._pending: frozenset[int] | None = None
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
-        async for page in self._backend.scan(BATCH_KEYS):
-            yield dict.fromkeys(page, frozenset())
+        async for batch in self._backend.scan(BATCH_KEYS):
+            yield dict.fromkeys(batch, frozenset())
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         pending = sorted(await self._all_pending())

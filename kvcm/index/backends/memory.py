@@ -214,6 +214,12 @@ class BlockColumns:
             records.append(_new_record(BlockRecord, (*chain, locations)))
         return records
 
+    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
+        """Return parent and depth of blocks that all have a record."""
+        depths, parents = self._depths, self._parents
+        rows = map(self._rows.__getitem__, keys)
+        return [(None, ~depths[row]) if depths[row] < 0 else (parents[row], depths[row]) for row in rows]
+
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
         what is there."""
@@ -532,8 +538,8 @@ class WrittenColumns(BlockColumns):
             return None
         served: list[UniformRun] = []
         at = 0
-        for header, alike in groupby(map(self._headers.__getitem__, rows)):
-            end = at + len(list(alike))
+        for header, run in groupby(map(self._headers.__getitem__, rows)):
+            end = at + len(list(run))
             before = unpack(header, b"")[0]
             after = ending(UniformRun(keys[at:end], before, chunks[at:end])) if before.status is _WRITING else None
             if after is None:
@@ -546,16 +552,16 @@ class WrittenColumns(BlockColumns):
 
     def _put_served(self, rows: Sequence[int], served: Sequence[UniformRun]) -> None:
         headers, chunks, read_at, reads = self._headers, self._chunks, self._read_at, self._reads
-        told: list[tuple[Sequence[int], Sequence[int], int]] = []
+        resident: list[tuple[Sequence[int], Sequence[int], int]] = []
         at = 0
         for keys, location, new_chunks in served:
             header, seconds = self._pool.share(_header_of(location)), whole_seconds(location.written_at)
             of_these, at = rows[at : at + len(keys)], at + len(keys)
             for row, chunk in zip(of_these, new_chunks, strict=True):
                 headers[row], chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
-            told.append((of_these, keys, location.priority))
+            resident.append((of_these, keys, location.priority))
         if self._observer is not None:
-            for of_these, keys, priority in told:
+            for of_these, keys, priority in resident:
                 self._observer.added_together(of_these, keys, priority)
 
 
@@ -637,12 +643,12 @@ class MemoryBackend:
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         served = self._blocks.serve(keys, ending)
-        for alike in served or ():
-            due = _due_of_only(alike.location)
+        for run in served or ():
+            due = _due_of_only(run.location)
             if due is None:
-                self._due.discard_all(alike.keys)
+                self._due.discard_all(run.keys)
             else:
-                self._due.put_all(alike.keys, due)
+                self._due.put_all(run.keys, due)
         return served
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
@@ -684,9 +690,9 @@ class MemoryBackend:
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
         for start in range(0, len(keys), page_size):
-            page = [key for key in keys[start : start + page_size] if key in self._blocks]
-            if page:
-                yield page
+            batch = [key for key in keys[start : start + page_size] if key in self._blocks]
+            if batch:
+                yield batch
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         return self._blocks.sample(count, random)

@@ -437,7 +437,7 @@ class SharedSums:
     def __init__(self, shards: Sequence[ShardKeys]) -> None:
         self._calls = [ScriptCall(_TOTALS, [shard.order, shard.usage]) for shard in shards]
         self._one_at_a_time = asyncio.Lock()
-        self._asked = self._told = 0  # how often, and the number of the last time that was answered or failed
+        self._requested = self._reported = 0  # how often, and the number of the last time that was answered or failed
         self._trouble: KvcmError | None = None  # of that time
         self._during: list[_Written] | None = None  # told while the sums are being asked for
         self.clear()
@@ -459,25 +459,25 @@ class SharedSums:
         Raises:
             KvcmError: of `run`.
         """
-        came = self._asked
+        came = self._requested
         async with self._one_at_a_time:  # of two answers the older one could come last
-            if self._told <= came:
+            if self._reported <= came:
                 await self._read(run)
             elif self._trouble is not None:
                 raise self._trouble
 
     async def _read(self, run: Run) -> None:
-        self._asked += 1
+        self._requested += 1
         during: list[_Written] = []
         self._during = during
         try:
             answers = await run(self._calls)
         except KvcmError as error:
-            self._told, self._trouble = self._asked, error
+            self._reported, self._trouble = self._requested, error
             raise
         finally:
             self._during = None
-        self._told, self._trouble = self._asked, None
+        self._reported, self._trouble = self._requested, None
         self.clear()
         for shard, (keys, fields) in enumerate(answers):
             self._merge(shard, keys, dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))
@@ -799,8 +799,8 @@ class RedisBackend:
             while cursor != b"0":
                 scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", page_size)
                 ((cursor, found),) = await self._client.execute([scan])
-                for number, page in enumerate(_cut(list(dict.fromkeys(found[::2])), page_size)):
-                    members = await self._present(shard, page) if number else page
+                for number, batch in enumerate(_cut(list(dict.fromkeys(found[::2])), page_size)):
+                    members = await self._present(shard, batch) if number else batch
                     if members:
                         yield list(map(_key, members))
 

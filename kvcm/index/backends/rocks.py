@@ -101,19 +101,33 @@ class RocksBackend(MemoryBackend):
         self._log.admit()
         used = super().begin(run)
         if used is not None:
-            pairs = zip(run.keys, encode_payloads(run), strict=True)
-            self._log.append([(ADDRESS.pack(BLOCKS, self._uid, key), payload) for key, payload in pairs])
+            links = zip((run.parent, *run.keys[:-1]), range(run.depth, run.depth + len(run.keys)), strict=True)
+            payloads = encode_payloads(run.location, links, run.chunks)
+            uid, pack = self._uid, ADDRESS.pack
+            self._log.append([(pack(BLOCKS, uid, key), row) for key, row in zip(run.keys, payloads, strict=True)])
         return used
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         self._log.admit()
         accesses = self._blocks.accesses(keys)
         served = super().serve(keys, ending)
-        if served is not None:
-            records = self._blocks.get(keys)
-            pairs = zip(keys, records, accesses, strict=True)
-            read_before = {key for key, record, access in pairs if record is not None and _has_reads(access, record)}
-            self._log.append(self._rows(list(map(Change, keys, records, records)), read_before))
+        if served is None:
+            return None
+        links, uid, pack = self._blocks.links(keys), self._uid, ADDRESS.pack
+        rows: list[RowChange] = []
+        read_before: list[int] = []  # while their writing went on: their rows of reads are out of date
+        start = 0
+        for blocks in served:
+            end = start + len(blocks.keys)
+            payloads = encode_payloads(blocks.location, links[start:end], blocks.chunks)
+            rows += [(pack(BLOCKS, uid, key), row) for key, row in zip(blocks.keys, payloads, strict=True)]
+            unread = (int(blocks.location.written_at), 0)
+            pairs = zip(blocks.keys, accesses[start:end], strict=True)
+            read_before += [key for key, access in pairs if access != unread]
+            start = end
+        if read_before:
+            rows += self._access_rows(read_before)
+        self._log.append(rows)
         return served
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
@@ -151,17 +165,17 @@ class RocksBackend(MemoryBackend):
     def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
-        stored_anew: list[int] = []
+        stored_again: list[int] = []
         for key, old, new, _ in changes:
             if new is not None:
                 rows.append((pack(BLOCKS, uid, key), encode_payload(new)))
                 if old is not None and (key in read_before or stored_at(old) != stored_at(new)):
-                    stored_anew.append(key)
+                    stored_again.append(key)
             elif old is not None:
                 rows.append((pack(BLOCKS, uid, key), None))
                 rows.append((pack(READS, uid, key), None))
-        if stored_anew:
-            rows += self._access_rows(stored_anew)
+        if stored_again:
+            rows += self._access_rows(stored_again)
         return rows
 
     def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:

@@ -121,7 +121,7 @@ class S3Fifo:
         self._states = self._links.column("B")  # reads that still count, and `_IN_MAIN`
         self._keys = self._links.column("q")
         self._ghost = Ghost()
-        self._ghost_room = 0
+        self._ghost_size = 0
         self._warmup = warmup
         self._blocks = blocks
 
@@ -138,7 +138,7 @@ class S3Fifo:
         this insert pushes out.
         """
         came_back = self._ghost.discard(key)
-        self._ghost.shrink(self._ghost_room)
+        self._ghost.shrink(self._ghost_size)
         is_warming_up = self._warmup is not None and len(self._small) >= self._warmup
         self._add(slot, key, _IN_MAIN if came_back or is_warming_up else 0)
 
@@ -165,7 +165,7 @@ class S3Fifo:
             self._main.remove(slot)
             return
         if evicted:
-            self._ghost_room = int(_GHOST_RATIO * self._size())
+            self._ghost_size = int(_GHOST_RATIO * self._size())
             self._ghost.add(self._keys[slot])
         self._small.remove(slot)
 

@@ -380,9 +380,9 @@ class _SentinelTopology:
             await node.close()
 
     async def _find(self) -> Node:
-        asked = self._random.sample(self._sentinels, len(self._sentinels))
+        queried = self._random.sample(self._sentinels, len(self._sentinels))
         try:
-            self._epoch, address = await _first(asked, self._master_of, f"sentinels of {self._settings.service!r}")
+            self._epoch, address = await _first(queried, self._master_of, f"sentinels of {self._settings.service!r}")
         except StorageIOError:
             self._epoch = 0  # sentinels that were set up anew count from the start again
             raise
@@ -452,8 +452,8 @@ class _ClusterTopology:
         masters = list({node.address: node for node in self._slots if node is not None}.values())
         known = self._random.sample(masters, min(len(masters), _MOST_QUERIED))
         seeds = self._random.sample(self._settings.addresses, min(len(self._settings.addresses), _MOST_QUERIED))
-        asked = list({node.address: node for node in [*known, *map(self.at, seeds)]}.values())
-        ranges = await _first(asked, _slots_reported_by, "nodes of the redis cluster")
+        queried = list({node.address: node for node in [*known, *map(self.at, seeds)]}.values())
+        ranges = await _first(queried, _slots_reported_by, "nodes of the redis cluster")
         slots: list[Node | None] = [None] * _SLOT_COUNT
         for first, last, address in ranges:
             slots[first : last + 1] = [self.at(address)] * (last + 1 - first)
@@ -480,13 +480,13 @@ def _host(name: bytes | None) -> str:
     return "" if name in (None, b"", b"?") else (name or b"").decode()
 
 
-async def _first(nodes: Iterable[Node], ask: Callable[[Node], Coroutine[Any, Any, _Answer]], whom: str) -> _Answer:
+async def _first(nodes: Iterable[Node], query: Callable[[Node], Coroutine[Any, Any, _Answer]], whom: str) -> _Answer:
     """Ask one, and while there is no answer one more after each `_PATIENCE_SECONDS`; return the first answer."""
     waiting, running, errors = list(nodes), set[asyncio.Task[_Answer]](), list[str]()
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.create_task(ask(waiting.pop(0))))
+                running.add(asyncio.create_task(query(waiting.pop(0))))
             patience = _PATIENCE_SECONDS if waiting else None
             done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -623,12 +623,12 @@ class RedisClient:
         return slot_of(key) if self.is_cluster else 0
 
     async def _mget(self, groups: Sequence[Sequence[bytes]]) -> list[list[bytes | None]]:
-        asked = [group for group in groups if group]
+        queried = [group for group in groups if group]
         if self.is_cluster:
-            sent = [_Sent((b"MGET", *group), self._slot(group[0])) for group in asked]
+            sent = [_Sent((b"MGET", *group), self._slot(group[0])) for group in queried]
             answers = iter(self._checked(await self._send(sent)))
             return [next(answers) if group else [] for group in groups]
-        keys = [key for group in asked for key in group]
+        keys = [key for group in queried for key in group]
         values: list[bytes | None] = self._checked(await self._send([_Sent((b"MGET", *keys), 0)]))[0] if keys else []
         answers = iter(values)
         return [list(islice(answers, len(group))) for group in groups]

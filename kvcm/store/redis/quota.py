@@ -280,8 +280,8 @@ class QuotaCounters:
         changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
         arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
         counters, rows = self._keys(account)
-        heard = counters.replace(b":q{", b":s{", 1) + report.node.encode()
-        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, heard), arguments)])
+        last_report = counters.replace(b":q{", b":s{", 1) + report.node.encode()
+        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, last_report), arguments)])
         return Counters.of(answer)
 
     async def overdue(self, accounts: Sequence[str], now: float) -> frozenset[str]:

@@ -66,11 +66,11 @@ class Invalidations:
     async def run(self) -> None:
         """Follow for ever, until cancelled."""
         while True:
-            reason = await self._follow()
+            reason = await self._track()
             structlog.get_logger("kvcm").warning("redis_invalidations_interrupted", reason=reason)
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _follow(self) -> str:
+    async def _track(self) -> str:
         """Follow all masters until something happens to one of them, and return what."""
         followers: list[_MasterConnection] = []
         try:
@@ -125,11 +125,11 @@ class _MasterConnection:
     """The connection to one master."""
 
     def __init__(
-        self, address: Address, connection: Connection, heard: Callable[[Sequence[bytes] | None], None]
+        self, address: Address, connection: Connection, message: Callable[[Sequence[bytes] | None], None]
     ) -> None:
         self._address = address
         self._connection = connection
-        self._heard = heard
+        self._on_message = message
         self._ponged = asyncio.Event()
 
     async def subscribe(self, prefix: bytes) -> None:
@@ -150,7 +150,7 @@ class _MasterConnection:
             while True:
                 answer = await self._connection.read_response(timeout=math.inf)
                 if answer[0] == b"message":
-                    self._heard(answer[2])
+                    self._on_message(answer[2])
                 elif answer[0] == b"pong":
                     self._ponged.set()
         except (OSError, RedisError) as error:
