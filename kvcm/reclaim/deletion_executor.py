@@ -363,7 +363,7 @@ class Deletions:
         return sum(self._in_flight_of[uid].values())
 
     def is_saturated(self, uid: int) -> bool:
-        """Return whether the workers have enough to do of an index: every scan returns again what is in flight.
+        """Return whether the workers have enough to do of an index: every scan returns the deletions in flight, too.
         Deletions on slow storages do not count."""
         counts = self._in_flight_of[uid].items()
         swift = sum(count for storage, count in counts if count and not self._workers_of(storage).is_slow)

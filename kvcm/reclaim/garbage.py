@@ -1,13 +1,14 @@
-"""Garbage collection: metadata that is of no use to anybody any more.
+"""Garbage collection: removes useless metadata.
 
-* Blocks whose prefix is gone (dead_chains.py), when it has been for `GRACE_SECONDS` since this collector first saw it,
-  and only in instances that are read by prefix match alone: to others every block is of use by itself (invariant 7).
-* Locations whose bytes are missing (missing_bytes.py), only when somebody asks for it: storages are slow.
+* Orphan chains: blocks whose prefix is gone, when it has been for `GRACE_SECONDS` since this collector first saw it,
+and
+  only in instances that are read by prefix match alone: in others every block is useful by itself (invariant 7).
+* Locations whose bytes are missing, on request only: storages are slow.
 * Write sessions that are overdue.
 
-The leader goes through all indexes slowly and for ever, a few blocks at a time; what it found is judged when its grace
-is over, not when the next lap comes by. What is asked for on demand goes through everything at once.
-What was first seen when is known to this process only: a new leader counts from its own first look.
+The leader scans all indexes slowly and for ever, a few blocks at a time. It judges a suspect when its grace is over,
+not when the next lap comes by. A request scans everything at once. The times of first sight are known to this process
+only: a new leader counts from its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MOST_FETCHED: Final = 256  # families that are fetched at once
 
 
 class FreedSpace(NamedTuple):
-    """What was marked, or would be: blocks and bytes."""
+    """Blocks and bytes that were marked, or would be."""
 
     blocks: int
     size_bytes: int
@@ -76,7 +77,7 @@ class OrphanChain:
         index: the index.
         top: the block.
         clock: time source.
-        delay_seconds: how long what is marked stays readable for those who were given it.
+        delay_seconds: how long marked locations stay readable for clients that matched them.
     """
 
     def __init__(self, index: MetaIndex, top: int, clock: Clock, delay_seconds: float) -> None:
@@ -113,7 +114,7 @@ class OrphanChain:
     async def _is_orphan(self) -> bool:
         (record,) = await self._index.get((self._top,))
         if record is None or record.parent is None:
-            return False  # what is behind it is found by itself, and has a grace of its own
+            return False  # its descendants are found by themselves, and have a grace of their own
         (parent,) = await self._index.get((record.parent,))
         return not _is_living(parent)
 
@@ -243,9 +244,9 @@ async def _locations_without_bytes(
 def without_lost(
     old: BlockRecord | None, lost_ids: Collection[str], instance: Instance, due: float
 ) -> BlockRecord | None:
-    """Return the record with what lost its bytes marked as deleting, and with it what is worth nothing alone.
+    """Return the record with lost locations marked as deleting, and the others that are unreadable without them.
 
-    What is still being written is its writer's, and may complete the block. A pin does not bring bytes back.
+    Locations being written stay, and may complete the block. A pin does not protect lost bytes.
     """
     if old is None:
         return None
@@ -287,7 +288,7 @@ _IDLE_SECONDS: Final = 1.0
 _MOST_SUSPECTS: Final = 1_000_000  # of all indexes; the rest is found in a later lap
 _log = structlog.get_logger("kvcm.reclaim")
 _OnMarked = Callable[[Instance, Sequence[Change], str], None]
-"""Told of blocks that were marked, and of the kind of garbage that they are."""
+"""Receives marked blocks and their kind of garbage."""
 
 
 class _GarbageProvider(Protocol):
@@ -297,7 +298,7 @@ class _GarbageProvider(Protocol):
         """Return the index of every instance, also of those that are being removed."""
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long a deleted location stays readable for clients that matched it."""
 
     async def is_prefix_match_only(self, uid: int) -> bool:
         """Return whether an instance was read by prefix match alone, through whatever manager."""
@@ -309,12 +310,12 @@ class _GarbageProvider(Protocol):
         """End the write sessions that are overdue, and return how many there were."""
 
     async def flush(self) -> None:
-        """Return when what was changed is as durable as configured."""
+        """Return when all changes are as durable as configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What was found, and marked unless it was a dry run.
+    """The garbage that was found, and marked unless it was a dry run.
 
     Attributes:
         blocks: blocks that were looked at.
@@ -339,7 +340,7 @@ class GarbageCollector:
         storages: the open storages.
         clock: time source.
         blocks_per_second: looked at in the background; 0 for none.
-        on_marked: told of everything that is marked.
+        on_marked: receives all marked blocks.
         pause: waits some seconds, for what goes through everything at once.
     """
 
@@ -363,7 +364,7 @@ class GarbageCollector:
         self._lap: AsyncIterator[int] | None = None
         self._next_lap = 0.0
         self.found: Counter[str] = Counter({_WITHOUT_PREFIX: 0, _WITHOUT_BYTES: 0})
-        """What was marked since the manager started: blocks without prefix, locations without bytes."""
+        """Totals since the manager started: blocks without prefix, locations without bytes."""
 
     # ── in the background ──
 
@@ -382,7 +383,7 @@ class GarbageCollector:
         """Look at some blocks, and return how long to pause."""
         try:
             scanned = await self.step()
-        except KvcmError as error:  # the store cannot be asked: the next lap begins anew
+        except KvcmError as error:  # the store failed: the next lap starts over
             _log.warning("garbage_interrupted", reason=str(error))
             scanned, self._lap = 0, None
         except Exception:
@@ -391,7 +392,7 @@ class GarbageCollector:
         return scanned / self._blocks_per_second if scanned else _IDLE_SECONDS
 
     async def step(self) -> int:
-        """Judge what is due and look at the next few blocks; return how many, 0 between two laps.
+        """Judge due suspects and scan the next few blocks; return how many, 0 between two laps.
 
         Raises:
             KvcmError: the store failed.
@@ -433,7 +434,7 @@ class GarbageCollector:
 
         Raises:
             UnknownInstanceError: there is no such instance.
-            StorageIOError: the store or a storage cannot be asked; what was marked by then stays marked.
+            StorageIOError: the store or a storage failed; blocks marked by then stay marked.
         """
         counts: Counter[str] = Counter()
         current = [handle for handle in self._current() if instance_id in {"", handle.instance_id}]
@@ -468,7 +469,7 @@ class GarbageCollector:
                 suspects.setdefault(key, due)
 
     async def _collect_suspects(self, handle: IndexHandle, most: int | None, *, dry_run: bool) -> Counter[str]:
-        """Collect what is due in an index, the first `most` suspects at most."""
+        """Judge due suspects of an index, the first `most` at most."""
         suspects, now = self._suspects[handle.uid], self._clock.now()
         due = list(islice(takewhile(lambda key: suspects[key] <= now, suspects), most))  # first seen, first judged
         counts: Counter[str] = Counter()
@@ -528,6 +529,6 @@ class GarbageCollector:
         )
 
     def _report(self, instance: Instance, changes: Sequence[Change], kind: str) -> int:
-        """Tell who listens, and return the bytes of what was marked."""
+        """Report marked blocks, and return their bytes."""
         self._on_marked(instance, changes, kind)
         return sum(location.size_bytes for change in changes for location in newly_deleting(change.old, change.new))

@@ -1,17 +1,17 @@
-"""Scrub: bytes without metadata.
+"""Scrub: deletes orphan objects, bytes without metadata.
 
 Managers that die between two steps, writers that come too late and metadata that was dropped leave objects on a storage
 that no location names. A scrub lists the objects of a deployment and strikes out what some location names, in whatever
 status. Names are compared below the deployment's directory, where a location's id makes each of them unique, so it does
 not matter at which path, or as which storage, a directory is mounted.
 
-What is deleted is old enough that no writer can be at it, was unknown twice, the second time right before, and did not
-change since it was listed. Whatever cannot be read, asked or understood ends the scrub before it deletes anything more.
+A deleted object is too old for a writer, was an orphan in two checks, the second right before the deletion, and did not
+change since it was listed. Any error ends the scrub before it deletes anything more.
 
-The name of an object tells its instance and its first block, so nearly all are found by asking for that block. A packed
-object may be known by other blocks alone, also by those that got slots of it later (file_slots.py notes that beside it
-first, so it changed), and memory of a pool has a name that tells nothing of its owner: what is left is gathered,
-and looked for in a scan of its instances, or of all, together. Memory: `_MOST_SUSPECTS` names.
+The name of an object contains its instance and its first block, so nearly all are resolved by reading that block. A
+packed object may be known by other blocks alone, also by those that got slots of it later (file_slots.py notes that
+beside it first, so it changed), and the name of pool memory lacks its owner: such suspects are gathered, and resolved
+together by a scan of their instances, or of all. Memory: `_MOST_SUSPECTS` names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ScrubIndexProvider(Protocol):
         """Return the index of every instance, also of those that are being removed."""
 
     async def unreadable_instances(self) -> Sequence[str]:
-        """Look for changes of other managers, and return what is stored of instances that cannot be read: their
+        """Refresh, and return the names of instance documents that cannot be read: their
         indexes are missing in `indexes`."""
 
 
@@ -58,13 +58,13 @@ class ScrubReport:
     """What a scrub found.
 
     Attributes:
-        objects: objects that were looked at.
+        objects: objects that were checked.
         bytes: what they take up.
         orphans: those that no metadata knows, without those that are too young.
         orphan_bytes: what they take up.
         too_young: unknown objects that changed so short a time ago that a writer may be at them.
         deleted: orphans that were deleted.
-        failed: objects that could not be looked at or deleted.
+        failed: objects that could not be checked or deleted.
     """
 
     objects: int = 0
@@ -98,7 +98,7 @@ class StorageScrubber:
     async def scrub(
         self, storage: str, *, cluster_id: str = "", dry_run: bool, min_age_seconds: int = 0
     ) -> ScrubReport:
-        """Look for bytes that no metadata knows, and delete them.
+        """Find orphan objects, and delete them.
 
         Args:
             storage: name of an open storage.
@@ -131,7 +131,7 @@ class StorageScrubber:
             raise InvalidArgumentError(f"min_age_seconds is {min_age_seconds}, must be 0 or more")
         if cluster_id and path_component(cluster_id) == path_component(self._cluster_id):
             raise InvalidArgumentError(
-                f"cluster_id {cluster_id!r} is this deployment's own: leave it empty to scrub what nobody knows of it"
+                f"cluster_id {cluster_id!r} is this deployment's own: leave it empty to scrub its own orphans"
             )
         backend = self._storages.backend(storage)
         if backend is None:
@@ -211,7 +211,7 @@ class _Scrub:
             self._counts["failed"] += len(reasons) - reasons.count(None)
 
     async def _not_by_first_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Return the objects that are not named by the block that their own name tells."""
+        """Return the objects that the block in their name does not reference."""
         by_key: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for each in objects:
             owner = owner_of(each.name)
@@ -226,7 +226,8 @@ class _Scrub:
         return [each for each in objects if each.name not in known]
 
     async def _not_in_any_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Return the objects that no block of their instance names; of those that tell no instance, no block at all."""
+        """Return the objects that no block of their instance references; without an instance in the name, no block at
+        all."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for each in objects:
             names[each.name.partition("/")[0]].add(each.name)
@@ -238,7 +239,7 @@ class _Scrub:
 
 
 def _is_suspect(name: str) -> bool:
-    """Return whether another block than that of its name may know an object, or its name tells of none."""
+    """Return whether another block than that in its name may reference an object, or its name has none."""
     return name.startswith("/") or slot_count(name) > 1
 
 
@@ -272,16 +273,15 @@ def _objects_of(key: int, record: BlockRecord) -> Iterator[str]:
                     raise StorageIOError(f"block {key} cannot be read: {error}: run `kvcm index verify`") from error
 
 
-# Memory of a pool that nobody owns: a manager that dies between taking it and storing the blocks leaves it taken, and
-# so does a pool that is removed and added again. It is few bytes at a time, but memory is dear, and nobody else frees
-# it.
+# Leaked pool memory: a manager that dies between the allocation and the storing of the blocks leaves it allocated, and
+# so does a pool that is removed and added again. It is few bytes at a time, but memory is dear, and only the scrub
+# frees it.
 #
-# Where more of a pool is taken than blocks account for, the pool is scrubbed, as an operator would do it: only what no
-# block names and what was taken long ago is freed. Rarely, since that reads every block of every index.
+# Where more of a pool is allocated than blocks account for, the pool is scrubbed, as an operator would do it: only old
+# allocations that no block references are freed. Rarely, since that reads every block of every index.
 #
-# Memory is taken in whole pages, and blocks account for the sizes of their parts. How much more the one is than the
-# other depends on which blocks lie there. A scrub that leaves nothing in doubt tells; for a day it is expected, in
-# proportion.
+# Memory is allocated in whole pages, and blocks account for the sizes of their parts. The ratio depends on the blocks.
+# A scrub without leaks measures it; for a day that ratio is expected.
 
 _FIRST_SECONDS: Final = 60.0
 _SCRUB_SECONDS: Final = 3600.0
@@ -294,18 +294,18 @@ class _PoolUsageSource(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """What is handed out, as this manager saw it last."""
+        """Allocated bytes, as this manager saw them last."""
 
 
 class _Rounding(NamedTuple):
-    """What was taken of a pool for what blocks used, when nothing of it was nobody's."""
+    """Allocated and used bytes of a pool without leaks."""
 
     taken_bytes: int
     used_bytes: int
     until: float
 
     def allocated_for(self, used_bytes: int) -> int:
-        """Return what is taken for as many bytes, rounded up."""
+        """Return the expected allocation for so many used bytes, rounded up."""
         return -(-used_bytes * self.taken_bytes // self.used_bytes)
 
 

@@ -2,8 +2,8 @@
 
 A key that is rotated gets a successor of the same principal name, so that write sessions which the old one started can
 be finished with the new one. A login's key counts while its account is there and has the role that the key was made
-with: nobody who changes accounts, in whatever way, has to think of keys. When keys were used is kept beside them: it
-changes all the time, and says nothing to whoever follows the keys.
+with: no change of accounts has to care for keys. When keys were used is kept beside them: it
+changes all the time, and does not concern readers of the keys.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def _check_ttl(seconds: float) -> None:
     """Refuse a time to live that is none.
 
     Raises:
-        InvalidArgumentError: naming what is allowed.
+        InvalidArgumentError: naming the allowed values.
     """
     if not 0 <= seconds <= _MOST_TTL_SECONDS:
         raise InvalidArgumentError(f"ttl_seconds is {seconds:.0f}, must be from 0 (no end) to {_MOST_TTL_SECONDS:.0f}")
 
 
 class KeyDocuments(NamedTuple):
-    """Where keys are kept, and what is known of them: when they were used, and how many were made with a name."""
+    """The documents of keys: keys, times of their last uses, and numbers of keys made per name."""
 
     keys: DocumentCache[ApiKey]
     uses: DocumentCache[KeyUse]
@@ -143,7 +143,7 @@ class KeyRegistry:
         """Make a key.
 
         Returns:
-            What is kept of it, and what its owner shows; None for a certificate's.
+            The stored key, and the secret that its owner presents; None for a certificate's.
 
         Raises:
             InvalidArgumentError: a field is malformed.
@@ -222,7 +222,7 @@ class KeyRegistry:
             await self._forget_all([key])
 
     async def revoke_logins(self, account: str) -> None:
-        """End the keys of whoever logged in to an account, as far as they are known here."""
+        """Revoke the login keys of an account that are known here."""
         await self._forget_all(self._logins(account))
 
     def find(self, key_id: str) -> ApiKey | None:
@@ -267,7 +267,7 @@ class KeyRegistry:
         return True
 
     async def tidy(self) -> None:
-        """Write down what was used, and forget what has ended. To be called now and then."""
+        """Store the uses, and forget expired keys. To be called now and then."""
         used, self._used = self._used, {}
         for key_id, at in used.items():
             if self._cache.get(key_id) is not None:
@@ -279,7 +279,7 @@ class KeyRegistry:
         return key.is_expired(now) or (key.account != "" and self._role_of(key.account) is not key.role)
 
     def _invalidate_changed(self) -> None:
-        """Forget what was remembered of keys that may have changed."""
+        """Invalidate derived data of keys that may have changed."""
         if self._cache.generation != self._read_generation:
             self._read_generation = self._cache.generation
             self._of_certificates = {key.certificate_name: key for key in self._certified()}
@@ -410,7 +410,7 @@ class ImportedKeys:
             presented: the key.
 
         Returns:
-            What is kept of the key, None when it has ended.
+            The stored key, None when it has expired.
 
         Raises:
             InvalidArgumentError: the key of its id has another secret.
@@ -426,7 +426,7 @@ class ImportedKeys:
         return known if known is not None and not known.is_expired(now) else None
 
     async def all(self) -> list[ImportedKey]:
-        """Return what was taken over so far, ordered by id.
+        """Return the imported keys, ordered by id.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -437,7 +437,7 @@ class ImportedKeys:
         ]
 
     async def remember(self, taken: ImportedKey) -> None:
-        """Note that a key was taken over, elsewhere; what is noted already stays.
+        """Record that a key was imported elsewhere; an earlier record stays.
 
         Raises:
             StorageIOError: the store cannot be asked.

@@ -90,7 +90,7 @@ class ConfigChange(NamedTuple):
     Attributes:
         kind: as of its entry.
         name: of the entry.
-        action: `add`, `change`, `remove`, or `keep`: it is not in what is loaded and stays.
+        action: `add`, `change`, `remove`, or `keep`: it is not in the snapshot and stays.
         old: value so far, None for none; with its secrets.
         new: value afterwards, None for none; with its secrets.
     """
@@ -181,7 +181,7 @@ _ORDER = {kind: at for at, kind in enumerate(("storage", "group", "quota", "inst
 
 
 class ConfigDocuments(NamedTuple):
-    """Where what is configured is kept, by kind."""
+    """The document caches of the configuration, by kind."""
 
     storages: DocumentCache[StorageConfig]
     groups: DocumentCache[InstanceGroup]
@@ -221,10 +221,10 @@ class ConfigDocuments(NamedTuple):
 
 
 class ConfigDraft:
-    """What a load comes to, as of what was known when it was decided.
+    """The outcome of a load, by the view at the time of the decision.
 
     Attributes:
-        changes: what to tell.
+        changes: for the answer.
         batch: what to store.
         storages: those that are added or changed.
         to_open: those of them whose medium has to be opened first.
@@ -242,10 +242,10 @@ class ConfigDraft:
 
 
 class _ConfigDrafting:
-    """Decides loads. Asks nobody and waits for nothing, so that it may run on a thread.
+    """Decides loads. It does no I/O, so that it may run on a thread.
 
     Args:
-        caches: what is configured, in copies of their own.
+        caches: the configuration, in copies of their own.
         batch_registration: registers instances, likewise.
     """
 
@@ -261,7 +261,7 @@ class _ConfigDrafting:
             prune: also remove groups, quotas and accounts that it does not have.
 
         Raises:
-            KvcmError: it cannot take the place of what is configured.
+            KvcmError: it cannot replace the configured value.
         """
         present = self._caches.configuration()
         draft = ConfigDraft()
@@ -388,16 +388,16 @@ def _refuse_loss(absent: Iterable[Entry]) -> None:
 
 # Takes the whole configuration out, and loads one as a whole.
 #
-# A load is checked completely, then decided against what is configured, then all documents change together (`Batch`);
-# if anybody was faster it is decided anew. So nothing of it is ever half done, and two loads at a time end as one
-# after the other. What was decided:
+# A load is checked completely, then decided against the configuration, then all documents change together
+# (`DocumentBatch`); if another manager was faster it is decided again. So a load is never half done, and two loads at a
+# time end as one after the other. Rules:
 #
-# * What is configured and not in the snapshot stays (`keep`), unless `prune` is asked for. Then groups, global quotas
+# * A configured value that is not in the snapshot stays (`keep`), unless `prune` is set. Then groups, global quotas
 #   and
 #   accounts are removed, as their own calls would. Instances and storages never are: that deletes blocks. A prune
 #     that
 #   would have to is refused; RemoveInstance and RemoveStorage say so by name.
-# * A group's version is no part of what is compared. A group that changes gets the snapshot's version, or the one
+# * The version of a group is not compared. A group that changes gets the snapshot's version, or the one
 #   above
 #   the stored one if that is higher; a new one gets the snapshot's.
 # * An instance's config never changes: one that is registered with another layout refuses the load. What takes no
@@ -408,8 +408,8 @@ def _refuse_loss(absent: Iterable[Entry]) -> None:
 #   does
 #   not open refuses the load. Opening may make the storage's directories, and those stay; a dry run opens nothing.
 #   Whether a storage is enabled is loaded; a drain is no configuration, it goes on.
-# * An account that is not there is added without a password, so nobody can log in; one that is there keeps its own.
-# * Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from what is configured, or
+# * A new account is added without a password, so login is impossible; an existing one keeps its own.
+# * Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from the configured value, or
 #   refuses the load.
 
 _MOST_TRIES = 32
@@ -422,8 +422,8 @@ class ConfigSnapshots:
         table: holds all of it.
         caches: the parts of it.
         batch_registration: registers instances.
-        storages: opens what is added.
-        refresh_view: brings the shelves up to date with the table.
+        storages: opens added storages.
+        refresh_view: brings the caches up to date with the table.
         flush: returns when all changes are durable.
         store_kind: the deployment's metadata store, which groups may name.
     """
@@ -456,18 +456,18 @@ class ConfigSnapshots:
         return self._caches.configuration()
 
     async def load(self, wanted: Configuration, *, prune: bool = False, dry_run: bool = False) -> list[ConfigChange]:
-        """Make what is configured agree with `wanted`, as a whole or not at all.
+        """Replace the configuration by `wanted`, as a whole or not at all.
 
         Args:
-            wanted: the configuration; secrets may be left out of what is configured already.
+            wanted: the configuration; values that are configured already may lack their secrets.
             prune: also remove groups, quotas and accounts that it does not have.
             dry_run: change nothing and open nothing.
 
         Returns:
-            What was changed, or would be, and what stays although `wanted` does not have it.
+            The changes, made or planned, and the values that stay although `wanted` lacks them.
 
         Raises:
-            InvalidArgumentError: a value is wrong, or cannot take the place of what is configured.
+            InvalidArgumentError: a value is wrong, or cannot replace the configured one.
             DuplicateEntityError: an instance is registered with another config.
             CapacityError: a group would have more instances than it may.
             NotReadyError: the configuration changes all the time, or a storage's name is still taken.

@@ -1,4 +1,8 @@
-"""The open storages of this manager: opened, closed, enabled and disabled here, and seen by reads and writes."""
+"""The open storages of this manager: opened, closed, enabled and disabled here, and read by every lookup and write.
+
+Invariant 1 depends on `rank`: it is None while a storage is disabled, DOWN or not open, and every change of that raises
+`generation`, so that caches of answers are invalidated.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,11 @@ from kvcm.storage.threads import StorageThreads
 
 __all__ = ["OPENERS", "NodeView", "Opener", "StorageDirectory"]
 
-# What callers on one node see of the storages: those of everybody, and the memory pools of their node.
+# The view from one node: the shared storages, and the memory pools of that node.
 
 
 class _Directory(Protocol):
-    """What a view passes on."""
+    """The part of the directory that a view uses."""
 
     @property
     def generation(self) -> int: ...
@@ -66,7 +70,7 @@ class NodeView:
         return self._pools.get(storage) if rank is None else rank
 
     def is_writable(self, storage: str) -> bool:
-        """Return whether a new block can be expected to find room on a storage."""
+        """Return whether a storage is expected to accept a new block."""
         return self._directory.is_writable(storage)
 
     def is_draining(self, storage: str) -> bool:
@@ -125,14 +129,15 @@ class StorageDirectory:
         allowed_hosts: AllowedHosts = _ANY_HOST,
     ) -> None:
         self.cluster_id = cluster_id
-        self.slot_reuse = SlotReuse()  # of all path storages; never, unless somebody says otherwise
+        self.slot_reuse = SlotReuse()  # of all path storages; by default never
         self._allowed_roots = allowed_roots
         self._allowed_hosts = allowed_hosts
         self._openers = openers
         self._backends: dict[str, StorageBackend] = {}
-        self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
+        self._closed: dict[str, StorageBackend] = {}  # their state is needed if they come back
         self._ranks: dict[str, int] = {}
-        self.rank: Callable[[str], int | None] = self._ranks.get  # no frame of ours: asked for each block of a match
+        # The bound method, so that a match costs no Python frame per block.
+        self.rank: Callable[[str], int | None] = self._ranks.get
         """Returns the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
         memory pool, which is on some node only."""
         self._pool_ranks: dict[str, int] = {}  # memory of single nodes
@@ -158,8 +163,8 @@ class StorageDirectory:
 
         Args:
             config: of the storage.
-            is_new: it is being configured, so that what it needs on its medium is made. What was configured earlier
-                has that: if it is missing, then the medium is not mounted, and nothing must be made in its place.
+            is_new: it is being configured, so that its directory is created on the medium. A storage that was
+                configured earlier has one: if it is missing, the medium is not mounted, and none must be created.
 
         Raises:
             KvcmError: it cannot be opened.
@@ -185,11 +190,11 @@ class StorageDirectory:
         return await thread.run(lambda: self.prepare(config, is_new=is_new))
 
     def discard(self, prepared: StorageBackend) -> None:
-        """Close what was prepared and will not be installed."""
+        """Close a prepared storage that will not be installed."""
         prepared.close()
 
     def install(self, config: StorageConfig, backend: StorageBackend) -> None:
-        """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""
+        """Install a prepared storage; it takes over the state of an earlier one of that name."""
         name = config.global_unique_name
         previous = self._backends.get(name) or self._closed.pop(name, None)
         if previous is not None:
@@ -201,7 +206,7 @@ class StorageDirectory:
         self._types[name] = config.storage_type
         if isinstance(config.spec, TairMemPoolStorageSpec) and config.spec.node_id:
             self._nodes[name] = config.spec.node_id
-        self._health[name] = StorageHealth()  # what was known is not of this medium
+        self._health[name] = StorageHealth()  # another medium
         self.set_draining(name, is_draining=config.is_draining)
         self.set_enabled(name, enabled=config.is_available)
 
@@ -234,7 +239,7 @@ class StorageDirectory:
             self._draining.discard(name)
 
     def set_health(self, name: str, health: StorageHealth) -> None:
-        """Note how an open storage is: what is down is not available, enabled or not.
+        """Set the health of an open storage. A storage that is DOWN is not available, enabled or not.
 
         Deletions go on trying a storage that is down; they have pauses of their own.
         """
@@ -245,7 +250,7 @@ class StorageDirectory:
         self._update_writable(name)
 
     def report_unwritable(self, name: str) -> None:
-        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
+        """Expect no space on an open storage until the next good probe: a write failed a moment ago."""
         if name in self._health:
             self._health[name] = replace(self._health[name], is_unwritable=True)
             self._update_writable(name)
@@ -276,11 +281,11 @@ class StorageDirectory:
         self._nodes.pop(name, None)
 
     async def forget(self, config: StorageConfig, before: float) -> None:
-        """Drop what is kept of a storage that was removed and of which nothing is left.
+        """Drop the state of a removed storage without blocks.
 
         Args:
             config: of the storage.
-            before: unix seconds; what is younger belongs to one that was added again.
+            before: unix seconds; younger state belongs to a storage that was added again.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -323,7 +328,7 @@ class StorageDirectory:
         return self._health.get(storage)
 
     def is_writable(self, storage: str) -> bool:
-        """Return whether a new block can be expected to find room on a storage."""
+        """Return whether a storage is expected to accept a new block."""
         return storage in self._writable
 
     def is_draining(self, storage: str) -> bool:

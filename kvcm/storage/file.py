@@ -1,10 +1,10 @@
-"""Path storages: directories that all engines have mounted at the same path. Which types there are: path_types.py.
+"""Path storages: directories that all engines have mounted at the same path.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
 by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
 
-Which slots are deleted stands beside the file (slot_notes.py): whoever deletes the last one, another manager or this
-one after a restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
+The deleted slots are recorded beside the file: the manager that deletes the last one, another one or this one after a
+restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
 that delete at the same time lose nothing. NFS has no atomic append: of two managers on different hosts that delete
 slots of one file at the same moment one may overwrite the other's notes. Then the file and what stands beside it are
 left when their last slot is deleted: their space (that of one file, at most, and only names where slots are punched
@@ -207,10 +207,10 @@ class FileStorage:
         return f"{self._root}/{path_component(cluster_id)}/"
 
     def check_mounted(self) -> None:
-        """Refuse to take what is not mounted here for what is not there. Blocks.
+        """Check that the storage is mounted, so that unmounted bytes do not count as missing. Blocks.
 
         Raises:
-            StorageIOError: the deployment's directory is not there, or nobody can say.
+            StorageIOError: the deployment's directory is missing, or the check failed.
         """
         self._mounted_device()
 

@@ -44,7 +44,7 @@ __all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryB
 Header: TypeAlias = tuple[str, str, StorageType, LocationStatus, tuple[str, ...], int, float, str, float, int, float]
 """The fields of a `Location` in their order, without the chunk."""
 Headers: TypeAlias = Header | tuple[Header, ...]
-"""Header of the only location, or those of several; which of them, the type of the chunks tells."""
+"""Header of the only location, or those of several; the type of the chunks distinguishes them."""
 Chunks: TypeAlias = bytes | tuple[bytes, ...]
 """Chunk of the only location, or those of several."""
 _LEAST_POOL_SIZE = 1024
@@ -110,7 +110,7 @@ class HeaderPool:
         return shared
 
     def _forget_unused(self) -> None:
-        # Tuples take no weak references; their number of references tells as well which of them no block uses.
+        # Tuples take no weak references; their reference count shows as well which of them no block uses.
         self._headers = {header: header for header in self._headers if getrefcount(header) > _OWN_REFERENCES}
         self._most = 2 * len(self._headers) + _LEAST_POOL_SIZE
 
@@ -124,7 +124,7 @@ class HeaderPool:
 # Invariants:
 #
 # * Rows are dense: a removed block's row is taken by the last one at once.
-# * Whoever follows is told of a change at its end, when all columns are as they stay; only of a removal before it.
+# * The observer receives a change at its end, when all columns are final; a removal before it.
 # * The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
 #   constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
 
@@ -222,7 +222,7 @@ class BlockColumns:
 
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
-        what is there."""
+        the current record."""
         row = self._rows.get(key)
         if row is None:
             if old is not None:
@@ -298,7 +298,7 @@ class BlockColumns:
     # ── by row ──
 
     def observe(self, observer: RowObserver | None) -> None:
-        """Tell an observer of changes from now on, in the place of the one before; None for nobody."""
+        """Report changes to an observer from now on, in place of the one before; None for none."""
         self._observer = observer
 
     def row(self, key: int) -> int | None:
@@ -469,8 +469,8 @@ class BlockColumns:
 # The two changes that nearly all writes consist of, for many blocks at once: that their writing begins, and that they
 # serve. Both work on whole columns: row by row they cost ten times as much.
 #
-# Invariant: what is done here is what `insert` and `swap` do with the same blocks one after the other, also for
-# whoever follows; or nothing is done and the caller is told.
+# Invariant: the effect is that of `insert` and `swap` on the same blocks one after the other, also for the observer; or
+# nothing is done and the result says so.
 
 _WRITING = LocationStatus.WRITING
 
@@ -612,7 +612,7 @@ class MemoryBackend:
         return self._due.earliest
 
     async def refresh(self) -> None:
-        """Nobody else changes the records: what is known here is the truth."""
+        """Do nothing: only this process changes the records."""
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)

@@ -68,7 +68,7 @@ class Policy(Protocol):
         """Count reads of blocks: what `touch` does with one after the other."""
 
     def remove(self, slot: int, *, evicted: bool = True) -> None:
-        """Take a block out. `evicted` is False when it was removed for another reason than want of room."""
+        """Remove a block. `evicted` is False when it left for another reason than lack of space."""
 
     def moved(self, slot: int, to: int) -> None:
         """The block in `slot` is called `to` from now on; nothing was called so."""
@@ -76,12 +76,12 @@ class Policy(Protocol):
     def victims(self) -> Iterator[int]:
         """Yield blocks in the order in which they are to be evicted.
 
-        Whoever iterates may evict the block just yielded, or other ones, before it asks for the next. A block that is
+        The caller may evict the yielded block, or others, before it continues. A block that is
         still resident then is passed over, and does not come again in this iteration unless it was touched.
         """
 
     def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return where a block stands by its summary alone: what is smaller is evicted first. Used to put blocks back
+        """Return the rank of a block by its summary alone: smaller ones are evicted first. Used to put blocks back
         into the order they came from, and to choose among candidates of a shared store."""
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
@@ -99,7 +99,7 @@ class Policy(Protocol):
 #
 # * A slot is in at most one of the queues that share its links; one that is in none is its own neighbour.
 # * An iteration stands on a slot that is in its queue, or on the end: when that slot leaves its place, the iteration
-#   steps back to the older neighbour. Hence whoever iterates may do anything in between.
+#   steps back to the older neighbour. So the caller may do anything in between.
 
 END = -1
 """The end of the first queue over some links, also: no slot."""
@@ -183,7 +183,7 @@ class SlotLinks:
                 cursor.passed.add(to)
 
     def open_cursor(self, at: int = END) -> Cursor:
-        """Begin an iteration; whoever opens a cursor closes it."""
+        """Begin an iteration; the caller closes the cursor."""
         cursor = Cursor(at)
         self.cursors.append(cursor)
         return cursor
@@ -193,7 +193,7 @@ class SlotLinks:
         self.cursors.remove(cursor)
 
     def leave(self, slot: int) -> None:
-        """Tell the iterations that a slot is about to leave its place."""
+        """Move the cursors off a slot that is about to leave its place."""
         for cursor in self.cursors:
             cursor.passed.discard(slot)
             if cursor.at == slot:
@@ -426,7 +426,7 @@ class Fifo(Ordered):
 def by_age(*, sliding: bool) -> Policy:
     """TTL: return an order in which blocks expire at an age, whether there is space or not.
 
-    The caller knows the time and drops what is too old. Where space is short the same order holds: an age since the
+    The caller knows the time and removes expired blocks. Where space is short the same order holds: an age since the
     last read is the order of LRU, an age since the write that of FIFO.
 
     Args:

@@ -106,14 +106,14 @@ _IN_MAIN = 4
 
 
 class S3Fifo:
-    """Evicts the oldest block of small, or of main if that has more than its share, among those nobody read.
+    """Evicts the oldest block of small, or of main if that has more than its share, among those not read.
 
     Args:
         warmup: size of small beyond which new blocks go to main until the first eviction ever; None for no such rule.
         blocks: size of the cache where it has one in blocks, which a simulated one has.
     """
 
-    __slots__ = ("_blocks", "_ghost", "_ghost_room", "_keys", "_links", "_main", "_small", "_states", "_warmup")
+    __slots__ = ("_blocks", "_ghost", "_ghost_size", "_keys", "_links", "_main", "_small", "_states", "_warmup")
 
     def __init__(self, *, warmup: int | None = None, blocks: int | None = None) -> None:
         self._links = SlotLinks(queues=2)

@@ -1,10 +1,10 @@
 """Commands to a Redis or Valkey, wherever their keys lie.
 
 1. A call ends within twice `timeout_ms`, with an answer or with StorageIOError.
-2. Writes are sent once: after a lost connection nobody knows whether they ran, and the caller has to find out. Only
-   what certainly did not run is sent again: redirections, and scripts that the server did not know.
-3. Nothing stays broken: a lost connection or an answer that speaks of another role makes the next call look around
-   (`topology.py`), so calls succeed by themselves as soon as some server is responsible again.
+2. Writes are sent once: after a lost connection it is unknown whether they ran, and the caller has to find out. Only
+   commands that certainly did not run are sent again: redirections, and scripts that the server did not know.
+3. Nothing stays broken: a lost connection or an answer that speaks of another role makes the next call find the masters
+   again, so calls succeed by themselves as soon as some server is responsible again.
 """
 
 from __future__ import annotations
@@ -103,11 +103,10 @@ class ScriptCall(NamedTuple):
 # answer was lost is sent twice; their cluster pipelines refuse MGET and EVALSHA; and packing arguments in Python costs
 # more than the server needs for the answer.
 #
-# 1. A connection goes back only after every answer was read: whatever stops a round trip, cancellation included,
-#   closes
-#    its connection, so nobody reads the answer of another.
+# 1. A connection goes back only after every answer was read: an error or cancellation of a round trip closes its
+#    connection, so no call reads the answer of another.
 # 2. Nothing waits for ever: not for a free connection, a new one or an answer.
-# 3. Commands are sent once. Only who knows that a command may run twice sends it again.
+# 3. Commands are sent once. Only a caller whose command may run twice sends it again.
 
 Command = Sequence[Argument]
 _READ_BYTES = 1 << 18
@@ -269,8 +268,8 @@ async def _is_usable(connection: Connection) -> bool:
 
 # Which server is responsible for which keys: one server, the master that sentinels name, or the nodes of a cluster.
 #
-# What is known is used until it is doubted: a lost connection, a redirection or the answer of a replica doubts it, and
-# the next call asks anew, through whoever of several servers answers first, so that one that hangs holds up nobody.
+# A topology is cached until a lost connection, a redirection or the answer of a replica invalidates it. Then the next
+# call queries several servers and takes the first answer, so that a server that hangs delays no call.
 
 _SLOT_COUNT = 16384
 _MOST_QUERIED = 4
@@ -285,21 +284,21 @@ class Topology(Protocol):
         """Return the master of a slot.
 
         Raises:
-            StorageIOError: nobody who would know can be asked, or there is none.
+            StorageIOError: no server with the topology answers, or there is no master.
         """
 
     async def masters(self) -> list[Node]:
-        """Ask anew and return all masters, in a fixed order.
+        """Query and return all masters, in a fixed order.
 
         Raises:
-            StorageIOError: nobody who would know can be asked.
+            StorageIOError: no server with the topology answers.
         """
 
     def at(self, address: Address) -> Node:
         """Return the server at an address that a redirection names."""
 
     async def invalidate(self) -> None:
-        """Ask anew before the next call."""
+        """Invalidate the topology: query it before the next call."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -384,7 +383,7 @@ class _SentinelTopology:
         try:
             self._epoch, address = await _first(queried, self._master_of, f"sentinels of {self._settings.service!r}")
         except StorageIOError:
-            self._epoch = 0  # sentinels that were set up anew count from the start again
+            self._epoch = 0  # sentinels that were set up again count from the start
             raise
         before, self._doubted = self._master, False
         if before is not None and before.address == address:
@@ -593,7 +592,7 @@ class RedisClient:
             raise StorageIOError(f"redis is of version {shown}; use Redis 7.0 or later, or Valkey")
 
     async def masters(self) -> list[Address]:
-        """Ask anew and return the addresses of all masters, in a fixed order."""
+        """Query and return the addresses of all masters, in a fixed order."""
         async with self._deadline():
             return [node.address for node in await self._topology.masters()]
 

@@ -1,4 +1,4 @@
-"""Hearing from the servers which keys changed, so that a cache of records stays coherent.
+"""Invalidation messages of the servers, which keep a cache of records coherent.
 
 One connection per master asks for `CLIENT TRACKING ON BCAST`, redirected to itself and subscribed to the channel of
 invalidations: those then are ordinary messages that arrive by themselves. Rejected: tracking on the connections that
@@ -41,8 +41,8 @@ class Invalidations:
     Args:
         client: of the servers.
         prefix: what the keys of interest begin with.
-        on_keys: told keys that changed; must not raise.
-        on_reset: told that any key may have changed; must not raise.
+        on_keys: receives changed keys; must not raise.
+        on_reset: called when any key may have changed; must not raise.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Invalidations:
 
     @property
     def is_live(self) -> bool:
-        """Whether every change since the last reset was told, or is on its way."""
+        """Whether every change since the last reset was received, or is in flight."""
         return self._is_live
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class Invalidations:
             try:
                 now = await self._client.masters()
             except StorageIOError:
-                continue  # nobody knows of a change, and the connections to the masters speak for themselves
+                continue  # no change is known, and the connections to the masters report their own loss
             if now != masters:
                 return f"the masters are {', '.join(map(str, now))} now"
 
