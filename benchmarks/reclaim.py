@@ -394,7 +394,7 @@ async def in_process(policy: str, count: int) -> list[Row]:
         await blocks.write(count, random.Random(1))
         gc.collect()
         gc.freeze()
-        kept_bytes = _traced(opened.reclaimer.follow_orders) / count
+        kept_bytes = _traced(opened.reclaimer.update_orders) / count
         await opened.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
         marking = 0.0
         while opened.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most

@@ -9,7 +9,7 @@
                                   priority, pinned_until], the last two left out where both are 0
 
 The stamp is new with every write. A compare-and-set compares it instead of the whole record, which costs neither the
-encoding nor the sending of what is expected to be there.
+encoding nor the sending of the expected record.
 
 Everything of a location but its chunk is the same for all blocks of a write session, so it is encoded apart and both
 directions remember the latest headers: a location is decoded with one look into a table, and a million loaded records
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import count
 from struct import Struct
@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
 __all__ = [
@@ -104,16 +104,23 @@ def decode_record(data: bytes) -> StampedRecord:
 
 
 def encode_payload(record: BlockRecord) -> bytes:
-    """Return the record without a stamp, for a store that nobody shares."""
+    """Return the record without a stamp, for a store of one manager."""
     return _VERSION_BYTE + _encode(_body_of(record))
 
 
-def encode_payloads(run: BlockRun) -> list[bytes]:
-    """Return what `encode_payload` makes of every block of a run."""
-    header = _header_bytes(run.location[:5] + run.location[6:])
-    parents = (run.parent, *run.keys[:-1])
-    links = zip(parents, range(run.depth, run.depth + len(run.keys)), run.chunks, strict=True)
-    return [_VERSION_BYTE + _encode([parent, depth, header, chunk]) for parent, depth, chunk in links]
+def encode_payloads(
+    location: Location, links: Iterable[tuple[int | None, int]], chunks: Iterable[bytes]
+) -> list[bytes]:
+    """Return what `encode_payload` makes of blocks with one location each.
+
+    Args:
+        location: the fields that all these locations share; its own chunk is ignored.
+        links: parent and depth of each block.
+        chunks: chunk of each block's location.
+    """
+    header = _header_bytes(location[:5] + location[6:])
+    blocks = zip(links, chunks, strict=True)
+    return [_VERSION_BYTE + _encode([parent, depth, header, chunk]) for (parent, depth), chunk in blocks]
 
 
 def decode_payload(data: bytes) -> BlockRecord:

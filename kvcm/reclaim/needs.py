@@ -1,8 +1,8 @@
-"""What has to go, and from whom: usage against the marks of every level.
+"""Reclaim needs: how much must be evicted, and from which instances, by usage and the watermarks of every level.
 
-What is already being deleted counts as gone: otherwise the delay before a deletion would let every look evict the same
-amount again. Levels are looked at from the narrow to the wide: a mark crossed on one type evicts that type only, and
-what goes there counts for the group's total, too.
+Locations being deleted count as gone: otherwise the delay before a deletion would let every round evict the same amount
+again. Levels are checked from the narrow to the wide: a watermark crossed on one storage type evicts that type only,
+and those evictions count for the total of the group, too.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ __all__ = [
     "needs",
 ]
 
-# What instances hold, without what is already being deleted, and the sums of it by group.
+# Usage of instances, without locations being deleted, and sums by group.
 #
-# A look asks again after every batch that it marked; mostly nothing else has changed by then, nor from one look to the
-# next. So what is known of an index is kept until that is changed; of an index that other managers change, too,
-# nothing is kept.
+# A round recomputes it after every batch; mostly nothing else has changed by then. So the usage of an index is cached
+# until the index changes; of an index that other managers change, too, nothing is cached.
 
 PlaceFilter = Callable[[StorageKey], bool]
 """Whether what lies at a place helps."""
@@ -48,7 +47,7 @@ PlaceFilter = Callable[[StorageKey], bool]
 
 @dataclass(frozen=True, slots=True)
 class InstanceUsage:
-    """What one instance holds, without what is already being deleted.
+    """Usage of one instance, without locations being deleted.
 
     Attributes:
         uid: number of its registration.
@@ -67,14 +66,15 @@ class InstanceUsage:
     max_keys: int
 
     @classmethod
-    def of(cls, custody: IndexHandle, group: InstanceGroup) -> InstanceUsage:
+    def of(cls, handle: IndexHandle, group: InstanceGroup) -> InstanceUsage:
         """Return what an index of a group holds now."""
-        index = custody.meta_index
+        index = handle.meta_index
         deleting = index.deleting_bytes
         remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
         keys = index.key_count - index.deleting_keys
-        max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
-        return cls(custody.uid, custody.instance, group, remaining, keys, max_keys)
+        # the index gets the new limit at the next write
+        max_keys = group.cache_config.meta_indexer_config.max_key_count
+        return cls(handle.uid, handle.instance, group, remaining, keys, max_keys)
 
     def bytes(self, wanted: PlaceFilter) -> int:
         """Return the bytes at wanted places."""
@@ -133,21 +133,21 @@ class UsageReader:
     def __init__(self) -> None:
         self._known: dict[int, _CachedUsage] = {}
 
-    def of(self, custodies: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
+    def of(self, handles: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
         """Return what each index holds now; of what did not change the very same object as before.
 
         Args:
-            custodies: all indexes, each with its group: what is left out is forgotten.
+            handles: all indexes, each with its group; the cache forgets the others.
         """
         known, self._known = self._known, {}
-        return [self._of(custody, group, known.get(custody.uid)) for custody, group in custodies]
+        return [self._of(handle, group, known.get(handle.uid)) for handle, group in handles]
 
-    def _of(self, custody: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
-        index = custody.meta_index
+    def _of(self, handle: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
+        index = handle.meta_index
         if known is None or not known.is_of(index, group):
-            known = _CachedUsage(index, index.generation, InstanceUsage.of(custody, group))
+            known = _CachedUsage(index, index.generation, InstanceUsage.of(handle, group))
         if not index.is_shared:
-            self._known[custody.uid] = known
+            self._known[handle.uid] = known
         return known.holding
 
 
@@ -239,7 +239,7 @@ class _NeedFinder:
                 self._guarantors[guarantee.storage_unique_name][configured.name] = configured
 
     def _sort(self, held: GroupUsage) -> None:
-        """Note where a group holds something, and where its blocks need room, whether there are any or not."""
+        """Register the group at the storages and quotas that it uses or may use."""
         for name in held.by_storage:
             self._on_storage[name].append(held)
         for name in held.group.storage_candidates:
@@ -303,8 +303,8 @@ class _NeedFinder:
             yield ReclaimNeed(reason, excess, wanted, held.members, name)
 
     def _fair_needs(self, contest: _SharedMark) -> Iterator[ReclaimNeed]:
-        """Take from the groups that use most above what they are entitled to: their guarantee, and an equal share of
-        what nobody is guaranteed. Each gives what is above that; the group that is furthest above gives first, and
+        """Take from the groups that exceed their entitlement the most: their guarantee, and an equal share of
+        the capacity without guarantees. Each gives its excess above that; the group with the largest gives first, and
         the next one where that has nothing to give."""
         reason, name, mark, users, wanted, guarantees = contest
         total = sum(used for _, used in users)
@@ -318,7 +318,7 @@ class _NeedFinder:
         )
         for most, held in payers:
             yield ReclaimNeed(reason, min(excess, most), wanted, held.members, name, held.group.name)
-        # Nobody gives what is guaranteed to him for a guarantee that is not used: only where too much is used.
+        # No group gives guaranteed bytes for an unused guarantee: only where usage itself is above the watermark.
         rest = min(excess - sum(most for most, _ in payers), mark.excess(total))
         if rest > 0:  # guarantees that together exceed the mark, and are used
             yield ReclaimNeed(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
@@ -345,7 +345,7 @@ class _SharedMark(NamedTuple):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are guaranteed and not used: nobody else may use them."""
+        """Bytes that are guaranteed and unused: no other group may use them."""
         used = {held.group.name: size for held, size in self.users}
         return sum(max(0, size - used.get(name, 0)) for name, size in self.guarantees.items())
 
@@ -362,17 +362,16 @@ def _is_on(name: str, place: StorageKey) -> bool:
     return place.storage == name
 
 
-# Whether a write has left its group above a mark: what wakes the reclaimer before its time.
+# Whether a write left its group above a watermark: then the reclaimer runs at once.
 #
-# It goes by what the ledger knows, which counts what is being deleted and, over a shared store, what is only reserved
-# yet: it may wake the reclaimer once too often, never too seldom. Every write asks, so what follows from the settings
-# is worked out when they change.
+# The ledger also counts locations being deleted and, over a shared store, reserved bytes: the check may wake the
+# reclaimer too often, never too seldom. Every write calls it, so the watermarks are computed when settings change.
 
 _NO_MARK = 1 << 63  # more bytes than there are
 
 
 class _GroupUsageSource(Protocol):
-    """Knows what groups hold: at least what they use."""
+    """Usage of groups; at least the true usage."""
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group holds, by place."""
@@ -423,7 +422,7 @@ class WatermarkCheck:
 
     Args:
         registry: groups, storages, global quotas, instances.
-        held: returns who knows what groups hold.
+        held: returns the usage of groups.
         key_counts: returns the blocks of each instance of a group.
     """
 
@@ -440,7 +439,7 @@ class WatermarkCheck:
         self._watches: dict[str, _GroupMarks] = {}
 
     def is_above_a_mark(self, group: InstanceGroup) -> bool:
-        """Return whether what is held is above a mark that concerns a group, which has just written."""
+        """Return whether usage is above a watermark that concerns a group, which has just written."""
         if self._generation != self._registry.generation:
             self._generation = self._registry.generation
             self._read()
@@ -500,8 +499,8 @@ def _quota_usage(drawn: _QuotaMark, by_group: Mapping[str, int]) -> int:
 
 
 def _claimed_bytes(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, int]) -> int:
-    """Return the bytes on a storage that a writer has to reckon with: what is used, and what is kept for others. Within
-    its own guarantee it takes nothing that is kept for anybody."""
+    """Return the bytes on a storage that count for a writer: the usage, and unused guarantees of others. Within its own
+    guarantee a writer takes nothing that is guaranteed to others."""
     total = sum(by_group.values())
     if by_group.get(writer, 0) <= guaranteed.get(writer, 0):
         return total

@@ -1,8 +1,8 @@
-"""Soft marks: above which usage eviction begins, and down to where it goes. Pure arithmetic.
+"""Watermarks: the usage above which eviction begins, and down to which it goes. Pure arithmetic.
 
-A mark is a ratio of a hard limit. Eviction begins above `high` and ends at `low`, the hysteresis below it. A ratio
-above 1, or one that is not set, is no mark at all. So that nobody is refused while something could be evicted, a mark
-never leaves less than one block free below its limit.
+A watermark is a ratio of a hard limit. Eviction begins above `high` and ends at `low`, the hysteresis below it. A ratio
+above 1, or an unset one, disables the watermark. At least one block always fits between a watermark and its limit, so
+that no write is rejected while eviction can help.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
     low: int
 
     def excess(self, used: int, *, is_active: bool = False) -> int:
-        """Return how much has to go when so much is used: what is above `low`, once `high` was crossed."""
+        """Return how much must be evicted at some usage: the excess above `low`, once `high` was crossed."""
         return used - self.low if used > (self.low if is_active else self.high) else 0
 
 

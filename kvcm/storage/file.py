@@ -1,10 +1,10 @@
-"""Path storages: directories that all engines have mounted at the same path. Which types there are: path_types.py.
+"""Path storages: directories that all engines have mounted at the same path.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
 by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
 
-Which slots are deleted stands beside the file (slot_notes.py): whoever deletes the last one, another manager or this
-one after a restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
+The deleted slots are recorded beside the file: the manager that deletes the last one, another one or this one after a
+restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
 that delete at the same time lose nothing. NFS has no atomic append: of two managers on different hosts that delete
 slots of one file at the same moment one may overwrite the other's notes. Then the file and what stands beside it are
 left when their last slot is deleted: their space (that of one file, at most, and only names where slots are punched
@@ -83,7 +83,7 @@ class FileStorage:
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
         self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
-        self._giver = SlotAllocator(name, self._files, self._threads)
+        self._slot_allocator = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
 
     async def allocate(self, allocation: Allocation) -> list[str]:
@@ -103,10 +103,10 @@ class FileStorage:
     async def _reused(self, allocation: Allocation) -> dict[int, str]:
         """Return the uris of parts that got a slot which others had before, by their index."""
         location_id = allocation.location_id
-        if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
+        if not self._is_packed or not self._files.free.count or not (location_id.isascii() and location_id.isalnum()):
             return {}
         parts = Parts.of(allocation.parts)
-        places = await self._giver.allocate(path_component(allocation.instance_id), parts, location_id)
+        places = await self._slot_allocator.allocate(path_component(allocation.instance_id), parts, location_id)
         return {
             index: str(LocationUri(self._scheme, self._name, path, parts.sizes[index], slot, location_id=location_id))
             for index, (path, slot) in places.items()
@@ -187,9 +187,9 @@ class FileStorage:
 
     async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
         directory = self._directory_of(cluster_id)
-        pages = object_batches(directory)
-        while (page := await self._run(lambda: next(pages, None))) is not None:
-            yield page
+        batches = object_batches(directory)
+        while (batch := await self._run(lambda: next(batches, None))) is not None:
+            yield batch
         if directory == self.directory:
             await self._run(self.check_mounted)
 
@@ -207,10 +207,10 @@ class FileStorage:
         return f"{self._root}/{path_component(cluster_id)}/"
 
     def check_mounted(self) -> None:
-        """Refuse to take what is not mounted here for what is not there. Blocks.
+        """Check that the storage is mounted, so that unmounted bytes do not count as missing. Blocks.
 
         Raises:
-            StorageIOError: the deployment's directory is not there, or nobody can say.
+            StorageIOError: the deployment's directory is missing, or the check failed.
         """
         self._mounted_device()
 
@@ -243,7 +243,7 @@ class FileStorage:
         """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
         if isinstance(previous, FileStorage) and previous.directory == self.directory:
             self._files, previous._is_succeeded = previous._files, True
-            self._giver = SlotAllocator(self._name, self._files, self._threads)
+            self._slot_allocator = SlotAllocator(self._name, self._files, self._threads)
             if previous._keys_per_file != self._keys_per_file:
                 self._files.free.clear()
 

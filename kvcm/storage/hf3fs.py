@@ -1,6 +1,6 @@
 """Types `hf3fs` and `vcns_hf3fs`: 3FS through its POSIX mount, where it is a directory like any other.
 
-Where the metadata service of a `vcns_hf3fs` storage is, its config says for those who mount it.
+The config of a `vcns_hf3fs` storage names its metadata service, for hosts that mount it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> 
 async def test_a_pool_that_nobody_told_of_hands_nothing_out_and_says_why(table: MemoryTable, clock: FakeClock) -> None:
     pool = open_pool(table, clock)
     for kind, call in ((StorageIOError, pool.probe()), (NotReadyError, pool.allocate(allocation([1])))):
-        with pytest.raises(kind, match=r"storage p: no host agent has told of the pool on node 'node-1' yet"):
+        with pytest.raises(kind, match=r"storage p: no host agent has reported the pool on node 'node-1' yet"):
             await call
 
 
@@ -62,7 +62,7 @@ async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: 
     assert len(await second.allocate(allocation([1]))) == 1
     clock.time += 1
     for pool in (first, second):
-        with pytest.raises(StorageIOError, match="no host agent has told of the pool on node 'node-1' for 4 s"):
+        with pytest.raises(StorageIOError, match="no host agent has reported the pool on node 'node-1' for 4 s"):
             await pool.probe()
         with pytest.raises(NotReadyError, match="for 4 s"):
             await pool.allocate(allocation([1]))

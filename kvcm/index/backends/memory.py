@@ -44,7 +44,7 @@ __all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryB
 Header: TypeAlias = tuple[str, str, StorageType, LocationStatus, tuple[str, ...], int, float, str, float, int, float]
 """The fields of a `Location` in their order, without the chunk."""
 Headers: TypeAlias = Header | tuple[Header, ...]
-"""Header of the only location, or those of several; which of them, the type of the chunks tells."""
+"""Header of the only location, or those of several; the type of the chunks distinguishes them."""
 Chunks: TypeAlias = bytes | tuple[bytes, ...]
 """Chunk of the only location, or those of several."""
 _LEAST_POOL_SIZE = 1024
@@ -110,7 +110,7 @@ class HeaderPool:
         return shared
 
     def _forget_unused(self) -> None:
-        # Tuples take no weak references; their number of references tells as well which of them no block uses.
+        # Tuples take no weak references; their reference count shows as well which of them no block uses.
         self._headers = {header: header for header in self._headers if getrefcount(header) > _OWN_REFERENCES}
         self._most = 2 * len(self._headers) + _LEAST_POOL_SIZE
 
@@ -124,7 +124,7 @@ class HeaderPool:
 # Invariants:
 #
 # * Rows are dense: a removed block's row is taken by the last one at once.
-# * Whoever follows is told of a change at its end, when all columns are as they stay; only of a removal before it.
+# * The observer receives a change at its end, when all columns are final; a removal before it.
 # * The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
 #   constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
 
@@ -214,9 +214,15 @@ class BlockColumns:
             records.append(_new_record(BlockRecord, (*chain, locations)))
         return records
 
+    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
+        """Return parent and depth of blocks that all have a record."""
+        depths, parents = self._depths, self._parents
+        rows = map(self._rows.__getitem__, keys)
+        return [(None, ~depths[row]) if depths[row] < 0 else (parents[row], depths[row]) for row in rows]
+
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
-        what is there."""
+        the current record."""
         row = self._rows.get(key)
         if row is None:
             if old is not None:
@@ -292,7 +298,7 @@ class BlockColumns:
     # ── by row ──
 
     def observe(self, observer: RowObserver | None) -> None:
-        """Tell an observer of changes from now on, in the place of the one before; None for nobody."""
+        """Report changes to an observer from now on, in place of the one before; None for none."""
         self._observer = observer
 
     def row(self, key: int) -> int | None:
@@ -463,8 +469,8 @@ class BlockColumns:
 # The two changes that nearly all writes consist of, for many blocks at once: that their writing begins, and that they
 # serve. Both work on whole columns: row by row they cost ten times as much.
 #
-# Invariant: what is done here is what `insert` and `swap` do with the same blocks one after the other, also for
-# whoever follows; or nothing is done and the caller is told.
+# Invariant: the effect is that of `insert` and `swap` on the same blocks one after the other, also for the observer; or
+# nothing is done and the result says so.
 
 _WRITING = LocationStatus.WRITING
 
@@ -532,8 +538,8 @@ class WrittenColumns(BlockColumns):
             return None
         served: list[UniformRun] = []
         at = 0
-        for header, alike in groupby(map(self._headers.__getitem__, rows)):
-            end = at + len(list(alike))
+        for header, run in groupby(map(self._headers.__getitem__, rows)):
+            end = at + len(list(run))
             before = unpack(header, b"")[0]
             after = ending(UniformRun(keys[at:end], before, chunks[at:end])) if before.status is _WRITING else None
             if after is None:
@@ -546,16 +552,16 @@ class WrittenColumns(BlockColumns):
 
     def _put_served(self, rows: Sequence[int], served: Sequence[UniformRun]) -> None:
         headers, chunks, read_at, reads = self._headers, self._chunks, self._read_at, self._reads
-        told: list[tuple[Sequence[int], Sequence[int], int]] = []
+        resident: list[tuple[Sequence[int], Sequence[int], int]] = []
         at = 0
         for keys, location, new_chunks in served:
             header, seconds = self._pool.share(_header_of(location)), whole_seconds(location.written_at)
             of_these, at = rows[at : at + len(keys)], at + len(keys)
             for row, chunk in zip(of_these, new_chunks, strict=True):
                 headers[row], chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
-            told.append((of_these, keys, location.priority))
+            resident.append((of_these, keys, location.priority))
         if self._observer is not None:
-            for of_these, keys, priority in told:
+            for of_these, keys, priority in resident:
                 self._observer.added_together(of_these, keys, priority)
 
 
@@ -606,7 +612,7 @@ class MemoryBackend:
         return self._due.earliest
 
     async def refresh(self) -> None:
-        """Nobody else changes the records: what is known here is the truth."""
+        """Do nothing: only this process changes the records."""
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
@@ -637,12 +643,12 @@ class MemoryBackend:
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         served = self._blocks.serve(keys, ending)
-        for alike in served or ():
-            due = _due_of_only(alike.location)
+        for run in served or ():
+            due = _due_of_only(run.location)
             if due is None:
-                self._due.discard_all(alike.keys)
+                self._due.discard_all(run.keys)
             else:
-                self._due.put_all(alike.keys, due)
+                self._due.put_all(run.keys, due)
         return served
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
@@ -684,9 +690,9 @@ class MemoryBackend:
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
         for start in range(0, len(keys), page_size):
-            page = [key for key in keys[start : start + page_size] if key in self._blocks]
-            if page:
-                yield page
+            batch = [key for key in keys[start : start + page_size] if key in self._blocks]
+            if batch:
+                yield batch
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         return self._blocks.sample(count, random)

@@ -88,16 +88,16 @@ class RedisAudit:
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].order):
-            for page in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+            for batch in _cut(members[::2], BATCH_KEYS):
+                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].pending):
-            for page in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+            for batch in _cut(members[::2], BATCH_KEYS):
+                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
         async for relations in self._scan(b"ZSCAN", self._names[shard].children):
-            for page in _cut(relations[::2], BATCH_KEYS):
-                yield _claims(RELATION.unpack(each) for each in page if len(each) == RELATION.size)
+            for batch in _cut(relations[::2], BATCH_KEYS):
+                yield _claims(RELATION.unpack(each) for each in batch if len(each) == RELATION.size)
 
     async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
         names, keys = self._names[shard], list(claims)
@@ -187,15 +187,15 @@ class StoredBlocks:
     async def uids(self) -> Counter[int]:
         """Return how many keys there are of each registration; some may be counted twice."""
         counted: Counter[int] = Counter()
-        async for page in self._pages():
-            counted.update(key.uid for key in page)
+        async for batch in self._batches():
+            counted.update(key.uid for key in batch)
         return counted
 
     async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
         """Yield uid, shard and keys of records that are not in the access order, so that no scan finds them."""
-        async for page in self._pages():
+        async for batch in self._batches():
             groups: dict[tuple[int, int], list[int]] = {}
-            for key in page:
+            for key in batch:
                 if key.block is not None:
                     groups.setdefault((key.uid, key.shard), []).append(key.block)
             commands = [
@@ -209,23 +209,23 @@ class StoredBlocks:
 
     async def drop(self, uids: Container[int]) -> None:
         """Forget every key of these registrations."""
-        async for page in self._pages():
-            names = [key.name for key in page if key.uid in uids]
+        async for batch in self._batches():
+            names = [key.name for key in batch if key.uid in uids]
             if names:
                 await self._client.execute([(b"UNLINK", name) for name in names])
 
     def _order(self, uid: int, shard: int) -> bytes:
         return f"{self._client.prefix}:z{{{uid}.{shard}}}".encode()
 
-    async def _pages(self) -> AsyncIterator[list[_StoredKey]]:
+    async def _batches(self) -> AsyncIterator[list[_StoredKey]]:
         pattern = _escaped(self._client.prefix) + b":[bzcpu]{*"
         for address in await self._client.masters():
             connection = await self._client.connect(address)
             try:
                 async for names in _scanned(connection, pattern):
-                    page = [key for name in names if (key := _parsed(self._client.prefix, name)) is not None]
-                    if page:
-                        yield page
+                    batch = [key for name in names if (key := _parsed(self._client.prefix, name)) is not None]
+                    if batch:
+                        yield batch
             except (OSError, RedisError) as error:
                 raise StorageIOError(f"redis {address}: {error}; try again") from error
             finally:

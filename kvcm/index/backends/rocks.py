@@ -9,7 +9,7 @@ suspending, so calls stay as atomic as those of the memory backend; a request aw
     row of a block    "b" · uid (uint32) · key (int64)     kvcm/index/codec.py, without a stamp
     row of its reads  "a" · uid (uint32) · key (int64)     last access in unix seconds (uint32) · reads (uint16)
 
-all big endian. The second row exists for a block that was read, or whose time of storage the first no longer tells.
+all big endian. The second row exists for a block that was read, or whose time of storage is no longer in the first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ READS: Final = b"a"
 ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
 
 _OnDrop = Callable[[int], None]
-"""Told the uid."""
+"""Receives the uid."""
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
 _BATCH_ROWS: Final = 4096
@@ -76,7 +76,7 @@ class RocksBackend(MemoryBackend):
         log: of the store. Where a change raises StorageIOError it is not applied, unless the log failed that very
             moment; then it failed for good.
         uid: of the instance's registration.
-        on_drop: told when everything is forgotten.
+        on_drop: called when the index is dropped.
     """
 
     def __init__(self, log: CommitLog, uid: int, on_drop: _OnDrop = lambda _uid: None) -> None:
@@ -101,19 +101,33 @@ class RocksBackend(MemoryBackend):
         self._log.admit()
         used = super().begin(run)
         if used is not None:
-            pairs = zip(run.keys, encode_payloads(run), strict=True)
-            self._log.append([(ADDRESS.pack(BLOCKS, self._uid, key), payload) for key, payload in pairs])
+            links = zip((run.parent, *run.keys[:-1]), range(run.depth, run.depth + len(run.keys)), strict=True)
+            payloads = encode_payloads(run.location, links, run.chunks)
+            uid, pack = self._uid, ADDRESS.pack
+            self._log.append([(pack(BLOCKS, uid, key), row) for key, row in zip(run.keys, payloads, strict=True)])
         return used
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         self._log.admit()
         accesses = self._blocks.accesses(keys)
         served = super().serve(keys, ending)
-        if served is not None:
-            records = self._blocks.get(keys)
-            pairs = zip(keys, records, accesses, strict=True)
-            read_before = {key for key, record, access in pairs if record is not None and _has_reads(access, record)}
-            self._log.append(self._rows(list(map(Change, keys, records, records)), read_before))
+        if served is None:
+            return None
+        links, uid, pack = self._blocks.links(keys), self._uid, ADDRESS.pack
+        rows: list[RowChange] = []
+        read_before: list[int] = []  # while their writing went on: their rows of reads are out of date
+        start = 0
+        for blocks in served:
+            end = start + len(blocks.keys)
+            payloads = encode_payloads(blocks.location, links[start:end], blocks.chunks)
+            rows += [(pack(BLOCKS, uid, key), row) for key, row in zip(blocks.keys, payloads, strict=True)]
+            unread = (int(blocks.location.written_at), 0)
+            pairs = zip(blocks.keys, accesses[start:end], strict=True)
+            read_before += [key for key, access in pairs if access != unread]
+            start = end
+        if read_before:
+            rows += self._access_rows(read_before)
+        self._log.append(rows)
         return served
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
@@ -151,17 +165,17 @@ class RocksBackend(MemoryBackend):
     def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
-        stored_anew: list[int] = []
+        stored_again: list[int] = []
         for key, old, new, _ in changes:
             if new is not None:
                 rows.append((pack(BLOCKS, uid, key), encode_payload(new)))
                 if old is not None and (key in read_before or stored_at(old) != stored_at(new)):
-                    stored_anew.append(key)
+                    stored_again.append(key)
             elif old is not None:
                 rows.append((pack(BLOCKS, uid, key), None))
                 rows.append((pack(READS, uid, key), None))
-        if stored_anew:
-            rows += self._access_rows(stored_anew)
+        if stored_again:
+            rows += self._access_rows(stored_again)
         return rows
 
     def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
@@ -205,7 +219,7 @@ def load_index(store: RocksStore, on_progress: LoadProgress = lambda _done, _est
 
     Args:
         store: nothing may have been written to it yet.
-        on_progress: told after each page how many blocks are loaded, and about how many rows there are.
+        on_progress: receives after each batch the number of loaded blocks, and the estimated number of rows.
 
     Raises:
         StorageIOError: a row is damaged or was written by another release; the message names the block.
@@ -268,16 +282,14 @@ def _unreadable(store: RocksStore, key: bytes, error: Exception) -> StorageIOErr
     return StorageIOError(f"{store.log.directory}: {row} cannot be read: {error}; run `kvcm index verify`")
 
 
-# The rows of a RocksDB, looked at one by one, also those from which nothing can be loaded.
+# Audit of the rows of a RocksDB, one by one, also where the index cannot be loaded from them.
 #
-# Layout: rocks.py, and kvcm/store/rocks.py.
-#
-# Everything that is derived from a record is made anew when an index is loaded, so rows can only be unreadable, or be
+# All derived data is rebuilt when an index is loaded, so rows can only be unreadable, or be
 # left over from a block or an instance that is gone.
 
 _ACCESS_BYTES: Final = 6
 _AUDIT_BATCH_ROWS: Final = 4096
-_MOST_BAD: Final = 100_000  # what is beyond is found by the next look
+_MOST_BAD: Final = 100_000  # the next audit finds the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +299,7 @@ class BadRow:
     Attributes:
         key: of the row.
         where: what it is of, for people.
-        reason: what is wrong with it.
+        reason: the fault.
         holds_data: whether a record or a document goes with it.
         stops_loading: whether the store cannot be loaded with it.
     """
@@ -322,7 +334,7 @@ def audit_rows(log: CommitLog, on_progress: LoadProgress = lambda _done, _estima
 
     Args:
         log: to which nothing was appended yet.
-        on_progress: told after each page how many blocks were looked at, and about how many rows there are.
+        on_progress: receives after each batch the number of checked blocks, and the estimated number of rows.
 
     Raises:
         StorageIOError: the database itself is damaged.
@@ -421,7 +433,7 @@ class LoadedBlocks:
         return self._records
 
     async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
-        """Yield nothing: what was loaded is found by scans."""
+        """Yield nothing: scans find all loaded records."""
         for nothing in list[tuple[int, int, list[int]]]():
             yield nothing
 
