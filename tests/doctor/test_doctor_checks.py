@@ -174,9 +174,7 @@ def test_who_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) ->
     lock = tmp_path / "metadata" / "LOCK"
     assert lock_holder(lock) == 0
     log = CommitLog(lock.parent, Fsync("never"), SystemClock())
-    ask = (
-        f"from pathlib import Path; from kvcm.doctor.places import lock_holder; print(lock_holder(Path({str(lock)!r})))"
-    )
+    ask = f"from pathlib import Path; from kvcm.doctor.host import lock_holder; print(lock_holder(Path({str(lock)!r})))"
     try:  # a lock of the process itself is not in its own way
         asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     finally:
@@ -309,7 +307,7 @@ def test_settings_are_read_as_serve_reads_them(tmp_path: Path) -> None:
         ("kvcm.store.fsnyc=always", "unknown setting 'kvcm.store.fsnyc', did you mean 'kvcm.store.fsync'?"),
         ("kvcm.service.http_port=many", "kvcm.service.http_port is 'many', must be a whole number"),
         ("what is this", "is not key=value"),
-        ("kvcm.service.host=10.0.0.1", "nobody is authenticated"),
+        ("kvcm.service.host=10.0.0.1", "authentication is disabled"),
     ],
 )
 def test_settings_that_serve_refuses_are_a_failure(tmp_path: Path, text: str, found: str) -> None:
