@@ -270,7 +270,7 @@ def test_a_data_directory_on_loopback_is_nothing_to_speak_of() -> None:
         ({"data_dir": "/tmp/kvcm"}, Level.WARN, "does not outlive a reboot"),
         ({"fsync": "never"}, Level.WARN, "kvcm.store.fsync is never"),
         ({"enable_debug_service": True}, Level.WARN, "lets callers make requests fail"),
-        ({"host": "10.0.0.1", "insecure": True}, Level.FAIL, "everybody who reaches 10.0.0.1 may do everything"),
+        ({"host": "10.0.0.1", "insecure": True}, Level.FAIL, "every client that reaches 10.0.0.1 may do everything"),
         ({"registry_storage_uri": "redis://10.0.0.9/?cluster_name=c"}, Level.WARN, "has no password for 10.0.0.9:6379"),
         ({"registry_storage_uri": "redis://10.0.0.9/?cluster_name=c"}, Level.WARN, "in the clear"),
     ],
@@ -347,7 +347,7 @@ def test_a_good_server_has_nothing_wrong() -> None:
         ({"rdb_last_bgsave_status": "err"}, Level.FAIL, "failed to save"),
         ({"aof_enabled": "0"}, Level.FAIL, "keeps nothing"),
         ({"aof_enabled": "0", "save": "3600 1"}, Level.WARN, "snapshots only (3600 1)"),
-        ({"aof_enabled": "0", "save": None}, Level.WARN, "does not tell whether it makes snapshots"),
+        ({"aof_enabled": "0", "save": None}, Level.WARN, "its snapshots are unknown"),
         ({"ahead": 5.0}, Level.WARN, "5 s ahead of"),
     ],
 )
