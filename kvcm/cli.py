@@ -1,4 +1,4 @@
-"""The `kvcm` command."""
+"""The `kvcm` command: `serve`, which runs a manager, and the commands of kvcm.commands."""
 
 from __future__ import annotations
 
@@ -16,9 +16,41 @@ if TYPE_CHECKING:
     from kvcm.app import Manager
 
 __all__ = ["app", "main"]
+<<<<<<< HEAD
+=======
+
+_APPS = (
+    storage_app,
+    group_app,
+    quota_app,
+    instance_app,
+    pin_app,
+    account_app,
+    key_app,
+    index_app,
+    snapshot_app,
+    trace_app,
+)
+_COMMANDS = {
+    "usage": group_usage,
+    "get": get,
+    "trim": trim,
+    "login": login,
+    "whoami": whoami,
+    "doctor": doctor,
+    "optimize": optimize,
+}
 
 
-# gRPC's own lines are no events, and it has one for whoever comes to a TLS port with anything else. Read on import.
+def _add_commands(app: typer.Typer) -> None:
+    for each in _APPS:
+        app.add_typer(each)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+>>>>>>> wP3
+
+
+# gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 try:
     import structlog
@@ -92,12 +124,12 @@ def serve(
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
     ] = False,
 ) -> None:
-    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0; SIGHUP reads the settings anew.
+    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0; SIGHUP reloads the settings.
 
     Settings take effect in this order, later ones win: defaults, the config file, -e, environment variables of the same
     dotted name. Ports: kvcm.service.rpc_port (6381), http_port (6382), admin_rpc_port (6491), admin_http_port (6492).
     """
-    # The first of a key wins: what has an option of its own goes before -e.
+    # The first of a key wins: settings with an option of their own go before -e.
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     options += ["kvcm.service.insecure=true"] if insecure else []
     configure_logs(LEVELS["INFO"])
@@ -132,7 +164,7 @@ def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
 
 
 def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager]]:
-    """Import what only a manager needs: most of what there is, and other commands are to begin at once."""
+    """Import the manager, and most of the packages with it: other commands start faster without."""
     try:
         import uvloop
 
@@ -143,7 +175,7 @@ def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager
 
 
 def _changed(settings: Settings) -> dict[str, str]:
-    """Settings that differ from the defaults, with secrets left out."""
+    """Return the settings that differ from the defaults, without secrets."""
     defaults = Settings().described()
     return {key: value for key, value in settings.described().items() if value != defaults[key]}
 
