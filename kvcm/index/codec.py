@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from struct import Struct
@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
 __all__ = [
@@ -108,12 +108,19 @@ def encode_payload(record: BlockRecord) -> bytes:
     return _VERSION_BYTE + _encode(_body_of(record))
 
 
-def encode_payloads(run: BlockRun) -> list[bytes]:
-    """Return what `encode_payload` makes of every block of a run."""
-    header = _header_bytes(run.location[:5] + run.location[6:])
-    parents = (run.parent, *run.keys[:-1])
-    links = zip(parents, range(run.depth, run.depth + len(run.keys)), run.chunks, strict=True)
-    return [_VERSION_BYTE + _encode([parent, depth, header, chunk]) for parent, depth, chunk in links]
+def encode_payloads(
+    location: Location, links: Iterable[tuple[int | None, int]], chunks: Sequence[bytes]
+) -> list[bytes]:
+    """Return what `encode_payload` makes of blocks whose only locations differ in nothing but the chunk.
+
+    Args:
+        location: what the locations have in common.
+        links: parent and depth of each block.
+        chunks: of each location.
+    """
+    header = _header_bytes(location[:5] + location[6:])
+    pairs = zip(links, chunks, strict=True)
+    return [_VERSION_BYTE + _encode((parent, depth, header, chunk)) for (parent, depth), chunk in pairs]
 
 
 def decode_payload(data: bytes) -> BlockRecord:
