@@ -16,38 +16,6 @@ if TYPE_CHECKING:
     from kvcm.app import Manager
 
 __all__ = ["app", "main"]
-<<<<<<< HEAD
-=======
-
-_APPS = (
-    storage_app,
-    group_app,
-    quota_app,
-    instance_app,
-    pin_app,
-    account_app,
-    key_app,
-    index_app,
-    snapshot_app,
-    trace_app,
-)
-_COMMANDS = {
-    "usage": group_usage,
-    "get": get,
-    "trim": trim,
-    "login": login,
-    "whoami": whoami,
-    "doctor": doctor,
-    "optimize": optimize,
-}
-
-
-def _add_commands(app: typer.Typer) -> None:
-    for each in _APPS:
-        app.add_typer(each)
-    for name, command in _COMMANDS.items():
-        app.command(name)(command)
->>>>>>> wP3
 
 
 # gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
@@ -191,7 +159,6 @@ def _detach() -> None:
     typer.echo(process.pid)
 
 
-# All commands but `serve`, which opens a manager itself.
 _APPS = (
     storage_app,
     group_app,
@@ -204,19 +171,22 @@ _APPS = (
     snapshot_app,
     trace_app,
 )
+_COMMANDS = {
+    "usage": group_usage,
+    "get": get,
+    "trim": trim,
+    "login": login,
+    "whoami": whoami,
+    "doctor": doctor,
+    "optimize": optimize,
+}
 
 
 def _add_commands(app: typer.Typer) -> None:
-    """Add them to the command line."""
     for each in _APPS:
         app.add_typer(each)
-    app.command("usage")(group_usage)
-    app.command("get")(get)
-    app.command("trim")(trim)
-    app.command("login")(login)
-    app.command("whoami")(whoami)
-    app.command("doctor")(doctor)
-    app.command("optimize")(optimize)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
 
 
 _add_commands(app)

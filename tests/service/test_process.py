@@ -28,6 +28,7 @@ from test_transport_process import ManagerProcess, free_port, manager
 from kvcm import components as rooms_module
 from kvcm.app import Manager
 from kvcm.config import DEBUG_PORT_OFFSET, Settings
+from kvcm.index.meta_index import IndexHandle
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import debug_service_pb2 as pb
@@ -35,7 +36,6 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.debug_service_pb2_grpc import DebugServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
-from kvcm.reclaim.background import IndexHandle
 from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.mempool import PoolReport
