@@ -60,7 +60,7 @@ class EngineKv:
             whole blocks of the engine; blocks of an engine that are larger than the stored ones are refused.
 
     Attributes:
-        blocks: of the engine, that every tensor has room for.
+        blocks: capacity of every tensor, in blocks.
         blocks_per_stored: blocks of the engine that make a stored block.
         kv_apart: whether K and V are tensors of their own.
         device: of all tensors.
