@@ -521,7 +521,7 @@ def _fill(descriptor: int, path: Path, header: SegmentHeader) -> None:
     os.ftruncate(descriptor, 0)  # left by a killed maker, and mapped by no process
     unit_bytes = os.fstatvfs(descriptor).f_bsize  # a huge page, in a file system of those
     length = header.segment_bytes(unit_bytes)
-    _check_room(descriptor, path, length)
+    _check_free_space(descriptor, path, length)
     os.ftruncate(descriptor, length)
     for start in range(0, length, _FALLOCATE_BYTES):
         os.posix_fallocate(descriptor, start, min(_FALLOCATE_BYTES, length - start))
@@ -530,7 +530,7 @@ def _fill(descriptor: int, path: Path, header: SegmentHeader) -> None:
         memory[: len(encoded)] = encoded
 
 
-def _check_room(descriptor: int, path: Path, length: int) -> None:
+def _check_free_space(descriptor: int, path: Path, length: int) -> None:
     """Refuse at once what would fail after a long while."""
     room = os.fstatvfs(descriptor)
     free_bytes = room.f_bavail * room.f_frsize
