@@ -1,4 +1,7 @@
-"""Bytes per element of the types that KV is kept in."""
+"""The stored format of a block: axes, shards of ranks, byte ranges, and its text in registrations.
+
+Plain Python, without torch: the manager's clients and tests compute with formats in processes that have no tensors.
+"""
 
 from __future__ import annotations
 

@@ -184,21 +184,18 @@ def _make(labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     return counters, times
 
 
-# The storage backend that SGLang makes: its interface on one side, a `PageStore` on the other.
-#
-# SGLang calls it from its storage threads, and never expects an exception for a page: everything that goes wrong is a
-# miss. What cannot work, an unknown option or a pool whose pages cannot be stored, is said when the backend is
-# attached.
-
 T = TypeVar("T")
 
 
 class KVCMStorage(HiCacheStorage):
-    """Stores pages of KV where the manager says.
+    """SGLang's storage backend: HiCache's interface on one side, a `PageStore` on the other.
+
+    SGLang calls it from its storage threads, and never expects an exception for a page: every error is a miss. Wrong
+    options, and pools whose pages cannot be stored, raise when the backend is attached.
 
     Args:
         storage_config: of the rank.
-        kwargs: what else SGLang gives to dynamic backends; nothing of it is used.
+        kwargs: further arguments of dynamic backends, unused.
 
     Raises:
         InvalidArgumentError: an option is wrong, or ranks are laid out in a way that is not supported.

@@ -1,4 +1,4 @@
-"""One entrance for all storages: every item goes to the lane of its storage, and comes back by one deadline.
+"""Transfers to all storages of an engine: every item goes to the lane of its storage, with one deadline for all.
 
 * Storages move at the same time and independently: each has threads, a queue and breakers of its own (`lane.py`).
 * Bytes in flight are bounded over all of them, and loads go first (`gate.py`).

@@ -1,7 +1,7 @@
-"""How many bytes may be in flight, over all storages of an engine and for each of them.
+"""Scheduling of transfers: one budget of bytes in flight, and per storage a lane of threads, queue and breaker.
 
-Memory in flight is neither free nor the engine's own: a storage may still write to it. A storage that hangs keeps what
-it holds for as long as it hangs, so no storage may hold more than its share: the others always have capacity.
+`StorageLane.submit` queues groups of items; a thread of the lane acquires bytes with `TransferAdmission.try_acquire`,
+moves a group, and fills its results in the `TransferCall`. The invariants stand at the classes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ __all__ = [
 
 
 class ByteBudget:
-    """Counts bytes in flight. Not locked: its owner does that.
+    """Counts bytes in flight, over all storages of an engine and for each of them. Not locked: its owner does that.
+
+    Memory in flight is neither free nor the engine's own: a storage may still write to it. A storage that hangs keeps
+    its bytes for as long as it hangs, so no storage may hold more than its share: the others always have capacity.
 
     Invariant: not more than `limit_bytes` are in flight, or one single piece that is larger than that.
 
@@ -62,11 +65,11 @@ class ByteBudget:
         self._held_bytes = dict.fromkeys(storages, 0)
 
     def held_bytes(self, storage: str) -> int:
-        """Return what a storage holds now."""
+        """Return the bytes in flight of a storage."""
         return self._held_bytes[storage]
 
     def fits_total(self, size_bytes: int) -> bool:
-        """Return whether a piece of this size fits beside all that is in flight; alone every piece does."""
+        """Return whether a piece of this size fits beside all bytes in flight; alone every piece does."""
         return self.total_bytes + size_bytes <= self.limit_bytes or not self.total_bytes
 
     def fits_share(self, storage: str, size_bytes: int) -> bool:
@@ -134,7 +137,7 @@ class TransferAdmission:
         self._waiting.clear()
 
 
-# One call of the engine, cut into what its threads take.
+# ---- one call of the engine, as groups and batches for its threads ----
 #
 # A group is what a storage gets in one access: one item, or several of one packed file. A batch is what a thread takes
 # at once: groups whose bytes are counted together, so that small files do not cost a turn of the engine's lock each.
@@ -296,7 +299,7 @@ def _chunks(sizes: Sequence[int], group_bytes: int) -> Iterator[tuple[int, int, 
     yield start, len(sizes), size_bytes
 
 
-# The threads, the queue and the breakers of one storage, so that storages do not wait for each other.
+# ---- the threads, the queue and the breaker of one storage, so that storages do not wait for each other ----
 #
 # Why threads of our own and no `ThreadPoolExecutor`: the interpreter joins the executor's threads at exit, so one read
 # that hangs in a dead mount would keep the engine process from ending; and a thread's next group depends on bytes
@@ -307,7 +310,7 @@ def _chunks(sizes: Sequence[int], group_bytes: int) -> Iterator[tuple[int, int, 
 # also when the caller has left before; (5) no group waits for a thread that hangs while another one is idle.
 
 _MIN_GROUP_BYTES = 1 << 20
-_MAX_GROUP_BYTES = 16 << 20  # what a load may have to wait for when a save was first
+_MAX_GROUP_BYTES = 16 << 20  # a load may have to wait for so many bytes of a save
 _HUNG_SECONDS = 1.0  # an abandoned access that takes longer is taken for one that hangs
 _log = logging.getLogger(__name__)
 _Access = tuple[float, list[TransferResult]]

@@ -1,4 +1,4 @@
-"""Mover of memory pools: memory of this node that all engines on it share; how that is safe stands in `pool_segment`.
+"""Mover of memory pools: memory of this node that all engines on it share; `pool_segment` explains why that is safe.
 
 A pool's memory may be missing, or other memory than before (a new generation). Loads are lost then; the next save makes
 it again, unless only the host agent may. Nothing ever waits: pages that another writer has locked are busy at once.
@@ -102,10 +102,10 @@ class ItemChecks:
 #
 # Engines bring blocks as rows of one memory, and the manager hands extents out in order. Parts that are adjacent on
 # both sides are copied as one piece: a copy of some MiB costs Python once, and lets other threads run meanwhile. Each
-# part keeps an answer of its own: a run that is not as it should be is looked at again part by part.
+# part has a result of its own: a run that fails is repeated part by part.
 #
 # Invariants: (1) extents of a run are neighbours, ascending, without gap or overlap; (2) a run has at most
-# `_RUN_BYTES`, or one part, so that deadlines are looked at in between; (3) a piece of several parts is of memory that
+# `_RUN_BYTES`, or one part, so that deadlines are checked in between; (3) a piece of several parts is of memory that
 # is writable and contiguous, and that cannot be freed as long as the piece is there.
 #
 # Why addresses: nothing else in Python says that the memory of two views is adjacent. Finding the
@@ -375,11 +375,11 @@ class MemPoolMover:
         results: list[TransferResult] = [_LATE] * len(items)
         try:
             segment = self._access.find_or_create()
-            with segment.write_lock() as claim:
+            with segment.write_lock() as lock:
                 for run in self._runs(items, Direction.SAVE, results):
                     if self._clock() >= deadline:
                         break
-                    _save_run(segment, claim, run, results)
+                    _save_run(segment, lock, run, results)
         except (StorageIOError, OSError) as error:
             failed = not_moved(Failure.ERROR, str(error))
             return [failed if result.ok or result is _LATE else result for result in results]
@@ -439,16 +439,16 @@ def _confirm(segment: PoolSegment, run: PoolRun, results: list[TransferResult]) 
         results[run.parts[0][0]] = _OTHER_BYTES
 
 
-def _save_run(segment: PoolSegment, claim: WriteLock, run: PoolRun, results: list[TransferResult]) -> None:
+def _save_run(segment: PoolSegment, lock: WriteLock, run: PoolRun, results: list[TransferResult]) -> None:
     """Write parts that are neighbours under one lock, or, where one of them cannot be written, each under its own."""
     failure = _LOCKED
-    if claim.lock(run.offset, run.end - run.offset):
+    if lock.lock(run.offset, run.end - run.offset):
         if segment.newest_stamp(run.offset, run.end - run.offset) <= run.oldest_stamp:
             _write(segment, run, results)
             return
         failure = _NEWER
     for single in run.split():
-        _save_run(segment, claim, single, results)
+        _save_run(segment, lock, single, results)
     if run.is_single:
         results[run.parts[0][0]] = failure
 

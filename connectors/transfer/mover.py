@@ -1,4 +1,4 @@
-"""What every mover is and what it takes and returns."""
+"""The Protocol of movers, their items and results, and checksums of parts."""
 
 from __future__ import annotations
 
@@ -169,11 +169,10 @@ class RegisteringMover(Mover, Protocol):
         """
 
 
-# Items that load some bytes of a part only: a few layers of a block, or the heads of one rank.
+# ---- loads of byte ranges of a part: a few layers of a block, or the heads of one rank ----
 #
-# Which bytes those are, `connectors/layout` says (`StoredFormat.reads`); one behind the other in memory they are again
-# what a stored format describes. An engine that begins with layer 0 while the others still come asks for the layers in
-# groups, one call each.
+# `StoredFormat.reads` in `connectors/layout` gives the ranges; concatenated in memory they are in a stored format
+# again. An engine that starts with layer 0 while the others still load makes one call per group of layers.
 #
 # A part that is loaded in ranges is not verified, since its checksum is that of the whole.
 

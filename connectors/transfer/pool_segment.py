@@ -18,7 +18,7 @@ waits for all stores before it; on ARMv8 a release followed by an acquire lets n
 stamps are copied as bytes does no harm: a stamp that is read half is not the one that was asked for.
 
 The locks are those of open file descriptions (F_OFD_SETLK), since ordinary ones are one per process and go with any
-descriptor of the file that is closed. So every claim has a descriptor of its own, made from the file and not its name.
+descriptor of the file that is closed. So every lock has a descriptor of its own, made from the file and not its name.
 A description lives as long as any process has a descriptor of it: hence the children that close theirs. One that is
 forked behind the interpreter's back, by native code that does not run its hooks, and neither ends nor executes another
 program, keeps its parent's pages locked after its parent's death.
@@ -227,7 +227,7 @@ class PoolSegment:
         return self._memory[start : start + len(stamps)] == stamps
 
     def write_stamps(self, offset: int, stamps: bytes) -> None:
-        """Set the stamps of the pages from `offset` on. Under a claim."""
+        """Set the stamps of the pages from `offset` on. Under a lock."""
         start = self._stamps_offset + (offset >> _OFFSET_TO_STAMP)
         self._memory[start : start + len(stamps)] = stamps
 
@@ -293,11 +293,11 @@ class PoolSegment:
         Raises:
             OSError: reading failed.
         """
-        with self.write_lock() as claim:
-            if not claim.lock(_CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
+        with self.write_lock() as lock:
+            if not lock.lock(_CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
                 return True  # another process is at it
             self._memory[_CHECK_OFFSET : _CHECK_OFFSET + len(token)] = token
-            return os.pread(claim.descriptor, len(token), _CHECK_OFFSET) == token
+            return os.pread(lock.descriptor, len(token), _CHECK_OFFSET) == token
 
 
 class WriteLock:

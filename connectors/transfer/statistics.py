@@ -1,4 +1,4 @@
-"""What an engine counts: per storage and direction, items and bytes by outcome, and how long the storage took."""
+"""Statistics of an engine: per storage and direction, items and bytes by outcome, and time of the storage."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which models may share KV.
+"""Identity of a model: models with equal identities share KV.
 
-KV may be shared exactly when the same tokens give the same KV: same architecture and configuration, same weights, same
-dtype, same stored layout. All of that is registered with the manager, which refuses an engine that differs, and is also
-part of every block key.
+Models may share KV exactly when the same tokens give the same KV: same architecture and configuration, same weights,
+same dtype, same stored layout. All of that is registered with the manager, which rejects an engine that differs, and is
+also part of every block key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parts a stored block of a model has, and how far a prefix goes whose parts are known.
+"""The parts of a model's stored blocks, detected by a probe, and the length of a prefix by its stored parts.
 
 Layers that keep KV in the same way and shape are one part: those with full attention, and those with a sliding window.
 The state of linear-attention layers after a token is another part; only blocks at whose end a computation stopped have

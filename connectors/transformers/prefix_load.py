@@ -1,4 +1,4 @@
-"""Loads the parts of a row's prefix into its cache, as far as there is a prefix that can be gone on from."""
+"""Looks up prefixes of prompts and loads them into the cache, up to a block from whose end the model can continue."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Prefill:
 
 # Capacity for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
-_POOL_FULL = "the pool had no room for this call"
+_POOL_FULL = "the pool had too few free blocks for this call"
 
 
 class _Call(NamedTuple):
@@ -411,8 +411,8 @@ class KVReuse:
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
         published = self._finish_publications(call.publications, closed)
-        has_no_room = self._pool is not None and paged is None and not config.return_dict_in_generate
-        self.last_report = self._report(call, published, started, _POOL_FULL if has_no_room else "")
+        is_pool_full = self._pool is not None and paged is None and not config.return_dict_in_generate
+        self.last_report = self._report(call, published, started, _POOL_FULL if is_pool_full else "")
         return call.output
 
     def close(self) -> None:
@@ -506,7 +506,7 @@ class KVReuse:
             wait([closed], max(0.0, deadline - self._clock()))  # so that the next call finds the blocks
         return sum(published, start=Published())
 
-    def _report(self, call: _Call, published: Published, started: float, no_room: str) -> GenerationReport:
+    def _report(self, call: _Call, published: Published, started: float, pool_reason: str) -> GenerationReport:
         finished, found = self._clock(), call.found
         rows = tuple(self._row_report(row, prefix) for row, prefix in zip(call.batch.rows, found, strict=True))
         return GenerationReport(
@@ -522,7 +522,7 @@ class KVReuse:
             bytes_saved=published.bytes,
             blocks_saved=published.blocks,
             blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
-            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
+            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or pool_reason,
             rows=rows,
         )
 

@@ -1,4 +1,4 @@
-"""How patient reuse is."""
+"""Deadlines and sizes of reuse, and the report of one call of generate."""
 
 from __future__ import annotations
 
