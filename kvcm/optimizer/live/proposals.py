@@ -211,7 +211,16 @@ class _Search:
         if not rule.ttl_seconds:
             proposed = self._with_age(proposed)
         warnings += _unsupported_settings(state)
-        return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
+        return Proposal(
+            state=state,
+            measured_hit_rate=measured,
+            attainable_hit_rate=attainable,
+            present=present,
+            proposed=proposed,
+            trials=(present, *grid),
+            confidence=confidence,
+            warnings=tuple(warnings),
+        )
 
     def _rehearsed(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
         return self._rehearse(groups, self._state.block_bytes, self._state.used_bytes)
