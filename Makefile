@@ -103,7 +103,7 @@ nginx:
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
 
-# Wheel, sdist and SBOM of the checked-out commit, below dist/: docs/contributing.md.
+# Wheel, sdist and SBOM of the checked-out commit, below dist/: docs/releases.md.
 package: $(VENV)-package/.made
 	.ci/package $(<D)/bin/python
 
