@@ -273,8 +273,8 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
 
-# The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); what is predicted of
-# a running manager, and proposed to it, against what it then does. Seven minutes on two idle cores.
+# The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); predictions for
+# a running manager, and proposals to it, against its later figures. Seven minutes on two idle cores.
 acceptance-optimizer: setup
 	$(BIN)/python benchmarks/optimizer.py --json benchmarks/results/optimizer.json
 	$(BIN)/python benchmarks/live_tuning.py --json benchmarks/results/live_tuning.json
