@@ -228,7 +228,7 @@ class EventLog:
         self._stop()
 
     def _stop(self) -> None:
-        """End all subscriptions but that of the file, which still gets the events of the shutdown; accept no new ones."""
+        """End all subscriptions but that of the file, which gets the events of the shutdown; accept no new ones."""
         self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:

@@ -1,4 +1,4 @@
-"""Accounts: names and passwords of people."""
+"""Pages of accounts, and signing in and out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "SIGN_IN_ROUTES", "authorization", "elsewhere"]
 
-# Signing in and out. What a browser keeps is a key: one that ends within hours where somebody gave a password.
+# Signing in and out. The cookie holds an API key; that of a login with a password ends within hours.
 
 _COOKIE: Final = "kvcm_key"
 _PATH: Final = "/console/login"
@@ -28,14 +28,14 @@ _UNKNOWN: Final = "This key is not known: it is misspelt, was revoked, or has en
 
 
 def authorization(request: Request) -> str:
-    """Return what a browser shows of whoever signed in, as the header `authorization` has it."""
+    """Return the credentials of a browser's cookie, in the form of the header `authorization`."""
     parts = [part.strip().partition("=") for part in request.headers.get("cookie", "").split(";")]
-    kept = [value for name, _, value in parts if name == _COOKIE]  # what others of this host keep may be malformed
+    kept = [value for name, _, value in parts if name == _COOKIE]  # cookies of others on this host may be malformed
     return f"Bearer {kept[0]}" if len(kept) == 1 else "twice" if kept else ""
 
 
 def elsewhere(request: Request) -> Response:
-    """Send somebody to sign in, and back."""
+    """Redirect to the page for signing in, which leads back."""
     back = request.url.path if request.method == "GET" else "/console/"
     return RedirectResponse(f"{_PATH}?next={quote(back, safe='')}", 303)
 
@@ -70,7 +70,7 @@ async def _logged_in(visit: Visit, user_name: str, password: str) -> str:
 
 
 async def _leave(visit: Visit) -> Response:
-    """Let the browser forget the key. That of a login ends, too; one's own is needed elsewhere."""
+    """Let the browser forget the key. The key of a login ends, too; other keys are in use elsewhere."""
     response: Response = RedirectResponse(_PATH, 303)
     try:
         await visit.send("DELETE", "/v1/login")
@@ -87,7 +87,7 @@ def _keep(response: Response, visit: Visit, key: str) -> None:
 
 
 def _own_path(path: str) -> str:
-    """Return a page of the console to go on to: links from elsewhere are not to lead anywhere else."""
+    """Return a path if it is one of the console: links must not redirect to other sites."""
     parts = urlsplit(path)
     is_own = not parts.scheme and not parts.netloc and path.startswith("/console/") and "\\" not in path
     return path if is_own and path.isprintable() else "/console/"
@@ -98,6 +98,8 @@ SIGN_IN_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Respo
     ("POST", _PATH, _enter),
     ("POST", "/console/logout", _leave),
 )
+
+# Accounts.
 
 _LIST: Final = "/console/accounts"
 _ONE: Final = "/console/accounts/{name}"
@@ -131,7 +133,7 @@ async def _add(visit: Visit) -> Response:
 
 
 def _password_fields(visit: Visit) -> Sequence[Field]:
-    """Whoever is logged in as the account gives its present password, too."""
+    """Return the fields; an account that changes its own password gives the present one, too."""
     return (_OLD, _PASSWORD) if visit.name() == visit.visitor.principal.account else (_PASSWORD,)
 
 
