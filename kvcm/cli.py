@@ -10,26 +10,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvcm import __version__
-from kvcm.commands.access import account_app, key_app, login, whoami
-from kvcm.commands.blocks import get, pin_app, trim
-from kvcm.commands.doctor import doctor
-from kvcm.commands.group import group_app, group_usage, quota_app
-from kvcm.commands.index import index_app
-from kvcm.commands.instance import instance_app
-from kvcm.commands.optimize import optimize
-from kvcm.commands.snapshot import snapshot_app
-from kvcm.commands.storage import storage_app
-from kvcm.commands.trace import trace_app
 
 if TYPE_CHECKING:
     from kvcm.app import Manager
 
-__all__ = ["app", "main"]
+# gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+try:
+    import structlog
+    import typer
 
-_APPS = (
+    from kvcm.commands.access import account_app, key_app, login, whoami
+    from kvcm.commands.blocks import get, pin_app, trim
+    from kvcm.commands.doctor import doctor
+    from kvcm.commands.group import group_app, group_usage, quota_app
+    from kvcm.commands.index import index_app
+    from kvcm.commands.instance import instance_app
+    from kvcm.commands.optimize import optimize
+    from kvcm.commands.snapshot import snapshot_app
+    from kvcm.commands.storage import storage_app
+    from kvcm.commands.trace import trace_app
+    from kvcm.config import ConfigError, Settings, load_settings
+    from kvcm.model.errors import KvcmError
+    from kvcm.store.load_progress import shown_progress
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+    from kvcm.terminal.exit_codes import EXIT_CODES
+except ModuleNotFoundError as missing:
+    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+
+__all__ = ["add_commands", "app", "main"]
+
+_GROUPS = (
     storage_app,
     group_app,
     quota_app,
@@ -50,28 +62,6 @@ _COMMANDS = {
     "doctor": doctor,
     "optimize": optimize,
 }
-
-
-def _add_commands(app: typer.Typer) -> None:
-    for each in _APPS:
-        app.add_typer(each)
-    for name, command in _COMMANDS.items():
-        app.command(name)(command)
-
-
-# gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-try:
-    import structlog
-    import typer
-
-    from kvcm.config import ConfigError, Settings, load_settings
-    from kvcm.model.errors import KvcmError
-    from kvcm.store.load_progress import shown_progress
-    from kvcm.telemetry.logs import LEVELS, configure_logs
-    from kvcm.terminal.exit_codes import EXIT_CODES
-except ModuleNotFoundError as missing:
-    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
 app = typer.Typer(
     name="kvcm",
     help="KV-cache manager for LLM inference.",
@@ -81,6 +71,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def add_commands(target: typer.Typer) -> None:
+    """Add all commands but `serve` to a command line."""
+    for group in _GROUPS:
+        target.add_typer(group)
+    for name, command in _COMMANDS.items():
+        target.command(name)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -190,7 +188,7 @@ def _detach() -> None:
     typer.echo(process.pid)
 
 
-_add_commands(app)
+add_commands(app)
 
 
 def main() -> None:

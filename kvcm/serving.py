@@ -61,7 +61,6 @@ from kvcm.service.tls import (
     describe_certificate,
     read_certificates,
 )
-from kvcm.service.usage_report import UsageView
 from kvcm.service.vitals import VitalsReader, VitalsWatch
 from kvcm.storage.prober import Prober
 from kvcm.store.memory import MemoryStore
@@ -412,43 +411,36 @@ class ManagerApi:
         """Wire the calls to the components, and hot settings to the objects that they change."""
         limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
         metrics = ApiMetrics()
-        view, needed = components.view, BytesNeeded(settings.sampled_keys)
-        refresh = components.registry.refresh if components.metadata.store.is_shared else _no_op
-        access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
-        reading = RequestQueue(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
         counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"])
+        access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
+        access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
+        reading = RequestQueue(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
         admission = GuardedAdmission(
             _admission(settings), lambda: limits.max_keys, components.counts.lag.blocked_seconds
         )
-        access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
-        audited, tracing = AuditCalls(components.audit), _tracing(settings, reloader, spans)
-        observers: list[CallObserver] = [counted, access_log, audited, *tracing, RequestContext()]
-        access = _access(components, settings)
-        caller = Caller(
-            observers,
-            components.refuse_unless_leading,
-            components.labels,
-            refresh=refresh,
-            admission=admission,
-            check_sizes=RequestSizes(limits).check,
-            access=access,
-            wants_trace_parents=spans is not None,
-        )
-        recent = RecentAccesses(settings.recent_keys)
-        data, admin = _data_calls(components, limits, recent), _admin_calls(components, limits, metrics, view)
-        admin += ConfigApi(reloader.reload).calls() + _insight(components, limits, needed).calls()
-        admin += AccessApi(components.registry, is_required=settings.is_auth_required).calls()
-        faults = Faults()
-        debug = DebugApi(faults).calls() if settings.enable_debug_service else []
-        data = faults.breakable(data) if debug else data
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components.prober).apply)
+        tracing = _tracing(settings, reloader, spans)
+        observers = [counted, access_log, AuditCalls(components.audit), *tracing, RequestContext()]
+        access = _access(components, settings)
+        caller = _caller(components, observers, limits, admission=admission, access=access, is_traced=spans is not None)
+        recent, needed = RecentAccesses(settings.recent_keys), BytesNeeded(settings.sampled_keys)
+        data = _data_calls(components, limits, recent)
+        admin = [
+            *_admin_calls(components, limits, metrics),
+            *ConfigApi(reloader.reload).calls(),
+            *_insight(components, limits, needed).calls(),
+            *AccessApi(components.registry, is_required=settings.is_auth_required).calls(),
+        ]
+        debug: list[Call] = []
+        if settings.enable_debug_service:
+            faults = Faults()
+            debug, data = DebugApi(faults).calls(), faults.breakable(data)
         for call in (*data, *admin):
             counted.declare(call)
-        others = (AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed))
-        components.alerts.certificates = partial(certificate_ends, tls)
-        metrics_page = MetricsPage(counted, components.counts, _state(components, view), others)
         watch = _vitals(components, place, data, counted)
-        components.alerts.managers = watch.managers
+        components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
+        readings = AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed)
+        metrics_page = MetricsPage(counted, components.counts, _state(components), readings)
         resources = _resources([*data, *admin], caller, recent, watch)
         return cls(
             data=data,
@@ -463,6 +455,27 @@ class ManagerApi:
             resources=resources,
             console=_console(resources, caller),
         )
+
+
+def _caller(
+    components: Components,
+    observers: Sequence[CallObserver],
+    limits: RequestLimits,
+    *,
+    admission: GuardedAdmission,
+    access: Access,
+    is_traced: bool,
+) -> Caller:
+    return Caller(
+        observers,
+        components.refuse_unless_leading,
+        components.labels,
+        refresh=components.registry.refresh if components.metadata.store.is_shared else _no_op,
+        admission=admission,
+        check_sizes=RequestSizes(limits).check,
+        access=access,
+        wants_trace_parents=is_traced,
+    )
 
 
 def _access(components: Components, settings: Settings) -> Access:
@@ -579,9 +592,9 @@ def _data_calls(components: Components, limits: RequestLimits, recent: RecentAcc
     return [*meta.calls(), *pins.calls(), *pools.calls()]
 
 
-def _admin_calls(components: Components, limits: RequestLimits, metrics: ApiMetrics, view: UsageView) -> list[Call]:
+def _admin_calls(components: Components, limits: RequestLimits, metrics: ApiMetrics) -> list[Call]:
     series = CapacitySeries(
-        view,
+        components.view,
         components.registry,
         components.reclaimer,
         deletions=components.deletions,
@@ -601,15 +614,15 @@ def _admin_calls(components: Components, limits: RequestLimits, metrics: ApiMetr
     )
     drains = DrainView(components.drains, components.storages, components.deletions, components.leadership)
     storages = StorageApi(components.drains, drains)
-    capacity = CapacityApi(view, components.registry.quotas, components.garbage, components.scrubber)
+    capacity = CapacityApi(components.view, components.registry.quotas, components.garbage, components.scrubber)
     return [*admin.calls(), *capacity.calls(), *storages.calls()]
 
 
-def _state(components: Components, view: UsageView) -> ManagerState:
+def _state(components: Components) -> ManagerState:
     return ManagerState(
         cache=components.cache,
         registry=components.registry,
-        view=view,
+        view=components.view,
         reclaimer=components.reclaimer,
         deletions=components.deletions,
         garbage=components.garbage,

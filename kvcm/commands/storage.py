@@ -319,7 +319,7 @@ def add_storage(
         spec = _spec_of(config, kind)
         if root:
             _set(spec, "root_path", root if root.endswith("/") else f"{root}/")
-        _apply(config, spec, fields, capacity, mark, check)
+        _apply(config, spec, fields, capacity=capacity, mark=mark, check=check)
         connection.admin().call("AddStorage", admin_pb.AddStorageRequest(storage=config), admin_pb.CommonResponse)
 
 
@@ -341,7 +341,8 @@ def update_storage(
         old = _found(client, name)
         new = admin_pb.StorageConfig()
         new.CopyFrom(old)
-        _apply(new, getattr(new, str(new.WhichOneof("storage_spec"))), fields, capacity, mark, check)
+        spec = getattr(new, str(new.WhichOneof("storage_spec")))
+        _apply(new, spec, fields, capacity=capacity, mark=mark, check=check)
         found = changes(old, new)
         if found and not dry_run:
             client.call("UpdateStorage", admin_pb.UpdateStorageRequest(storage=new), admin_pb.CommonResponse)
@@ -368,6 +369,7 @@ def _apply(
     config: admin_pb.StorageConfig,
     spec: Message,
     fields: list[str] | None,
+    *,
     capacity: str,
     mark: float | None,
     check: bool | None,

@@ -400,7 +400,10 @@ class RecentAccesses:
             flags: number of flags in the fields, such as those of a mask; each counts as a key.
         """
         weight = EVENT_KEYS + len(keys) + flags
-        self._accesses.append(_Access(self._now(), source, event_type, fields, np.array(keys, np.int64), weight))
+        access = _Access(
+            at=self._now(), source=source, type=event_type, fields=fields, keys=np.array(keys, np.int64), weight=weight
+        )
+        self._accesses.append(access)
         self._weight += weight
         while self._weight > self._most_keys:
             self._drop()
