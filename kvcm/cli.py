@@ -115,7 +115,7 @@ def serve(
         typer.Option("--data-dir", help="Directory for the metadata and, below nfs/, the built-in file storage."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve on all addresses although nobody is authenticated.")
+        bool, typer.Option("--insecure", help="Serve on all addresses although authentication is disabled.")
     ] = False,
     daemon: Annotated[
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")

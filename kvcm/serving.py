@@ -420,7 +420,7 @@ class ManagerApi:
         )
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components.prober).apply)
         tracing = _tracing(settings, reloader, spans)
-        observers = [counted, access_log, AuditCalls(components.audit), *tracing, RequestContext()]
+        observers: list[CallObserver] = [counted, access_log, AuditCalls(components.audit), *tracing, RequestContext()]
         access = _access(components, settings)
         caller = _caller(components, observers, limits, admission=admission, access=access, is_traced=spans is not None)
         recent, needed = RecentAccesses(settings.recent_keys), BytesNeeded(settings.sampled_keys)

@@ -21,7 +21,7 @@ from kvcm.terminal.exit_codes import exit_on_call_errors
 
 __all__ = ["PasswordFile", "account_app", "key_app", "login", "whoami"]
 
-account_app = noun("account", "Accounts of people, who log in with a password; programs have keys.")
+account_app = noun("account", "Accounts of people with passwords; programs have keys.")
 PasswordFile = Annotated[
     Path | None,
     typer.Option(

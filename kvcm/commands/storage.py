@@ -44,7 +44,7 @@ storage_app = noun("storage", "Storages of a running manager: health, configurat
 _POLL_SECONDS = 0.5
 _LONG_SECONDS = 6 * 3600.0  # a scrub reads every object of a storage
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The storage.", autocompletion=storage_names)]
-Delete = Annotated[bool, typer.Option("--delete", help="Delete what is found; without it, only count.")]
+Delete = Annotated[bool, typer.Option("--delete", help="Delete the findings; without it, only count.")]
 
 
 @storage_app.command("list")

@@ -157,7 +157,7 @@ async def _deleting(visit: Visit) -> Question:
     await visit.get(f"/v1/accounts/{visit.request.path_params['name']}")
     return Question(
         f"Delete account {name}",
-        ("Whoever is logged in as it is logged out at once.", "Keys that were made by it stay as they are."),
+        ("Its logins end at once.", "Keys that were made by it stay as they are."),
         "Delete it",
         _LIST,
         name,

@@ -90,7 +90,7 @@ _BEHIND: Final = (
     Field("pin_budget_bytes", "Pins may hold", "10 GiB, say. Empty: nothing can be pinned.", "size"),
     Field(
         f"{_STRATEGY}.delay_before_delete_ms",
-        "Keep what is evicted for those who read it, in ms",
+        "Keep evicted blocks for their readers, in ms",
         "It counts as used until then. Empty: it is deleted at once.",
         "integer",
     ),

@@ -49,7 +49,7 @@ _MEANINGS: Final = {
     401: "Credentials are missing or not valid.",
     403: "The credentials do not allow this.",
     404: "There is no such thing.",
-    409: "It contradicts what is stored.",
+    409: "It contradicts the stored state.",
     412: "The stored state is not the one that the client means.",
     413: "The body is too large.",
     415: "The body is of another content type.",
@@ -61,13 +61,13 @@ _MEANINGS: Final = {
 }
 _PROBLEM: Final[_Json] = {
     "type": "object",
-    "description": "What is wrong, and what to do (RFC 9457).",
+    "description": "An error, and what to do (RFC 9457).",
     "required": ["type", "title", "status", "detail", "code", "request_id"],
     "properties": {
         "type": {"type": "string", "description": "A urn with the outcome code, or about:blank."},
         "title": {"type": "string", "description": "The phrase of the status."},
         "status": {"type": "integer", "minimum": 400, "maximum": 599},
-        "detail": {"type": "string", "description": "What is wrong and what to do; not meant to be parsed."},
+        "detail": {"type": "string", "description": "The error and what to do; not meant to be parsed."},
         "code": {"type": "string", "description": "Outcome code of the call behind it; empty where none was run."},
         "request_id": {"type": "string", "description": "The call in logs; empty where none was run."},
         "errors": {

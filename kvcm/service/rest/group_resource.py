@@ -234,7 +234,7 @@ class GroupDocument(Document):
     user_data: FreeText = ""
     """Free text."""
     version: Annotated[Int64, Field(json_schema_extra={"readOnly": True})] = 0
-    """Grows with every change. The manager counts: what is sent is ignored."""
+    """Grows with every change. The manager counts: ignored in requests."""
     storage_guarantees: Annotated[list[StorageGuaranteeDocument], Field(max_length=MAX_ENTRIES)] = Field(
         default_factory=list
     )

@@ -32,9 +32,9 @@ class SessionDocument(Document):
     deadline_ms: Int64
     """When it ends by itself unless it is renewed, unix time in ms."""
     starter: str
-    """Who began it: the name of a key or of an account; empty while nobody is asked who he is."""
+    """Principal that began it: the name of a key or of an account; empty without authentication."""
     is_overdue: bool
-    """Whether its deadline is over and nobody has ended it yet."""
+    """Whether its deadline is over and it was not ended yet."""
     is_ending: bool
     """Whether it was finished a moment ago and is being carried out."""
 
