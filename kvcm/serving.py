@@ -82,273 +82,135 @@ __all__ = [
     "open_tls",
 ]
 
-# Certificates and keys in files: checked as a whole, and reloaded when they change.
-#
-# Orchestrators replace them while the manager runs, some by swapping a symbolic link above them. Only files that fit
-# together come into force: a certificate may appear before its key, and then the next poll finds both.
-
-_POLL_SECONDS: Final = 2.0
-_CERT: Final = "kvcm.tls.cert_file"
-_KEY: Final = "kvcm.tls.key_file"
-_CLIENT_CA: Final = "kvcm.tls.client_ca_file"
 _log = structlog.get_logger("kvcm")
-_Stamp = tuple[int, int, int, int] | None
+
+# The ports.
 
 
-def open_tls(settings: Settings) -> TlsFiles | None:
-    """Read the files that the settings name; None if ports do not speak TLS.
+class Listeners:
+    """The ports. The admin plane shares the data plane's gRPC port unless it has its own.
+
+    Args:
+        settings: addresses and limits.
+        gate: whether calls are served.
+        tls: what connections use; None for plain text.
 
     Raises:
-        ConfigError: a file cannot be used, or they do not fit together.
-    """
-    return TlsFiles(settings) if settings.tls_cert_file else None
-
-
-class TlsFiles:
-    """Keeps the certificates of the ports the same as those in the files.
-
-    Args:
-        settings: names the files.
-
-    Attributes:
-        tls: the certificates in force.
-
-    Raises:
-        ConfigError: a file cannot be used, or they do not fit together.
+        StorageIOError: an address cannot be bound.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._paths = {
-            key: Path(path)
-            for key, path in (
-                (_CERT, settings.tls_cert_file),
-                (_KEY, settings.tls_key_file),
-                (_CLIENT_CA, settings.tls_client_ca_file),
-            )
-            if path
-        }
-        self._requires_client = settings.tls_client_auth == "required"
-        self._seen = self._stamps()
-        material = self._read()
-        try:
-            self.tls = ServerTls(material)
-        except ValueError as error:
-            raise self._refused(error) from None
-        self._log_certificates(material)
-
-    async def run(self) -> None:
-        """Poll until cancelled."""
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            await self.poll()
-
-    async def poll(self) -> None:
-        """Reload the files if they changed."""
-        stamps = await asyncio.to_thread(self._stamps)
-        if stamps != self._seen:
-            self._seen = stamps  # of before they are read: the next poll finds later changes
-            await self.reload()
-
-    async def reload(self) -> None:
-        """Put the files in force. Files that cannot be used are logged, and change nothing."""
-        try:
-            material = await asyncio.to_thread(self._read)
-            if material == self.tls.material:
-                return
-            try:
-                self.tls.replace(material)
-            except ValueError as error:
-                raise self._refused(error) from None
-        except ConfigError as error:
-            _log.error("certificate_refused", reason=str(error), in_force=_format_time(self.tls.material))
-            return
-        self._log_certificates(material)
-
-    def _stamps(self) -> Mapping[str, _Stamp]:
-        return {key: _stamp(path) for key, path in self._paths.items()}
-
-    def _read(self) -> TlsMaterial:
-        chain_pem, key_pem = self._bytes(_CERT), self._bytes(_KEY)
-        chain = self._certificates(_CERT, chain_pem)
-        self._check_key(key_pem, chain[0])
-        cas = self._certificates(_CLIENT_CA, self._bytes(_CLIENT_CA)) if _CLIENT_CA in self._paths else ()
-        return TlsMaterial(
-            chain_pem=_pem(chain),
-            key_pem=key_pem,
-            client_ca_pem=_pem(cas),
-            requires_client=self._requires_client,
-            certificate=describe_certificate(chain[0]),
-            client_cas=tuple(map(describe_certificate, cas)),
+    def __init__(self, settings: Settings, gate: ServingGate, tls: ServerTls | None = None) -> None:
+        host, body = settings.bind_address, settings.max_body_bytes
+        self._settings = settings
+        self._connections = _connection_limits(settings)
+        self.probes = Probes(gate, self._update_readiness)
+        shared = settings.admin_rpc_port in {0, settings.rpc_port}
+        of_grpc = GrpcLimits(
+            max_body_bytes=body,
+            max_connections=settings.max_connections,
+            max_streams=settings.max_streams,
+            handshake_ms=settings.receive_timeout_ms,
         )
+        of_http = self._connections
+        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls, of_http)
+        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls, of_http)
+        self._http = HttpServer(host, settings.http_port, of_http, tls)
+        self._admin_http = HttpServer(host, settings.admin_http_port, of_http, tls)
+        has_debug, debug_port = settings.enable_debug_service, _debug_port(settings)
+        self._debug_http = HttpServer(host, debug_port, of_http, tls) if has_debug else None
+        visitor = ANONYMOUS if settings.is_auth_required else UNRESTRICTED
+        self._data = HttpApp(gate, body, self.probes.pages(has_detail=False), visitor)
+        self._admin = HttpApp(gate, body, self.probes.pages(has_detail=True), visitor)
+        self._debug = HttpApp(gate, body)
+        self._close_by = 0.0
 
-    def _bytes(self, key: str) -> bytes:
-        try:
-            return self._paths[key].read_bytes()
-        except OSError as error:
-            raise self._bad(key, f"cannot be read: {error.strerror}") from None
+    def endpoint(self, node_id: str, host: str) -> Endpoint:
+        """Return where this manager is, with the bound ports."""
+        admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc
+        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address is served: other hosts need a name
+            host = socket.gethostname()
+        return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
 
-    def _certificates(self, key: str, pem: bytes) -> tuple[x509.Certificate, ...]:
-        try:
-            return read_certificates(pem)
-        except ValueError:
-            raise self._bad(key, "holds no certificate: it must be PEM, BEGIN CERTIFICATE") from None
+    @property
+    def debug_http_port(self) -> int | None:
+        """Port of the debug service, None when it is off."""
+        return None if self._debug_http is None else self._debug_http.port
 
-    def _check_key(self, pem: bytes, certificate: x509.Certificate) -> None:
-        try:
-            key = load_pem_private_key(pem, None)
-        except TypeError:
-            raise self._bad(_KEY, "holds a key with a password: it must be without one") from None
-        except Exception:  # its text may hold parts of the key
-            raise self._bad(_KEY, "holds no private key: it must be PEM, BEGIN PRIVATE KEY") from None
-        form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-        if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
-            raise self._bad(_KEY, f"is not the key of the certificate in {_CERT} {str(self._paths[_CERT])!r}")
+    async def start(self) -> None:
+        """Answer probes, and reject calls for now."""
+        for rpc in self._rpcs:
+            await rpc.start()
+        await self._http.start(self._data)
+        await self._admin_http.start(self._admin)
+        if self._debug_http is not None:
+            await self._debug_http.start(self._debug)
 
-    def _bad(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{key} {str(self._paths[key])!r} {text}")
-
-    def _refused(self, error: ValueError) -> ConfigError:
-        return self._bad(_CERT, f"cannot be used with its key and authorities: {error}")
-
-    def _log_certificates(self, material: TlsMaterial) -> None:
-        shown = material.certificate
-        _log.info(
-            "certificate_loaded",
-            file=str(self._paths[_CERT]),
-            subject=shown.subject,
-            names=list(shown.names),
-            not_after=_format_time(material),
-            client_ca=[ca.subject for ca in material.client_cas],
+    async def serve(self, interface: ManagerApi) -> None:
+        """Answer calls from now on, as far as the gate is open."""
+        data, caller, bodies = interface.data, interface.caller, interface.bodies
+        admin = [*interface.admin, *interface.debug]
+        has_reflection = self._settings.reflection and not self._settings.is_auth_required  # it has no authentication
+        if self._admin_rpc is None:
+            await self._rpc.serve([*data, *admin], caller, bodies, has_reflection=has_reflection)
+        else:
+            await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
+            await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
+        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies)
+        self._admin.serve(
+            interface.admin,
+            caller,
+            streams=interface.streams,
+            pages=interface.pages,
+            bodies=bodies,
+            resources=interface.resources,
+            console=interface.console,
         )
-        now = datetime.now(UTC).timestamp()
-        if not shown.not_before <= now <= shown.not_after:
-            _log.warning("certificate_not_valid_now", file=str(self._paths[_CERT]), not_after=_format_time(material))
-        self._warn_if_exposed(self._paths[_KEY])
+        self._debug.serve(interface.debug, caller, bodies=bodies)
 
-    def _warn_if_exposed(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            if is_exposed(path):
-                _log.warning("tls_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
+    def apply(self, settings: Settings) -> None:
+        """Put changed limits of connections in force."""
+        new = _connection_limits(settings)
+        for each in dataclasses.fields(new):
+            setattr(self._connections, each.name, getattr(new, each.name))
 
+    def stop_accepting(self, drain_seconds: float) -> None:
+        """Accept no new connections; requests in flight may run for so long."""
+        self._close_by = time.monotonic() + drain_seconds
+        for rpc in self._rpcs:
+            rpc.stop_accepting(drain_seconds)
+        for http in self._https:
+            http.stop_accepting()
 
-def _stamp(path: Path) -> _Stamp:
-    """Return a value that changes with a file, also when a link above it changes its target."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    async def stop(self) -> None:
+        """Close everything."""
+        left_seconds = self._close_by - time.monotonic()
+        servers: list[GrpcServer | HttpServer] = [*self._rpcs, *self._https]
+        await asyncio.gather(*(server.stop(left_seconds) for server in servers))
 
+    @property
+    def _rpcs(self) -> list[GrpcServer]:
+        return [rpc for rpc in (self._rpc, self._admin_rpc) if rpc is not None]
 
-def _pem(certificates: tuple[x509.Certificate, ...]) -> bytes:
-    """Return certificates without the text that files have between them."""
-    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
+    @property
+    def _https(self) -> list[HttpServer]:
+        return [http for http in (self._http, self._admin_http, self._debug_http) if http is not None]
 
-
-def _format_time(material: TlsMaterial) -> str:
-    return datetime.fromtimestamp(material.certificate.not_after, UTC).isoformat()
-
-
-# Reload of the settings of a running manager: they are checked as a whole, then the hot ones come into force together.
-#
-# The table in docs/configuration.md says which ones are hot; a change of another one is reported, and needs a restart.
-# A value that was set at runtime by other means (UpdateLogger) stays until its setting changes.
-
-Apply = Callable[[Settings, Container[str]], None]
-"""Called with the settings in force from now on, and the names of those that changed. Neither waits nor fails."""
-Refresh = Callable[[], Awaitable[None]]
-"""Reloads files that settings name. Does not fail."""
+    async def _update_readiness(self, is_ready: bool) -> None:
+        for rpc in self._rpcs:
+            await rpc.health.set_serving(is_ready)
 
 
-class SettingsReloader:
-    """Keeps the settings in force.
-
-    Args:
-        settings: those of the start.
-        reread: reads them again; raises ConfigError.
-    """
-
-    def __init__(self, settings: Settings, reread: Callable[[], Settings]) -> None:
-        self.settings = settings
-        self._reread = reread
-        self._appliers: list[Apply] = []
-        self._refreshers: list[Refresh] = []
-        self._reading = asyncio.Lock()
-
-    def subscribe(self, apply: Apply) -> None:
-        """Call `apply` with every later state of the settings."""
-        self._appliers.append(apply)
-
-    def refresh(self, refresh: Refresh) -> None:
-        """Call `refresh` at every reload: files that settings name may have changed."""
-        self._refreshers.append(refresh)
-
-    async def reload(self) -> Sequence[SettingChange]:
-        """Read the settings again, put the hot ones in force, and return the changes, ordered by key.
-
-        Raises:
-            InvalidArgumentError: they cannot be used; nothing changed.
-        """
-        async with self._reading:
-            try:
-                new = await asyncio.to_thread(self._reread)
-            except ConfigError as error:
-                _log.warning("reload_refused", reason=str(error))
-                raise InvalidArgumentError(f"nothing is changed: {error}") from error
-            changes = self._apply(new)
-            for refresh in self._refreshers:
-                await refresh()
-        _log.info("reloaded", changes=[change.text() for change in changes])
-        return changes
-
-    def _apply(self, new: Settings) -> list[SettingChange]:
-        old = self.settings
-        changed = old.changed_fields(new)
-        hot = {f.name: getattr(new, f.name) for f in changed if _is_hot(f, old, new)}
-        if hot:
-            self.settings = dataclasses.replace(old, **hot)
-            for apply in self._appliers:
-                apply(self.settings, hot)
-        before, after = old.described(), new.described()
-        keys = sorted((f.metadata["key"], f.name in hot) for f in changed)
-        return [SettingChange(key, before[key], after[key], needs_restart=not applied) for key, applied in keys]
+def _connection_limits(settings: Settings) -> ConnectionLimits:
+    return ConnectionLimits(
+        receive_seconds=settings.receive_timeout_ms / 1000,
+        send_seconds=settings.send_timeout_ms / 1000,
+        idle_seconds=settings.idle_timeout_ms / 1000,
+        most=settings.max_connections,
+    )
 
 
-class BackgroundReload:
-    """Reloads on a signal, in a task.
-
-    Args:
-        reloader: reloads.
-        is_serving: whether the manager neither starts nor stops.
-    """
-
-    def __init__(self, reloader: SettingsReloader, is_serving: Callable[[], bool]) -> None:
-        self._reloader = reloader
-        self._is_serving = is_serving
-        self._running: set[asyncio.Task[None]] = set()
-
-    def start(self) -> None:
-        """Reload soon; the log has the outcome."""
-        if not self._is_serving():
-            _log.warning("reload_refused", reason="the manager is starting or stopping")
-            return
-        task = asyncio.get_running_loop().create_task(self._reload())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def _reload(self) -> None:
-        try:
-            await self._reloader.reload()
-        except InvalidArgumentError:
-            pass  # the reloader has logged it
-        except Exception:
-            _log.exception("reload_failed")
-
-
-def _is_hot(field: dataclasses.Field[object], old: Settings, new: Settings) -> bool:
-    if field.name == "probe_interval_ms" and not (old.probe_interval_ms and new.probe_interval_ms):
-        return False  # the prober starts with the manager, or never
-    return bool(field.metadata["hot"])
+def _debug_port(settings: Settings) -> int:
+    return settings.http_port + DEBUG_PORT_OFFSET if settings.http_port else 0
 
 
 # The API of a manager: its calls by plane, wired to the components that answer them, and the observers of each call.
@@ -646,130 +508,272 @@ async def _no_op() -> bool:
     return False
 
 
-class Listeners:
-    """The ports. The admin plane shares the data plane's gRPC port unless it has its own.
+# Reload of the settings of a running manager: they are checked as a whole, then the hot ones come into force together.
+#
+# The table in docs/configuration.md says which ones are hot; a change of another one is reported, and needs a restart.
+# A value that was set at runtime by other means (UpdateLogger) stays until its setting changes.
+
+Apply = Callable[[Settings, Container[str]], None]
+"""Called with the settings in force from now on, and the names of those that changed. Neither waits nor fails."""
+Refresh = Callable[[], Awaitable[None]]
+"""Reloads files that settings name. Does not fail."""
+
+
+class SettingsReloader:
+    """Keeps the settings in force.
 
     Args:
-        settings: addresses and limits.
-        gate: whether calls are served.
-        tls: what connections use; None for plain text.
-
-    Raises:
-        StorageIOError: an address cannot be bound.
+        settings: those of the start.
+        reread: reads them again; raises ConfigError.
     """
 
-    def __init__(self, settings: Settings, gate: ServingGate, tls: ServerTls | None = None) -> None:
-        host, body = settings.bind_address, settings.max_body_bytes
-        self._settings = settings
-        self._connections = _connection_limits(settings)
-        self.probes = Probes(gate, self._update_readiness)
-        shared = settings.admin_rpc_port in {0, settings.rpc_port}
-        of_grpc = GrpcLimits(
-            max_body_bytes=body,
-            max_connections=settings.max_connections,
-            max_streams=settings.max_streams,
-            handshake_ms=settings.receive_timeout_ms,
+    def __init__(self, settings: Settings, reread: Callable[[], Settings]) -> None:
+        self.settings = settings
+        self._reread = reread
+        self._appliers: list[Apply] = []
+        self._refreshers: list[Refresh] = []
+        self._reading = asyncio.Lock()
+
+    def subscribe(self, apply: Apply) -> None:
+        """Call `apply` with every later state of the settings."""
+        self._appliers.append(apply)
+
+    def refresh(self, refresh: Refresh) -> None:
+        """Call `refresh` at every reload: files that settings name may have changed."""
+        self._refreshers.append(refresh)
+
+    async def reload(self) -> Sequence[SettingChange]:
+        """Read the settings again, put the hot ones in force, and return the changes, ordered by key.
+
+        Raises:
+            InvalidArgumentError: they cannot be used; nothing changed.
+        """
+        async with self._reading:
+            try:
+                new = await asyncio.to_thread(self._reread)
+            except ConfigError as error:
+                _log.warning("reload_refused", reason=str(error))
+                raise InvalidArgumentError(f"nothing is changed: {error}") from error
+            changes = self._apply(new)
+            for refresh in self._refreshers:
+                await refresh()
+        _log.info("reloaded", changes=[change.text() for change in changes])
+        return changes
+
+    def _apply(self, new: Settings) -> list[SettingChange]:
+        old = self.settings
+        changed = old.changed_fields(new)
+        hot = {f.name: getattr(new, f.name) for f in changed if _is_hot(f, old, new)}
+        if hot:
+            self.settings = dataclasses.replace(old, **hot)
+            for apply in self._appliers:
+                apply(self.settings, hot)
+        before, after = old.described(), new.described()
+        keys = sorted((f.metadata["key"], f.name in hot) for f in changed)
+        return [SettingChange(key, before[key], after[key], needs_restart=not applied) for key, applied in keys]
+
+
+class BackgroundReload:
+    """Reloads on a signal, in a task.
+
+    Args:
+        reloader: reloads.
+        is_serving: whether the manager neither starts nor stops.
+    """
+
+    def __init__(self, reloader: SettingsReloader, is_serving: Callable[[], bool]) -> None:
+        self._reloader = reloader
+        self._is_serving = is_serving
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Reload soon; the log has the outcome."""
+        if not self._is_serving():
+            _log.warning("reload_refused", reason="the manager is starting or stopping")
+            return
+        task = asyncio.get_running_loop().create_task(self._reload())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _reload(self) -> None:
+        try:
+            await self._reloader.reload()
+        except InvalidArgumentError:
+            pass  # the reloader has logged it
+        except Exception:
+            _log.exception("reload_failed")
+
+
+def _is_hot(field: dataclasses.Field[object], old: Settings, new: Settings) -> bool:
+    if field.name == "probe_interval_ms" and not (old.probe_interval_ms and new.probe_interval_ms):
+        return False  # the prober starts with the manager, or never
+    return bool(field.metadata["hot"])
+
+
+# Certificates and keys in files: checked as a whole, and reloaded when they change.
+#
+# Orchestrators replace them while the manager runs, some by swapping a symbolic link above them. Only files that fit
+# together come into force: a certificate may appear before its key, and then the next poll finds both.
+
+_POLL_SECONDS: Final = 2.0
+_CERT: Final = "kvcm.tls.cert_file"
+_KEY: Final = "kvcm.tls.key_file"
+_CLIENT_CA: Final = "kvcm.tls.client_ca_file"
+_Stamp = tuple[int, int, int, int] | None
+
+
+def open_tls(settings: Settings) -> TlsFiles | None:
+    """Read the files that the settings name; None if ports do not speak TLS.
+
+    Raises:
+        ConfigError: a file cannot be used, or they do not fit together.
+    """
+    return TlsFiles(settings) if settings.tls_cert_file else None
+
+
+class TlsFiles:
+    """Keeps the certificates of the ports the same as those in the files.
+
+    Args:
+        settings: names the files.
+
+    Attributes:
+        tls: the certificates in force.
+
+    Raises:
+        ConfigError: a file cannot be used, or they do not fit together.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._paths = {
+            key: Path(path)
+            for key, path in (
+                (_CERT, settings.tls_cert_file),
+                (_KEY, settings.tls_key_file),
+                (_CLIENT_CA, settings.tls_client_ca_file),
+            )
+            if path
+        }
+        self._requires_client = settings.tls_client_auth == "required"
+        self._seen = self._stamps()
+        material = self._read()
+        try:
+            self.tls = ServerTls(material)
+        except ValueError as error:
+            raise self._refused(error) from None
+        self._log_certificates(material)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Reload the files if they changed."""
+        stamps = await asyncio.to_thread(self._stamps)
+        if stamps != self._seen:
+            self._seen = stamps  # of before they are read: the next poll finds later changes
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Put the files in force. Files that cannot be used are logged, and change nothing."""
+        try:
+            material = await asyncio.to_thread(self._read)
+            if material == self.tls.material:
+                return
+            try:
+                self.tls.replace(material)
+            except ValueError as error:
+                raise self._refused(error) from None
+        except ConfigError as error:
+            _log.error("certificate_refused", reason=str(error), in_force=_format_time(self.tls.material))
+            return
+        self._log_certificates(material)
+
+    def _stamps(self) -> Mapping[str, _Stamp]:
+        return {key: _stamp(path) for key, path in self._paths.items()}
+
+    def _read(self) -> TlsMaterial:
+        chain_pem, key_pem = self._bytes(_CERT), self._bytes(_KEY)
+        chain = self._certificates(_CERT, chain_pem)
+        self._check_key(key_pem, chain[0])
+        cas = self._certificates(_CLIENT_CA, self._bytes(_CLIENT_CA)) if _CLIENT_CA in self._paths else ()
+        return TlsMaterial(
+            chain_pem=_pem(chain),
+            key_pem=key_pem,
+            client_ca_pem=_pem(cas),
+            requires_client=self._requires_client,
+            certificate=describe_certificate(chain[0]),
+            client_cas=tuple(map(describe_certificate, cas)),
         )
-        of_http = self._connections
-        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls, of_http)
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls, of_http)
-        self._http = HttpServer(host, settings.http_port, of_http, tls)
-        self._admin_http = HttpServer(host, settings.admin_http_port, of_http, tls)
-        has_debug, debug_port = settings.enable_debug_service, _debug_port(settings)
-        self._debug_http = HttpServer(host, debug_port, of_http, tls) if has_debug else None
-        visitor = ANONYMOUS if settings.is_auth_required else UNRESTRICTED
-        self._data = HttpApp(gate, body, self.probes.pages(has_detail=False), visitor)
-        self._admin = HttpApp(gate, body, self.probes.pages(has_detail=True), visitor)
-        self._debug = HttpApp(gate, body)
-        self._close_by = 0.0
 
-    def endpoint(self, node_id: str, host: str) -> Endpoint:
-        """Return where this manager is, with the bound ports."""
-        admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc
-        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address is served: other hosts need a name
-            host = socket.gethostname()
-        return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
+    def _bytes(self, key: str) -> bytes:
+        try:
+            return self._paths[key].read_bytes()
+        except OSError as error:
+            raise self._bad(key, f"cannot be read: {error.strerror}") from None
 
-    @property
-    def debug_http_port(self) -> int | None:
-        """Port of the debug service, None when it is off."""
-        return None if self._debug_http is None else self._debug_http.port
+    def _certificates(self, key: str, pem: bytes) -> tuple[x509.Certificate, ...]:
+        try:
+            return read_certificates(pem)
+        except ValueError:
+            raise self._bad(key, "holds no certificate: it must be PEM, BEGIN CERTIFICATE") from None
 
-    async def start(self) -> None:
-        """Answer probes, and reject calls for now."""
-        for rpc in self._rpcs:
-            await rpc.start()
-        await self._http.start(self._data)
-        await self._admin_http.start(self._admin)
-        if self._debug_http is not None:
-            await self._debug_http.start(self._debug)
+    def _check_key(self, pem: bytes, certificate: x509.Certificate) -> None:
+        try:
+            key = load_pem_private_key(pem, None)
+        except TypeError:
+            raise self._bad(_KEY, "holds a key with a password: it must be without one") from None
+        except Exception:  # its text may hold parts of the key
+            raise self._bad(_KEY, "holds no private key: it must be PEM, BEGIN PRIVATE KEY") from None
+        form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+        if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
+            raise self._bad(_KEY, f"is not the key of the certificate in {_CERT} {str(self._paths[_CERT])!r}")
 
-    async def serve(self, interface: ManagerApi) -> None:
-        """Answer calls from now on, as far as the gate is open."""
-        data, caller, bodies = interface.data, interface.caller, interface.bodies
-        admin = [*interface.admin, *interface.debug]
-        has_reflection = self._settings.reflection and not self._settings.is_auth_required  # it has no authentication
-        if self._admin_rpc is None:
-            await self._rpc.serve([*data, *admin], caller, bodies, has_reflection=has_reflection)
-        else:
-            await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
-            await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
-        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies)
-        self._admin.serve(
-            interface.admin,
-            caller,
-            streams=interface.streams,
-            pages=interface.pages,
-            bodies=bodies,
-            resources=interface.resources,
-            console=interface.console,
+    def _bad(self, key: str, text: str) -> ConfigError:
+        return ConfigError(f"{key} {str(self._paths[key])!r} {text}")
+
+    def _refused(self, error: ValueError) -> ConfigError:
+        return self._bad(_CERT, f"cannot be used with its key and authorities: {error}")
+
+    def _log_certificates(self, material: TlsMaterial) -> None:
+        shown = material.certificate
+        _log.info(
+            "certificate_loaded",
+            file=str(self._paths[_CERT]),
+            subject=shown.subject,
+            names=list(shown.names),
+            not_after=_format_time(material),
+            client_ca=[ca.subject for ca in material.client_cas],
         )
-        self._debug.serve(interface.debug, caller, bodies=bodies)
+        now = datetime.now(UTC).timestamp()
+        if not shown.not_before <= now <= shown.not_after:
+            _log.warning("certificate_not_valid_now", file=str(self._paths[_CERT]), not_after=_format_time(material))
+        self._warn_if_exposed(self._paths[_KEY])
 
-    def apply(self, settings: Settings) -> None:
-        """Put changed limits of connections in force."""
-        new = _connection_limits(settings)
-        for each in dataclasses.fields(new):
-            setattr(self._connections, each.name, getattr(new, each.name))
-
-    def stop_accepting(self, drain_seconds: float) -> None:
-        """Accept no new connections; requests in flight may run for so long."""
-        self._close_by = time.monotonic() + drain_seconds
-        for rpc in self._rpcs:
-            rpc.stop_accepting(drain_seconds)
-        for http in self._https:
-            http.stop_accepting()
-
-    async def stop(self) -> None:
-        """Close everything."""
-        left_seconds = self._close_by - time.monotonic()
-        servers: list[GrpcServer | HttpServer] = [*self._rpcs, *self._https]
-        await asyncio.gather(*(server.stop(left_seconds) for server in servers))
-
-    @property
-    def _rpcs(self) -> list[GrpcServer]:
-        return [rpc for rpc in (self._rpc, self._admin_rpc) if rpc is not None]
-
-    @property
-    def _https(self) -> list[HttpServer]:
-        return [http for http in (self._http, self._admin_http, self._debug_http) if http is not None]
-
-    async def _update_readiness(self, is_ready: bool) -> None:
-        for rpc in self._rpcs:
-            await rpc.health.set_serving(is_ready)
+    def _warn_if_exposed(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            if is_exposed(path):
+                _log.warning("tls_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
 
 
-def _connection_limits(settings: Settings) -> ConnectionLimits:
-    return ConnectionLimits(
-        receive_seconds=settings.receive_timeout_ms / 1000,
-        send_seconds=settings.send_timeout_ms / 1000,
-        idle_seconds=settings.idle_timeout_ms / 1000,
-        most=settings.max_connections,
-    )
+def _stamp(path: Path) -> _Stamp:
+    """Return a value that changes with a file, also when a link above it changes its target."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _debug_port(settings: Settings) -> int:
-    return settings.http_port + DEBUG_PORT_OFFSET if settings.http_port else 0
+def _pem(certificates: tuple[x509.Certificate, ...]) -> bytes:
+    """Return certificates without the text that files have between them."""
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
+
+
+def _format_time(material: TlsMaterial) -> str:
+    return datetime.fromtimestamp(material.certificate.not_after, UTC).isoformat()
 
 
 # The drain of a manager, in an order that clients and load balancers can follow (security_ops.md 4).

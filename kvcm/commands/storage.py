@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_optio
 from kvcm.commands.output import (
     changes,
     console,
+    enum_names,
     plain,
     plain_fields,
     print_below,
@@ -74,13 +74,9 @@ def _listed(answer: admin_pb.ListStorageResponse, report: UsageReport) -> list[L
 
 def _storage_fields(storage: ListedStorage) -> dict[str, Any]:
     fields = {"name": storage.name, "type": storage.kind}
-    status = asdict(storage.status, dict_factory=_with_names) if storage.status is not None else {}
+    status = asdict(storage.status, dict_factory=enum_names) if storage.status is not None else {}
     status.pop("storage_unique_name", None)
     return {**fields, "used_bytes": storage.used_bytes, "capacity_bytes": storage.capacity_bytes, **status}
-
-
-def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 @storage_app.command("enable")
@@ -177,7 +173,7 @@ def list_drains(connection: Connection, as_json: AsJson = False) -> None:
         answer = connection.admin().call("ListDrain", storage_pb.ListDrainRequest(), storage_pb.ListDrainResponse)
         drains = [read(DrainStatus, each) for each in answer.drains]
     if as_json:
-        print_json({"drains": [asdict(each, dict_factory=_with_names) for each in drains]})
+        print_json({"drains": [asdict(each, dict_factory=enum_names) for each in drains]})
     else:
         print_drains(drains, console())
 

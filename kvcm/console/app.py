@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from functools import lru_cache, partial
 from importlib.resources import files
 from typing import Any, Final
@@ -16,7 +16,7 @@ from starlette.routing import Route, Router
 
 from kvcm.console.pages import ROUTES, accounts
 from kvcm.console.resources import RefusedError, ResourceClient
-from kvcm.console.visits import Page, Visit, Visitor, foreign_request, render
+from kvcm.console.visits import Handler, Page, Visit, Visitor, foreign_request, render
 from kvcm.model.principals import ANONYMOUS, Principal
 from kvcm.service.access import CERTIFICATE_NAMES, Credentials
 from kvcm.service.calls import Arrival, Caller
@@ -57,7 +57,6 @@ def _read(name: str) -> tuple[bytes, str]:
 # The application.
 
 HOME: Final = "/console/"
-Handler = Callable[[Visit], Awaitable[Response]]
 _OPEN_PATHS: Final = ("/console/login",)
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from starlette.responses import Response
 
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Handler, Routes, Visit
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.units import parse_duration, parse_size
 
@@ -227,8 +227,6 @@ def _plain(text: str) -> str:
 
 # Confirmation of changes that lose something.
 
-_Handler = Callable[[Visit], Awaitable[Response]]
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -268,9 +266,7 @@ async def confirmed(visit: Visit, question: Question, act: Callable[[], Awaitabl
         return await confirmation_page(visit, question, error.detail, error.status)
 
 
-def confirmed_routes(
-    path: str, question: Callable[[Visit], Awaitable[Question]], act: _Handler
-) -> list[tuple[str, str, _Handler]]:
+def confirmed_routes(path: str, question: Callable[[Visit], Awaitable[Question]], act: Handler) -> Routes:
     """Return the routes of a change that needs a confirmation.
 
     Args:

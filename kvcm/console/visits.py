@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -24,7 +24,7 @@ from kvcm.model.principals import Principal, Verb
 from kvcm.registry.secrets import redacted_text
 from kvcm.service.rest.conversion import decode_name, encode_name
 
-__all__ = ["Form", "Page", "Visit", "Visitor", "foreign_request", "is_encrypted", "render"]
+__all__ = ["Form", "Handler", "Page", "Routes", "Visit", "Visitor", "foreign_request", "is_encrypted", "render"]
 
 # Requests from other sites.
 #
@@ -319,3 +319,8 @@ class Visit:
             kept = quote(said[:_MAX_MESSAGES], safe="")
             response.set_cookie(_MESSAGES, kept, 60, path=_ROOT, secure=secure, httponly=True, samesite="strict")
         return response
+
+
+Handler = Callable[[Visit], Awaitable[Response]]
+Routes = Sequence[tuple[str, str, Handler]]
+"""Method, path and handler of each page."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote, urlsplit
 
@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from kvcm.console.formats import ACCOUNT_ROLES
 from kvcm.console.forms import Field, Question, Sheet, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit, is_encrypted
+from kvcm.console.visits import Routes, Visit, is_encrypted
 from kvcm.service.rejections import RejectedError
 from kvcm.service.rest.conversion import encode_name
 
@@ -93,7 +93,7 @@ def _own_path(path: str) -> str:
     return path if is_own and path.isprintable() else "/console/"
 
 
-SIGN_IN_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+SIGN_IN_ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("POST", _PATH, _enter),
     ("POST", "/console/logout", _leave),
@@ -169,7 +169,7 @@ async def _delete(visit: Visit) -> Response:
     return visit.back(_LIST, f"Account {visit.name()} was deleted.")
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ADD, _ask_to_add),
     ("POST", _ADD, _add),

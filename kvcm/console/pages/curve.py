@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvcm.console.formats import percent, size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "Change", "CurveView", "curve_of"]
@@ -183,6 +183,4 @@ async def _show(visit: Visit) -> Response:
     return visit.page("curve.html", name=name, curve=curve_of(document), why_not="", base=base)
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/groups/{name}/curve", _show),
-)
+ROUTES: Final[Routes] = (("GET", "/console/groups/{name}/curve", _show),)

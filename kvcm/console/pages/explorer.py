@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from kvcm.cache.instance_cache import batches
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.service.rest.conversion import encode_name
 
@@ -385,7 +385,7 @@ async def _instances(visit: Visit) -> list[str]:
         return []
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("POST", _PATH, _explore),
 )

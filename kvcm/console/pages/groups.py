@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -16,7 +16,7 @@ from kvcm.console.deployment import History, alerts_of, charts_of_group, group_u
 from kvcm.console.formats import storage_kind
 from kvcm.console.forms import Field, Kind, Question, Sheet, confirmation_page, confirmed, exact_size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.groups import DEFAULT_HYSTERESIS
 from kvcm.service.rest.conversion import encode_name, merge_patch
 
@@ -468,7 +468,7 @@ async def _show(visit: Visit) -> Response:
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", "/console/groups", _list),
     ("GET", "/console/groups/{name}", _show),
 )
@@ -616,7 +616,7 @@ def _page(name: str) -> str:
     return f"/console/groups/{encode_name(name)}"
 
 
-GROUP_CHANGE_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+GROUP_CHANGE_ROUTES: Final[Routes] = (
     ("GET", "/console/groups/{name}/limits", _edit),
     ("POST", "/console/groups/{name}/limits", _change),
     ("GET", "/console/groups/{name}/remove", _ask),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvcm.console.formats import count, size
 from kvcm.console.forms import Question, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.registry.secrets import redacted_text
 
 __all__ = ["ROUTES", "SESSION_ROUTES", "InstanceView", "Sessions", "instance_views", "sessions_of"]
@@ -157,7 +157,7 @@ async def _found(visit: Visit) -> InstanceView:
     return found[0]
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ONE, _show),
     *confirmed_routes(f"{_ONE}/remove", _removing, _remove),
@@ -210,6 +210,4 @@ async def _show_sessions(visit: Visit) -> Response:
     )
 
 
-SESSION_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/sessions", _show_sessions),
-)
+SESSION_ROUTES: Final[Routes] = (("GET", "/console/sessions", _show_sessions),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvcm.console.formats import KEY_ROLES, VERBS, shown_role
 from kvcm.console.forms import Field, Question, Sheet, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.principals import ALL_GROUPS
 
 __all__ = ["ROUTES", "WHOAMI_ROUTES", "KeyView", "key_views"]
@@ -172,7 +172,7 @@ async def _found(visit: Visit) -> KeyView:
     return key_views([document], time.time() * 1000)[0]
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ADD, _ask_to_add),
     ("POST", _ADD, _add),
@@ -191,6 +191,4 @@ async def _show(visit: Visit) -> Response:
     return visit.page("myself.html", is_required=document["is_required"], key=found)
 
 
-WHOAMI_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/me", _show),
-)
+WHOAMI_ROUTES: Final[Routes] = (("GET", "/console/me", _show),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from kvcm.console.charts import Values
 from kvcm.console.deployment import SMALL_VALUES, History, alerts_of, charts_of_all, group_usages, history_of
 from kvcm.console.pages.groups import GroupCard, group_cards
 from kvcm.console.pages.storages import StorageView, storage_views
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 
 __all__ = ["MANAGER_ROUTES", "ROUTES", "Headline", "Tile", "headline", "tiles"]
 
@@ -119,13 +119,11 @@ async def _storages(visit: Visit) -> list[StorageView]:
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (("GET", "/console/", _show),)
+ROUTES: Final[Routes] = (("GET", "/console/", _show),)
 
 
 async def _show_managers(visit: Visit) -> Response:
     return visit.page("managers.html", managers=(await visit.get("/v1/managers"))["items"])
 
 
-MANAGER_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/managers", _show_managers),
-)
+MANAGER_ROUTES: Final[Routes] = (("GET", "/console/managers", _show_managers),)

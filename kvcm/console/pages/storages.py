@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvcm.console.formats import size
 from kvcm.console.forms import Field, Kind, Question, Sheet, confirmed_routes, exact_size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.registry.secrets import redacted_text
 from kvcm.service.rest.conversion import encode_name
 from kvcm.service.rest.storage_resource import StorageDocument
@@ -323,7 +323,7 @@ def _page(visit: Visit) -> str:
     return f"{_LIST}/{visit.request.path_params['name']}"
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ONE, _show),
     ("POST", f"{_ONE}/enable", _enable),
@@ -396,7 +396,7 @@ def _add_page(visit: Visit, kind: str, sheet: Sheet, status: int = 200) -> Respo
     return visit.page("storage_add.html", status, kind=kind, label=KINDS[kind], sheet=sheet)
 
 
-ADD_STORAGE_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ADD_STORAGE_ROUTES: Final[Routes] = (
     ("GET", _ADD, _ask),
     ("POST", _ADD, _add),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvcm.console.formats import count, size
 from kvcm.console.forms import Field, Question, Sheet, confirmation_page, confirmed
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "Outcome", "outcome_of"]
@@ -172,7 +172,7 @@ def _report(visit: Visit, document: Any, sheet: Sheet, *, is_dry: bool, fault: s
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("GET", f"{_PATH}/{{name}}/cancel", _ask_to_cancel),
     ("POST", f"{_PATH}/{{name}}/cancel", _cancel),
