@@ -52,8 +52,8 @@ def match_request(instance_id: str, keys: list[int], wanted: str = "") -> bytes:
 @contextlib.asynccontextmanager
 async def data_calls(directory: str) -> AsyncIterator[tuple[dict[str, Call], Caller]]:
     """Yield the manager's data plane without its listeners."""
-    async with Manager(Settings(data_dir=directory)).opened() as rooms:
-        api = MetaApi(rooms.cache, rooms.registry, rooms.leadership, RequestLimits())
+    async with Manager(Settings(data_dir=directory)).opened() as components:
+        api = MetaApi(components.cache, components.registry, components.leadership, RequestLimits())
         caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
         yield {call.name: call for call in api.calls()}, caller
 

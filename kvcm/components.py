@@ -457,7 +457,7 @@ class Components:
         audit_log: AuditLog,
     ) -> Components:
         """Build the components over an opened store and a loaded registry."""
-        factory = _ComponentFactory(metadata, registry, storages, leadership, clock, settings)
+        factory = _ComponentFactory(metadata, registry, storages, leadership, clock=clock, settings=settings)
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
         changes, counts = ChangeEvents(events), Counts()
         budget = CacheBudget(settings.search_cache_bytes)

@@ -228,7 +228,7 @@ class EventLog:
         self._stop()
 
     def _stop(self) -> None:
-        """End all subscriptions but that of the file, which still gets the events of the shutdown; accept no new ones."""
+        """End all subscriptions but that of the file, which gets the events of the shutdown; accept no new ones."""
         self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:
@@ -400,7 +400,10 @@ class RecentAccesses:
             flags: number of flags in the fields, such as those of a mask; each counts as a key.
         """
         weight = EVENT_KEYS + len(keys) + flags
-        self._accesses.append(_Access(self._now(), source, event_type, fields, np.array(keys, np.int64), weight))
+        access = _Access(
+            at=self._now(), source=source, type=event_type, fields=fields, keys=np.array(keys, np.int64), weight=weight
+        )
+        self._accesses.append(access)
         self._weight += weight
         while self._weight > self._most_keys:
             self._drop()
