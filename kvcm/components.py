@@ -274,7 +274,7 @@ class _ComponentFactory:
             usage=self.metadata.usage,
             budget=budget,
             events=events,
-            crossed=pressure.is_above_a_mark,
+            crossed=pressure.is_above_watermark,
             on_pressure=on_pressure,
         )
         return cache

@@ -748,7 +748,7 @@ Order = LiveOrder | WindowOrder
 
 
 class _OuterLimits(NamedTuple):
-    """What of the limits above the groups decides whether a group has marks.
+    """Limits above the groups, as far as they decide whether a group has watermarks.
 
     Attributes:
         are_storages_limited: whether any storage is.
@@ -861,9 +861,7 @@ class EvictionOrders:
     @property
     def round_seconds(self) -> float:
         """How long to wait when no write presses and no setting changes."""
-        return min(
-            (each.seconds for each in self._entries.values() if each.group is not None), default=TRIGGER_SECONDS
-        )
+        return min((each.seconds for each in self._entries.values() if each.group is not None), default=TRIGGER_SECONDS)
 
 
 def _round_seconds(handle: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:

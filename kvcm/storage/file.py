@@ -1,7 +1,7 @@
 """Path storages: directories that all engines have mounted at the same path.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
-by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
+by side in slots of equal size, which are deleted one by one and handed out again (decision 16), see `file_slots.py`.
 
 The deleted slots are recorded beside the file: the manager that deletes the last one, another one or this one after a
 restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
@@ -334,10 +334,10 @@ class PathType:
         self.check(config)
         return FileStorage(
             config.global_unique_name,
-            config.storage_type.scheme,
-            spec.root,
-            cluster_id,
-            spec.key_count_per_file,
+            scheme=config.storage_type.scheme,
+            root=spec.root,
+            cluster_id=cluster_id,
+            keys_per_file=spec.key_count_per_file,
             makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
             reuse=reuse,
         )

@@ -139,7 +139,11 @@ class PlainAudit:
             asked = claims[key] | ({record.parent} if record is not None and record.parent is not None else set())
             parents = frozenset(parent for parent in asked if key in families[parent])
             due = (record.due if record is not None and record.due is not None else 0.0) if key in pending else None
-            views.append(StoredBlock(key, record, "", b"", record is not None, due, parents))
+            views.append(
+                StoredBlock(
+                    key, record=record, damage="", version=b"", is_listed=record is not None, due=due, parents=parents
+                )
+            )
         return views
 
     async def _children(self, parent: int) -> frozenset[int]:

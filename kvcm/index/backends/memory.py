@@ -1,4 +1,8 @@
-"""Records in the process's memory: the reference backend, gone with the process."""
+"""Records in the memory of the process: the reference backend, lost with the process.
+
+`BlockColumns` keeps one row per block in columns; `MemoryBackend` adds due times and usage sums (invariant 4). No
+method suspends, so every call is atomic on one event loop.
+"""
 
 from __future__ import annotations
 
@@ -173,8 +177,16 @@ class BlockColumns:
         self._read_at = array("I")
         self._reads = array("H")
         self._columns: tuple[MutableSequence[Any], ...] = (
-            *(self._keys, self._parents, self._depths, self._headers, self._chunks),
-            *(self._first_child, self._next, self._previous, self._read_at, self._reads),
+            self._keys,
+            self._parents,
+            self._depths,
+            self._headers,
+            self._chunks,
+            self._first_child,
+            self._next,
+            self._previous,
+            self._read_at,
+            self._reads,
         )
 
     def __len__(self) -> int:
@@ -360,6 +372,7 @@ class BlockColumns:
         parent, depth, locations = record
         headers, chunks = self._pool.pack(locations)
         row = self._rows[key] = len(self._keys)
+        assert len(self._rows) == row + 1  # rows are dense
         self._keys.append(key)
         self._parents.append(parent or 0)
         self._depths.append(~depth if parent is None else depth)

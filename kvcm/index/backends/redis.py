@@ -3,11 +3,11 @@
 Keys of one lock shard of one instance share a hash tag, hence a slot of a cluster; `P` is the name of the deployment::
 
     P:b{uid.shard} + key    block record: version, stamp, body (index/codec.py)
-    P:z{uid.shard}          access order: key -> time and number of reads (redis_order.py)
+    P:z{uid.shard}          access order: key -> time and number of reads
     P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
     P:u{uid.shard}          usage: type/storage -> bytes, -type/storage -> those that are being deleted;
-                            - -> blocks of which everything is being deleted; # -> number of writes (redis_sums.py)
+                            - -> blocks of which everything is being deleted; # -> number of writes
 
 Keys of blocks are 8 bytes, big endian. Invariants:
 
@@ -520,7 +520,7 @@ class SharedSums:
             (self.deleting if of.is_deleting else self.usage)[of.place] += size
 
 
-# A change of blocks of one shard, as the script of the Redis backend wants it (layout: redis.py).
+# A change of blocks of one shard, as arguments of the Lua functions.
 
 _ABSENT = bytes(STAMP_SIZE)
 _LEAVING = Sum(None, is_deleting=True)
@@ -626,7 +626,7 @@ class _Sums:
             self.triples += (index, self._field + 1, size_bytes)
 
     def _turn_to(self, location: Location) -> None:
-        # As in tally.py: blocks in a row mostly lie in one place, and hashing it is what costs.
+        # As in `PlaceTally`: blocks in a row mostly lie in one place, and hashing it is what costs.
         place = location.place
         if place not in self._first_fields:
             self._first_fields[place] = len(self._sums) + 1

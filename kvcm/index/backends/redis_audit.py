@@ -1,4 +1,4 @@
-"""What a Redis holds of blocks, read shard by shard and mended block by block (layout: redis.py).
+"""Audit and repair of the blocks in a Redis, shard by shard (layout: `redis.py`).
 
 A script reads the parts of a block that lie in its shard at one moment, save the children; so do those that mend, and
 only while the record is the one that was judged. Nothing here holds up other managers for more than a page.
@@ -267,7 +267,13 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
         except StorageIOError as error:
             damage, version = str(error), data
     return StoredBlock(
-        *(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS),
+        key,
+        record=record,
+        damage=damage,
+        version=version,
+        is_listed=score is not None,
+        due=None if due is None else float(due),
+        parents=_NO_PARENTS,
         is_evictable=None if score is None else not is_retired(float(score)),
     )
 
