@@ -361,9 +361,9 @@ class MetaIndex:
         """
         return None if self._backend.is_shared else self._backend.observe(observer)
 
-    def scan(self, page_size: int = 1024) -> AsyncIterator[list[int]]:
-        """Yield every key that exists during the whole scan, in pages; a shared store may repeat some."""
-        return self._backend.scan(page_size)
+    def scan(self, batch_size: int = 1024) -> AsyncIterator[list[int]]:
+        """Yield every key that exists during the whole scan, in batches; a shared store may repeat some."""
+        return self._backend.scan(batch_size)
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         """Return up to `count` distinct keys, each equally likely."""

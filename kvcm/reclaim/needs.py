@@ -331,11 +331,11 @@ class _NeedFinder:
                 reason, amount=min(excess, most), filter=wanted, usages=held.members, name=name, payer=held.group.name
             )
         # No group gives guaranteed bytes for an unused guarantee: only where usage itself is above the watermark.
-        rest = min(excess - sum(most for most, _ in payers), mark.excess(total))
-        if rest > 0:  # guarantees that together exceed the watermark, and are used
+        remainder = min(excess - sum(most for most, _ in payers), mark.excess(total))
+        if remainder > 0:  # guarantees that together exceed the watermark, and are used
             yield ReclaimNeed(
                 reason,
-                amount=rest,
+                amount=remainder,
                 filter=wanted,
                 usages=[each for held, _ in users for each in held.members],
                 name=name,

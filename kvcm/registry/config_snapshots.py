@@ -408,7 +408,7 @@ def _refuse_loss(absent: Iterable[Entry]) -> None:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise InvalidArgumentError(
             f"prune would remove {', '.join(lost[:5])}{more}, and blocks with it: "
-            "remove what is meant by RemoveInstance and RemoveStorage first, or load without prune"
+            "remove them by RemoveInstance and RemoveStorage first, or load without prune"
         )
 
 

@@ -156,7 +156,7 @@ class FileStorage:
         except StorageIOError as error:
             return [reason or str(error) for reason in reasons]
         if after != before:
-            return [reason or f"storage {self._name} was mounted anew meanwhile" for reason in reasons]
+            return [reason or f"storage {self._name} was mounted again meanwhile" for reason in reasons]
         return reasons
 
     def _mounted_device(self) -> int:
@@ -217,7 +217,7 @@ class FileStorage:
     def _not_mounted(self) -> StorageIOError:
         return self._failure(
             f"{self.directory} is not there, is it mounted on this host? "
-            "If it is gone for good, UpdateStorage makes it anew"
+            "If it is gone for good, UpdateStorage creates it again"
         )
 
     def _failure(self, reason: str) -> StorageIOError:

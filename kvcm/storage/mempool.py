@@ -606,7 +606,7 @@ class _PoolExtents:
         """Take extents of one chunk. None, when another manager has taken its last one: then it is known to be full."""
         number = await self._find_chunk(size)
         if number is None:
-            raise _no_space(f"storage {self._name}: the pool has no room for {size} bytes")
+            raise _no_space(f"storage {self._name}: the pool has no space for {size} bytes")
         taken: list[Extent] = []
         comes_round = False
 

@@ -454,7 +454,7 @@ class CommitLog:
         _resolve(answered, None)
 
     def _fail(self, error: Exception) -> None:
-        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, make room and restart"
+        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, free space and restart"
         with self._changed:
             self._failure = failure
             answered = [*self._waiters, *self._sync_waiters]

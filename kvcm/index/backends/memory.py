@@ -700,10 +700,10 @@ class MemoryBackend:
         self._due.clear()
         self._tally.clear()
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
-        for start in range(0, len(keys), page_size):
-            batch = [key for key in keys[start : start + page_size] if key in self._blocks]
+        for start in range(0, len(keys), batch_size):
+            batch = [key for key in keys[start : start + batch_size] if key in self._blocks]
             if batch:
                 yield batch
 

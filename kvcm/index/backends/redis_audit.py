@@ -107,8 +107,8 @@ class RedisAudit:
         ]
         found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
         views = [_view(key, *row) for key, row in zip(keys, found, strict=True)]
-        asked = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
-        parents = await self._parents(names, asked)
+        requested = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
+        parents = await self._parents(names, requested)
         return [replace(view, parents=parents.get(view.key, _NO_PARENTS)) for view in views]
 
     async def usage(self, shard: int) -> Mapping[Sum, int]:
@@ -148,9 +148,9 @@ class RedisAudit:
             if cursor == b"0":
                 return
 
-    async def _parents(self, names: ShardKeys, asked: Iterable[tuple[int, int]]) -> Claims:
+    async def _parents(self, names: ShardKeys, requested: Iterable[tuple[int, int]]) -> Claims:
         """Return whose children blocks are, of the pairs of parent and child that are asked for."""
-        pairs = list(asked)
+        pairs = list(requested)
         if not pairs:
             return {}
         members = (RELATION.pack(*pair) for pair in pairs)
