@@ -153,7 +153,7 @@ def _tests(count: float | None) -> str:
 
 
 def overload_table(rows: Rows) -> list[str]:
-    """What was offered and served, and the times of what was served meanwhile."""
+    """Requests offered and served, and the times of the served ones."""
     return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
 
 

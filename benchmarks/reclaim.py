@@ -6,8 +6,8 @@ moment at which it was to be sent; fresh blocks, written at a fixed rate; and up
 fixed rate. Only the mark that these set differs. Without eviction it is far away. With eviction it follows the writes
 and sinks, a little forty times a second, so that everything that is written displaces as much, and a backlog of cold
 blocks goes beside that: together 10,000 blocks a second and a few more. Writes as fast as that would take half a core
-for themselves in both kinds of windows, which would hide what eviction costs. What was evicted and deleted is what the
-manager's own counters say. Before each window the index is filled up again.
+for themselves in both kinds of windows, which would hide the cost of eviction. The blocks evicted and deleted are those
+that the manager's own counters say. Before each window the index is filled up again.
 
 Part two, in one process: time of the event loop per evicted block, by policy, and memory per block of its order.
 
@@ -237,7 +237,7 @@ class Load:
             await asyncio.sleep(0.1)
         for _ in range(int(now["meta_indexer.total_key_count"]), self._plan.blocks, CHAIN):
             await self.write(CHAIN)
-        for body, _ in self._hot:  # what is read all the time is not the coldest, whatever was written meanwhile
+        for body, _ in self._hot:  # read all the time, so never the coldest, whatever was written
             await self.call(f"{META}GetCacheLocation", body)
         await asyncio.sleep(DRAIN_SECONDS)
 
@@ -346,7 +346,7 @@ def load_rows(plan: Plan, calm: list[Window], evicting: list[Window]) -> list[Ro
 
 @contextlib.asynccontextmanager
 async def rooms() -> AsyncIterator[Components]:
-    """Yield the rooms of a manager with its metadata in RocksDB, and none of its duties running."""
+    """Yield the components of a manager with its metadata in RocksDB, and no background task."""
     with tempfile.TemporaryDirectory() as directory:
         async with Manager(Settings(data_dir=directory)).opened() as opened:
             await opened.leadership.tick()

@@ -1,7 +1,7 @@
 """Claim: nothing that a manager does grows with the number of blocks in the store.
 
 One Redis is filled with blocks of one spec, first a million, then many more; at both sizes a new manager takes over
-(opens, leads, recounts the usage, looks for what is due), looks up 1,024 random blocks past its search cache, removes
+(opens, leads, recounts the usage, looks for due sessions), looks up 1,024 random blocks past its search cache, removes
 1,024 and deletes them, and samples 1,024. The second size is compared with the first, in one run.
 """
 

@@ -43,7 +43,7 @@ class Soaked:
 
     Attributes:
         seconds: that it lasted.
-        watch: what was seen meanwhile.
+        watch: the observations meanwhile.
         warm: monotonic seconds at the end of the warm-up.
         drains: of a storage, done and given up.
         answers: by call, transport and code.
@@ -127,7 +127,7 @@ async def ended(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await task
-            except Exception as error:  # whatever it is, it is told
+            except Exception as error:  # whatever it is, it is reported
                 wrong.append(repr(error))
     return wrong
 

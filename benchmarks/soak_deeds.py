@@ -210,7 +210,7 @@ class Deeds:
         await self._ask_admin(self._random.choice(questions), _OK)
 
     async def _mistake(self) -> None:
-        """Ask for an instance that there is not, under a name that nobody else uses."""
+        """Ask for an instance that there is not, under an unused name."""
         common = self._common() | {"instance_id": f"{MARKER}{self._number}-{self._sent}"}
         keys = self._keys()
         await self._ask(pb.GetCacheLocationRequest(**common, query_type=pb.QT_PREFIX_MATCH, block_keys=keys), _UNKNOWN)

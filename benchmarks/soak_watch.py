@@ -30,7 +30,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Look(NamedTuple):
-    """What was seen at one moment.
+    """The observations of one moment.
 
     Attributes:
         at: monotonic seconds.
@@ -55,7 +55,7 @@ class Watch:
         pid: of the process.
         port: of its admin HTTP service.
         marker: in every name that clients make up; none may be in a label.
-        looks: what was seen.
+        looks: observations.
         wrong: scrapes that were not complete or not valid, in words.
     """
 
@@ -129,7 +129,7 @@ class Watch:
                 self.wrong.append(f"scrape {len(self.looks)}: {series} went from {value} to {now}")
 
     def after(self, moment: float) -> list[Look]:
-        """Return what was seen from a moment on."""
+        """Return the observations from a moment on."""
         return [look for look in self.looks if look.at >= moment]
 
     def new_series(self, moment: float) -> list[Series]:
@@ -140,7 +140,7 @@ class Watch:
 
 
 def growth_per_second(looks: Sequence[Look]) -> float:
-    """Return by how many bytes per second the memory grows: the slope of the line through what was seen."""
+    """Return by how many bytes per second the memory grows: the slope of the line through the observations."""
     return statistics.linear_regression([look.at for look in looks], [look.rss_bytes for look in looks]).slope
 
 

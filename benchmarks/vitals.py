@@ -1,6 +1,6 @@
-"""What it costs a manager to tell the others how it is, to hear how they are, and to keep what that adds up to.
+"""The cost of a manager's vitals: publishing its own, reading the others', and keeping the history.
 
-CPU of the process, per second of a manager's life, beside nothing: vitals are told and heard every five seconds, a
+CPU of the process, per second of a manager's life, beside nothing: vitals are published and read every five seconds, a
 sample is kept every ten. The store is in memory, so that no network is measured. Nothing of it is on the way of a
 request. Memory is that of a full history and of the latest vitals.
 
@@ -57,7 +57,7 @@ def all_vitals(managers: int, groups: int, at: float) -> Mapping[str, Vitals]:
 
 
 async def telling(managers: int, groups: int, rounds: int) -> float:
-    """Return CPU seconds of telling and hearing once."""
+    """Return CPU seconds of publishing and reading once."""
     clock, table = SystemClock(), MemoryTable()
     for each in all_vitals(managers, groups, 1e6).values():
         await VitalsTable(clock, table).publish(each)

@@ -26,16 +26,16 @@ _ORPHAN_AGE_SECONDS = 2
 
 @dataclass(slots=True)
 class EndState:
-    """What was found at the end.
+    """The findings at the end.
 
     Attributes:
         settled_seconds: from the end of traffic until nothing was open or unfinished any more; None: never, in time.
-        unsettled: what was, then.
+        unsettled: the blocks that were, then.
         ready: managers that say that they are ready.
-        leaders: managers that lead, as their metrics tell.
-        agreed: who leads, as all managers say; "" when they do not agree.
+        leaders: managers that lead, by their metrics.
+        agreed: the leader that all managers name; "" when they do not agree.
         tasks: of the REST resources, that are not done.
-        usage: bytes used by group, as the REST resource tells.
+        usage: bytes used by group, by the REST resource.
         instances: bytes used by group, as the sum of its instances there.
         recounted: bytes used by group, counted from the records.
         verify: what `kvcm index verify` found.
@@ -43,7 +43,7 @@ class EndState:
         orphans: bytes without metadata that are left after a scrub, by storage, in words.
         scrubbed: objects that the scrubs deleted.
         failures: defects in logs of managers.
-        stopped: what engines and managers did wrong when told to end, and processes that ended by themselves.
+        stopped: faults of engines and managers during a stop, and processes that ended by themselves.
         faults: that could not be carried out.
     """
 
@@ -66,7 +66,7 @@ class EndState:
 
 
 def judge_end(end: EndState) -> dict[str, list[str]]:
-    """Return what is wrong, in words, by what was looked at; every look is in it, also where nothing is wrong."""
+    """Return the violations, in words, by check; every check is in it, also one without violations."""
     is_led = end.leaders == [end.agreed]
     instances, recounted = end.instances, end.recounted
     usage = [

@@ -1,4 +1,4 @@
-"""Tells what a game was: figures as rows, a report for people, and a plot of faults over availability and hits."""
+"""Reports a game: figures as rows, a report for people, and a plot of faults over availability and hits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Recovery:
         count: of them.
         stated_seconds: after which calls must not fail any more.
         calls: seconds after the fault's end until the last call failed, of each.
-        whole: seconds until all managers were ready and agreed on a leader, of each that could be told from others.
+        whole: seconds until all managers were ready and agreed on a leader, of each that could be distinguished from
+            others.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""One game from begin to end: everything is started, the plan is carried out, all is looked at, and told."""
+"""One game from begin to end: everything is started, the plan is carried out, everything is checked and reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EVICTING = frozenset({"churning"})
 
 @dataclass(frozen=True, slots=True)
 class GameOptions:
-    """What a game is told.
+    """Settings of a game.
 
     Attributes:
         seed: of what happens.
@@ -61,7 +61,7 @@ class GameOptions:
 
 @dataclass(slots=True)
 class Game:
-    """What happened, and what was found.
+    """The events and findings of a game.
 
     Attributes:
         options: of the game.
@@ -74,7 +74,7 @@ class Game:
         judgement: of the ledgers.
         acknowledged: blocks in them.
         end: how it was at the end.
-        wrong: what must not be, by what was looked at.
+        wrong: violations, by check.
     """
 
     options: GameOptions
@@ -160,7 +160,7 @@ def _has_begun(site: Site) -> bool:
 
 
 def _end_traffic(site: Site, end: EndState) -> None:
-    """Tell engines and prober to end, which they must do well; everything else must still run."""
+    """Stop engines and prober, which must end well; everything else must still run."""
     processes = {**site.engines, "prober": site.prober}
     everything = {**processes, **site.managers, "store": site.store}
     end.stopped += [

@@ -1,4 +1,4 @@
-"""Looks at every manager all the time: whether it is ready, and who it says leads."""
+"""Looks at every manager all the time: whether it is ready, and which leader it names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST_SECONDS = 1.0
 
 
 class Look(NamedTuple):
-    """What was seen of a manager.
+    """Observations of a manager.
 
     Attributes:
         at: unix seconds, when it was asked.
         manager: name of it.
         is_ready: whether it says so.
-        leader: who it says leads, "" when it does not say.
+        leader: that it names, "" for none.
     """
 
     at: float
@@ -42,7 +42,7 @@ class Watch:
         addresses: `host:port` of their HTTP port, by name.
 
     Attributes:
-        looks: what was seen.
+        looks: observations.
     """
 
     def __init__(self, managers: Mapping[str, Manager], addresses: Mapping[str, str]) -> None:

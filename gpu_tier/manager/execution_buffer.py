@@ -1,4 +1,4 @@
-"""The execution buffer of residency `blocks`: what a layer attends to, put together anew in every step.
+"""The execution buffer of residency `blocks`: the tokens that a layer attends to, gathered in every step.
 
 One buffer serves all layers, one after the other, so the next layer's tokens are gathered only when this layer's
 attention and its admissions to the cache have read it (O3 and O4). Row b of a batch owns slots b·S to (b + 1)·S - 1,
@@ -29,7 +29,7 @@ __all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlaces", "SteadyPlanner",
 
 
 class ExecutionBuffer:
-    """Room for the tokens that each row and head attends to in one layer.
+    """The tokens that each row and head attends to in one layer.
 
     Args:
         geometry: of the model's KV.
@@ -83,10 +83,6 @@ class ExecutionBuffer:
 
 
 # Where the steady tokens of requests lie, as runs of consecutive slots of the arena.
-#
-# A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
-# arena, so neighbouring places have neighbouring slots but for where a page ends. What is steady follows from the
-# lengths of requests and is the same in all heads: it is worked out on the host, without looking at single tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,12 @@ class _Places:
 
 
 class SteadyPlaces:
-    """The places of the steady tokens of all requests that have a buffer."""
+    """The places of the steady tokens of all requests that have a buffer.
+
+    A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
+    arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
+    lengths of requests and are the same in all heads: they are computed on the host as ranges.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, _Places] = {}
@@ -164,14 +165,16 @@ class SteadyPlaces:
 def _intervals(ring: SteadyRing, first: int, n_tokens: int) -> list[tuple[int, int]]:
     """Return the intervals of places that hold the steady tokens, in the order of the tokens."""
     first = max(first, ring.sink)
-    recent = max(0, n_tokens - first)
-    if recent > ring.ring:
-        raise StateError(f"{recent} recent tokens are steady, and there are {ring.ring} places for them")
+    in_ring = max(0, n_tokens - first)
+    if in_ring > ring.ring:
+        raise StateError(f"{in_ring} recent tokens are steady, and there are {ring.ring} places for them")
     start = ring.position(first)
-    before_the_end = min(recent, ring.capacity - start)
+    before_the_end = min(in_ring, ring.capacity - start)
     intervals = [
-        (0, min(ring.sink, n_tokens)), (start, start + before_the_end), (ring.sink, ring.sink + recent - before_the_end)
-    ]  # fmt: skip
+        (0, min(ring.sink, n_tokens)),
+        (start, start + before_the_end),
+        (ring.sink, ring.sink + in_ring - before_the_end),
+    ]
     return [(lower, upper) for lower, upper in intervals if lower < upper]
 
 
@@ -188,12 +191,12 @@ def _split(intervals: list[tuple[int, int]], breaks: NDArray[np.int64]) -> tuple
 
 
 # The steady runs of a batch, with which every plan of an execution buffer begins.
-#
-# They are the same in all layers and heads, and are made and uploaded once a step.
 
 
 class SteadyPlanner:
     """Makes the steady runs of a batch, once a step.
+
+    They are the same in all layers and heads, and are made and uploaded once a step.
 
     Args:
         tokens_per_row: slots of a row of the execution buffer.
@@ -250,7 +253,7 @@ class SteadyPlanner:
             total[row] = run.total
         kind, dst, tokens = self._upload(kind_dst_tokens)
         end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
-        return SteadyPlan(kind, self._upload(src), dst, tokens, end, total_of_row)
+        return SteadyPlan(kind=kind, src=self._upload(src), dst=dst, tokens=tokens, end=end, total=total_of_row)
 
     def _may_select(self, request: int, first: int, length: int) -> bool:
         # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink
@@ -262,10 +265,6 @@ class SteadyPlanner:
 
 
 # Residency `blocks`: what a request holds on the device, and how a layer's execution buffer is put together.
-#
-# A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
-# token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token that
-# was there before has been clustered, or has its host copy, by then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +276,14 @@ class _Buffer:
 
 
 class BlockResidency:
-    """The buffers of requests, and the policy that decides what is in them.
+    """The buffers of requests, and the policy that decides their content.
+
+    A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
+    token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token
+    that was there before has been clustered, or has its host copy, by then.
 
     Args:
-        policy: decides what is cached.
+        policy: decides which blocks are cached.
         execution: what a layer attends to.
         store: where the policy keeps clusters on the host; None when the host pool has all.
     """

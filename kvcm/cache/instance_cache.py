@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvcm.cache.quotas import MOST_KEYS, Ledger
 from kvcm.index.backends.backend import IndexBackend
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.index.search_cache import CacheBudget, ChunkCache, StorageView, filter_specs
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import MetaIndexerConfig
@@ -19,7 +19,7 @@ from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
 from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["BATCH_KEYS", "IndexHandle", "InstanceCache", "OpenCaches", "batch_keys", "batches", "yield_to_others"]
+__all__ = ["BATCH_KEYS", "InstanceCache", "OpenCaches", "batch_keys", "batches", "yield_to_others"]
 
 # Large requests are worked on in pages, and give way to other requests after each.
 
@@ -59,19 +59,6 @@ _MOST_FILTERS = 16  # engines ask for their own rank's specs: a few distinct set
 _MOST_SETS = 1024  # of specs that are stored together
 
 
-class IndexHandle(NamedTuple):
-    """An index and whose it is."""
-
-    instance: Instance
-    uid: int
-    meta_index: MetaIndex
-
-    @property
-    def instance_id(self) -> str:
-        """Id of the instance."""
-        return self.instance.instance_id
-
-
 @dataclass(frozen=True, slots=True)
 class InstanceCache:
     """An instance, its index, and what is derived from its registration once.
@@ -80,7 +67,7 @@ class InstanceCache:
         instance: the registration.
         placement: where its blocks are kept in the store.
         index: records of its blocks, shared with nobody.
-        handle: the index as the background duties see it.
+        handle: the index as background tasks get it.
         placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
@@ -197,7 +184,7 @@ class OpenCaches:
         self.lock_waits = Histogram()  # of all indexes
         self._caches: dict[int, InstanceCache] = {}
         self._current: Sequence[InstanceCache] = ()
-        self._custodies: Sequence[IndexHandle] = ()
+        self._handles: Sequence[IndexHandle] = ()
         self._current_generation = -1  # of the registry
 
     def resolve(self, instance_id: str) -> InstanceCache:
@@ -236,13 +223,13 @@ class OpenCaches:
             current += [self.find_removed(removal.instance, removal.placement) for removal in instances.removals()]
             self._caches = {cache.placement.uid: cache for cache in current}
             self._current, self._current_generation = tuple(current), generation
-            self._custodies = tuple(cache.handle for cache in current)
+            self._handles = tuple(cache.handle for cache in current)
         return self._current
 
     def handles(self) -> Sequence[IndexHandle]:
-        """Return the same as the background duties see it, which ask many times a second."""
+        """Return the index of each, for background tasks, which ask many times a second."""
         self.all()
-        return self._custodies
+        return self._handles
 
     def invalidate(self, changed: Iterable[tuple[int, int]]) -> None:
         """Another manager changed blocks: (uid, key) each."""

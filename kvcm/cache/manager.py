@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcm.cache.instance_cache import IndexHandle, InstanceCache, OpenCaches
+from kvcm.cache.instance_cache import InstanceCache, OpenCaches
 from kvcm.cache.pins import Pin, PinBudgets, PinRequest, Pins
 from kvcm.cache.prefix_match import (
     NO_OBSERVER,
@@ -38,6 +38,7 @@ from kvcm.cache.write_sessions import (
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.locking import uninterrupted
+from kvcm.index.meta_index import IndexHandle
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
@@ -50,7 +51,7 @@ from kvcm.store.memory import MemoryStore
 from kvcm.store.store import Store
 from kvcm.telemetry.events import EventLog
 
-__all__ = ["CacheManager", "GarbageSource", "IndexHandle"]
+__all__ = ["CacheManager", "GarbageSource"]
 
 _SESSION_SHARDS = 16
 

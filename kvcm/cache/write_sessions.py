@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import compress, count, groupby
-from operator import ne
+from operator import ne, not_
 from typing import Final, NamedTuple, cast
 
 import msgspec
@@ -484,18 +484,18 @@ class EndedSessions:
         self._clock = clock
         self._until: deque[float] = deque()  # of those that this manager put there
 
-    async def put(self, decided: WriteSession, finished: FinishedWrite) -> FinishedWrite:
-        """Take a session that was carried out from the store; return what its writer is to be told: what another
-        manager has told where that was faster."""
+    async def put(self, decided: WriteSession, document: bytes, finished: FinishedWrite) -> FinishedWrite:
+        """Replace the document of a session that was carried out by its outcome; return the outcome, which is another
+        manager's where that one was faster."""
         assert decided.decision is not None
         now = self._clock.now()
         while self._until and self._until[0] <= now:
             self._until.popleft()
         if len(self._until) >= _MOST:
-            await self._table.replace(decided.id, decided.encoded(), None)
+            await self._table.replace(decided.id, document, None)
             return finished
         ended = EndedSession(decided.uid, decided.starter, decided.decision, finished)
-        if await self._table.finish(decided.id, decided.encoded(), ended.encoded(), now, REPEAT_SECONDS):
+        if await self._table.finish(decided.id, document, ended.encoded(), now, REPEAT_SECONDS):
             self._until.append(now + REPEAT_SECONDS)
             return finished
         told = await self.get(decided.id)
@@ -551,13 +551,13 @@ async def apply_decision(
     for end in range(len(session.keys), 0, -most):
         begin = max(0, end - most)
         ends.checksums = session.checksums.by_key(session.keys, begin, end)
-        keys = session.keys[begin:end][::-1]
-        succeeded = list(compress(keys, session.decision[begin:end][::-1]))
-        ends.succeeded = set(succeeded)
+        keys, decision = session.keys[begin:end][::-1], session.decision[begin:end][::-1]
+        succeeded = keys if all(decision) else tuple(compress(keys, decision))
         if succeeded and cache.index.serve(succeeded, ends.of_run):
             served += len(succeeded)
-            keys = tuple([key for key in keys if key not in ends.succeeded])
+            keys = () if succeeded is keys else tuple(compress(keys, map(not_, decision)))
         if keys:
+            ends.succeeded = frozenset(succeeded)
             changes = await cache.index.read_modify_write(keys, ends.of_record)
             served += sum([key in ends.succeeded and _has_served(record, session) for key, _, record, _ in changes])
             note(changes)
@@ -579,7 +579,7 @@ class _LocationEnds:
         self._session = session
         self._now = now
         self.checksums: _ChecksumsByKey = {}
-        self.succeeded: set[int] = set()
+        self.succeeded: Set[int] = frozenset()
 
     def of_run(self, blocks: UniformRun) -> UniformRun | None:
         """Return the blocks as they serve; None where they are not the session's."""
@@ -731,11 +731,12 @@ class SessionStore:
         if document is not None:
             stored = WriteSession.decoded(session.id, document)
             failed = replace(stored, decision=(False,) * len(stored.keys))
-            if not await self._decide(document, failed, WriteEnd.ABORTED):
+            document = await self._decide(document, failed, WriteEnd.ABORTED)
+            if document is None:
                 return
         await self._apply_to_blocks(cache, replace(session, decision=(False,) * len(session.keys)))
         if document is not None:
-            await self._forget(failed)
+            await self._forget(session.id, document)
 
     async def finish(
         self,
@@ -768,7 +769,7 @@ class SessionStore:
             decision = tuple(_decision_of(success, len(session.keys)))
             if session.decision is not None:
                 _check_same(session.decision, decision)
-                return await self._apply(cache, session)
+                return await self._apply(cache, session, document)
             decided = replace(
                 session,
                 decision=decision,
@@ -776,8 +777,8 @@ class SessionStore:
                 keep_until=retention.keep_until(self._clock.now()),
                 checksums=await checksums_of(told, decision, cache.instance.spec_names),
             )
-            if await self._decide(document, decided, WriteEnd.of(decision)):
-                return await self._apply(cache, decided)
+            if (stored := await self._decide(document, decided, WriteEnd.of(decision))) is not None:
+                return await self._apply(cache, decided, stored)
         raise NotReadyError("the write session keeps changing: finish it again")
 
     async def _repeated_answer(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
@@ -885,13 +886,15 @@ class SessionStore:
             return None
         return session, document
 
-    async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bool:
-        now, opened = self._clock.now(), self._opened.get(decided.id)
-        is_ours = await self._table.replace(decided.id, document, decided.encoded(), now + _RETRY_SECONDS)
-        if is_ours:
-            at = opened.at if opened is not None else None
-            self.observer.on_write_ended(end, now - at if at is not None else None)
-        return is_ours
+    async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bytes | None:
+        """Replace the document of an open session by that of the decided one, and return that; None: it had changed."""
+        assert decided.decision is not None
+        now, opened, new = self._clock.now(), self._opened.get(decided.id), decided.encoded()
+        if not await self._table.replace(decided.id, document, new, now + _RETRY_SECONDS):
+            return None
+        at = opened.at if opened is not None else None
+        self.observer.on_write_ended(end, now - at if at is not None else None)
+        return new
 
     async def _expire_if_due(self, session_id: str) -> bool:
         document = await self._table.get(session_id)
@@ -903,27 +906,29 @@ class SessionStore:
                 return False  # renewed
             session = session.lapsed()
             # Who has nothing to write need not finish.
-            if not await self._decide(document, session, WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED):
+            end = WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED
+            document = await self._decide(document, session, end)
+            if document is None:
                 return False  # another manager was faster
         cache = await self._find_cache(session.uid)
         if cache is None:  # its instance is gone, and all its blocks with it
-            await self._forget(session)
+            await self._forget(session_id, document)
         else:
-            await self._apply(cache, session)
+            await self._apply(cache, session, document)
         return True
 
-    async def _apply(self, cache: InstanceCache, decided: WriteSession) -> FinishedWrite:
+    async def _apply(self, cache: InstanceCache, decided: WriteSession, document: bytes) -> FinishedWrite:
         finished = await self._apply_to_blocks(cache, decided)
         if decided.has_lapsed:
-            await self._forget(decided)
+            await self._forget(decided.id, document)
             return finished
-        told = await self._ended.put(decided, finished)
+        first = await self._ended.put(decided, document, finished)
         self._opened.pop(decided.id)
-        return told
+        return first
 
-    async def _forget(self, decided: WriteSession) -> None:
-        await self._table.replace(decided.id, decided.encoded(), None)
-        self._opened.pop(decided.id)
+    async def _forget(self, session_id: str, document: bytes) -> None:
+        await self._table.replace(session_id, document, None)
+        self._opened.pop(session_id)
 
     async def _apply_to_blocks(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
         def note(changes: Sequence[Change]) -> None:

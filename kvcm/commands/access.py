@@ -1,4 +1,4 @@
-"""`kvcm account`: people who log in with a password."""
+"""`kvcm account`, `kvcm key`, `kvcm login` and `kvcm whoami`: authentication and permissions of users and engines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def set_password(
         typer.Option(
             "--old-password-file",
             metavar="FILE",
-            help="File with the present password; it is wanted of whoever is logged in as the account.",
+            help="File with the present password; needed when the account changes its own password.",
         ),
     ] = None,
 ) -> None:
@@ -101,7 +101,7 @@ def remove_account(
         connection.admin().call("DeleteAccount", pb.DeleteAccountRequest(user_name=name), pb.CommonResponse)
 
 
-# `kvcm key`, `login` and `whoami`: who may call, and as whom this command line does.
+# `kvcm key`, `login` and `whoami`.
 
 key_app = noun("key", "Keys of engines and programs: what they may do, and until when.")
 _KEY_ROLES: Mapping[str, access_pb.Role] = {
@@ -136,7 +136,7 @@ def list_keys(
     logins: Annotated[bool, typer.Option("--logins", help="Also the keys that logins made.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the keys that have not ended; nobody can see their secrets any more."""
+    """List the keys that have not ended, without their secrets."""
     with exit_on_call_errors():
         answer = connection.admin().call(
             "ListKeys", access_pb.ListKeysRequest(with_logins=logins), access_pb.ListKeysResponse
@@ -187,7 +187,7 @@ def create_key(
         typer.Option(
             "--certificate-name",
             metavar="NAME",
-            help="Let in whoever shows a client certificate of this URI, DNS name or email, instead of a secret.",
+            help="Authenticate by client certificates of this URI, DNS name or email, instead of a secret.",
         ),
     ] = "",
     out: Out = None,
@@ -231,7 +231,7 @@ def rotate_key(
             key_id=key_id, overlap_seconds=parse_duration(overlap), ttl_seconds=parse_duration(ttl)
         )
         if not request.overlap_seconds:
-            confirm(f"End key {key_id} at once, before anybody has the new one?", yes=yes)
+            confirm(f"End key {key_id} at once, before engines have the new one?", yes=yes)
         with _output(out, force=force) as file:
             answer = connection.admin().call("RotateKey", request, access_pb.CreateKeyResponse)
             _write(answer, file)
@@ -241,7 +241,7 @@ def rotate_key(
 @key_app.command("revoke")
 @with_options
 def revoke_key(connection: Connection, key_id: KeyId, yes: Yes = False) -> None:
-    """End a key at once: whoever shows it is turned away."""
+    """End a key at once: requests that show it are rejected."""
     confirm(f"End key {key_id}?", yes=yes)
     with exit_on_call_errors():
         connection.admin().call("RevokeKey", access_pb.RevokeKeyRequest(key_id=key_id), admin_pb.CommonResponse)
@@ -272,13 +272,13 @@ def login(
 
 @with_options
 def whoami(connection: Connection, as_json: AsJson = False) -> None:
-    """Show whom the manager takes this command line for, and what that one may do."""
+    """Show the principal of this command line, and its permissions."""
     with exit_on_call_errors():
         answer = connection.admin().call("WhoAmI", access_pb.WhoAmIRequest(), access_pb.WhoAmIResponse)
     if as_json:
         print_json(plain(answer))
     elif not answer.is_required:
-        typer.echo("the manager asks nobody for a key: everybody may do everything (kvcm.auth.mode is off)")
+        typer.echo("authentication is disabled: all clients may do everything (kvcm.auth.mode is off)")
     else:
         print_fields(_fields(answer.key))
 

@@ -1,8 +1,8 @@
-"""`kvcm group`: instance groups, what they may use and what they use."""
+"""`kvcm group`, `kvcm usage` and `kvcm quota`: instance groups, their usage and limits, and global quotas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ from kvcm.terminal.tables import print_usage
 
 __all__ = ["GroupOptions", "group_app", "group_usage", "quota_app"]
 
-# How a group is configured from a command line: what is given is written into the message, everything else stays.
+# Options of a group: those that are given are written into its message, the other fields stay.
 
 _DEFAULT_HIGH = 0.8
 _DEFAULT_DELAY_MS = 1000
@@ -54,7 +54,7 @@ _PREFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
-    """Options of `kvcm group create` and `update`; what is None stays as it is."""
+    """Options of `kvcm group create` and `update`; fields of options that are None stay as they are."""
 
     storages: Annotated[
         list[str] | None,
@@ -91,7 +91,7 @@ class GroupOptions:
         typer.Option(
             "--guarantee",
             metavar="STORAGE=SIZE",
-            help="What no other group may take on a storage, STORAGE=none for nothing; repeatable.",
+            help="Bytes on a storage that no other group may use, STORAGE=none for nothing; repeatable.",
         ),
     ] = None
     pin_budget: Annotated[
@@ -103,7 +103,7 @@ class GroupOptions:
     ttl: Annotated[
         str | None,
         typer.Option(
-            "--ttl", metavar="TIME", help="Age at which blocks leave although there is room, as in 12h; 0 is never."
+            "--ttl", metavar="TIME", help="Age at which blocks leave although there is space, as in 12h; 0 is never."
         ),
     ] = None
     high: Annotated[
@@ -134,10 +134,10 @@ class GroupOptions:
     user_data: Annotated[str | None, typer.Option("--user-data", metavar="TEXT", help="Free text.")] = None
 
     def write(self, group: pb.InstanceGroup) -> None:
-        """Write what is given into a group.
+        """Write the given options into a group.
 
         Raises:
-            InvalidArgumentError: a value is none; the message names the option.
+            InvalidArgumentError: a value is malformed; the message names the option.
         """
         self._write_limits(group)
         self._write_eviction(group.cache_config.reclaim_strategy)
@@ -179,7 +179,7 @@ class GroupOptions:
 
 
 def _new_group(name: str) -> pb.InstanceGroup:
-    """Return a group with everything that has to be said of one, but its storages and its quota."""
+    """Return a group with its required fields, but without storages and quota."""
     group = pb.InstanceGroup(name=name, global_quota_group_name=name, version=1)
     config = group.cache_config
     config.data_storage_strategy = pb.CPS_PREFER_3FS
@@ -218,19 +218,16 @@ def _write_type(quota: pb.InstanceGroupQuota, text: str) -> None:
     number = _TYPES[kind].value
     kept = [each for each in quota.quota_config if each.storage_type != number]
     added = [] if size is None else [pb.QuotaConfig(storage_type=_TYPES[kind].name, capacity=size)]
-    _replace(quota.ClearField, "quota_config", lambda: quota.quota_config.extend([*kept, *added]))
+    quota.ClearField("quota_config")
+    quota.quota_config.extend([*kept, *added])
 
 
 def _write_guarantee(group: pb.InstanceGroup, text: str) -> None:
     name, size = _named_size("--guarantee", text)
     kept = [each for each in group.storage_guarantees if each.storage_unique_name != name]
     added = [] if size is None else [pb.StorageGuarantee(storage_unique_name=name, guaranteed_bytes=size)]
-    _replace(group.ClearField, "storage_guarantees", lambda: group.storage_guarantees.extend([*kept, *added]))
-
-
-def _replace(clear: Callable[..., None], field: str, extend: Callable[[], None]) -> None:
-    clear(field)
-    extend()
+    group.ClearField("storage_guarantees")
+    group.storage_guarantees.extend([*kept, *added])
 
 
 def _named_size(option: str, text: str) -> tuple[str, int | None]:
@@ -240,7 +237,7 @@ def _named_size(option: str, text: str) -> tuple[str, int | None]:
     return name, None if size == "none" else parse_size(size)
 
 
-group_app = noun("group", "Instance groups of a running manager: who may use how much of what.")
+group_app = noun("group", "Instance groups of a running manager: their storages, quotas and eviction.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group.", autocompletion=group_names)]
 
 
@@ -388,9 +385,9 @@ def create_group(
 def update_group(
     connection: Connection, name: Name, options: GroupOptions, dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
-    """Change what is given of a group, and nothing else; in force at once.
+    """Change the given fields of a group, and no others; in force at once.
 
-    Refused when somebody else changed the group meanwhile: run it again.
+    Refused when the group was changed meanwhile: run it again.
     """
     with exit_on_call_errors():
         client = connection.admin()
@@ -426,7 +423,7 @@ def _warn(answer: pb.CommonResponse) -> None:
         typer.echo(f"kvcm: {message}", err=True)
 
 
-# `kvcm quota`: limits over several instance groups.
+# `kvcm quota`.
 
 quota_app = noun("quota", "Limits over several instance groups, by their global_quota_group_name.")
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from struct import Struct
@@ -109,18 +109,18 @@ def encode_payload(record: BlockRecord) -> bytes:
 
 
 def encode_payloads(
-    location: Location, links: Iterable[tuple[int | None, int]], chunks: Iterable[bytes]
+    location: Location, links: Iterable[tuple[int | None, int]], chunks: Sequence[bytes]
 ) -> list[bytes]:
-    """Return what `encode_payload` makes of blocks with one location each.
+    """Return what `encode_payload` makes of blocks whose only locations differ in nothing but the chunk.
 
     Args:
-        location: the fields that all these locations share; its own chunk is ignored.
+        location: what the locations have in common.
         links: parent and depth of each block.
-        chunks: chunk of each block's location.
+        chunks: of each location.
     """
     header = _header_bytes(location[:5] + location[6:])
-    blocks = zip(links, chunks, strict=True)
-    return [_VERSION_BYTE + _encode([parent, depth, header, chunk]) for (parent, depth), chunk in blocks]
+    pairs = zip(links, chunks, strict=True)
+    return [_VERSION_BYTE + _encode((parent, depth, header, chunk)) for (parent, depth), chunk in pairs]
 
 
 def decode_payload(data: bytes) -> BlockRecord:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random, uniform
 from typing import cast
 
@@ -34,10 +35,11 @@ from kvcm.index.backends.backend import (
 from kvcm.index.locking import ShardLocks, plan_sub_batches, uninterrupted
 from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
+from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
 from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
+__all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
 _MOST_ATTEMPTS = 32
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -57,6 +59,26 @@ UsageListener = Callable[[], UsageNote]
 
 def _ignore_usage() -> UsageNote:
     return lambda _bytes, _keys: None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexHandle:
+    """The index of one instance.
+
+    Attributes:
+        instance: the registration.
+        uid: number of the registration.
+        meta_index: records of its blocks.
+    """
+
+    instance: Instance
+    uid: int
+    meta_index: MetaIndex
+
+    @property
+    def instance_id(self) -> str:
+        """Id of the instance."""
+        return self.instance.instance_id
 
 
 class MetaIndex:

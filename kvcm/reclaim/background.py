@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle
 from kvcm.model.instances import Instance
 from kvcm.model.locations import DeletionItem
 from kvcm.storage.backend import StorageBackend
 
-__all__ = ["IndexHandle", "IndexProvider", "Pacer", "StorageProvider"]
+__all__ = ["IndexProvider", "Pacer", "StorageProvider"]
 
 
 class StorageProvider(Protocol):
@@ -19,22 +19,6 @@ class StorageProvider(Protocol):
 
     def backend(self, storage: str) -> StorageBackend | None:
         """Return an open storage, None when there is none of that name."""
-
-
-class IndexHandle(Protocol):
-    """An index and its instance."""
-
-    @property
-    def instance(self) -> Instance: ...
-
-    @property
-    def instance_id(self) -> str: ...
-
-    @property
-    def uid(self) -> int: ...
-
-    @property
-    def meta_index(self) -> MetaIndex: ...
 
 
 class IndexProvider(Protocol):

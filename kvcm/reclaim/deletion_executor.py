@@ -30,11 +30,11 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from kvcm.index.change_events import ChangeEvents
-from kvcm.index.meta_index import Change
+from kvcm.index.meta_index import Change, IndexHandle
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus
-from kvcm.reclaim.background import IndexHandle, IndexProvider, Pacer, StorageProvider
+from kvcm.reclaim.background import IndexProvider, Pacer, StorageProvider
 from kvcm.storage.backend import StorageBackend
 from kvcm.telemetry.events import EventLog
 

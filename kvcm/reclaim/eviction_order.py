@@ -21,11 +21,10 @@ from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 from kvcm.index.backends.backend import Access, Rows
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.reclaim.background import IndexHandle
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.policies import POLICIES
 from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary

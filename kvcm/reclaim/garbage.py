@@ -22,12 +22,12 @@ from typing import Final, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.index.meta_index import Change, MetaIndex
+from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, StorageIOError, UnknownInstanceError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
-from kvcm.reclaim.background import IndexHandle, StorageProvider
+from kvcm.reclaim.background import StorageProvider
 from kvcm.reclaim.victims import newly_deleting
 from kvcm.storage.backend import StorageBackend
 

@@ -14,12 +14,11 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance
 from kvcm.model.locations import Location, StorageKey
 from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.reclaim.background import IndexHandle
 from kvcm.reclaim.watermarks import (
     Watermark,
     global_watermark,

@@ -22,13 +22,13 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from kvcm.index.meta_index import Change, MetaIndex
+from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup, PrefixClass
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, Location
-from kvcm.reclaim.background import IndexHandle, Pacer
+from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.eviction_order import TRIGGER_SECONDS, EvictionOrders, Order, OrderPlan, WindowOrder, WindowScan
 from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, UsageReader, needs
 from kvcm.reclaim.victims import (

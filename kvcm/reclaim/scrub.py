@@ -24,12 +24,12 @@ from typing import Final, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.locations import BlockRecord, decode_chunk
 from kvcm.model.uri import path_component
-from kvcm.reclaim.background import IndexHandle, StorageProvider
+from kvcm.reclaim.background import StorageProvider
 from kvcm.storage.backend import ObjectBatch, StorageBackend, StoredObject, object_name, owner_of, slot_count
 
 __all__ = ["PoolLeaks", "ScrubReport", "StorageScrubber"]

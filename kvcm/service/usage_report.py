@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeVar
 
 from kvcm.cache.instance_cache import batches
-from kvcm.cache.manager import CacheManager, IndexHandle
+from kvcm.cache.manager import CacheManager
+from kvcm.index.meta_index import IndexHandle
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance

@@ -1,4 +1,7 @@
-"""Counters and gauges by (name, tags), as GetMetrics lists them (wire.md 10.1)."""
+"""The table of metrics, and the counters behind them: histograms, bounded labels, series of GetMetrics (wire.md 10.1).
+
+All of them belong to the event loop's thread, and none takes a lock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ __all__ = [
     "Tags",
 ]
 
-# Every metric of `GET /metrics`: its name, what it counts, its labels. `docs/metrics.md` shows the same table.
+# Every metric of `GET /metrics`, with its labels. `docs/metrics.md` shows the same table.
 #
 # Base units, `_total` for counters, histograms for durations. No label holds a key, a token, a client or an instance.
 
@@ -190,20 +193,20 @@ BUILD_INFO: Final = _gauge("build_info", "Always 1.", "version", "python")
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """In the order of the document."""
 
-# What is counted between two scrapes: plain numbers of the event loop's thread.
+# Values between two scrapes: plain numbers of the event loop's thread.
 #
-# A request touches several of them, so they cost as little as numbers do: a histogram of prometheus-client takes some
-# ten times as long per value, for locks that one thread does not need. That library writes them down when somebody
-# asks (`kvcm/service/metrics_page.py`).
+# A request updates several of them, so they are as cheap as numbers: a histogram of prometheus-client takes some ten
+# times as long per value, for locks that one thread does not need. That library formats them for a scrape
+# (`kvcm/service/metrics_page.py`).
 
 DURATIONS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-"""Seconds. From 100 µs, where the calls are; beyond 5 s nobody waits any more."""
+"""Seconds. From 100 µs, the duration of most calls; clients do not wait for more than 5 s."""
 KEYS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0)
 """Blocks of a request or a prefix; 128 is where the objective of latency ends."""
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0)
 """Seconds that blocks live: from a second to a week."""
 OTHER = "other"
-"""Stands for every name beyond the bound."""
+"""The label of every name beyond the bound."""
 
 
 class Distribution(NamedTuple):
@@ -250,7 +253,7 @@ class Histogram:
         return tuple(self._counts)
 
     def read(self) -> Distribution:
-        """Return what was counted so far."""
+        """Return the histogram at this moment."""
         return Distribution(self._bounds, tuple(accumulate(self._counts)), self._total)
 
 
@@ -263,10 +266,11 @@ class Reading(NamedTuple):
 
 
 class BoundedLabels:
-    """Names that become labels: the first ones seen stay themselves, so that nobody grows the table without bound.
+    """Names that become labels: the first ones, and `OTHER` for all later ones, so that clients cannot grow the table
+    without bound.
 
     Args:
-        most: how many stay themselves.
+        most: how many names become labels.
     """
 
     def __init__(self, most: int = 1000) -> None:
@@ -274,11 +278,11 @@ class BoundedLabels:
         self._names: set[str] = set()
 
     def retain(self, names: Container[str]) -> None:
-        """Forget all others: there is room for new ones."""
+        """Forget all other names, so that new ones can become labels."""
         self._names = {name for name in self._names if name in names}
 
     def label(self, name: str) -> str:
-        """Return the name, or `OTHER` where there are too many."""
+        """Return the name, or `OTHER` if there are too many."""
         if name not in self._names:
             if len(self._names) >= self._most:
                 return OTHER
@@ -288,7 +292,9 @@ class BoundedLabels:
 
 Tags = tuple[tuple[str, str], ...]
 
-# More instances than this share one series, so that a client cannot grow the table without bound.
+# Series of GetMetrics.
+
+# Later instances share one series, so that a client cannot grow the table without bound.
 _MAX_INSTANCES = 1000
 _OVERFLOW = "other"
 
@@ -317,7 +323,7 @@ class ApiMetrics:
 
         Args:
             api_name: name of the rpc.
-            labels: `instance_group` and `instance_id` where the call named a registered instance, else empty.
+            labels: `instance_group` and `instance_id` if the call names a registered instance, else empty.
             code: outcome code of the wire.
             ok: whether it succeeded.
             duration_us: microseconds from request to answer.

@@ -553,8 +553,8 @@ async def test_keys_move_with_accounts_and_stay_with_groups(rig: IndexRig, reque
         with_accounts: [type(value).__name__ for value in await _documents(rig, with_accounts=with_accounts)]
         for with_accounts in (False, True)
     }
-    assert not {"ApiKey", "TakenKey"} & set(kinds[False])
-    assert kinds[True].count("ApiKey") == kinds[True].count("TakenKey") == 1, "logins end with the store"
+    assert not {"ApiKey", "ImportedKey"} & set(kinds[False])
+    assert kinds[True].count("ApiKey") == kinds[True].count("ImportedKey") == 1, "logins end with the store"
     archive, _ = await rig.exported(with_accounts=True)
     async with opened("memory", request) as target:
         for _ in range(2):

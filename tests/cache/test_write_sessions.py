@@ -420,10 +420,11 @@ async def test_of_two_who_carry_out_one_decision_the_first_tells_for_both() -> N
     """Blocks may be removed between the two: what they found differs."""
     table, clock = MemoryTable(), FakeClock()
     decided = WriteSession("s", 1, 30.0, "l", (1, 2), (True, True))
-    await table.replace("s", None, decided.encoded())
+    document = decided.encoded()
+    await table.replace("s", None, document)
     managers = [EndedSessions(table, clock), EndedSessions(table, clock)]
-    assert await managers[0].put(decided, FinishedWrite(2, 0, 0)) == FinishedWrite(2, 0, 0)
-    assert await managers[1].put(decided, FinishedWrite(1, 0, 1)) == FinishedWrite(2, 0, 0)
+    assert await managers[0].put(decided, document, FinishedWrite(2, 0, 0)) == FinishedWrite(2, 0, 0)
+    assert await managers[1].put(decided, document, FinishedWrite(1, 0, 1)) == FinishedWrite(2, 0, 0)
 
 
 async def test_what_is_remembered_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Managers killed while they evict and delete, started again, and judged: real files, groups at their marks.
 
-Eviction may take any block that serves, so a confirmed write may be gone; what is served must have been confirmed, and
-its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off. Of
-a packed file these are the slots that nobody heard of, which keep what was punched out around them.
+Eviction may take any block that serves, so a confirmed write may be gone; a served block must have been confirmed, and
+its bytes must be there. The rest leaves records that become due, and bytes of sessions that were cut off. Of
+a packed file these are the slots of sessions without an answer, which keep the slots punched out around them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 
 from key_history import Block, History, Outcome, Removal
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
-from mixed_load import Client, Load, bytes_of, bytes_stored, finish_later, metas_of, served_blocks
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
+from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
 from reclaim_site import remaining_bytes, until, usage_of, write
 from store_look import look_at, verified
 
@@ -26,8 +26,6 @@ from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.storage.backend import slot_count
 from kvcm.storage.file_slots import deleted_slots
-
-__all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
 
 Slot = tuple[str, int | None]
 """A file, and the number of a slot in it where it is packed."""
@@ -84,7 +82,7 @@ def history_of(site: Site, base: dict[Block, str]) -> History:
 
 @dataclass(slots=True)
 class EvictionRig:
-    """A manager that evicts, and what is known of its blocks.
+    """A manager that evicts, and the known state of its blocks.
 
     Attributes:
         site: groups and instances.
@@ -134,25 +132,23 @@ class EvictionRig:
 
     async def _loaded(self, load: Load) -> None:
         wire = self.manager.connect()
-        clients = [Client(load, wire, Random(self.random.random()), 0.01, _SHARES) for _ in range(_CLIENTS)]
-        tasks = [asyncio.create_task(client.run()) for client in clients]
+        work = load.start([wire], _CLIENTS, self.random, 0.01, _SHARES)
         await asyncio.sleep(self.random.uniform(0.05, 1.0))
         self.manager.kill()
-        load.is_over = True
-        await asyncio.gather(*tasks)
+        await load.end(work)
         await wire.close()
 
     async def _judge(self, load: Load, wire: Wire) -> list[str]:
         begin = time.monotonic()
         totals = [await usage_of(wire, group.name) for group in self.site.groups]
         self.report.left_deleting += any(total.deleting_bytes for total in totals)
-        wrong = _without_bytes("at once", await served_blocks(wire, load))
+        wrong = [f"at once: {text}" for text in without_bytes(await served_blocks(wire, load))]
         wrong += await finish_later(load, wire, self.random)
         wrong += await self._quiet(load, wire, begin)
         served = await served_blocks(wire, load)
         self.report.checked_blocks += len(served)
         wrong += load.history.verdicts(load.blocks, served)
-        wrong += _without_bytes("when quiet", served)
+        wrong += [f"when quiet: {text}" for text in without_bytes(served)]
         wrong += await self._usage(wire, served)
         confirmed = (each for each in load.history.writes if each.outcome is Outcome.OK)
         self._confirmed.update(_slot(uri) for each in confirmed for uri in each.uris.values())
@@ -178,7 +174,7 @@ class EvictionRig:
         return [f"unfinished too long after the restart: {text}" for text in unfinished]
 
     async def _usage(self, wire: Wire, served: dict[Block, str]) -> list[str]:
-        """Compare what is used with what is served: when all is quiet there is nothing else."""
+        """Compare usage with the served blocks: when all is quiet there is nothing else."""
         wrong: list[str] = []
         for group in self.site.groups:
             expected = sum(BLOCK_BYTES for instance, _ in served if instance in group.instances)
@@ -221,7 +217,7 @@ class EvictionRig:
 
     async def _look(self) -> list[str]:
         """Recount the store; a shared one until its counters agree, and each until abandoned sessions are over that
-        were granted nothing: no block tells of them."""
+        were granted nothing: no block has a trace of them."""
         self.report.looks += 1
         begin = time.monotonic()
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
@@ -256,14 +252,9 @@ def _slot(uri: str) -> Slot:
 
 
 def _slots_left(path: str) -> Iterator[Slot]:
-    """Yield what was not deleted of a file."""
+    """Yield the slots of a file that were not deleted."""
     deleted = deleted_slots(path)
     yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
-
-
-def _without_bytes(when: str, served: dict[Block, str]) -> list[str]:
-    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
-    return [f"{when}: {block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
 
 
 def judge_files(roots: list[Path], served: dict[Block, str]) -> set[str]:
@@ -283,10 +274,8 @@ def eviction_rig(directory: Path, uri: str, seed: int, fsync: str = "always") ->
         seed: of what the clients do and when the manager dies.
         fsync: of the RocksDB.
     """
-    store = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
-    settings = {**store, "kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
-    manager = Manager(directory / "manager", settings)
-    with running(manager):
+    settings = {"kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
+    with managers_on(directory, uri, settings=settings) as (manager,):
         yield EvictionRig(eviction_site(directory), manager, Random(seed), bool(uri))
 
 

@@ -6,12 +6,13 @@ counted again from the records.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,8 +29,6 @@ from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.redis.quota import Counters, QuotaCounters
 
-__all__ = ["Look", "look_at", "orphan_files", "records_left", "settings_of", "used_bytes", "verified"]
-
 _LATE_SECONDS = 0.3
 _VERIFY_SECONDS = 60.0
 _UNSETTLED = 2
@@ -37,7 +36,7 @@ _UNSETTLED = 2
 
 @dataclass(slots=True)
 class Look:
-    """What was found.
+    """The findings.
 
     Attributes:
         wrong: broken invariants.
@@ -65,6 +64,17 @@ class Look:
     def unfinished(self) -> int:
         """Locations that are writing or deleting."""
         return self.statuses[LocationStatus.WRITING] + self.statuses[LocationStatus.DELETING]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is unfinished, and usage agrees."""
+        return not (self.unfinished or self.sessions or self.groups_off)
+
+    def unrest(self) -> list[str]:
+        """Return why it is not quiet."""
+        return (
+            [] if self.is_quiet else [f"not quiet: {dict(self.statuses)}, {self.sessions} sessions", *self.groups_off]
+        )
 
     async def index(self, instance: Instance, placement: Placement, backend: IndexBackend) -> None:
         """Look at the records of one instance."""
@@ -182,6 +192,23 @@ async def look_at(values: dict[str, str], *, capacities: dict[str, int] | None =
     """
     async with _opened(values) as (metadata, registry):
         return await _look(metadata, registry, capacities or {})
+
+
+async def look_until(
+    values: dict[str, str],
+    seconds: float,
+    is_enough: Callable[[Look], bool] = lambda look: look.is_quiet,
+    *,
+    capacities: dict[str, int] | None = None,
+) -> tuple[Look, float]:
+    """Look at a shared store until it is quiet, or time is up; returns the last look, and how long that took."""
+    begin = time.monotonic()
+    while True:
+        look = await look_at(values, capacities=capacities)
+        passed = time.monotonic() - begin
+        if is_enough(look) or passed > seconds:
+            return look, passed
+        await asyncio.sleep(0.2)
 
 
 async def _look(metadata: Metadata, registry: Registry, capacities: dict[str, int]) -> Look:

@@ -240,7 +240,7 @@ def test_a_block_with_one_copy_that_nobody_damaged_is_lost_when_it_is_gone() -> 
 
 
 def test_bytes_at_a_place_that_was_never_acknowledged_are_those_that_were_found() -> None:
-    # Its writer got no answer, and the manager compares them with what it was told.
+    # Its writer got no answer, and the manager compares them with its own.
     assert _judge(_line(slot=0), found={("steady", 1): Found({"tp0": (_uri(3), 5)})}) == Judgement(served=1)
 
 

@@ -292,7 +292,7 @@ def test_a_cache_that_does_not_pay_is_not_recommended(requests: list[list[int]],
 
 
 def test_lookups_and_write_sessions_make_a_page() -> None:
-    # What a manager records: a request is looked up, and what is missing written later.
+    # What a manager records: a request is looked up, and missing blocks are written later.
     requests = [list(ids) for ids in HAND_IDS for _ in range(2)]
     reads = [len(ids) if place % 2 == 0 else 0 for place, ids in enumerate(requests)]
     trace = trace_of(requests, read_blocks=reads, writes=[not read for read in reads])

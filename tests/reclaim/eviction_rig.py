@@ -9,10 +9,9 @@ from random import Random
 
 from fake_clock import FakeClock
 
-from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.groups import (
     CacheConfig,
     CacheReclaimStrategy,

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from fake_clock import FakeClock
 
-from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType

@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
 
-from kvcm.cache.instance_cache import IndexHandle
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.meta_index import IndexHandle
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup, StorageGuarantee
 from kvcm.model.keys import NO_MASK

@@ -95,7 +95,7 @@ async def told(node: Node) -> AsyncIterator[list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     yield events
     await node.log.close()
-    events += [json.loads(line) for line in b"".join(listener.waiting()).splitlines()]
+    events += [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
 
 
 def fields(event: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from redis_servers import Standalone
 from restart_load import Client, Load, Way
 from store_look import verified
 
-from connectors.client import AsyncManagerClient
-from connectors.exchanges import ClientSettings
+from kvcm.connectors.client import AsyncManagerClient
+from kvcm.connectors.exchanges import ClientSettings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -226,12 +226,6 @@ class BlockColumns:
             records.append(_new_record(BlockRecord, (*chain, locations)))
         return records
 
-    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
-        """Return parent and depth of blocks that all have a record."""
-        depths, parents = self._depths, self._parents
-        rows = map(self._rows.__getitem__, keys)
-        return [(None, ~depths[row]) if depths[row] < 0 else (parents[row], depths[row]) for row in rows]
-
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
         the current record."""
@@ -545,16 +539,19 @@ class WrittenColumns(BlockColumns):
             The blocks as they serve, in their order. None, and nothing is done, where one has no record or several
             locations, is not being written, or does not end like this.
         """
-        rows = [row for row in map(self._rows.get, keys) if row is not None]
-        chunks = [chunk for row in rows if type(chunk := self._chunks[row]) is bytes]
-        if not len(keys) == len(rows) == len(chunks):
+        rows = self._rows_of(keys)
+        if rows is None:
+            return None
+        chunks = list(map(self._chunks.__getitem__, rows))
+        if set(map(type, chunks)) - {bytes}:
             return None
         served: list[UniformRun] = []
         at = 0
-        for header, run in groupby(map(self._headers.__getitem__, rows)):
-            end = at + len(list(run))
+        for header, count in _counted(list(map(self._headers.__getitem__, rows))):
+            end = at + count
             before = unpack(header, b"")[0]
-            after = ending(UniformRun(keys[at:end], before, chunks[at:end])) if before.status is _WRITING else None
+            of_these = UniformRun(keys[at:end], before, cast("list[bytes]", chunks[at:end]))
+            after = ending(of_these) if before.status is _WRITING else None
             if after is None:
                 return None
             assert _is_same_place(before, after.location)
@@ -564,18 +561,52 @@ class WrittenColumns(BlockColumns):
         return served
 
     def _put_served(self, rows: Sequence[int], served: Sequence[UniformRun]) -> None:
-        headers, chunks, read_at, reads = self._headers, self._chunks, self._read_at, self._reads
-        resident: list[tuple[Sequence[int], Sequence[int], int]] = []
+        changed: list[tuple[Sequence[int], Sequence[int], int]] = []
         at = 0
-        for keys, location, new_chunks in served:
-            header, seconds = self._pool.share(_header_of(location)), whole_seconds(location.written_at)
+        for keys, location, chunks in served:
             of_these, at = rows[at : at + len(keys)], at + len(keys)
-            for row, chunk in zip(of_these, new_chunks, strict=True):
-                headers[row], chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
-            resident.append((of_these, keys, location.priority))
+            self._put_run(of_these, self._pool.share(_header_of(location)), chunks, whole_seconds(location.written_at))
+            changed.append((of_these, keys, location.priority))
         if self._observer is not None:
-            for of_these, keys, priority in resident:
+            for of_these, keys, priority in changed:
                 self._observer.added_together(of_these, keys, priority)
+
+    def _put_run(self, rows: Sequence[int], header: Header, chunks: Sequence[bytes], seconds: int) -> None:
+        count, low, high = len(rows), rows[-1], rows[0] + 1
+        if rows == list(range(rows[0], low - 1, -1)):  # nearly always: the blocks of one write, the tail first
+            self._headers[low:high] = [header] * count
+            self._chunks[low:high] = chunks[::-1]
+            self._read_at[low:high] = array("I", (seconds,)) * count
+            self._reads[low:high] = array("H", bytes(2 * count))
+            return
+        headers, all_chunks, read_at, reads = self._headers, self._chunks, self._read_at, self._reads
+        for row, chunk in zip(rows, chunks, strict=True):
+            headers[row], all_chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
+
+    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
+        """Return parent and depth of each of these blocks, which all have a record."""
+        rows = list(map(self._rows.__getitem__, keys))
+        pairs = zip(map(self._parents.__getitem__, rows), map(self._depths.__getitem__, rows), strict=True)
+        return [(None, ~depth) if depth < 0 else (parent, depth) for parent, depth in pairs]
+
+    def access_columns(self, keys: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return what `accesses` does as two columns, times and reads; both empty where a block has no record."""
+        rows = self._rows_of(keys) or ()
+        return list(map(self._read_at.__getitem__, rows)), list(map(self._reads.__getitem__, rows))
+
+    def _rows_of(self, keys: Sequence[int]) -> list[int] | None:
+        """Return the rows of blocks; None where one has no record."""
+        rows = list(map(self._rows.get, keys))
+        return None if None in rows else cast("list[int]", rows)
+
+
+def _counted(headers: Sequence[Headers]) -> Iterator[tuple[Headers, int]]:
+    """Yield each header with how often it follows itself."""
+    if headers and headers.count(headers[0]) == len(headers):  # nearly always
+        yield headers[0], len(headers)
+        return
+    for header, alike in groupby(headers):
+        yield header, len(list(alike))
 
 
 def _is_same_place(writing: Location, serving: Location) -> bool:

@@ -101,34 +101,29 @@ class RocksBackend(MemoryBackend):
         self._log.admit()
         used = super().begin(run)
         if used is not None:
-            links = zip((run.parent, *run.keys[:-1]), range(run.depth, run.depth + len(run.keys)), strict=True)
-            payloads = encode_payloads(run.location, links, run.chunks)
-            uid, pack = self._uid, ADDRESS.pack
-            self._log.append([(pack(BLOCKS, uid, key), row) for key, row in zip(run.keys, payloads, strict=True)])
+            self._log.append(self._run_rows(run.keys, encode_payloads(run.location, run.links(), run.chunks)))
         return used
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         self._log.admit()
-        accesses = self._blocks.accesses(keys)
+        times, reads = self._blocks.access_columns(keys)  # before they serve, which sets both back
         served = super().serve(keys, ending)
         if served is None:
             return None
-        links, uid, pack = self._blocks.links(keys), self._uid, ADDRESS.pack
         rows: list[RowChange] = []
-        read_before: list[int] = []  # while their writing went on: their rows of reads are out of date
-        start = 0
-        for blocks in served:
-            end = start + len(blocks.keys)
-            payloads = encode_payloads(blocks.location, links[start:end], blocks.chunks)
-            rows += [(pack(BLOCKS, uid, key), row) for key, row in zip(blocks.keys, payloads, strict=True)]
-            unread = (int(blocks.location.written_at), 0)
-            pairs = zip(blocks.keys, accesses[start:end], strict=True)
-            read_before += [key for key, access in pairs if access != unread]
-            start = end
-        if read_before:
-            rows += self._access_rows(read_before)
-        self._log.append(rows)
+        read_before: list[int] = []
+        at = 0
+        for run_keys, location, chunks in served:
+            rows += self._run_rows(run_keys, encode_payloads(location, self._blocks.links(run_keys), chunks))
+            end = at + len(run_keys)
+            read_before += _read_before_serving(run_keys, times[at:end], reads[at:end], int(location.written_at))
+            at = end
+        self._log.append(rows + self._access_rows(read_before) if read_before else rows)
         return served
+
+    def _run_rows(self, keys: Sequence[int], payloads: Sequence[bytes]) -> list[RowChange]:
+        pairs = zip(keys, payloads, strict=True)
+        return [(ADDRESS.pack(BLOCKS, self._uid, key), payload) for key, payload in pairs]
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         self._log.admit()
@@ -190,6 +185,14 @@ class RocksBackend(MemoryBackend):
 def _has_reads(access: Access | None, record: BlockRecord) -> bool:
     """Return whether a block that is not resident has, or may have, a row of reads."""
     return access is not None and bool(access[1] or access[0] != int(stored_at(record)))
+
+
+def _read_before_serving(keys: Sequence[int], times: Sequence[int], reads: Sequence[int], stored: int) -> list[int]:
+    """Return the blocks that have, or may have, a row of reads from before: as `_has_reads`, by columns."""
+    if times.count(stored) == len(times) and not any(reads):  # nearly always
+        return []
+    columns = zip(keys, times, reads, strict=True)
+    return [key for key, at, count in columns if count or at != stored]
 
 
 class RocksIndex:

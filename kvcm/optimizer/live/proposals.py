@@ -31,7 +31,7 @@ __all__ = [
     "with_quota",
 ]
 
-# What a running manager tells of itself, as far as proposals go by it.
+# What a running manager reports of itself, as far as proposals use it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def measured_hit_rate(recording: Recording, instance_ids: Iterable[str]) -> floa
 def _unsupported_settings(state: GroupState) -> list[str]:
     """Return a sentence for each setting that a rehearsal passes over."""
     group, strategy = state.group, state.group.cache_config.reclaim_strategy
-    told = {
+    unsupported = {
         "quotas of storage types limit it, too; they are not rehearsed": bool(group.quota.quota_config),
         f"it shares the global quota {state.global_quota!r} with other groups; it is rehearsed alone": bool(
             state.global_quota
@@ -101,7 +101,7 @@ def _unsupported_settings(state: GroupState) -> list[str]:
         "its limit of blocks per instance is not rehearsed": bool(group.cache_config.meta_indexer_config.max_key_count),
         "its pins are not rehearsed": bool(group.pin_budget_bytes),
     }
-    return [sentence for sentence, is_so in told.items() if is_so]
+    return [sentence for sentence, is_so in unsupported.items() if is_so]
 
 
 _POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
@@ -116,14 +116,14 @@ _MIB = 1 << 20
 _FEW_LOOKUPS = 200
 _LATE = 99.9  # per cent of the intervals between reads that an age has to outlast
 _QUOTA_MARGIN_FOR_AGE = 1.5
-_LEAST_AGES = 4  # in what is recorded, for an age to be believed
+_LEAST_AGES = 4  # in the recording, for an age to be believed
 _FREED = 0.9  # of the bytes used: an age that frees less is not worth it
 _OFF_BY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class TuningGoal:
-    """What is wanted.
+    """The goal of a proposal.
 
     Attributes:
         target: part of the attainable hits that the proposed quota is to reach; None leaves quotas as they are.
@@ -138,7 +138,7 @@ class TuningGoal:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What is proposed for one group.
+    """The proposal for one group.
 
     Attributes:
         state: the group as it is.
@@ -148,7 +148,7 @@ class Proposal:
         proposed: those that are proposed, likewise; the same where nothing is.
         trials: everything that was rehearsed around the present settings.
         confidence: `high`, `medium` or `low`.
-        warnings: why it is no higher, and what was passed over.
+        warnings: why it is no higher, and which settings were ignored.
     """
 
     state: GroupState
@@ -177,7 +177,7 @@ def propose(situation: ManagerState, rehearse: Rehearse, wish: TuningGoal | None
     Args:
         situation: the manager as it is.
         rehearse: of its recording.
-        wish: what is wanted.
+        wish: the goal.
     """
     made = []
     for state in situation.groups:
@@ -244,7 +244,7 @@ class _Search:
         return sum(sizes[owner] for owner in self._recording.owners)
 
     def _with_quota(self, present: Trial, proposed: Trial, wanted: float) -> Trial:
-        """Return the smallest quota that finds so much, unless it is nearly the present one. What is best where room
+        """Return the smallest quota that finds so much, unless it is nearly the present one. The best where capacity
         is short need not be where there is more: the present policy has its chance, too."""
         trials = [present] if proposed is present else [present, proposed]
         found = [smallest for trial in trials if (smallest := self._smallest_quota(trial, wanted)) is not None]
@@ -269,7 +269,7 @@ class _Search:
                 low = tried.group.quota.capacity
         if best is None:
             return None
-        # More room does not always find more, where engines walk in circles: it has to hold with more room, too.
+        # More capacity does not always find more, where engines walk in circles: it has to hold with more, too.
         capacity = best.group.quota.capacity
         quotas = [-(-int(capacity * ratio) // _MIB) * _MIB for ratio in _MARGINS]
         found = None
@@ -280,7 +280,7 @@ class _Search:
         return found
 
     def _with_age(self, trial: Trial) -> Trial:
-        """Try an age that nearly all reads keep within, where the recording is long enough to tell."""
+        """Try an age that nearly all reads keep within, where the recording is long enough for it."""
         rule = trial.group.policy_of("")
         seconds = self._late_interval()
         long_enough = self._recording.coverage.seconds >= _LEAST_AGES * seconds
