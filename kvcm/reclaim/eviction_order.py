@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-from kvcm.index.backends.backend import Access, Rows
+from kvcm.index.backends.backend import Access, Rows, is_resident
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
@@ -576,7 +576,7 @@ class WindowOrder:
     async def _records(self, accesses: Mapping[int, Access]) -> dict[int, BlockRecord]:
         keys = list(accesses)
         records = zip(keys, await self._index.get(keys), strict=True)
-        return {key: record for key, record in records if record is not None and _is_resident(record)}
+        return {key: record for key, record in records if record is not None and is_resident(record)}
 
     async def _fill(
         self, records: Mapping[int, BlockRecord], accesses: Mapping[int, Access], *, takes_all: bool
@@ -679,10 +679,6 @@ class WindowOrder:
     def _is_leaf(self, slot: int) -> bool:
         # Of what lies outside the window the guard takes care.
         return not self._children[self._slots[slot].key]
-
-
-def _is_resident(record: BlockRecord) -> bool:
-    return any(each.status is LocationStatus.SERVING for each in record.locations)
 
 
 # Which window of the coldest blocks comes next, where a store that managers share is looked through in windows.

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
@@ -55,21 +55,6 @@ _BLOCKS = 32  # the longest that requests wait for
 _SHARED_BLOCKS = 256
 
 
-class _VictimMarker(Protocol):
-    """Marks victims and reports them."""
-
-    def indexes(self) -> dict[int, MetaIndex]:
-        """Return the indexes by uid."""
-
-    async def mark(
-        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
-    ) -> list[tuple[str, Change]]:
-        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
-
-    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
-        """Count and publish marked blocks; return their number."""
-
-
 class _VictimBatch:
     """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
     memory, too, a few at a time cost half of one by one.
@@ -84,7 +69,7 @@ class _VictimBatch:
         most: blocks of a batch.
     """
 
-    def __init__(self, reclaimer: _VictimMarker, need: ReclaimNeed) -> None:
+    def __init__(self, reclaimer: Reclaimer, need: ReclaimNeed) -> None:
         self._reclaimer = reclaimer
         self._need = need
         self.indexes = reclaimer.indexes()
