@@ -16,10 +16,9 @@ from kvcm.model.mooncake import AllowedHosts, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.file import FILE, PathType
+from kvcm.storage.file import FILE, HF3FS, PathType
 from kvcm.storage.file_slots import SlotReuse
 from kvcm.storage.health import StorageHealth
-from kvcm.storage.hf3fs import HF3FS
 from kvcm.storage.mempool import MempoolStorage, PoolOpener
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.threads import StorageThreads

@@ -26,7 +26,13 @@ from stat import S_ISDIR
 from typing import TypeVar
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.storages import NfsStorageSpec, PathStorageSpec, StorageConfig
+from kvcm.model.storages import (
+    NfsStorageSpec,
+    PathStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri, path_component
 from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, packed_uris
 from kvcm.storage.file_objects import PROBE_PREFIX, NoFolderError, make_files, object_batches, probe, remove_objects
@@ -41,7 +47,7 @@ from kvcm.storage.file_slots import (
 )
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["FILE", "FileStorage", "PathType"]
+__all__ = ["FILE", "HF3FS", "FileStorage", "PathType"]
 
 Answer = TypeVar("Answer")
 _MOST_THREADS = 64  # more than ever delete at the same time
@@ -375,3 +381,28 @@ def _accept(_config: StorageConfig) -> None:
 
 FILE = PathType("root_path", _accept)
 """Type `file`: NFS, or any directory that all engines have mounted at the same path."""
+
+
+def _check_3fs(config: StorageConfig) -> None:
+    spec = config.spec
+    assert isinstance(spec, (ThreeFSStorageSpec, VcnsThreeFSStorageSpec))
+    if not spec.mountpoint.startswith("/"):
+        raise InvalidArgumentError(f"mountpoint {spec.mountpoint!r} is not an absolute path")
+    if ".." in spec.root_dir.split("/"):
+        raise InvalidArgumentError(f"root_dir {spec.root_dir!r} has a component '..', must lie below the mountpoint")
+    _check_directory("mountpoint", spec.mountpoint)
+    if config.check_storage_available_when_open:
+        _check_directory("mountpoint/root_dir", spec.root)
+
+
+def _check_directory(field: str, directory: str) -> None:
+    try:
+        is_there = Path(directory).is_dir()
+    except OSError as error:
+        raise StorageIOError(f"{field} {directory!r}: {error.strerror}") from error
+    if not is_there:
+        raise StorageIOError(f"{field} {directory!r} is no directory, is 3FS mounted on this host?")
+
+
+HF3FS = PathType("mountpoint/root_dir", _check_3fs)
+"""Types `hf3fs` and `vcns_hf3fs`: 3FS through its POSIX mount. The config of the latter names its metadata service."""
