@@ -144,7 +144,7 @@ async def test_a_chunk_that_is_all_free_serves_another_size(table: MemoryTable, 
 
 async def test_a_part_that_no_chunk_can_hold_is_refused(table: MemoryTable, clock: FakeClock) -> None:
     pool = await told(open_pool(table, clock))
-    with pytest.raises(StorageIOError, match="no room for 20480 bytes"):
+    with pytest.raises(StorageIOError, match="no space for 20480 bytes"):
         await pool.allocate(allocation([4 * PAGE_BYTES + 1]))
 
 
