@@ -262,7 +262,7 @@ class WritePressure:
     def is_above_watermark(self, group: InstanceGroup) -> bool:
         """Return whether a group, which has just written, is above one of its watermarks."""
         assert self._check is not None, "a write came before connect()"
-        return self._check.is_above_a_mark(group)
+        return self._check.is_above_watermark(group)
 
     def report(self, group_name: str) -> None:
         """Wake the reclaimer of the leader. Never waits."""

@@ -289,7 +289,7 @@ class _NodeAnswers:
         self._records: SearchCache[BlockRecord] = SearchCache(_AnyRank(), budget, _itself, _size_of)
 
     async def answers(self, keys: Sequence[int], view: StorageView, *, stop_at_miss: bool) -> list[bytes | None]:
-        """Do `MetaIndex.answers` for callers with this view of the storages."""
+        """Do `AnswerCache.answers` for callers with this view of the storages."""
         found: list[bytes | None] = []
         window = _FIRST_WINDOW if stop_at_miss else len(keys)
         while len(found) < len(keys):
@@ -371,8 +371,16 @@ class AnswerCache:
         self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
         self._on_nodes = _NodeAnswers(backend, budget)
 
-    async def answers(self, keys: Sequence[int], *, stop_at_miss: bool, view: StorageView | None) -> list[bytes | None]:
-        """Do `MetaIndex.answers`."""
+    async def answers(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None
+    ) -> list[bytes | None]:
+        """Return the encoded answer of every key, None where nothing can be read.
+
+        Args:
+            keys: block keys, in request order.
+            stop_at_miss: return only the answers before the first miss.
+            view: which storages the caller can read; None is the index's own view.
+        """
         if view is not None and view is not self._view:
             return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
         found = self._cache.lookup(keys)

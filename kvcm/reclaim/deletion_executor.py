@@ -280,10 +280,10 @@ class StorageWorkers:
         """The backlog."""
         return Backlog(
             self.postponed_count + sum(batch.count for batch in self._batches if batch.started_at is None),
-            sum(batch.count for batch in self._batches if batch.started_at is not None),
-            self._failures,
-            max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
-            sum(batch.count for batch in self._batches if batch.is_late),
+            executing=sum(batch.count for batch in self._batches if batch.started_at is not None),
+            failures=self._failures,
+            oldest_seconds=max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
+            late=sum(batch.count for batch in self._batches if batch.is_late),
         )
 
 
@@ -383,6 +383,7 @@ class Deletions:
         for item in items:
             self._in_flight.remove((item.uid, item.key, item.location_id))
             self._in_flight_of[item.uid][item.storage] -= 1
+            assert self._in_flight_of[item.uid][item.storage] >= 0
 
     def fail_late(self) -> None:
         """Count late deletions as failures, and abandon the calls of removed storages."""
@@ -586,7 +587,13 @@ class DeletionExecutor:
     ) -> None:
         self._clock = clock
         self._provider: IndexProvider | None = None
-        self._deletions = Deletions(storages, clock, workers_per_storage, is_configured, turns or Pacer(1))
+        self._deletions = Deletions(
+            storages,
+            clock=clock,
+            workers_per_storage=workers_per_storage,
+            is_configured=is_configured,
+            turns=turns or Pacer(1),
+        )
         self._events = ChangeEvents(events if events is not None else EventLog())
         self._woken = asyncio.Event()
         self._behind: dict[int, IndexHandle] = {}  # more is due in these indexes than is in flight

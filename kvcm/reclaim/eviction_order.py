@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-from kvcm.index.backends.backend import Access, Rows
+from kvcm.index.backends.backend import Access, Rows, is_resident
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
@@ -576,7 +576,7 @@ class WindowOrder:
     async def _records(self, accesses: Mapping[int, Access]) -> dict[int, BlockRecord]:
         keys = list(accesses)
         records = zip(keys, await self._index.get(keys), strict=True)
-        return {key: record for key, record in records if record is not None and _is_resident(record)}
+        return {key: record for key, record in records if record is not None and is_resident(record)}
 
     async def _fill(
         self, records: Mapping[int, BlockRecord], accesses: Mapping[int, Access], *, takes_all: bool
@@ -681,10 +681,6 @@ class WindowOrder:
         return not self._children[self._slots[slot].key]
 
 
-def _is_resident(record: BlockRecord) -> bool:
-    return any(each.status is LocationStatus.SERVING for each in record.locations)
-
-
 # Which window of the coldest blocks comes next, where a store that managers share is looked through in windows.
 #
 # Windows without a victim are left behind: everything in them may be pinned for hours. Since something
@@ -747,7 +743,7 @@ Order = LiveOrder | WindowOrder
 
 
 class _OuterLimits(NamedTuple):
-    """What of the limits above the groups decides whether a group has marks.
+    """Limits above the groups, as far as they decide whether a group has watermarks.
 
     Attributes:
         are_storages_limited: whether any storage is.
@@ -860,9 +856,7 @@ class EvictionOrders:
     @property
     def round_seconds(self) -> float:
         """How long to wait when no write presses and no setting changes."""
-        return min(
-            (each.seconds for each in self._entries.values() if each.group is not None), default=TRIGGER_SECONDS
-        )
+        return min((each.seconds for each in self._entries.values() if each.group is not None), default=TRIGGER_SECONDS)
 
 
 def _round_seconds(handle: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:

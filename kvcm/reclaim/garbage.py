@@ -156,8 +156,8 @@ class OrphanChain:
         path: list[tuple[int, Iterator[int]]] = [(self._top, iter(await self._family(self._top, fetched)))]
         steps = 0
         while path:
-            key, rest = path[-1]
-            child = next(rest, None)
+            key, remainder = path[-1]
+            child = next(remainder, None)
             if child is None:
                 path.pop()
                 yield key
@@ -231,11 +231,11 @@ async def _locations_without_bytes(
                 uris = (spec.uri for spec in decode_chunk(location.chunk).specs if spec.uri)
                 parts[location.storage] += [_Part(key, location.id, uri) for uri in uris]
     lost: defaultdict[int, set[str]] = defaultdict(set)
-    for storage, asked in parts.items():
+    for storage, checked in parts.items():
         backend = storages.backend(storage)
         if backend is not None:
-            there = await _find_missing(storage, backend, [part.uri for part in asked])
-            for part, exists in zip(asked, there, strict=True):
+            there = await _find_missing(storage, backend, [part.uri for part in checked])
+            for part, exists in zip(checked, there, strict=True):
                 if not exists:
                     lost[part.key].add(part.location_id)
     return [LostLocations(key, frozenset(ids)) for key, ids in lost.items()]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
@@ -55,21 +55,6 @@ _BLOCKS = 32  # the longest that requests wait for
 _SHARED_BLOCKS = 256
 
 
-class _VictimMarker(Protocol):
-    """Marks victims and reports them."""
-
-    def indexes(self) -> dict[int, MetaIndex]:
-        """Return the indexes by uid."""
-
-    async def mark(
-        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
-    ) -> list[tuple[str, Change]]:
-        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
-
-    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
-        """Count and publish marked blocks; return their number."""
-
-
 class _VictimBatch:
     """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
     memory, too, a few at a time cost half of one by one.
@@ -84,7 +69,7 @@ class _VictimBatch:
         most: blocks of a batch.
     """
 
-    def __init__(self, reclaimer: _VictimMarker, need: ReclaimNeed) -> None:
+    def __init__(self, reclaimer: Reclaimer, need: ReclaimNeed) -> None:
         self._reclaimer = reclaimer
         self._need = need
         self.indexes = reclaimer.indexes()
@@ -132,11 +117,11 @@ class _VictimBatch:
 # The needs of one look, served batch by batch, one need after the other.
 #
 # A group that is written to without a pause always needs something. Others do not wait until it needs nothing: needs
-# take turns. What a narrow mark still evicts counts for the wider ones, so a wide need has its turn for what goes
+# take turns. Evictions for a narrow watermark count for the wider ones, so a wide need has its turn for what goes
 # beyond that.
 
 Payment = tuple[Label, str]
-"""A mark, and the group that pays."""
+"""A watermark, and the group that pays."""
 
 
 class NeedProgress(NamedTuple):
@@ -204,8 +189,8 @@ class NeedQueue:
 
 
 def _without_overlap(found: Sequence[ReclaimNeed]) -> Iterator[ReclaimNeed]:
-    """Yield needs, each without what those before it may take of the same groups, or for the same mark: up to a block
-    more than their amounts, since they take whole blocks."""
+    """Yield needs, each without what those before it may take of the same groups, or for the same watermark: up to a
+    block more than their amounts, since they take whole blocks."""
     of_group: Counter[str] = Counter()
     of_mark: Counter[Label] = Counter()
     counting_blocks: set[str] = set()
@@ -310,7 +295,7 @@ class WakeBroadcast:
         self._table = table
         self._wake = wake
         self._is_leader = is_leader
-        self._is_pressed = False
+        self._is_requested = False
         self._version: int | None = None
 
     def request(self, _group_name: str = "") -> None:
@@ -318,7 +303,7 @@ class WakeBroadcast:
         if self._is_leader():
             self._wake()
         else:
-            self._is_pressed = True
+            self._is_requested = True
 
     async def run(self) -> None:
         """Exchange requests until cancelled."""
@@ -334,14 +319,14 @@ class WakeBroadcast:
         """
         if self._is_leader():
             version = await self._table.version()
-            if self._is_pressed or version != self._version:
-                self._is_pressed, self._version = False, version
+            if self._is_requested or version != self._version:
+                self._is_requested, self._version = False, version
                 self._wake()
-        elif self._is_pressed:
+        elif self._is_requested:
             known = await self._table.get(_DOCUMENT)
             next_value = (int.from_bytes(known or b"") + 1) % (1 << 64)
             await self._table.replace(_DOCUMENT, known, next_value.to_bytes(8))
-            self._is_pressed = False  # if another manager was faster, its change counts for both
+            self._is_requested = False  # if another manager was faster, its change counts for both
 
 
 _STEP_SECONDS = 0.1  # between rounds of a group that a step limit holds back
@@ -355,7 +340,7 @@ _log = structlog.get_logger("kvcm.reclaim")
 
 
 class Reclaimer:
-    """Keeps all groups below their marks.
+    """Keeps all groups below their watermarks.
 
     Args:
         indexes: returns the index of every instance, also of those that are being removed.
@@ -386,9 +371,9 @@ class Reclaimer:
         self._turns = turns if turns is not None else Pacer()
         self._eviction_orders = EvictionOrders(find_group, partial(_window_order, clock, self._random))
         self._orders: Mapping[int, Order] = {}
-        self._held = UsageReader()
+        self._usage = UsageReader()
         self._needs_input: tuple[Sequence[InstanceUsage], Limits, Collection[Label]] | None = None
-        self._found: Sequence[ReclaimNeed] = ()
+        self._known_needs: Sequence[ReclaimNeed] = ()
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
@@ -396,7 +381,7 @@ class Reclaimer:
         self._hopeless: set[Payment] = set()
         self._refreshed_at = 0.0
         self._is_leader: Callable[[], bool] = lambda: True
-        self._stepped: Counter[str] = Counter()
+        self._marked_bytes: Counter[str] = Counter()
         self._active: set[Label] = set()
         self.is_held_back = False
         self.stats = ReclaimStats()
@@ -452,7 +437,7 @@ class Reclaimer:
         self._orders = self._eviction_orders.by_uid
 
     async def reclaim(self, *, is_hasty: bool = False) -> int:
-        """Bring everything below its mark; return the number of blocks that were marked.
+        """Bring all usage below the watermarks; return the number of blocks that were marked.
 
         Args:
             is_hasty: skip needs that the last round could not serve: little will have changed.
@@ -463,7 +448,7 @@ class Reclaimer:
         self.stats.round_count += 1
         self.stats.unmet.clear()
         self.update_orders()
-        self._stepped.clear()
+        self._marked_bytes.clear()
         for scan in self._windows.values():
             scan.start_round()
         self.is_held_back = False
@@ -511,15 +496,15 @@ class Reclaimer:
 
     def _holdings(self) -> list[InstanceUsage]:
         groups = ((each, self._find_group(each.instance.instance_group_name)) for each in self._indexes())
-        return self._held.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
+        return self._usage.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
 
     def _needs(self) -> Sequence[ReclaimNeed]:
         """Return the needs, recomputed only when an input changed."""
         needs_input = (self._holdings(), self._limits(), self._active)
         if needs_input != self._needs_input:
-            self._needs_input, self._found = needs_input, list(needs(*needs_input))
-        self._active = {need.label for need in self._found}
-        return self._found
+            self._needs_input, self._known_needs = needs_input, list(needs(*needs_input))
+        self._active = {need.label for need in self._known_needs}
+        return self._known_needs
 
     def indexes(self) -> dict[int, MetaIndex]:
         """Return the indexes by uid."""
@@ -532,7 +517,7 @@ class Reclaimer:
             self.is_held_back = True
             return 0
         batch = _VictimBatch(self, need)
-        goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
+        goal = Goal(need, amount=need.amount, most_bytes=allowed, most=batch.most, now=self._clock.now())
         if batch.is_shared:
             await self._choose_in_windows(goal, serving.shares, batch)
         else:
@@ -557,10 +542,10 @@ class Reclaimer:
         for name, group in {holding.group.name: holding.group for holding in need.usages}.items():
             strategy = group.cache_config.reclaim_strategy
             if strategy.reclaim_step_size:
-                allowances.append(strategy.reclaim_step_size - self._stepped[name])
+                allowances.append(strategy.reclaim_step_size - self._marked_bytes[name])
             if strategy.reclaim_step_percentage:
                 step = group.quota.capacity * strategy.reclaim_step_percentage // 100
-                allowances.append(step - self._stepped[name])
+                allowances.append(step - self._marked_bytes[name])
         return min(allowances)
 
     async def _sources(self, holdings: Sequence[InstanceUsage], batch: _VictimBatch, window: int) -> list[Source]:
@@ -616,9 +601,11 @@ class Reclaimer:
     async def _expire_some(self, holding: InstanceUsage, window: int = 0) -> int:
         if holding.uid not in self.indexes():
             return 0  # it was removed since the round began
-        need = ReclaimNeed(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
+        need = ReclaimNeed(
+            Reason.TTL, amount=1 << 62, filter=lambda _place: True, usages=[holding], name=holding.instance.instance_id
+        )
         batch = _VictimBatch(self, need)
-        goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
+        goal = Goal(need, amount=need.amount, most_bytes=need.amount, most=batch.most, now=self._clock.now())
         for source in await self._sources([holding], batch, window):
             await select_expired(goal, source, batch)
         return await batch.finish()
@@ -654,8 +641,10 @@ class Reclaimer:
         for policy, change in marked_blocks:
             by_policy[policy].append(change)
         for policy, changes in by_policy.items():
-            evicted = EvictionRecord(holding.instance, need, policy, changes, _delay_seconds(holding.group))
-            self._stepped[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
+            evicted = EvictionRecord(
+                holding.instance, need=need, policy=policy, changes=changes, delay_seconds=_delay_seconds(holding.group)
+            )
+            self._marked_bytes[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
             self.stats.record(evicted)
             self._on_evicted(evicted)
         return len(marked_blocks)

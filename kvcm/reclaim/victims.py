@@ -383,7 +383,7 @@ class ShareOrder:
             for holding in need.usages
         }
         strategies = {holding.group.cache_config.reclaim_strategy.share for holding in need.usages}
-        # Instances of several groups compete only where guarantees exceed a mark: then by age.
+        # Instances of several groups compete only where guarantees exceed a watermark: then by age.
         self._sharing = Sharing(strategies.pop() if len(strategies) == 1 else "", used, weights, need.amount)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Accounts of the admin API."""
+"""Accounts of the admin API: user names, passwords as hashes, roles."""
 
 from __future__ import annotations
 

@@ -154,7 +154,16 @@ class KeyRegistry:
         groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
         verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
         now = self._clock.now()
-        key = ApiKey("", wanted.name, wanted.role, groups, verbs, now, _end(now, wanted.ttl_seconds), b"")
+        key = ApiKey(
+            "",
+            name=wanted.name,
+            role=wanted.role,
+            groups=groups,
+            verbs=verbs,
+            created_at=now,
+            expires_at=_end(now, wanted.ttl_seconds),
+            digest=b"",
+        )
         made, presented = self._fresh_like(replace(key, certificate_name=wanted.certificate_name))
         while not await self._try_add(made):
             pass  # another key was made meanwhile, perhaps of that name
@@ -164,7 +173,18 @@ class KeyRegistry:
     async def log_in(self, account: str, role: Role, ttl_seconds: float) -> tuple[ApiKey, PresentedKey | None]:
         """Make a key for an account whose password was right. Of very many the oldest ends."""
         now = self._clock.now()
-        key = ApiKey("", f"account/{account}", role, (ALL_GROUPS,), (), now, now + ttl_seconds, b"", "", account)
+        key = ApiKey(
+            "",
+            name=f"account/{account}",
+            role=role,
+            groups=(ALL_GROUPS,),
+            verbs=(),
+            created_at=now,
+            expires_at=now + ttl_seconds,
+            digest=b"",
+            certificate_name="",
+            account=account,
+        )
         made, presented = await self._add(key)
         others = sorted((each for each in self._logins(account) if each.id != made.id), key=lambda key: key.created_at)
         await self._forget_all(others[: 1 - _MOST_LOGINS])
@@ -417,7 +437,16 @@ class ImportedKeys:
             StorageIOError: the store cannot be asked.
         """
         now = self._clock.now()
-        new = ApiKey(presented.id, name, Role.ROLE_ADMIN, (ALL_GROUPS,), (), now, 0.0, presented.digest())
+        new = ApiKey(
+            presented.id,
+            name=name,
+            role=Role.ROLE_ADMIN,
+            groups=(ALL_GROUPS,),
+            verbs=(),
+            created_at=now,
+            expires_at=0.0,
+            digest=presented.digest(),
+        )
         while await self._taken.read(presented.id) is None:
             await self._import(new)
         known = await self._keys.read(presented.id)

@@ -1,4 +1,4 @@
-"""Makes entries of the audit log: of changes of the registry, and of calls that change something else."""
+"""Entries of the audit log: changes of the registry, and calls that change something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,24 @@
-"""All that is configured as one value, and what a load of it changes."""
+"""Snapshots: the whole configuration as one value, which is exported, compared and loaded as a whole.
+
+A load is checked completely, then decided against the configuration, then all documents change together
+(`DocumentBatch`); if another manager was faster it is decided again. So a load is never half done, and two loads at a
+time end as one after the other. Rules:
+
+* A configured value that is not in the snapshot stays (`keep`), unless `prune` is set. Then groups, global quotas and
+  accounts are removed, as their own calls would. Instances and storages never are: that deletes blocks. A prune that
+  would have to is refused; RemoveInstance and RemoveStorage say so by name.
+* The version of a group is not compared. A group that changes gets the snapshot's version, or the one above the
+  stored one if that is higher; a new one gets the snapshot's.
+* An instance's config never changes: one that is registered with another layout refuses the load. What takes no part
+  in that comparison (user data, the quota group at its registration) stays as it is registered, as RegisterInstance
+  does.
+* A storage that is added, or gets another medium, is opened first, as by AddStorage and UpdateStorage: one that does
+  not open refuses the load. Opening may make the storage's directories, and those stay; a dry run opens nothing.
+  Whether a storage is enabled is loaded; a drain is no configuration, it goes on.
+* A new account is added without a password, so login is impossible; an existing one keeps its own.
+* Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from the configured value, or
+  refuses the load.
+"""
 
 from __future__ import annotations
 
@@ -193,10 +213,10 @@ class ConfigDocuments(NamedTuple):
         """Return them as they are now."""
         return ConfigDocuments(
             self.storages.copy(),
-            self.groups.copy(),
-            self.quotas.copy(),
-            self.registrations.copy(),
-            self.accounts.copy(),
+            groups=self.groups.copy(),
+            quotas=self.quotas.copy(),
+            registrations=self.registrations.copy(),
+            accounts=self.accounts.copy(),
         )
 
     def configuration(self) -> Configuration:
@@ -213,10 +233,10 @@ class ConfigDocuments(NamedTuple):
             )
         return Configuration(
             tuple(each for each in self.storages.all() if not each.is_removed),
-            tuple(self.groups.all()),
-            tuple(self.quotas.all()),
-            tuple(each.instance for each in self.registrations.all()),
-            tuple(map(AccountEntry.of, self.accounts.all())),
+            groups=tuple(self.groups.all()),
+            quotas=tuple(self.quotas.all()),
+            instances=tuple(each.instance for each in self.registrations.all()),
+            accounts=tuple(map(AccountEntry.of, self.accounts.all())),
         )
 
 
@@ -238,7 +258,9 @@ class ConfigDraft:
 
     def record(self, entry: Entry, old: Any, new: Any) -> None:
         """Write down what becomes of an entry."""
-        self.changes.append(ConfigChange(entry.kind, entry.name, "add" if old is None else "change", old, new))
+        self.changes.append(
+            ConfigChange(entry.kind, name=entry.name, action="add" if old is None else "change", old=old, new=new)
+        )
 
 
 class _ConfigDrafting:
@@ -353,10 +375,14 @@ class _ConfigDrafting:
         }
         for entry in absent:
             if prune:
-                draft.changes.append(ConfigChange(entry.kind, entry.name, "remove", entry.value, None))
+                draft.changes.append(
+                    ConfigChange(entry.kind, name=entry.name, action="remove", old=entry.value, new=None)
+                )
                 draft.batch.stage(caches[entry.kind], entry.name, None)
             else:
-                draft.changes.append(ConfigChange(entry.kind, entry.name, "keep", entry.value, entry.value))
+                draft.changes.append(
+                    ConfigChange(entry.kind, name=entry.name, action="keep", old=entry.value, new=entry.value)
+                )
 
 
 def _restored(entry: Entry, known: object) -> Any:
@@ -382,35 +408,9 @@ def _refuse_loss(absent: Iterable[Entry]) -> None:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise InvalidArgumentError(
             f"prune would remove {', '.join(lost[:5])}{more}, and blocks with it: "
-            "remove what is meant by RemoveInstance and RemoveStorage first, or load without prune"
+            "remove them by RemoveInstance and RemoveStorage first, or load without prune"
         )
 
-
-# Takes the whole configuration out, and loads one as a whole.
-#
-# A load is checked completely, then decided against the configuration, then all documents change together
-# (`DocumentBatch`); if another manager was faster it is decided again. So a load is never half done, and two loads at a
-# time end as one after the other. Rules:
-#
-# * A configured value that is not in the snapshot stays (`keep`), unless `prune` is set. Then groups, global quotas
-#   and
-#   accounts are removed, as their own calls would. Instances and storages never are: that deletes blocks. A prune
-#     that
-#   would have to is refused; RemoveInstance and RemoveStorage say so by name.
-# * The version of a group is not compared. A group that changes gets the snapshot's version, or the one
-#   above
-#   the stored one if that is higher; a new one gets the snapshot's.
-# * An instance's config never changes: one that is registered with another layout refuses the load. What takes no
-#   part in
-#   that comparison (user data, the quota group at its registration) stays as it is registered, as RegisterInstance
-#     does.
-# * A storage that is added, or gets another medium, is opened first, as by AddStorage and UpdateStorage: one that
-#   does
-#   not open refuses the load. Opening may make the storage's directories, and those stay; a dry run opens nothing.
-#   Whether a storage is enabled is loaded; a drain is no configuration, it goes on.
-# * A new account is added without a password, so login is impossible; an existing one keeps its own.
-# * Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from the configured value, or
-#   refuses the load.
 
 _MOST_TRIES = 32
 

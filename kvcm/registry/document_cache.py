@@ -118,14 +118,14 @@ def _version_of(value: object) -> int:
 def _storage_document(config: StorageConfig) -> _Storage:
     return _Storage(
         config.global_unique_name,
-        type(config.spec).__name__,
-        msgspec.Raw(msgspec.json.encode(config.spec)),
-        config.check_storage_available_when_open,
-        config.is_available,
-        config.capacity_bytes,
-        config.used_percentage,
-        config.draining_since or msgspec.UNSET,
-        config.removed_at or msgspec.UNSET,
+        spec_type=type(config.spec).__name__,
+        spec=msgspec.Raw(msgspec.json.encode(config.spec)),
+        check_storage_available_when_open=config.check_storage_available_when_open,
+        is_available=config.is_available,
+        capacity_bytes=config.capacity_bytes,
+        used_percentage=config.used_percentage,
+        draining_since=config.draining_since or msgspec.UNSET,
+        removed_at=config.removed_at or msgspec.UNSET,
     )
 
 
@@ -140,13 +140,13 @@ def _storage(value: msgspec.Raw) -> StorageConfig:
         raise StorageIOError(f"document names storage spec {stored.spec_type!r}, this release knows {sorted(_SPECS)}")
     return StorageConfig(
         stored.global_unique_name,
-        msgspec.json.decode(stored.spec, type=spec_type),
-        stored.check_storage_available_when_open,
-        stored.is_available,
-        stored.capacity_bytes,
-        stored.used_percentage,
-        _time(stored.draining_since),
-        _time(stored.removed_at),
+        spec=msgspec.json.decode(stored.spec, type=spec_type),
+        check_storage_available_when_open=stored.check_storage_available_when_open,
+        is_available=stored.is_available,
+        capacity_bytes=stored.capacity_bytes,
+        used_percentage=stored.used_percentage,
+        draining_since=_time(stored.draining_since),
+        removed_at=_time(stored.removed_at),
     )
 
 

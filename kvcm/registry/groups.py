@@ -1,4 +1,4 @@
-"""The configured instance groups."""
+"""The instance groups and global quotas of the configuration."""
 
 from __future__ import annotations
 
@@ -116,9 +116,6 @@ def _check_versions(stored: int, new: int, current: int) -> None:
         raise InvalidArgumentError(f"current_version is {current}, stored is {stored}: read the group again and retry")
     if new <= stored:
         raise InvalidArgumentError(f"instance_group.version is {new}, must be above {stored}")
-
-
-# The limits that groups of one `global_quota_group_name` have together.
 
 
 class QuotaRegistry:

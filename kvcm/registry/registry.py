@@ -1,4 +1,9 @@
-"""All that is configured, in one object over one table of the metadata store."""
+"""The registry: all configured values of a deployment, over one table of the metadata store.
+
+Every read uses a local view (`DocumentCache`). Every change goes to the table first, by compare-and-set, and `refresh`
+brings changes of other managers into the view. `generation` grows with every change of the view, so that derived data
+is recomputed only then.
+"""
 
 from __future__ import annotations
 
@@ -146,22 +151,31 @@ class Registry:
             DocumentCache(self._table, "meta/", int),
             DocumentCache(self._table, "seats/", ReservedInstances),
         )
-        self.instances = InstanceRegistry(instances, removals, numbers, reservations, self.groups, flush)
+        self.instances = InstanceRegistry(
+            instances, removals=removals, numbers=numbers, reservations=reservations, groups=self.groups, flush=flush
+        )
         self.accounts = AccountRegistry(accounts, flush)
         used: DocumentCache[KeyUse] = DocumentCache(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
         taken = DocumentCache(self._table, "taken_key/", float)
-        self.taken_keys = ImportedKeys(self._table, keys, taken, flush, clock)
+        self.taken_keys = ImportedKeys(self._table, keys=keys, taken=taken, flush=flush, clock=clock)
         caches = KeyDocuments(keys, used, numbers)
-        self.keys = KeyRegistry(self._table, caches, self._on_tables_read, flush, clock, self.accounts.role_of)
+        self.keys = KeyRegistry(
+            self._table,
+            documents=caches,
+            refresh_view=self._on_tables_read,
+            flush=flush,
+            clock=clock,
+            role_of=self.accounts.role_of,
+        )
         self.snapshots = ConfigSnapshots(
             self._table,
-            ConfigDocuments(storages, groups, quotas, instances, accounts),
-            BatchRegistration(instances, removals, numbers, reservations),
-            self.storages,
-            self._on_tables_read,
-            flush,
-            store_kind,
+            caches=ConfigDocuments(storages, groups=groups, quotas=quotas, registrations=instances, accounts=accounts),
+            batch_registration=BatchRegistration(instances, removals, numbers, reservations),
+            storages=self.storages,
+            refresh_view=self._on_tables_read,
+            flush=flush,
+            store_kind=store_kind,
         )
 
     async def load(self) -> None:

@@ -91,7 +91,7 @@ def _missing(value: object, place: str) -> InvalidArgumentError:
     if isinstance(value, StorageConfig):
         place = place.replace("spec", type(value.spec).__name__, 1)
     reason = (
-        f"lacks a secret, {HIDDEN} stands in its place, and what is configured has no text that is equal but for that: "
+        f"lacks a secret, {HIDDEN} stands in its place, and the configured value has no text equal but for that: "
         "write the secret there"
     )
     return InvalidArgumentError(f"{place} {reason}", f"{type(value).__name__}.{place}", reason)

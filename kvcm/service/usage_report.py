@@ -22,7 +22,14 @@ from kvcm.model.locations import StorageKey
 from kvcm.model.principals import call_context
 from kvcm.model.storages import StorageConfig
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
-from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, size_mark, storage_mark, type_mark
+from kvcm.reclaim.watermarks import (
+    Watermark,
+    global_watermark,
+    group_watermark,
+    size_watermark,
+    storage_watermark,
+    type_watermark,
+)
 from kvcm.registry.registry import Registry
 from kvcm.service.usage_values import (
     NOT_LIMITED,
@@ -126,7 +133,7 @@ class _Sums:
     def used_bytes(self) -> int:
         return sum(self.used.values())
 
-    def usage(self, capacity: int | None = None, mark: Mark | None = None) -> Usage:
+    def usage(self, capacity: int | None = None, mark: Watermark | None = None) -> Usage:
         limit = NOT_LIMITED if capacity is None else capacity
         high, low = (NOT_LIMITED, NOT_LIMITED) if mark is None else (mark.high, mark.low)
         return Usage(self.used_bytes, sum(self.deleting.values()), limit, high, low)
@@ -172,8 +179,8 @@ def _group_usage(
     )
 
 
-def _total_mark(group: InstanceGroup, sums: _Sums) -> Mark | None:
-    marks = [mark for mark in (group_mark(group, sums.largest_block), size_mark(group)) if mark is not None]
+def _total_mark(group: InstanceGroup, sums: _Sums) -> Watermark | None:
+    marks = [mark for mark in (group_watermark(group, sums.largest_block), size_watermark(group)) if mark is not None]
     return min(marks, key=lambda mark: mark.high, default=None)
 
 
@@ -185,7 +192,7 @@ def _type_usages(group: InstanceGroup | None, sums: _Sums) -> Iterator[TypeUsage
         if group is None:
             yield TypeUsage(kind, part.usage())
         else:
-            mark = type_mark(group, kind, sums.largest_block)
+            mark = type_watermark(group, kind, sums.largest_block)
             yield TypeUsage(kind, part.usage(group.quota.capacity_of(kind), mark))
 
 
@@ -222,7 +229,7 @@ def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[
     for name in sorted(configured.keys() | parts.keys()):
         storage, part = configured.get(name), parts[name]
         capacity = storage.limit_bytes if storage is not None else 0
-        mark = storage_mark(storage, part.largest_block) if storage is not None else None
+        mark = storage_watermark(storage, part.largest_block) if storage is not None else None
         backlog = sources.backlogs.get(name, Backlog())
         yield StorageUsage(
             name,
@@ -247,7 +254,7 @@ def _quota_usages(sources: UsageSources, sums: Mapping[str, _Sums]) -> Iterator[
         whole = _Sums()
         for name in names:
             whole.add(sums[name])
-        usage = whole.usage(quota.capacity_bytes, global_mark(quota, whole.largest_block))
+        usage = whole.usage(quota.capacity_bytes, global_watermark(quota, whole.largest_block))
         yield GlobalQuotaUsage(quota.name, usage, tuple(names))
 
 

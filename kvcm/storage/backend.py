@@ -1,4 +1,4 @@
-"""What the manager asks of a storage type."""
+"""The interface of a storage type, and how parts of blocks are packed into objects of a path-like storage."""
 
 from __future__ import annotations
 

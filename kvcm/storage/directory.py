@@ -10,17 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
 from kvcm.model.mooncake import AllowedHosts, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.file import FILE, PathType
+from kvcm.storage.file import FILE, HF3FS, PathType
 from kvcm.storage.file_slots import SlotReuse
 from kvcm.storage.health import StorageHealth
-from kvcm.storage.hf3fs import HF3FS
 from kvcm.storage.mempool import MempoolStorage, PoolOpener
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.threads import StorageThreads
@@ -28,23 +26,6 @@ from kvcm.storage.threads import StorageThreads
 __all__ = ["OPENERS", "NodeView", "Opener", "StorageDirectory"]
 
 # The view from one node: the shared storages, and the memory pools of that node.
-
-
-class _Directory(Protocol):
-    """The part of the directory that a view uses."""
-
-    @property
-    def generation(self) -> int: ...
-
-    def rank(self, storage: str) -> int | None: ...
-
-    def is_writable(self, storage: str) -> bool: ...
-
-    def is_draining(self, storage: str) -> bool: ...
-
-    def type_of(self, storage: str) -> StorageType | None: ...
-
-    def backend(self, storage: str) -> StorageBackend | None: ...
 
 
 class NodeView:
@@ -55,7 +36,7 @@ class NodeView:
         pools: ranks of the available memory pools that are seen, too.
     """
 
-    def __init__(self, directory: _Directory, pools: Mapping[str, int]) -> None:
+    def __init__(self, directory: StorageDirectory, pools: Mapping[str, int]) -> None:
         self._directory = directory
         self._pools = pools
 

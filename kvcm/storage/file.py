@@ -1,7 +1,7 @@
 """Path storages: directories that all engines have mounted at the same path.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
-by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
+by side in slots of equal size, which are deleted one by one and handed out again (decision 16), see `file_slots.py`.
 
 The deleted slots are recorded beside the file: the manager that deletes the last one, another one or this one after a
 restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
@@ -26,7 +26,13 @@ from stat import S_ISDIR
 from typing import TypeVar
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.storages import NfsStorageSpec, PathStorageSpec, StorageConfig
+from kvcm.model.storages import (
+    NfsStorageSpec,
+    PathStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri, path_component
 from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, packed_uris
 from kvcm.storage.file_objects import PROBE_PREFIX, NoFolderError, make_files, object_batches, probe, remove_objects
@@ -41,7 +47,7 @@ from kvcm.storage.file_slots import (
 )
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["FILE", "FileStorage", "PathType"]
+__all__ = ["FILE", "HF3FS", "FileStorage", "PathType"]
 
 Answer = TypeVar("Answer")
 _MOST_THREADS = 64  # more than ever delete at the same time
@@ -156,7 +162,7 @@ class FileStorage:
         except StorageIOError as error:
             return [reason or str(error) for reason in reasons]
         if after != before:
-            return [reason or f"storage {self._name} was mounted anew meanwhile" for reason in reasons]
+            return [reason or f"storage {self._name} was mounted again meanwhile" for reason in reasons]
         return reasons
 
     def _mounted_device(self) -> int:
@@ -217,7 +223,7 @@ class FileStorage:
     def _not_mounted(self) -> StorageIOError:
         return self._failure(
             f"{self.directory} is not there, is it mounted on this host? "
-            "If it is gone for good, UpdateStorage makes it anew"
+            "If it is gone for good, UpdateStorage creates it again"
         )
 
     def _failure(self, reason: str) -> StorageIOError:
@@ -334,10 +340,10 @@ class PathType:
         self.check(config)
         return FileStorage(
             config.global_unique_name,
-            config.storage_type.scheme,
-            spec.root,
-            cluster_id,
-            spec.key_count_per_file,
+            scheme=config.storage_type.scheme,
+            root=spec.root,
+            cluster_id=cluster_id,
+            keys_per_file=spec.key_count_per_file,
             makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
             reuse=reuse,
         )
@@ -375,3 +381,28 @@ def _accept(_config: StorageConfig) -> None:
 
 FILE = PathType("root_path", _accept)
 """Type `file`: NFS, or any directory that all engines have mounted at the same path."""
+
+
+def _check_3fs(config: StorageConfig) -> None:
+    spec = config.spec
+    assert isinstance(spec, (ThreeFSStorageSpec, VcnsThreeFSStorageSpec))
+    if not spec.mountpoint.startswith("/"):
+        raise InvalidArgumentError(f"mountpoint {spec.mountpoint!r} is not an absolute path")
+    if ".." in spec.root_dir.split("/"):
+        raise InvalidArgumentError(f"root_dir {spec.root_dir!r} has a component '..', must lie below the mountpoint")
+    _check_directory("mountpoint", spec.mountpoint)
+    if config.check_storage_available_when_open:
+        _check_directory("mountpoint/root_dir", spec.root)
+
+
+def _check_directory(field: str, directory: str) -> None:
+    try:
+        is_there = Path(directory).is_dir()
+    except OSError as error:
+        raise StorageIOError(f"{field} {directory!r}: {error.strerror}") from error
+    if not is_there:
+        raise StorageIOError(f"{field} {directory!r} is no directory, is 3FS mounted on this host?")
+
+
+HF3FS = PathType("mountpoint/root_dir", _check_3fs)
+"""Types `hf3fs` and `vcns_hf3fs`: 3FS through its POSIX mount. The config of the latter names its metadata service."""

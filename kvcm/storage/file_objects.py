@@ -1,6 +1,7 @@
-"""Directories of a storage, opened one component after the other and never through a link.
+"""Directories and objects of a path storage.
 
-So nothing outside a storage is listed, made or removed, whatever somebody puts into its tree, and whenever.
+Invariant: directories are opened one component after the other and never through a link. So nothing outside a storage
+is listed, created or removed, whatever other processes put into its tree, and whenever.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _make(inside: int, name: str) -> None:
 
 # The objects of a path storage on the disk: listing them, and removing orphans.
 #
-# Everything is opened from the deployment's directory downwards (folders.py), so nothing outside can be listed or
+# Everything is opened from the deployment's directory downwards, so nothing outside can be listed or
 # removed. What does not lie where an object lies, two directories deep, is not ours and is left alone, and so is what
 # is not named like one.
 #

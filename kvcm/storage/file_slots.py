@@ -9,7 +9,7 @@ A slot that is handed out again is recorded with its new location before a clien
 2. A deletion or query of it must name that location. The uri of the former one names another, or none, so a
    deletion that was repeated, or hung somewhere for hours, touches no newer bytes (design.md decision 1, invariant 5).
    Only one that had looked at the notes already and is stopped between that and the punch could: within this process a
-   lock keeps them apart, and another one would have to be stopped for longer than the grace of slots.py.
+   lock keeps them apart, and another one would have to be stopped for longer than the grace of `SlotReuse`.
 3. Missing records fit every location: the file was created again by its last writer.
 
 In this process one thread at a time works on a file. Managers that work on one file at the same time are kept apart by

@@ -119,7 +119,13 @@ class PoolChunk:
         if stored_bytes != size_bytes:
             return cls(size_bytes, last_stamp)
         kept = np.where(stamps > floor, stamps, 0)
-        return cls(size_bytes, last_stamp, extent_bytes, kept, next_page * PAGE_BYTES)._normal()
+        return cls(
+            size_bytes,
+            last_stamp=last_stamp,
+            extent_bytes=extent_bytes,
+            stamps=kept,
+            next_offset=next_page * PAGE_BYTES,
+        )._normal()
 
     def encoded(self) -> bytes:
         """Return the chunk's document."""
@@ -285,7 +291,13 @@ class PoolState(NamedTuple):
                 f"this release knows {_POOL_STATE_FORMAT}: "
                 "upgrade it first"
             )
-        return cls(stored.generation, stored.floor, stored.reported_at, stored.valid_ms, stored.purged)
+        return cls(
+            stored.generation,
+            floor=stored.floor,
+            reported_at=stored.reported_at,
+            valid_ms=stored.valid_ms,
+            purged=stored.purged,
+        )
 
     def why_not_usable(self, node_id: str, now: float) -> str:
         """Return why nothing can be written to the pool or read, "" while it can.
@@ -594,7 +606,7 @@ class _PoolExtents:
         """Take extents of one chunk. None, when another manager has taken its last one: then it is known to be full."""
         number = await self._find_chunk(size)
         if number is None:
-            raise _no_space(f"storage {self._name}: the pool has no room for {size} bytes")
+            raise _no_space(f"storage {self._name}: the pool has no space for {size} bytes")
         taken: list[Extent] = []
         comes_round = False
 
@@ -814,7 +826,9 @@ class MempoolStorage:
                 floor = max(floor, int(now * _MICROSECONDS), await self._extents.last_stamp())
             if report.generation == state.generation and state.valid_ms and not report.valid_ms:
                 return state  # an engine that sees the memory neither keeps an agent's promise for it nor ends it
-            return PoolState(report.generation, floor, now, report.valid_ms, state.purged)
+            return PoolState(
+                report.generation, floor=floor, reported_at=now, valid_ms=report.valid_ms, purged=state.purged
+            )
 
         await self._change_state(reported)
         return is_new
@@ -916,7 +930,15 @@ class PoolOpener:
         if not config.spec.node_id:
             raise UnsupportedError("a pool needs node_id and capacity_bytes; across hosts use mooncake")
         name, spec = config.global_unique_name, config.spec
-        return MempoolStorage(name, spec, cluster_id, self._table, self._clock, self._random, is_shared=self._is_shared)
+        return MempoolStorage(
+            name,
+            spec=spec,
+            cluster_id=cluster_id,
+            table=self._table,
+            clock=self._clock,
+            random=self._random,
+            is_shared=self._is_shared,
+        )
 
 
 def _is_reported(document: bytes, before: float) -> bool:

@@ -277,8 +277,8 @@ class MooncakeStorage:
 
     def _refuse_scrub(self) -> NoReturn:
         raise UnsupportedError(
-            f"storage {self._name}: a mooncake store cannot tell which objects it holds since when, so it cannot be "
-            "scrubbed; it drops by itself what nobody reads"
+            f"storage {self._name}: a mooncake store cannot list its objects with their ages, so it cannot be "
+            "scrubbed; it drops unread objects by itself"
         )
 
     async def space(self) -> StorageSpace:

@@ -23,8 +23,7 @@ __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 #
 # * A key with a deadline has one entry in the heap at least that bears exactly this deadline.
 # * The heap is at most twice as long as there are deadlines, plus a constant: whatever moved leaves a stale entry
-#   behind,
-#   and the heap is rebuilt when those prevail.
+#   behind, and the heap is rebuilt when those prevail.
 
 Key = TypeVar("Key", int, str)
 _SPARE_ENTRIES = 64

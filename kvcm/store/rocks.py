@@ -1,4 +1,8 @@
-"""The embedded store: one RocksDB in the data directory makes durable what the process keeps in memory."""
+"""The embedded store: one RocksDB in the data directory makes the documents and blocks in memory durable.
+
+`CommitLog` is the only writer of the database. `RocksTable` and the RocksDB index backend change memory and append the
+same change to the log in one step, so that reads never touch the disk.
+"""
 
 from __future__ import annotations
 
@@ -301,7 +305,7 @@ class CommitLog:
         Raises:
             StorageIOError: the log failed or is closed.
         """
-        size_bytes = sum(len(key) + (len(value) if value is not None else 0) for key, value in rows)
+        size_bytes = sum([len(key) + (len(value) if value is not None else 0) for key, value in rows])  # a hot loop
         with self._changed:
             self._check()
             self._queue.append(_Batch(prefixes, rows, size_bytes))
@@ -450,7 +454,7 @@ class CommitLog:
         _resolve(answered, None)
 
     def _fail(self, error: Exception) -> None:
-        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, make room and restart"
+        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, free space and restart"
         with self._changed:
             self._failure = failure
             answered = [*self._waiters, *self._sync_waiters]
@@ -577,7 +581,7 @@ def _parts(key: bytes) -> Row:
 
 # Documents that outlive the process: tables in memory, made durable by the commit log.
 #
-# Rows: document_rows.py. How documents of a table ended lies in rows of a table of its own, due when it is over, which
+# Outcomes of the documents of a table lie in rows of a table of its own, due when they expire, which
 # older releases load and never look at. Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a
 # session and its blocks reach the disk in the order in which they were stored.
 

@@ -138,7 +138,7 @@ class Levels:
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
             self.new_backend,
-            crossed=self.pressure.is_above_a_mark,
+            crossed=self.pressure.is_above_watermark,
             on_pressure=self.woken.append,
         )
         self.executor.serve(self.manager)

@@ -106,7 +106,7 @@ async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(
 ) -> None:
     pool = await told(open_pool(table, clock))
     await pool.allocate(allocation([PAGE_BYTES] * (PAGES - 3)))
-    with pytest.raises(StorageIOError, match="the pool has no room for 4096 bytes") as caught:
+    with pytest.raises(StorageIOError, match="the pool has no space for 4096 bytes") as caught:
         await pool.allocate(allocation([PAGE_BYTES] * 4))
     assert is_full(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
@@ -144,7 +144,7 @@ async def test_a_chunk_that_is_all_free_serves_another_size(table: MemoryTable, 
 
 async def test_a_part_that_no_chunk_can_hold_is_refused(table: MemoryTable, clock: FakeClock) -> None:
     pool = await told(open_pool(table, clock))
-    with pytest.raises(StorageIOError, match="no room for 20480 bytes"):
+    with pytest.raises(StorageIOError, match="no space for 20480 bytes"):
         await pool.allocate(allocation([4 * PAGE_BYTES + 1]))
 
 

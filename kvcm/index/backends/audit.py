@@ -136,10 +136,16 @@ class PlainAudit:
         families = {parent: await self._children(parent) for parent in _parents(claims, records)}
         views = []
         for key, record in zip(keys, records, strict=True):
-            asked = claims[key] | ({record.parent} if record is not None and record.parent is not None else set())
-            parents = frozenset(parent for parent in asked if key in families[parent])
+            parents_to_check = claims[key] | (
+                {record.parent} if record is not None and record.parent is not None else set()
+            )
+            parents = frozenset(parent for parent in parents_to_check if key in families[parent])
             due = (record.due if record is not None and record.due is not None else 0.0) if key in pending else None
-            views.append(StoredBlock(key, record, "", b"", record is not None, due, parents))
+            views.append(
+                StoredBlock(
+                    key, record=record, damage="", version=b"", is_listed=record is not None, due=due, parents=parents
+                )
+            )
         return views
 
     async def _children(self, parent: int) -> frozenset[int]:
@@ -160,7 +166,7 @@ class PlainAudit:
         return False
 
     async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
-        raise AssertionError("made anew at every start")
+        raise AssertionError("rebuilt at every start")
 
 
 def _parents(claims: Claims, records: Sequence[BlockRecord | None]) -> set[int]:

@@ -468,8 +468,8 @@ class IndexBackend(Protocol):
             The blocks by row; None, and nothing is reported, where they are not in this process.
         """
 
-    def scan(self, page_size: int) -> AsyncIterator[list[int]]:
-        """Yield every key that exists during the whole scan at least once, in pages.
+    def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
+        """Yield every key that exists during the whole scan at least once, in batches.
 
         Only a shared store may yield a key twice, while others write.
         """

@@ -1,4 +1,8 @@
-"""Records in the process's memory: the reference backend, gone with the process."""
+"""Records in the memory of the process: the reference backend, lost with the process.
+
+`BlockColumns` keeps one row per block in columns; `MemoryBackend` adds due times and usage sums (invariant 4). No
+method suspends, so every call is atomic on one event loop.
+"""
 
 from __future__ import annotations
 
@@ -173,8 +177,16 @@ class BlockColumns:
         self._read_at = array("I")
         self._reads = array("H")
         self._columns: tuple[MutableSequence[Any], ...] = (
-            *(self._keys, self._parents, self._depths, self._headers, self._chunks),
-            *(self._first_child, self._next, self._previous, self._read_at, self._reads),
+            self._keys,
+            self._parents,
+            self._depths,
+            self._headers,
+            self._chunks,
+            self._first_child,
+            self._next,
+            self._previous,
+            self._read_at,
+            self._reads,
         )
 
     def __len__(self) -> int:
@@ -213,12 +225,6 @@ class BlockColumns:
             chain = (None, ~depth) if depth < 0 else (parents[row], depth)
             records.append(_new_record(BlockRecord, (*chain, locations)))
         return records
-
-    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
-        """Return parent and depth of blocks that all have a record."""
-        depths, parents = self._depths, self._parents
-        rows = map(self._rows.__getitem__, keys)
-        return [(None, ~depths[row]) if depths[row] < 0 else (parents[row], depths[row]) for row in rows]
 
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
@@ -360,6 +366,7 @@ class BlockColumns:
         parent, depth, locations = record
         headers, chunks = self._pool.pack(locations)
         row = self._rows[key] = len(self._keys)
+        assert len(self._rows) == row + 1  # rows are dense
         self._keys.append(key)
         self._parents.append(parent or 0)
         self._depths.append(~depth if parent is None else depth)
@@ -724,10 +731,10 @@ class MemoryBackend:
         self._due.clear()
         self._tally.clear()
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
-        for start in range(0, len(keys), page_size):
-            batch = [key for key in keys[start : start + page_size] if key in self._blocks]
+        for start in range(0, len(keys), batch_size):
+            batch = [key for key in keys[start : start + batch_size] if key in self._blocks]
             if batch:
                 yield batch
 

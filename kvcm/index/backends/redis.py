@@ -3,11 +3,11 @@
 Keys of one lock shard of one instance share a hash tag, hence a slot of a cluster; `P` is the name of the deployment::
 
     P:b{uid.shard} + key    block record: version, stamp, body (index/codec.py)
-    P:z{uid.shard}          access order: key -> time and number of reads (redis_order.py)
+    P:z{uid.shard}          access order: key -> time and number of reads
     P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
     P:u{uid.shard}          usage: type/storage -> bytes, -type/storage -> those that are being deleted;
-                            - -> blocks of which everything is being deleted; # -> number of writes (redis_sums.py)
+                            - -> blocks of which everything is being deleted; # -> number of writes
 
 Keys of blocks are 8 bytes, big endian. Invariants:
 
@@ -373,13 +373,13 @@ def _pairs(counts: Mapping[int, int], keys: Iterable[int]) -> list[Argument]:
     return [item for key in keys for item in (KEY.pack(key), counts[key])]
 
 
-def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[list[Placed], bool]:
+def merged(answers: Sequence[Sequence[bytes]], count: int, requested: int) -> tuple[list[Placed], bool]:
     """Merge the beginnings of the orders of several shards.
 
     Args:
         answers: members and their scores by turns, per shard.
         count: how many are wanted.
-        asked: how many were asked of every shard.
+        requested: how many were asked of every shard.
 
     Returns:
         The coldest of those that can be evicted, and whether no shard can hold a colder one behind its answer.
@@ -394,7 +394,7 @@ def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[
     )
     coldest = [placed for _, _, placed in nsmallest(count, evictable, key=lambda each: each[:2])]
     end = coldest[-1][1] if len(coldest) == count else RETIRED
-    return coldest, all(len(order) < asked or order[-1][1] >= end for order in orders)
+    return coldest, all(len(order) < requested or order[-1][1] >= end for order in orders)
 
 
 # The sums that the shards of a Redis keep, as one manager knows them.
@@ -520,7 +520,7 @@ class SharedSums:
             (self.deleting if of.is_deleting else self.usage)[of.place] += size
 
 
-# A change of blocks of one shard, as the script of the Redis backend wants it (layout: redis.py).
+# A change of blocks of one shard, as arguments of the Lua functions.
 
 _ABSENT = bytes(STAMP_SIZE)
 _LEAVING = Sum(None, is_deleting=True)
@@ -626,7 +626,7 @@ class _Sums:
             self.triples += (index, self._field + 1, size_bytes)
 
     def _turn_to(self, location: Location) -> None:
-        # As in tally.py: blocks in a row mostly lie in one place, and hashing it is what costs.
+        # As in `PlaceTally`: blocks in a row mostly lie in one place, and hashing it is what costs.
         place = location.place
         if place not in self._first_fields:
             self._first_fields[place] = len(self._sums) + 1
@@ -780,26 +780,26 @@ class RedisBackend:
         if count <= 0:
             return []
         # Keys spread evenly over the shards: mostly a bit more than its part of the blocks is enough of each.
-        start, asked = offset // len(self._shards), min(count, 2 * count // len(self._shards) + 16)
-        coldest, is_enough = await self._coldest(count, start, asked)
+        start, requested = offset // len(self._shards), min(count, 2 * count // len(self._shards) + 16)
+        coldest, is_enough = await self._coldest(count, start, requested)
         if not is_enough:
             coldest, _ = await self._coldest(count, start, count)
         return [(_key(member), _access_of(score)) for member, score in coldest]
 
-    async def _coldest(self, count: int, start: int, asked: int) -> tuple[list[Placed], bool]:
-        firsts = [(b"ZRANGE", shard.order, start, start + asked - 1, b"WITHSCORES") for shard in self._shards]
-        return merged(await self._client.execute(firsts), count, asked)
+    async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[Placed], bool]:
+        firsts = [(b"ZRANGE", shard.order, start, start + requested - 1, b"WITHSCORES") for shard in self._shards]
+        return merged(await self._client.execute(firsts), count, requested)
 
     def observe(self, observer: RowObserver | None) -> None:
         """Return None: other managers change the records, too, so an observer would miss changes."""
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         for shard in self._shards:
             cursor: Any = None
             while cursor != b"0":
-                scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", page_size)
+                scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", batch_size)
                 ((cursor, found),) = await self._client.execute([scan])
-                for number, batch in enumerate(_cut(list(dict.fromkeys(found[::2])), page_size)):
+                for number, batch in enumerate(_cut(list(dict.fromkeys(found[::2])), batch_size)):
                     members = await self._present(shard, batch) if number else batch
                     if members:
                         yield list(map(_key, members))

@@ -1,4 +1,4 @@
-"""What a Redis holds of blocks, read shard by shard and mended block by block (layout: redis.py).
+"""Audit and repair of the blocks in a Redis, shard by shard (layout: `redis.py`).
 
 A script reads the parts of a block that lie in its shard at one moment, save the children; so do those that mend, and
 only while the record is the one that was judged. Nothing here holds up other managers for more than a page.
@@ -107,8 +107,8 @@ class RedisAudit:
         ]
         found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
         views = [_view(key, *row) for key, row in zip(keys, found, strict=True)]
-        asked = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
-        parents = await self._parents(names, asked)
+        requested = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
+        parents = await self._parents(names, requested)
         return [replace(view, parents=parents.get(view.key, _NO_PARENTS)) for view in views]
 
     async def usage(self, shard: int) -> Mapping[Sum, int]:
@@ -148,9 +148,9 @@ class RedisAudit:
             if cursor == b"0":
                 return
 
-    async def _parents(self, names: ShardKeys, asked: Iterable[tuple[int, int]]) -> Claims:
+    async def _parents(self, names: ShardKeys, requested: Iterable[tuple[int, int]]) -> Claims:
         """Return whose children blocks are, of the pairs of parent and child that are asked for."""
-        pairs = list(asked)
+        pairs = list(requested)
         if not pairs:
             return {}
         members = (RELATION.pack(*pair) for pair in pairs)
@@ -267,7 +267,13 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
         except StorageIOError as error:
             damage, version = str(error), data
     return StoredBlock(
-        *(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS),
+        key,
+        record=record,
+        damage=damage,
+        version=version,
+        is_listed=score is not None,
+        due=None if due is None else float(due),
+        parents=_NO_PARENTS,
         is_evictable=None if score is None else not is_retired(float(score)),
     )
 

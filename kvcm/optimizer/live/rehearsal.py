@@ -30,7 +30,7 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, InstanceGroupQuota,
 from kvcm.optimizer.live.recording import Finish, Lookup, Recording, Start
 from kvcm.reclaim.policies import POLICIES, Policy
 from kvcm.reclaim.policies.sharing import Sharing
-from kvcm.reclaim.watermarks import Mark, group_mark, size_mark
+from kvcm.reclaim.watermarks import Watermark, group_watermark, size_watermark
 
 __all__ = [
     "MOST_FOLLOWERS",
@@ -353,8 +353,8 @@ class _Rehearsal:
             numbers[name]: self._member(group, name, size) for name, size in block_bytes.items() if name in numbers
         }
         largest = max(block_bytes.values(), default=0)
-        self._marks = [mark for mark in (group_mark(group, largest), size_mark(group)) if mark is not None]
-        self._active: set[Mark] = set()
+        self._marks = [mark for mark in (group_watermark(group, largest), size_watermark(group)) if mark is not None]
+        self._active: set[Watermark] = set()
         strategy = group.cache_config.reclaim_strategy
         self._capacity = group.quota.capacity
         self._share = strategy.share

@@ -216,7 +216,7 @@ class Counters:
                 parts[kind][field] = int(value)
             else:
                 single[kind] = int(value)
-        return cls(parts["u"], parts["r"], parts["g"], single["epoch"], single["dropped"])
+        return cls(parts["u"], reserved=parts["r"], grown=parts["g"], epoch=single["epoch"], dropped=single["dropped"])
 
 
 class Recount(NamedTuple):

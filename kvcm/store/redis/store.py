@@ -1,4 +1,4 @@
-"""The store that several managers share."""
+"""The shared store: documents and leases of several managers in Redis or Valkey."""
 
 from __future__ import annotations
 
