@@ -27,7 +27,7 @@ from kvcm.index.backends.rocks import load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import KvcmError, UnknownInstanceError
+from kvcm.model.errors import KvcmError
 from kvcm.model.instances import Placement
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.deletion_executor import DeletionExecutor
@@ -260,11 +260,7 @@ class _ComponentFactory:
     settings: Settings
 
     def cache(self, budget: CacheBudget, events: EventLog, on_pressure: Callable[[str], None]) -> CacheManager:
-        """Build the cache, whose writes tell when they leave their group above a mark."""
-        cache: CacheManager  # is what its writes are compared with
-        pressure = WatermarkCheck(
-            self.registry, lambda: cache.usage, lambda group_name: cache.open_caches.key_counts(group_name)
-        )
+        """Build the cache, whose writes report when they leave their group above a watermark."""
         cache = CacheManager(
             self.registry,
             self.storages,
@@ -274,8 +270,10 @@ class _ComponentFactory:
             usage=self.metadata.usage,
             budget=budget,
             events=events,
-            crossed=pressure.is_above_a_mark,
             on_pressure=on_pressure,
+        )
+        cache.set_watermark_check(
+            WatermarkCheck(self.registry, cache.usage, cache.open_caches.key_counts).is_above_a_mark
         )
         return cache
 
@@ -498,11 +496,10 @@ class Components:
 
     def labels(self, instance_id: str) -> Mapping[str, str]:
         """Return the labels of an instance's metrics; none when it is not registered."""
-        try:
-            instance = self.registry.instances.get(instance_id)
-        except UnknownInstanceError:
+        registration = self.registry.instances.by_id.get(instance_id)
+        if registration is None:
             return {}
-        return {"instance_group": instance.instance_group_name, "instance_id": instance_id}
+        return {"instance_group": registration.instance.instance_group_name, "instance_id": instance_id}
 
     def refuse_unless_leading(self, plane: Plane) -> None:
         """Refuse a call while another manager has to answer it.

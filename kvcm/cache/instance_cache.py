@@ -68,6 +68,7 @@ class InstanceCache:
         placement: where its blocks are kept in the store.
         index: records of its blocks, shared with nobody.
         handle: the index as background tasks get it.
+        spec_names: of the instance, in the order of registration.
         placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
@@ -81,6 +82,7 @@ class InstanceCache:
     placement: Placement
     index: MetaIndex
     handle: IndexHandle = field(init=False)
+    spec_names: tuple[str, ...] = field(init=False)
     placeholder: bytes = field(init=False)
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
     linear_specs: frozenset[str] = field(init=False)
@@ -98,6 +100,7 @@ class InstanceCache:
         }
         linear = self.instance.linear_spec_names
         object.__setattr__(self, "handle", IndexHandle(self.instance, self.placement.uid, self.index))
+        object.__setattr__(self, "spec_names", names)
         object.__setattr__(self, "placeholder", placeholder)
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
@@ -107,7 +110,7 @@ class InstanceCache:
 
     def filter_of(self, spec_names: frozenset[str]) -> ChunkCache[bytes] | None:
         """Return what reduces locations to the named specs, None where those are all."""
-        if spec_names >= frozenset(self.instance.spec_names):
+        if spec_names >= frozenset(self.spec_names):
             return None
         memo = self.spec_filters.pop(spec_names, None) or ChunkCache(lambda chunk: filter_specs(chunk, spec_names))
         self.spec_filters[spec_names] = memo  # the latest in use stays longest
@@ -177,6 +180,7 @@ class OpenCaches:
         budget: CacheBudget,
     ) -> None:
         self._registry = registry
+        self._by_id = registry.instances.by_id
         self._storages = storages
         self._new_backend = new_backend
         self._usage = usage
@@ -193,9 +197,12 @@ class OpenCaches:
         Raises:
             UnknownInstanceError: it is not registered.
         """
-        placement = self._registry.instances.placement(instance_id)
-        cache = self._caches.get(placement.uid)
-        return cache if cache is not None else self._open(self._registry.instances.get(instance_id), placement)
+        registration = self._by_id.get(instance_id)
+        if registration is None:
+            self._registry.instances.get(instance_id)  # raises
+            raise AssertionError(f"instance {instance_id!r} is registered, but not listed")
+        cache = self._caches.get(registration.placement.uid)
+        return cache if cache is not None else self._open(registration.instance, registration.placement)
 
     def of_group(self, group_name: str) -> list[InstanceCache]:
         """Return what is open of a group."""
@@ -203,7 +210,8 @@ class OpenCaches:
 
     def key_counts(self, group_name: str) -> list[int]:
         """Return the blocks of each of these, as last heard."""
-        return [cache.index.key_count for cache in self.of_group(group_name)]
+        caches = self._caches.values()
+        return [cache.index.key_count for cache in caches if cache.instance.instance_group_name == group_name]
 
     def by_uid(self, uid: int) -> InstanceCache | None:
         """Return what is kept for a registration, None when it is gone for good."""

@@ -28,6 +28,7 @@ from kvcm.telemetry.tracing import record_stage, staged
 
 __all__ = [
     "NO_OBSERVER",
+    "PREFIX_MODES",
     "AccessRecorder",
     "BlockMeta",
     "CacheObserver",
@@ -124,9 +125,9 @@ async def _map_locations(cache: InstanceCache, memo: ChunkCache[Value], chunks: 
 
 
 async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
-    keys = _unmasked_keys(query)
+    keys = query.keys if query.mask is NO_MASK else _unmasked_keys(query)
     answers = cast("list[bytes]", await cache.index.answers(keys, stop_at_miss=True, view=view))
-    if query.needed:  # it ends before the first None already
+    if query.requires_specs and query.spec_names:  # it ends before the first None already
         lacking = [not has for has in await _have_specs(cache, query.needed, answers)]
         del answers[lacking.index(True) if True in lacking else len(answers) :]
     return Match(answers, keys[: len(answers)])
@@ -216,7 +217,7 @@ async def _answers_by_position(cache: InstanceCache, query: MatchQuery, view: St
 # An instance that was read in any other way, even once, is never such an instance again. That is a document, so that
 # it holds for every manager and after a restart; who reads pays for a look into a set.
 
-_PREFIX_MODES_ONLY: Final = frozenset({MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA})
+PREFIX_MODES: Final = frozenset({MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA})
 _NOT_PREFIX_MATCH: Final = b"1"
 _log = structlog.get_logger("kvcm.cache")
 
@@ -232,12 +233,10 @@ class ReadModes:
         self._table = table
         self._out_of_order: set[int] = set()
 
-    def is_new(self, uid: int, mode: MatchMode) -> bool:
-        """Return whether a read by this mode has to be noted."""
-        return mode not in _PREFIX_MODES_ONLY and uid not in self._out_of_order
-
     async def record(self, uid: int) -> None:
-        """Note that an instance is read out of order; a store that fails is asked again at the next such read."""
+        """Record that an instance is read out of order; if the store fails, the next such read tries again."""
+        if uid in self._out_of_order:
+            return
         try:
             if await self._table.get(str(uid)) is None:
                 await self._table.replace(str(uid), None, _NOT_PREFIX_MATCH)
@@ -320,13 +319,6 @@ class WriteEnd(Enum):
     PARTIAL = "partial"
     ABORTED = "aborted"
     EXPIRED = "expired"
-
-    @classmethod
-    def of(cls, decision: Sequence[bool]) -> WriteEnd:
-        """Return how a session ended whose client told which blocks succeeded; one without blocks is committed."""
-        if all(decision):
-            return cls.COMMITTED
-        return cls.PARTIAL if any(decision) else cls.ABORTED
 
 
 class CacheObserver(Protocol):

@@ -103,10 +103,11 @@ class LimitCache:
 
     def of(self, group: InstanceGroup) -> Limits:
         """Return the limits of a group."""
-        if self._generation != self._registry.generation:
-            self._generation = self._registry.generation
+        generation = self._registry.generation
+        if self._generation != generation:
+            self._generation = generation
             self._reload()
-        quota = self._registry.quotas.find(group.global_quota_group_name)
+        quota = self._registry.quotas.by_name.get(group.global_quota_group_name)
         names = self._group_names.get(group.global_quota_group_name, (group.name,))
         return Limits(group, self._storages, SharedQuota(quota, names) if quota is not None else None)
 

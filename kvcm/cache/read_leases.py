@@ -7,16 +7,17 @@ for minutes. A lease is a document of the store: whoever deletes sees the leases
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
 
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.prefix_match import Match
 from kvcm.model.clock import Clock
@@ -24,7 +25,7 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError
 from kvcm.model.locations import DeletionItem, LocationStatus
 from kvcm.store.store import Table
 
-__all__ = ["MAX_LEASE_MS", "ReadLease", "ReadLeases"]
+__all__ = ["MAX_LEASE_MS", "DeadlineTable", "ReadLease", "ReadLeases"]
 
 MAX_LEASE_MS = 600_000
 _MAX_LEASES = 100_000
@@ -85,6 +86,65 @@ class ReadLease:
         if stored.version != _FORMAT:
             raise StorageIOError(f"a stored read lease has format {stored.version}, this release knows {_FORMAT}")
         return cls(lease_id, stored.uid, stored.deadline, pins)
+
+
+# Expiry is exact and cheap with many open leases: a heap of (deadline, id). Leases that ended early or were renewed
+# stay in the heap until their old deadline; the deadline in the table marks them as stale. The heap is rebuilt when
+# stale entries outweigh the open leases.
+
+
+class _Expiring(Protocol):
+    """Something with an id and a deadline in unix seconds."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+
+Entry = TypeVar("Entry", bound=_Expiring)
+
+
+class DeadlineTable(Generic[Entry]):
+    """Open entries by id. An entry leaves exactly once: taken, or popped when due."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry, or replace the one of the same id by a renewed one."""
+        self._entries[entry.id] = entry
+        heapq.heappush(self._heap, (entry.deadline, entry.id))
+        if len(self._heap) > 2 * len(self._entries) + 1024:
+            self._heap = [(entry.deadline, entry.id) for entry in self._entries.values()]
+            heapq.heapify(self._heap)
+
+    def get(self, entry_id: str) -> Entry | None:
+        """Return an open entry, None when there is none of that id."""
+        return self._entries.get(entry_id)
+
+    def pop(self, entry_id: str) -> Entry | None:
+        """Remove and return an open entry, None when there is none of that id."""
+        return self._entries.pop(entry_id, None)
+
+    def values(self) -> list[Entry]:
+        """Return all open entries."""
+        return list(self._entries.values())
+
+    def pop_due(self, now: float, most: int | None = None) -> list[Entry]:
+        """Remove and return the entries whose deadline is not after `now`, earliest first, at most so many."""
+        due: list[Entry] = []
+        while self._heap and self._heap[0][0] <= now and (most is None or len(due) < most):
+            _, entry_id = heapq.heappop(self._heap)
+            entry = self._entries.get(entry_id)
+            if entry is not None and entry.deadline <= now:
+                due.append(self._entries.pop(entry_id))
+        return due
 
 
 class ReadLeases:

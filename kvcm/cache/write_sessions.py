@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
 from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
 from kvcm.cache.quotas import Ledger, Limits, Reservation
@@ -46,6 +45,7 @@ from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
 from kvcm.model.principals import UNRESTRICTED, call_context
 from kvcm.storage.backend import Allocation, Hints, Parts, StorageBackend, is_full
+from kvcm.store.memory import DueQueue
 from kvcm.store.store import Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.tracing import staged
@@ -659,15 +659,6 @@ _MOST_COUNTED = 1 << 20
 _log = structlog.get_logger("kvcm.cache")
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenedSession:
-    """A session that this manager opened or renewed; times in unix seconds, `at` of the opening if that was here."""
-
-    id: str
-    deadline: float
-    at: float | None
-
-
 class SessionStore:
     """The stored write sessions of all instances.
 
@@ -695,19 +686,30 @@ class SessionStore:
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
         self.observer: CacheObserver = NO_OBSERVER
-        self._opened: DeadlineTable[_OpenedSession] = DeadlineTable()
+        # Of the sessions that this manager opened or renewed: deadline, and time of the start where that was here.
+        self._deadlines: DueQueue[str] = DueQueue()
+        self._started_at: dict[str, float | None] = {}
 
     @property
     def open_count(self) -> int:
         """Sessions that this manager opened and whose deadline has not passed, less those that it ended."""
-        self._opened.pop_due(self._clock.now())
-        return len(self._opened)
+        for session_id in self._deadlines.until(self._clock.now(), len(self._deadlines)):
+            self._untrack(session_id)
+        return len(self._deadlines)
 
     async def open(self, session: WriteSession) -> None:
         """Store a new session."""
         if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
             raise NotReadyError("the id of the new write session is taken: start the write again")
-        self._opened.put(_OpenedSession(session.id, session.deadline, self._clock.now()))
+        self._track(session, self._clock.now())
+
+    def _track(self, session: WriteSession, started_at: float | None) -> None:
+        self._deadlines.put(session.id, session.deadline)
+        self._started_at[session.id] = started_at
+
+    def _untrack(self, session_id: str) -> None:
+        self._deadlines.discard(session_id)
+        self._started_at.pop(session_id, None)
 
     async def replace(self, old: WriteSession, new: WriteSession) -> None:
         """Replace an open session.
@@ -775,9 +777,9 @@ class SessionStore:
                 decision=decision,
                 priority=retention.priority,
                 keep_until=retention.keep_until(self._clock.now()),
-                checksums=await checksums_of(told, decision, cache.instance.spec_names),
+                checksums=await checksums_of(told, decision, cache.spec_names),
             )
-            if (stored := await self._decide(document, decided, WriteEnd.of(decision))) is not None:
+            if (stored := await self._decide(document, decided, _end_of(decision))) is not None:
                 return await self._apply(cache, decided, stored)
         raise NotReadyError("the write session keeps changing: finish it again")
 
@@ -803,8 +805,7 @@ class SessionStore:
             session_id, document, renewed.encoded(), renewed.deadline
         ):
             raise InvalidArgumentError("write_session_id is being finished: it cannot be renewed any more")
-        opened = self._opened.get(session_id)
-        self._opened.put(_OpenedSession(session_id, renewed.deadline, opened.at if opened is not None else None))
+        self._track(renewed, self._started_at.get(session_id))
         await self._move_deadlines(cache, renewed, renewed.keys)
         return renewed
 
@@ -889,11 +890,10 @@ class SessionStore:
     async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bytes | None:
         """Replace the document of an open session by that of the decided one, and return that; None: it had changed."""
         assert decided.decision is not None
-        now, opened, new = self._clock.now(), self._opened.get(decided.id), decided.encoded()
+        now, started_at, new = self._clock.now(), self._started_at.get(decided.id), decided.encoded()
         if not await self._table.replace(decided.id, document, new, now + _RETRY_SECONDS):
             return None
-        at = opened.at if opened is not None else None
-        self.observer.on_write_ended(end, now - at if at is not None else None)
+        self.observer.on_write_ended(end, now - started_at if started_at is not None else None)
         return new
 
     async def _expire_if_due(self, session_id: str) -> bool:
@@ -923,12 +923,12 @@ class SessionStore:
             await self._forget(decided.id, document)
             return finished
         first = await self._ended.put(decided, document, finished)
-        self._opened.pop(decided.id)
+        self._untrack(decided.id)
         return first
 
     async def _forget(self, session_id: str, document: bytes) -> None:
         await self._table.replace(session_id, document, None)
-        self._opened.pop(session_id)
+        self._untrack(session_id)
 
     async def _apply_to_blocks(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
         def note(changes: Sequence[Change]) -> None:
@@ -969,6 +969,13 @@ def _decision_of(success: BlockMask, count: int) -> Sequence[bool]:
             f"success_blocks has {len(flags)} entries, must have one per location that the start returned: {count}"
         )
     return flags
+
+
+def _end_of(decision: Sequence[bool]) -> WriteEnd:
+    """Return how a session ended whose client decided; one without blocks is committed."""
+    if all(decision):
+        return WriteEnd.COMMITTED
+    return WriteEnd.PARTIAL if any(decision) else WriteEnd.ABORTED
 
 
 def _is_owner(session: WriteSession | EndedSession, cache: InstanceCache) -> bool:
@@ -1035,7 +1042,7 @@ class _AddressAllocator:
         self._clock = clock
 
     async def allocate(
-        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints, page_keys: int
+        self, cache: InstanceCache, session: WriteSession, plan: WritePlan, hints: Hints
     ) -> list[list[PlacedRun]]:
         """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
         and storage.
@@ -1043,25 +1050,25 @@ class _AddressAllocator:
         All or none: nobody has to know of an attempt that failed.
 
         Args:
-            instance: whose blocks they are.
-            session: that writes them.
-            plan: what is to be written.
+            cache: of the instance that the blocks belong to.
+            session: writes them.
+            plan: the blocks to write.
             hints: about how long the blocks will live.
-            page_keys: most blocks of a page.
 
         Raises:
             RefusedError: a storage hands out none.
         """
         placed: list[list[PlacedRun]] = []
         try:
-            for page in plan.batches(page_keys):
+            for page in plan.batches(cache.batch_keys):
                 if placed:
                     await asyncio.sleep(0)
                 placed.append([])
                 for storage, runs in _by_storage(page).items():
-                    parts = _parts_of(instance, runs)
-                    uris = await self._uris(instance, session, storage, parts, hints)
-                    placed[-1] += _place_runs(session, runs, _uris_by_spec(instance, runs, uris), self._clock.now())
+                    parts = _parts_of(cache.spec_names, runs)
+                    uris = await self._uris(cache.instance, session, storage, parts, hints)
+                    of_runs = _uris_by_spec(cache.spec_names, runs, uris)
+                    placed[-1] += _place_runs(session, runs, of_runs, self._clock.now())
                 placed[-1].sort(key=lambda run: run.planned.position)
         except BaseException:
             await uninterrupted(self.discard(run.blocks for page in placed for run in page))
@@ -1154,13 +1161,13 @@ def _with_spec(runs: Sequence[PlannedRun], name: str) -> Iterator[tuple[int, Pla
                 yield number, run, info
 
 
-def _parts_of(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
+def _parts_of(spec_names: Sequence[str], runs: Sequence[PlannedRun]) -> Parts:
     """Return the parts of blocks, ordered by spec, then by key: a packed file holds one spec of neighbouring blocks."""
     names: list[str] = []
     keys: list[int] = []
     sizes: list[int] = []
     depths: list[int] = []
-    for name in instance.spec_names:
+    for name in spec_names:
         for _, run, info in _with_spec(runs, name):
             count = len(run.keys)
             names += [name] * count
@@ -1171,12 +1178,12 @@ def _parts_of(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
 
 
 def _uris_by_spec(
-    instance: Instance, runs: Sequence[PlannedRun], uris: Sequence[str]
+    spec_names: Sequence[str], runs: Sequence[PlannedRun], uris: Sequence[str]
 ) -> list[dict[str, Sequence[str]]]:
     """Return for every run the uris of its blocks by spec, from those of all parts."""
     found: list[dict[str, Sequence[str]]] = [{} for _ in runs]
     start = 0
-    for name in instance.spec_names:
+    for name in spec_names:
         for number, run, _ in _with_spec(runs, name):
             found[number][name] = uris[start : start + len(run.keys)]
             start += len(run.keys)
@@ -1252,9 +1259,11 @@ class WriteSessions:
         clock: time source.
         new_id: makes a random id of so many hex digits.
         limits_of: looks up the hard limits of a group.
-        crossed: whether a group is above one of its soft marks.
-        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or by a storage of
-            several, or left it above a soft mark.
+        on_pressure: called with the name of a group whose write was rejected for lack of space, wholly or partly, or
+            by one storage of several, or left the group above a watermark.
+
+    Attributes:
+        is_above_watermark: whether a group is above one of its watermarks.
     """
 
     def __init__(
@@ -1265,7 +1274,6 @@ class WriteSessions:
         clock: Clock,
         new_id: Callable[[int], str],
         limits_of: Callable[[InstanceGroup], Limits] = Limits,
-        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._endings = endings
@@ -1275,7 +1283,7 @@ class WriteSessions:
         self._clock = clock
         self._new_id = new_id
         self._limits_of = limits_of
-        self._crossed = crossed
+        self.is_above_watermark: Callable[[InstanceGroup], bool] = lambda _group: False
         self._on_pressure = on_pressure
 
     async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
@@ -1333,7 +1341,7 @@ class WriteSessions:
     ) -> list[list[PlacedRun]]:
         hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
-            return await self._addresses.allocate(cache.instance, session, plan, hints, cache.batch_keys)
+            return await self._addresses.allocate(cache, session, plan, hints)
         except _AllocationRejectedError:
             if reservation is not None:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that room
@@ -1341,7 +1349,7 @@ class WriteSessions:
 
     def check_watermarks(self, group: InstanceGroup) -> None:
         """Tell whoever evicts if a group is above a mark, now that something was begun or can be evicted."""
-        if self._crossed(group):
+        if self.is_above_watermark(group):
             self._on_pressure(group.name)
 
     def _record_rejection(self, group: InstanceGroup) -> None:

@@ -422,13 +422,11 @@ class WatermarkCheck:
 
     Args:
         registry: groups, storages, global quotas, instances.
-        held: returns who knows what groups hold.
+        held: bytes of groups and storages.
         key_counts: returns the blocks of each instance of a group.
     """
 
-    def __init__(
-        self, registry: Registry, held: Callable[[], _GroupUsageSource], key_counts: Callable[[str], Iterable[int]]
-    ) -> None:
+    def __init__(self, registry: Registry, held: _GroupUsageSource, key_counts: Callable[[str], Iterable[int]]) -> None:
         self._registry = registry
         self._held = held
         self._key_counts = key_counts
@@ -440,13 +438,14 @@ class WatermarkCheck:
 
     def is_above_a_mark(self, group: InstanceGroup) -> bool:
         """Return whether what is held is above a mark that concerns a group, which has just written."""
-        if self._generation != self._registry.generation:
-            self._generation = self._registry.generation
+        generation = self._registry.generation
+        if self._generation != generation:
+            self._generation = generation
             self._read()
         watch = self._watches.get(group.name)
         if watch is None or watch.group is not group:
             watch = self._watches[group.name] = self._watch(group)
-        held = self._held()
+        held = self._held
         by_place = held.group_bytes(group.name)
         if sum(by_place.values()) > watch.total:
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -164,6 +165,9 @@ class DocumentCache(Generic[Value]):
         prefix: what their names begin with.
         kind: class of the values.
         listener: told of changes that are made here.
+
+    Attributes:
+        values: the present values by name, for callers on the path of every request.
     """
 
     def __init__(self, table: Table, prefix: str, kind: type[Value], listener: ChangeListener | None = None) -> None:
@@ -172,6 +176,7 @@ class DocumentCache(Generic[Value]):
         self._prefix = prefix
         self._kind = kind
         self._values: dict[str, Value] = {}
+        self.values: Mapping[str, Value] = MappingProxyType(self._values)
         self._documents: dict[str, bytes] = {}
         self._order: list[str] | None = None  # of the names, until one comes or goes: duties ask for it all the time
         self._unreadable: dict[str, bytes] = {}  # said once each
@@ -182,7 +187,8 @@ class DocumentCache(Generic[Value]):
     def copy(self) -> DocumentCache[Value]:
         """Return the local view as it is now, whose `origin` is this shelf: for a thread to read while this goes on."""
         copied = DocumentCache(self._table, self._prefix, self._kind)
-        copied._values, copied._documents = dict(self._values), dict(self._documents)
+        copied._values.update(self._values)
+        copied._documents.update(self._documents)
         copied._unreadable = dict(self._unreadable)
         copied.origin = self
         return copied

@@ -22,6 +22,7 @@ class GroupRegistry:
 
     def __init__(self, shelf: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
         self._shelf = shelf
+        self.by_name = shelf.values  # for callers on the path of every request
         self._flush = flush
         self._store_kind = store_kind
 
@@ -131,6 +132,7 @@ class QuotaRegistry:
 
     def __init__(self, shelf: DocumentCache[GlobalQuota], flush: Flush) -> None:
         self._shelf = shelf
+        self.by_name = shelf.values  # for callers on the path of every request
         self._flush = flush
 
     async def set(self, quota: GlobalQuota) -> None:

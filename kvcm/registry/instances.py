@@ -166,6 +166,9 @@ class InstanceRegistry:
         seats: which instances count towards a group's limit, by group.
         groups: the groups that instances belong to.
         flush: returns when what was changed is durable.
+
+    Attributes:
+        by_id: the registrations, for callers on the path of every request.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class InstanceRegistry:
         flush: Flush,
     ) -> None:
         self._shelf = shelf
+        self.by_id = shelf.values
         self._removals = removals
         self._numbers = numbers
         self._seats = _InstanceLimit(seats, shelf, removals)

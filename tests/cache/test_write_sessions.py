@@ -20,9 +20,9 @@ from redis_servers import Standalone, standalone
 from thoroughness import examples
 
 from kvcm.cache import write_sessions
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.read_leases import DeadlineTable
 from kvcm.cache.write_sessions import (
     NO_CHECKSUMS,
     REPEAT_SECONDS,
