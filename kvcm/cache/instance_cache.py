@@ -167,7 +167,7 @@ class OpenCaches:
         registry: instances and groups.
         storages: which storages can be read.
         new_backend: makes or finds the backend of an instance's index.
-        usage: told of what the indexes use.
+        usage: receives the usage of the indexes.
         budget: bytes of the search caches.
     """
 
@@ -192,7 +192,7 @@ class OpenCaches:
         self._current_generation = -1  # of the registry
 
     def resolve(self, instance_id: str) -> InstanceCache:
-        """Return what is kept for an instance.
+        """Return the cache of an instance.
 
         Raises:
             UnknownInstanceError: it is not registered.
@@ -205,20 +205,20 @@ class OpenCaches:
         return cache if cache is not None else self._open(registration.instance, registration.placement)
 
     def of_group(self, group_name: str) -> list[InstanceCache]:
-        """Return what is open of a group."""
+        """Return the open caches of a group."""
         return [cache for cache in self._caches.values() if cache.instance.instance_group_name == group_name]
 
     def key_counts(self, group_name: str) -> list[int]:
-        """Return the blocks of each of these, as last heard."""
+        """Return the blocks of each of these, as last read."""
         caches = self._caches.values()
         return [cache.index.key_count for cache in caches if cache.instance.instance_group_name == group_name]
 
     def by_uid(self, uid: int) -> InstanceCache | None:
-        """Return what is kept for a registration, None when it is gone for good."""
+        """Return the cache of a registration, None when it is gone for good."""
         return self._caches.get(uid) or next((cache for cache in self.all() if cache.placement.uid == uid), None)
 
     def find_removed(self, instance: Instance, placement: Placement) -> InstanceCache:
-        """Return what is kept for an instance that is being removed."""
+        """Return the cache of an instance that is being removed."""
         cache = self._caches.get(placement.uid)
         return cache if cache is not None else self._open(instance, placement)
 

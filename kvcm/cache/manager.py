@@ -74,7 +74,7 @@ class CacheManager:
         store: where sessions and leases are kept; in memory by default.
         usage: keeps count of groups; for this process alone by default.
         budget: bytes of the search caches.
-        events: told of what becomes of blocks.
+        events: receives the removals and expiries of blocks.
         on_pressure: as of `WriteSessions`.
 
     Attributes:
@@ -139,7 +139,7 @@ class CacheManager:
         self._observer = self.endings.observer = self.accesses.observer = observer
 
     async def load(self) -> None:
-        """Open every index and hear of the open read leases, before the manager serves."""
+        """Open every index and read the open read leases, before the manager serves."""
         await self.leases.load()
         for _ in self.open_caches.all():
             pass
@@ -163,8 +163,8 @@ class CacheManager:
             UnknownInstanceError: it is not registered.
         """
         cache = self.cache(instance_id)
-        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not what somebody registered since
-        # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
+        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not a later registration
+        # No caller can retry this, so it is not left half done when the caller hangs up.
         await uninterrupted(self._removals.begin(cache))
         await self._store.flush()
 
@@ -177,7 +177,7 @@ class CacheManager:
 
         Args:
             instance_id: the instance.
-            query: what is asked for.
+            query: the request.
             peek: whether this does not count as an access.
 
         Raises:
@@ -267,7 +267,7 @@ class CacheManager:
         session_id: str,
         success: BlockMask,
         retention: Retention = NO_HINT,
-        told: ReportedChecksums = (),
+        reported: ReportedChecksums = (),
     ) -> FinishedWrite:
         """End a write session.
 
@@ -276,7 +276,7 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         await self._expire_if_alone()
-        finished = await self.endings.finish(cache, session_id, success, retention, told)
+        finished = await self.endings.finish(cache, session_id, success, retention, reported)
         if (group := self._groups.get(cache.instance.instance_group_name)) is not None:
             self._sessions.check_watermarks(group)
         await self._store.flush()
@@ -316,7 +316,7 @@ class CacheManager:
         await self._store.flush()
 
     async def report_missing(self, instance_id: str, parts: Sequence[MissingPart]) -> MissingReport:
-        """Check parts that somebody could not read, and remove the locations whose bytes are missing.
+        """Check parts that a reader could not read, and remove the locations whose bytes are missing.
 
         Raises:
             UnknownInstanceError: the instance is not registered.
@@ -355,7 +355,7 @@ class CacheManager:
         return await self._durably(removal)
 
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
-        """Return the bytes that a group uses, by place; of a shared store as last heard."""
+        """Return the bytes that a group uses, by place; of a shared store as last read."""
         return self.usage.used(group_name)
 
     async def expire(self) -> None:
@@ -399,7 +399,7 @@ class CacheManager:
         return iter(self.open_caches.handles())
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long evicted locations stay readable for readers that have them."""
         return self._remover.delay_seconds(instance)
 
     async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
@@ -421,13 +421,13 @@ class CacheManager:
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]
 
 
-# What garbage collection and scrubs ask of the rooms that know blocks.
+# The view of the cache that garbage collection and scrubs have.
 
 _EXPIRE_AT_ONCE = 16
 
 
 class GarbageSource:
-    """Answers from a manager's rooms.
+    """Answers garbage collection and scrubs from the cache and the registry.
 
     Args:
         cache: blocks.
@@ -445,7 +445,7 @@ class GarbageSource:
         return self._cache.indexes()
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long evicted locations stay readable for readers that have them."""
         return self._cache.delay_seconds(instance)
 
     async def is_prefix_match_only(self, uid: int) -> bool:

@@ -84,7 +84,7 @@ class MatchQuery:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What was found.
+    """The result of a match.
 
     Attributes:
         chunks: encoded locations, as field 2 of an answer.
@@ -101,7 +101,7 @@ async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | Non
 
     Args:
         cache: the instance.
-        query: what is asked for.
+        query: the request.
         view: which storages the reader can read; None is those that everybody can.
 
     Raises:
@@ -256,7 +256,7 @@ class ReadModes:
         return uid not in self._out_of_order
 
     async def forget(self, uid: int) -> None:
-        """Drop what is stored of an instance that is gone for good.
+        """Drop the document of an instance that is gone for good.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -270,7 +270,7 @@ class ReadModes:
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What is known of one block.
+    """The metadata of one block.
 
     Attributes:
         key: the block.
@@ -309,7 +309,7 @@ def _worst_status(location: Location, view: StorageView) -> tuple[bool, float]:
     return location.status is not LocationStatus.SERVING, float("inf") if rank is None else rank
 
 
-# Who counts what is asked of the cache: lookups and write sessions.
+# Observers of lookups and write sessions.
 
 
 class WriteEnd(Enum):
@@ -322,7 +322,7 @@ class WriteEnd(Enum):
 
 
 class CacheObserver(Protocol):
-    """Is told what happens, on the path of every request: it does little and never waits or raises."""
+    """Follows lookups and writes on the path of every request: it does little and never waits or raises."""
 
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         """A lookup that counts as an access was answered."""
@@ -331,7 +331,7 @@ class CacheObserver(Protocol):
         """A lookup could not be answered."""
 
     def on_revisits(self, instance: Instance, seconds: float) -> None:
-        """A block was read again so long after its last read; told of some blocks, after a while."""
+        """A block was read again so long after its last read; reported for some blocks, after a while."""
 
     def on_write_started(self, masked_keys: int) -> None:
         """A write session was opened; so many keys of the request need not be written."""
@@ -341,7 +341,7 @@ class CacheObserver(Protocol):
 
 
 class _ChainObserver(Protocol):
-    """Is told which chains are asked for, on the path of every request."""
+    """Follows the chains that are read, on the path of every request."""
 
     def on_read(self, group_name: str, keys: Sequence[int], block_bytes: int) -> None:
         """A prefix match for blocks of so many bytes each was answered."""
@@ -351,8 +351,8 @@ class CombinedObserver:
     """An observer, and a reader beside it.
 
     Args:
-        observer: told of everything.
-        reader: told of prefix matches, without what they leave out.
+        observer: gets everything.
+        reader: gets prefix matches, without masked keys.
     """
 
     def __init__(self, observer: CacheObserver, reader: _ChainObserver) -> None:
@@ -463,10 +463,10 @@ class AccessRecorder:
             self._entries[place if entry is None else (*place, self._waiting)] = _PendingReads(cache, keys, 1)
 
     async def drain(self) -> None:
-        """Write down what was gathered, giving way to requests in between.
+        """Store the gathered reads, giving way to requests in between.
 
         Raises:
-            StorageIOError: the store cannot be asked; what was gathered is lost.
+            StorageIOError: the store cannot be asked; the gathered reads are lost.
         """
         entries, self._entries, self._waiting = self._entries.values(), {}, 0
         at = self._clock.now()

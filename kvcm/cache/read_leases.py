@@ -1,8 +1,8 @@
 """Read leases: a reader pins the locations it was given, so that their bytes stay for a bounded time.
 
-A lease delays the deletion of bytes, nothing else: a removed block vanishes from every answer at once, and whoever
-holds a lease can still read what it was given. Leases are bounded in time and in number, so a lost reader costs space
-for minutes. A lease is a document of the store: whoever deletes sees the leases that other managers gave.
+A lease delays the deletion of bytes, nothing else: a removed block vanishes from every answer at once, and the
+holder of a lease can still read its locations. Leases are bounded in time and in number, so a lost reader costs space
+for minutes. A lease is a document of the store: a deletion sees the leases of other managers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class ReadLeases:
         self._pin_count = 0
 
     async def load(self) -> None:
-        """Hear of the leases in the store: those given before a restart, or by other managers."""
+        """Read the leases in the store: those given before a restart, or by other managers."""
         for lease_id in await self._table.due(math.inf, _MAX_LEASES):
             if self._leases.get(lease_id) is None:
                 await self._load_lease(lease_id)
@@ -243,7 +243,7 @@ class ReadLeases:
         return max((lease.deadline for lease in leases if lease is not None), default=0.0)
 
     async def _refresh(self, lease_ids: set[str]) -> None:
-        """Hear of leases that another manager renewed or released."""
+        """Read leases that another manager renewed or released."""
         for lease_id in lease_ids:
             await self._load_lease(lease_id)
 
@@ -254,7 +254,7 @@ class ReadLeases:
             return
         try:
             self._add(ReadLease.decoded(lease_id, document))
-        except StorageIOError as error:  # nobody can tell what it pins; it must not hold up deletions for ever
+        except StorageIOError as error:  # its pins are unknown; it must not block deletions for ever
             _log.warning("read_lease_unreadable", lease=lease_id[:8], reason=str(error))
 
     async def expire(self) -> None:

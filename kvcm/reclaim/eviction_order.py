@@ -23,7 +23,7 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.policies import POLICIES
-from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary
+from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary, descends
 
 __all__ = [
     "TRIGGER_SECONDS",
@@ -408,6 +408,9 @@ class LiveOrder:
         lane.policy.insert_all(rows, keys)
         self._put(max(rows), lane.number, 0)  # makes room for all
         lane_of_row, number = self._lane_of_row, lane.number
+        if descends(rows):
+            lane_of_row[rows[-1] : rows[0] + 1] = array("H", (number,)) * len(rows)
+            return
         for row in rows:
             lane_of_row[row] = number
 

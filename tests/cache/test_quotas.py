@@ -53,7 +53,7 @@ INDEX = new_index()
 
 def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> FreeSpace:
     limits = Limits(configured) if isinstance(configured, InstanceGroup) else configured
-    return now(ledger.room(limits, UID, index))
+    return now(ledger.free_space(limits, UID, index))
 
 
 def reserve(

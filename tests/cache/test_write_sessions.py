@@ -590,7 +590,7 @@ async def finish_with_checksums(
     rig: Rig, started: StartedWrite, told: Sequence[LocationChecksums], success: BlockMask | None = None
 ) -> FinishedWrite:
     success = success or BlockMask(offset=len(started.chunks))
-    return await rig.manager.finish_write("i", started.session.id, success, told=told)
+    return await rig.manager.finish_write("i", started.session.id, success, reported=told)
 
 
 def of_both(first: int, second: int) -> LocationChecksums:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = ["END", "Cursor", "IsLeaf", "Ordered", "Policy", "SlotLinks", "SlotQueue", "Summary"]
+__all__ = ["END", "Cursor", "IsLeaf", "Ordered", "Policy", "SlotLinks", "SlotQueue", "Summary", "descends"]
 
 IsLeaf = Callable[[int], bool]
 """Whether no resident block follows the block in a slot."""
@@ -188,6 +188,12 @@ class SlotLinks:
                 cursor.stepped_back = True
 
 
+def descends(slots: Sequence[int]) -> bool:
+    """Return whether each slot is the one below the slot before it: nearly always those of one write, whose tail comes
+    first."""
+    return list(slots) == list(range(slots[0], slots[0] - len(slots), -1))
+
+
 class SlotQueue:
     """One queue.
 
@@ -235,15 +241,24 @@ class SlotQueue:
         """Add slots as the newest, one after the other; written out, since every block that is written passes here."""
         if not slots:
             return
+        first, last = slots[0], slots[-1]
         self._links.make_room(max(slots))
         older, newer, end = self._older, self._newer, self._end
         newest = older[end]
-        for slot in slots:
-            assert newer[slot] == slot
-            older[slot] = newest
-            newer[newest] = newest = slot
-        newer[newest] = end
-        older[end] = newest
+        if descends(slots):
+            own = array("i", range(last, first + 1))
+            assert newer[last : first + 1] == own
+            newer[last + 1 : first + 1] = own[:-1]
+            older[last:first] = own[1:]
+            older[first] = newest
+            newer[newest] = first
+        else:
+            for slot in slots:
+                assert newer[slot] == slot
+                older[slot] = newest
+                newer[newest] = newest = slot
+        newer[last] = end
+        older[end] = last
         self._count += len(slots)
 
     def put(self, slot: int, after: int) -> None:
