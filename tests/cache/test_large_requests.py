@@ -123,7 +123,7 @@ async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
         ]
         index, served = rig.manager.cache("i").index, [0]
         finish = asyncio.create_task(
-            rig.manager.finish_write("i", started.session.id, BlockMask(offset=BATCH_KEYS), told=told)
+            rig.manager.finish_write("i", started.session.id, BlockMask(offset=BATCH_KEYS), reported=told)
         )
         while not finish.done():
             served.append(sum(answer is not None for answer in await index.answers(KEYS[:BATCH_KEYS])))
