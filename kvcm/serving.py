@@ -34,7 +34,7 @@ from kvcm.service.access_api import AccessApi
 from kvcm.service.admin_api import AdminApi, ConfigApi, SettingChange
 from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission, Phase, RequestQueue, ServingGate
 from kvcm.service.call_schema import OPENAPI_PATH, CallsPage
-from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallMetrics, CallObserver, RequestContext
+from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallObserver, CallRecorder
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.debug_api import DebugApi, Faults
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
@@ -411,15 +411,25 @@ class ManagerApi:
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _no_op
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         reading = RequestQueue(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
-        counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"])
-        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.blocked_seconds)
+        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.delay)
         access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
-        audited, tracing = AuditCalls(rooms.audit), _tracing(settings, reloader, spans)
-        observers: list[CallObserver] = [counted, access_log, audited, *tracing, RequestContext()]
+        recorder = CallRecorder(
+            metrics,
+            [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"],
+            access_log=access_log,
+            audit=AuditCalls(rooms.audit),
+            tracing=_tracing(settings, reloader, spans),
+        )
         access = _access(rooms, settings)
         check_sizes = RequestSizes(limits).check
         caller = Caller(
-            *(observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, check_sizes, access),
+            recorder,
+            rooms.refuse_unless_leading,
+            rooms.labels,
+            refresh,
+            admission=admission,
+            check_sizes=check_sizes,
+            access=access,
             wants_trace_parents=spans is not None,
         )
         recent = RecentAccesses(settings.recent_keys)
@@ -431,12 +441,12 @@ class ManagerApi:
         data = faults.breakable(data) if debug else data
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, rooms.prober).apply)
         for call in (*data, *admin):
-            counted.declare(call)
+            recorder.declare(call)
         others = (AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(rooms, needed))
         rooms.alerts.certificates = partial(certificate_ends, tls)
-        metrics_page = MetricsPage(counted, rooms.counts, _state(rooms, view), others)
+        metrics_page = MetricsPage(recorder, rooms.counts, _state(rooms, view), others)
         pages: dict[str, PageRoute] = {"/metrics": metrics_page, OPENAPI_PATH: CallsPage(admin)}
-        streams, watch = {"/api/events": rooms.events.subscribe}, _vitals(rooms, place, data, counted)
+        streams, watch = {"/api/events": rooms.events.subscribe}, _vitals(rooms, place, data, recorder)
         rooms.alerts.managers = watch.managers
         resources = _resources([*data, *admin], caller, recent, watch)
         return cls(
@@ -466,10 +476,10 @@ def _estimates(rooms: Components, needed: BytesNeeded) -> Callable[[], Iterator[
     return lambda: needed_readings(needed, counts.groups, [group.name for group in rooms.registry.groups.all()])
 
 
-def _vitals(rooms: Components, place: ManagerAddress, calls: list[Call], counted: CallMetrics) -> VitalsWatch:
+def _vitals(rooms: Components, place: ManagerAddress, calls: list[Call], recorder: CallRecorder) -> VitalsWatch:
     groups, leadership = rooms.registry.groups, rooms.leadership
     signs = VitalsReader(
-        *(place.endpoint, place.clock, place.phase, calls, counted, rooms.counts),
+        *(place.endpoint, place.clock, place.phase, calls, recorder, rooms.counts),
         *(rooms.cache, groups, rooms.reclaimer.stats, leadership),
     )
     store = rooms.metadata.store if rooms.metadata.store.is_shared else MemoryStore()  # else nobody else hears it
@@ -527,15 +537,15 @@ def _admission(settings: Settings) -> AdmissionSettings:
     )
 
 
-def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport | None) -> list[CallObserver]:
+def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport | None) -> CallObserver | None:
     if spans is None:
-        return []
+        return None
     from kvcm.service.call_tracing import CallTracing  # needs the extra that made the export possible
 
     tracing = CallTracing(spans.tracer, Random().random)  # noqa: S311 - a sample, no secret
     tracing.set(settings.trace_sample)
     reloader.subscribe(lambda new, _changed: tracing.set(new.trace_sample))
-    return [tracing]
+    return tracing
 
 
 def _data_calls(rooms: Components, limits: RequestLimits, recent: RecentAccesses) -> list[Call]:

@@ -101,7 +101,7 @@ class AdminApi:
         self._said_uri_is_ignored = False
         cluster_id = storages.cluster_id if storages is not None else ""
         self._snapshots = ConfigSnapshotApi(registry.snapshots, cluster_id, registry.end_logins)
-        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+        self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the admin plane."""

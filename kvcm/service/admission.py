@@ -34,6 +34,7 @@ __all__ = [
     "AdmissionSettings",
     "BacklogEstimate",
     "GuardedAdmission",
+    "LoopDelay",
     "Phase",
     "RequestQueue",
     "ServingGate",
@@ -194,21 +195,20 @@ class TokenBuckets:
     Args:
         clock: seconds of a clock that never runs backwards.
         most: buckets in the table.
+
+    Attributes:
+        is_on: whether there is a rate.
     """
 
     def __init__(self, clock: Callable[[], float], most: int = _MAX_PRINCIPALS) -> None:
         self._clock = clock
         self._most = most
+        self.is_on = False
         self._rate = 0.0
         self._burst = 0.0
         self._buckets: dict[str, _Bucket] = {}
         self._others = _Bucket(0.0, clock())
         self._swept_at = clock() - _SWEEP_SECONDS
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody is limited."""
-        return self._rate > 0
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -224,6 +224,7 @@ class TokenBuckets:
             self._buckets.clear()
             self._others = _Bucket(burst, now)
         self._rate, self._burst = rate, burst
+        self.is_on = rate > 0
 
     def acquire(self, principal: str, amount: float) -> float:
         """Take tokens of a principal.
@@ -369,29 +370,38 @@ class AdmissionSettings:
     long_places: int = 64
 
 
+class LoopDelay:
+    """How long requests wait just now for the event loop, in seconds; written by the measurement of its lag."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class GuardedAdmission:
     """The `Admission` of a manager. To be used inside one event loop.
 
     Args:
         settings: limits.
-        most_keys: of any request: more is not charged for, since it will be refused.
-        waits_now: how long requests wait just now for the event loop to turn to them, in seconds.
+        most_keys: of any request: more is not charged for, since such a request is rejected.
+        delay: of requests by the event loop.
         clock: seconds of the clock of `Arrival.deadline`.
-        ahead: requests that were let in when their heads came.
+        ahead: requests that were admitted by their heads.
     """
 
     def __init__(
         self,
         settings: AdmissionSettings,
         most_keys: Callable[[], int],
-        waits_now: Callable[[], float] = lambda: 0.0,
+        delay: LoopDelay | None = None,
         clock: Callable[[], float] = time.monotonic,
         ahead: BacklogEstimate | None = None,
     ) -> None:
         self._clock = clock
         self._ahead = ahead if ahead is not None else BacklogEstimate()
         self._most_keys = most_keys
-        self._waits_now = waits_now
+        self._delay = delay if delay is not None else LoopDelay()
         self._buckets = TokenBuckets(clock)
         self._long = RequestQueue(clock, settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._late = 0
@@ -429,21 +439,27 @@ class GuardedAdmission:
             return None
         if arrival.received_at is not None and self._clock() - arrival.received_at > most:
             return _overload()
-        if self._waits_now() > most:
+        if self._delay.seconds > most:
             self._late += 1
             return _overload() if self._late % _ALWAYS_ADMITTED else None
         return None
 
     async def enter(self, call: Call, request: Any, arrival: Arrival) -> float | None:
-        """Return when the request's turn has come.
+        """Wait for the request's turn.
+
+        Returns:
+            When it began, for `leave`; None for a short request, which has no turn.
 
         Raises:
             RateLimitedError: the client asks for more keys than it may.
-            TurnedAwayError: there is no turn for the request in time.
+            RejectedError: there is no turn for the request in time.
         """
         if call.plane is not Plane.DATA:
             return None
-        keys = min(key_count(call, request), self._most_keys())
+        keys = key_count(call, request)
+        if keys < self._long_keys and not self._buckets.is_on:
+            return None
+        keys = min(keys, self._most_keys())
         if self._buckets.is_on:
             self._charge(arrival.principal.name or arrival.peer, keys)
         if keys < self._long_keys:
@@ -455,10 +471,9 @@ class GuardedAdmission:
                 self._buckets.refund(arrival.principal.name or arrival.peer, keys)
             raise
 
-    def leave(self, entered: float | None) -> None:
-        """The request that entered was answered."""
-        if entered is not None:
-            self._long.leave(entered)
+    def leave(self, entered: float) -> None:
+        """The request that had a turn was answered."""
+        self._long.leave(entered)
 
     def _charge(self, principal: str, keys: int) -> None:
         wait_seconds = self._buckets.acquire(principal, keys)
@@ -531,6 +546,7 @@ class ServingGate:
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
+        self.is_open = False
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -549,6 +565,7 @@ class ServingGate:
     async def enter_phase(self, phase: Phase) -> None:
         """Go on to a phase; returns when everybody was told."""
         self.phase = phase
+        self.is_open = phase not in _REJECTIONS
         for told in self._followers:
             await told()
 

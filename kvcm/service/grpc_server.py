@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.principals import ANONYMOUS, Principal
+from kvcm.model.principals import ANONYMOUS
 from kvcm.model.tasks import end_tasks
 from kvcm.service.access import Credentials
 from kvcm.service.admission import Phase, ServingGate
@@ -57,28 +57,27 @@ class _BodyWatch:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._since: dict[Any, float] = {}
-        self._strangers = asyncio.Semaphore(_MAX_UNAUTHENTICATED)
+        self._unauthenticated = asyncio.Semaphore(_MAX_UNAUTHENTICATED)
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def read(self, context: Any, principal: Principal) -> bytes:
-        """Return the body of a request; aborts it where there is none, or a larger one than the principal may send."""
-        if principal is ANONYMOUS:  # of whom any number may come, with bodies as large as those of engines
-            async with self._strangers:
-                body = await self._arrived(context)
-        else:
-            body = await self._arrived(context)
-        if body is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _INCOMPLETE)
-        if len(body) > max_body_bytes(principal, len(body)):
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
-        return bytes(body)
-
-    async def _arrived(self, context: Any) -> Any:
+    async def read(self, context: Any) -> bytes:
+        """Return the body of a request; abort the request where there is none."""
         self._since[context] = time.monotonic()
         try:
-            return await context.read()
+            body = await context.read()
         finally:
             self._since.pop(context, None)
+        if body is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _INCOMPLETE)
+        return bytes(body)
+
+    async def read_unauthenticated(self, context: Any) -> bytes:
+        """Return the body of a request without a key; abort the request where its body is larger than it may be."""
+        async with self._unauthenticated:  # any number may come, with bodies as large as those of engines
+            body = await self.read(context)
+        if len(body) > max_body_bytes(ANONYMOUS, len(body)):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
+        return body
 
     async def run(self) -> None:
         """Look now and then, for good."""
@@ -393,55 +392,53 @@ def _check_free(host: str, port: int) -> None:
 def _method(
     call: Call, caller: Caller, arriving: _BodyWatch, bodies: BodyReader, gate: ServingGate
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
-    arrived = _traced_arrival if caller.wants_trace_parents else _arrival
-    asks = caller.access.requires_credentials
+    is_traced = caller.wants_trace_parents
+    requires_credentials = caller.access.requires_credentials
 
     async def serve(_bodies: Any, context: Any) -> bytes:
-        arrival = arrived(context)
-        refusal = gate.rejection()
-        if refusal is not None:
-            caller.report_rejection(call, arrival, refusal)
-        else:
-            refusal = caller.rejection(call, arrival)
-        if refusal is not None:
-            await _abort_rejected(context, refusal)
-        if asks:
+        remaining = context.time_remaining()
+        arrival = Arrival(
+            "grpc",
+            peer=context.peer().partition(":")[2].rpartition(":")[0],  # of ipv4:1.2.3.4:567 or ipv6:[::1]:567
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            trace_parent=_trace_parent() if is_traced else "",
+        )
+        rejection = caller.admission.rejection(call, arrival) if gate.is_open else gate.rejection()
+        if rejection is not None:
+            caller.report_rejection(call, arrival, rejection)
+            await _abort_rejected(context, rejection)
+        if requires_credentials:
             try:
                 arrival = caller.authenticate(call, arrival, _credentials(context))
             except RejectedError as error:
                 await _abort_rejected(context, error)
         gate.enter()
         try:
-            return await answer(await arriving.read(context, arrival.principal), context, arrival)
+            has_key = arrival.principal is not ANONYMOUS
+            body = await (arriving.read(context) if has_key else arriving.read_unauthenticated(context))
+            try:
+                request = await bodies.proto(call, body, arrival.deadline)
+            except DecodeError:
+                text = f"the request is not a {call.request_type.__name__}"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+            except RejectedError as error:
+                caller.report_rejection(call, arrival, error)
+                await _abort_rejected(context, error)
+            try:
+                reply = await caller.answer(call, request, arrival)
+            except RejectedError as error:
+                await _abort_rejected(context, error)
+            return reply.encoded()
         finally:
             gate.leave()
-
-    async def answer(body: bytes, context: Any, arrival: Arrival) -> bytes:
-        try:
-            request = await bodies.proto(call, body, arrival.deadline)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
-        except RejectedError as error:
-            caller.report_rejection(call, arrival, error)
-            await _abort_rejected(context, error)
-        try:
-            reply = await caller.answer(call, request, arrival)
-        except RejectedError as error:
-            await _abort_rejected(context, error)
-        return reply.encoded()
 
     return serve
 
 
-def _arrival(context: Any) -> Arrival:
-    remaining = context.time_remaining()
-    return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
-
-
-def _traced_arrival(context: Any) -> Arrival:
+def _trace_parent() -> str:
     parents = (value for key, value in _metadata.get() if key == "traceparent")
     parent = next(parents, "")
-    return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
+    return parent if isinstance(parent, str) else ""
 
 
 def _credentials(context: Any) -> Credentials:
@@ -452,11 +449,6 @@ def _credentials(context: Any) -> Credentials:
         return Credentials(given[0])
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return Credentials("", tuple(name.decode("utf-8", "replace") for name in names))
-
-
-def _host(peer: str) -> str:
-    """Return the address in `ipv4:1.2.3.4:567` or `ipv6:[::1]:567`, percent-encoded brackets or not."""
-    return peer.partition(":")[2].rpartition(":")[0]
 
 
 async def _abort_rejected(context: Any, error: RejectedError) -> NoReturn:

@@ -141,7 +141,7 @@ class InsightApi:
     async def explore_blocks(self, request: Any) -> Reply:
         """Tell what is known of every block of a chain."""
         cache = self.cache.cache(request.instance_id)
-        calls = BlockCalls(self.cache, self.limits, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
+        calls = BlockCalls(self.cache, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
         keys = await calls.keys("ExploreBlocks", request)
         explorer = ChainExplorer(cache, self.storages.everywhere, self._trouble_of, self.clock.now)
         blocks = await explorer.explore(keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvcm.cache.instance_cache import batches
 from kvcm.cache.manager import CacheManager
@@ -15,7 +15,8 @@ from kvcm.cache.prefix_match import BlockMeta, Match, MatchMode, MatchQuery
 from kvcm.cache.read_leases import MAX_LEASE_MS
 from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
-from kvcm.model.keys import BlockMask, block_keys_from_tokens
+from kvcm.model.instances import Instance
+from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens
 from kvcm.model.locations import Location, SpecUri, decode_chunk, retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
@@ -43,16 +44,12 @@ class BlockCalls:
 
     Args:
         cache: answers them.
-        limits: sizes of requests.
         meta_response: class of GetCacheMetaResponse in the package.
         common_response: class of CommonResponse in the package.
     """
 
-    def __init__(
-        self, cache: CacheManager, limits: RequestLimits, meta_response: type[Any], common_response: type[Any]
-    ) -> None:
+    def __init__(self, cache: CacheManager, meta_response: type[Any], common_response: type[Any]) -> None:
         self._cache = cache
-        self._limits = limits
         self._meta_response = meta_response
         self._common_response = common_response
 
@@ -61,13 +58,18 @@ class BlockCalls:
 
         Raises:
             UnknownInstanceError: the instance is not registered.
-            InvalidArgumentError: neither is given, there are too many, or the instance has no block size.
+            InvalidArgumentError: neither is given, or the instance has no block size.
         """
         instance = self._cache.cache(request.instance_id).instance
-        self._limits.check(len(request.block_keys), len(request.token_ids))
-        if request.block_keys:
-            keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
-            return keys
+        keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
+        return keys or await self.keys_of_tokens(api, request, instance)
+
+    async def keys_of_tokens(self, api: str, request: Any, instance: Instance) -> Sequence[int]:
+        """Return the block keys of a request without `block_keys`, made from its tokens.
+
+        Raises:
+            InvalidArgumentError: there are no tokens either, or the instance has no block size.
+        """
         require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
         if instance.block_size <= 0:
             raise InvalidArgumentError(
@@ -146,8 +148,8 @@ class RequestEvents:
         self._recent = recent
 
     def on_read(self, request: Any, query: MatchQuery, found: Match) -> None:
-        """GetCacheLocation, unless it is not to count as an access."""
-        if request.peek or not (self._log.is_active or self._recent.is_active):
+        """GetCacheLocation that counts as an access."""
+        if not (self._log.is_active or self._recent.is_active):
             return
         fields: dict[str, Any] = {
             "query_type": query.mode.name.lower(),
@@ -238,7 +240,7 @@ class MetaApi:
         kept = recent if recent is not None else RecentAccesses(0)
         self._events = RequestEvents(events if events is not None else EventLog(), kept)
         self._limits = limits
-        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+        self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the data plane."""
@@ -301,25 +303,28 @@ class MetaApi:
 
     async def match(self, request: Any) -> Reply:
         """Answer GetCacheLocation, with a read lease when one is asked for."""
-        self._cache.cache(request.instance_id)
+        instance = self._cache.cache(request.instance_id).instance
         lease_ms = request.read_lease_ms
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
-        mask = mask_of(request, "block_mask")
+        mask = mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
+        mode = _MODE_OF_TYPE.get(request.query_type) or _match_mode(request)
+        keys: Sequence[int] = request.block_keys[:]
         query = MatchQuery(
-            _match_mode(request),
-            await self._blocks.keys("GetCacheLocation", request),
-            mask,
-            request.sw_size,
-            frozenset(request.location_spec_names),
-            request.node_id,
-            request.require_location_specs,
+            mode,
+            keys or await self._blocks.keys_of_tokens("GetCacheLocation", request, instance),
+            mask=mask,
+            window=request.sw_size,
+            spec_names=frozenset(request.location_spec_names),
+            node_id=request.node_id,
+            requires_specs=request.require_location_specs,
         )
         found = await self._cache.match(request.instance_id, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
-        self._events.on_read(request, query, found)
+        if not request.peek:  # a peek is no access
+            self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
 
     async def _pin(self, message: Any, request: Any, found: Match) -> None:
@@ -453,9 +458,17 @@ class _LazyLocations(Sequence[LocationChecksums]):
         )
 
 
+_MODE_OF_TYPE: Final = {mode.value: mode for mode in MatchMode}
+
+
 def _match_mode(request: Any) -> MatchMode:
-    try:
-        return MatchMode(request.query_type)
-    except ValueError:
+    """Return the match mode of a request.
+
+    Raises:
+        InvalidArgumentError: `query_type` is none of them.
+    """
+    mode = _MODE_OF_TYPE.get(request.query_type)
+    if mode is None:
         allowed = ", ".join(f"QT_{mode.name}" for mode in MatchMode)
-        raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}") from None
+        raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}")
+    return mode

@@ -12,7 +12,9 @@ from typing import Final
 from kvcm import __version__
 from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery, WriteEnd
 from kvcm.model.instances import Instance
+from kvcm.model.keys import NO_MASK
 from kvcm.reclaim.reclaimer import EvictionRecord
+from kvcm.service.admission import LoopDelay
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import AGES, KEYS, BoundedLabels, Histogram, Reading
 
@@ -79,11 +81,17 @@ class CacheMetrics:
 
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         """Count a lookup."""
-        lookups = self._of(instance.instance_group_name)
-        asked, hit, filtered = len(query.keys), len(found.keys), _masked(query)
+        group_name = instance.instance_group_name
+        lookups = self._groups.get(group_name) or self._of(group_name)
+        asked, hit = len(query.keys), len(found.keys)
+        filtered = 0 if query.mask is NO_MASK else _masked(query)
+        tokens = max(0, instance.block_size)
         self._modes[query.mode] += 1
-        lookups.hit.add(hit, instance.block_size)
-        lookups.miss.add(asked - filtered - hit, instance.block_size)
+        lookups.hit.keys += hit
+        lookups.hit.tokens += hit * tokens
+        missed = asked - filtered - hit
+        lookups.miss.keys += missed
+        lookups.miss.tokens += missed * tokens
         if filtered:
             lookups.filtered.add(filtered, instance.block_size)
         if query.mode is MatchMode.PREFIX_MATCH or query.mode is MatchMode.PREFIX_MATCH_WITH_MAMBA:
@@ -197,6 +205,7 @@ class _LoopLag:
         self._histogram = Histogram()
         self._latest_seconds = deque([0.0], maxlen=_BLOCKED_AFTER_LAGS)
         self._peak_seconds = 0.0
+        self.delay = LoopDelay()
 
     async def run(self) -> None:
         """Measure for good."""
@@ -206,6 +215,7 @@ class _LoopLag:
             late_seconds = max(0.0, time.perf_counter() - due)
             self._histogram.observe(late_seconds)
             self._latest_seconds.append(late_seconds)
+            self.delay.seconds = min(self._latest_seconds)
             self._peak_seconds = max(self._peak_seconds, late_seconds)
 
     def pop_peak_seconds(self) -> float:
@@ -214,8 +224,8 @@ class _LoopLag:
         return peak
 
     def blocked_seconds(self) -> float:
-        """Return how late it is for good: every time of late. One large request is late once and over."""
-        return min(self._latest_seconds)
+        """Return by how much every latest wakeup was late. One large request delays only one."""
+        return self.delay.seconds
 
     def readings(self) -> Iterator[Reading]:
         """Yield what was measured."""

@@ -33,7 +33,7 @@ from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.calls import CallMetrics
+from kvcm.service.calls import CallRecorder
 from kvcm.service.http_server import Page, PageRequest
 from kvcm.service.metrics import Counts
 from kvcm.service.usage_report import UsageView
@@ -338,7 +338,7 @@ class MetricsPage:
         others: what else there is to read.
     """
 
-    def __init__(self, calls: CallMetrics, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
+    def __init__(self, calls: CallRecorder, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
         self._state = _StateMetrics(state, counts.groups)
         self._registry, self._counts = state.registry, counts
         self._sources: tuple[Source, ...] = (calls.readings, *others, counts.readings, self._state.readings)

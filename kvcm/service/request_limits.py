@@ -40,17 +40,6 @@ class RequestLimits:
     max_tokens: int = 1 << 20
     max_body_bytes: int = 64 << 20
 
-    def check(self, key_count: int, token_count: int) -> None:
-        """Refuse a request that is too large.
-
-        Raises:
-            InvalidArgumentError: naming the field, its size and the limit.
-        """
-        if key_count > self.max_keys:
-            raise InvalidArgumentError(f"block_keys has {key_count} entries, at most {self.max_keys} are allowed")
-        if token_count > self.max_tokens:
-            raise InvalidArgumentError(f"token_ids has {token_count} entries, at most {self.max_tokens} are allowed")
-
 
 # Turns bodies into requests: small ones at once, large ones beside the event loop, and those that are made to be
 # slow to read not at all.
@@ -228,39 +217,40 @@ class RequestSizes:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
-    def check(self, request: Any) -> None:
-        """Refuse a request that holds too much of anything.
+    def check(self, message: Any, path: str = "") -> None:
+        """Reject a request with a field above its limit.
+
+        Args:
+            message: the request, or a message in it.
+            path: of that message in the request, with the dot behind it.
 
         Raises:
             InvalidArgumentError: naming the field, its size and the limit.
         """
-        self._check(request, "")
-
-    def _check(self, message: Any, path: str) -> None:
         bounds = _known.get(type(message)) or _bounds(type(message))
         for field, most in bounds.texts:
             text = getattr(message, field)
             if len(text) * 4 > most:
                 check_text(f"{path}{field}", text, most)
-        for bound in bounds.lists:
-            if items := getattr(message, bound[0]):
-                self._check_list(items, path, *bound)
+        for field, entries, most, has_parts in bounds.lists:
+            if items := getattr(message, field):
+                if entries <= 0:
+                    entries = self._limits.max_tokens if entries else self._limits.max_keys
+                if len(items) > entries:
+                    raise InvalidArgumentError(f"{path}{field} has {len(items)} entries, at most {entries} are allowed")
+                if most or has_parts:
+                    self._check_items(items, f"{path}{field}", most, has_parts)
         for field in bounds.parts:
             if message.HasField(field):
-                self._check(getattr(message, field), f"{path}{field}.")
+                self.check(getattr(message, field), f"{path}{field}.")
 
-    def _check_list(self, items: Any, path: str, field: str, entries: int, most: int, has_parts: bool) -> None:
-        count = len(items)
-        if entries <= 0:
-            entries = self._limits.max_tokens if entries else self._limits.max_keys
-        if count > entries:
-            raise InvalidArgumentError(f"{path}{field} has {count} entries, at most {entries} are allowed")
+    def _check_items(self, items: Any, path: str, most: int, has_parts: bool) -> None:
         if most and max(map(len, items)) * 4 > most:
             for position, text in enumerate(items):
-                check_text(f"{path}{field}[{position}]", text, most)
+                check_text(f"{path}[{position}]", text, most)
         if has_parts:
             for position, item in enumerate(items):
-                self._check(item, f"{path}{field}[{position}].")
+                self.check(item, f"{path}[{position}].")
 
 
 def check_text(name: str, text: str, most: int) -> None:

@@ -16,7 +16,7 @@ from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
 from kvcm.reclaim.reclaimer import ReclaimStats
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.leadership import Leadership, VitalsTable
-from kvcm.service.calls import Call, CallMetrics
+from kvcm.service.calls import Call, CallRecorder
 from kvcm.service.metrics import Counts
 from kvcm.service.vitals_history import History, HistoryRange, Rates
 
@@ -54,7 +54,7 @@ class VitalsReader:
         clock: Clock,
         phase: Callable[[], str],
         calls: Sequence[Call],
-        answered: CallMetrics,
+        answered: CallRecorder,
         counts: Counts,
         cache: CacheManager,
         groups: GroupRegistry,
