@@ -71,8 +71,8 @@ class AdminApi:
 
     Args:
         cache: blocks and instances.
-        registry: what is configured.
-        leadership: who leads.
+        registry: the configuration.
+        leadership: of this manager.
         metrics: counters of the calls.
         limits: sizes of requests.
         drains: removes storages, and forgets what lay on them.
@@ -399,7 +399,7 @@ class ConfigApi:
     """Handlers of the calls about settings.
 
     Args:
-        reload: reads the settings anew and returns what changed.
+        reload: reads the settings again and returns the changed ones.
     """
 
     def __init__(self, reload: Callable[[], Awaitable[Sequence[SettingChange]]]) -> None:
@@ -413,7 +413,7 @@ class ConfigApi:
         ]
 
     async def reload_config(self, _request: Any) -> Reply:
-        """Read the settings anew."""
+        """Read the settings again."""
         message = config_pb.ReloadConfigResponse()
         for change in await self._reload():
             message.changes.add(

@@ -1,4 +1,4 @@
-"""What is wrong now, why, and what to do: pure functions over what a manager knows, and a watch that gathers it."""
+"""The rules of alerts: what is wrong, the reason and the remedy, as pure functions of the state of a manager."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Alert:
         severity: how urgent it is.
         subject_kind: one of `SubjectKind`.
         subject_name: "" for the cluster.
-        summary: what is wrong.
-        reason: why.
-        advice: what to do.
+        summary: one sentence.
+        reason: of it.
+        advice: the remedy.
         since_ms: when it was first seen, unix time in ms.
     """
 
@@ -93,31 +93,31 @@ class Alert:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What stays the same while it lasts."""
+        """The identity of a firing alert."""
         return self.name, self.subject_kind, self.subject_name
 
 
 @dataclass(frozen=True, slots=True)
 class AlertInputs:
-    """What a manager knows at one moment.
+    """The state of a manager at one moment.
 
     Attributes:
         now: unix seconds.
-        usage: of everything that whoever asks may see.
+        usage: of everything that the principal may see.
         groups: as configured.
         types: of the configured storages, by name.
         storages: how each is for this manager.
-        backlogs: what waits for deletion, by storage.
+        backlogs: of pending deletions, by storage.
         deleting: bytes that wait for deletion, by group and storage.
         writing: bytes of open write sessions, by group.
-        refused: writes refused lately for want of room, by group.
+        refused: writes rejected lately for lack of space, by group.
         mismatches: wrong checksums reported lately, by group and storage.
         drains: and removals.
         node_id: of this manager.
-        leader: node id of the one that leads, "" for none.
+        leader: node id of the leader, "" for none.
         leaders: managers that say that they lead.
-        overdue_sessions: write sessions that nobody ended in time.
-        certificates: when they end, unix seconds, by what they are for.
+        overdue_sessions: write sessions that did not expire in time.
+        certificates: their expiry, unix seconds, by purpose.
         lag_seconds: by which the event loop is late all the time.
         store_trouble: why the metadata store does not answer, "" while it does.
         dropped_accesses: reads that lately could not be written down.
@@ -186,7 +186,7 @@ def sentence(clause: str) -> str:
 _OWN_MARK = "trigger_strategy.used_percentage of the group"
 """The setting of a group from which on its blocks leave."""
 FULL = 0.98
-"""Ratio of a limit from which on it is taken for reached: what is left may be less than one write needs."""
+"""Ratio of a limit from which on it counts as reached: the rest may be less than one write needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _of_global_quotas(facts: AlertInputs, group: GroupUsage) -> Iterator[Limit]:
 
 
 def _of_storages(facts: AlertInputs, group: GroupUsage, configured: InstanceGroup) -> Iterator[Limit]:
-    """Yield what limits the group on its roomiest storage: while one has room, no other limits it."""
+    """Yield the limits of the group on its emptiest storage: while one has space, no other limits it."""
     usable = [name for name in configured.storage_candidates if not storage_trouble(facts.storages.get(name))]
     tightest = [max(_on_storage(facts, group, name), key=lambda limit: limit.ratio, default=None) for name in usable]
     limits = [limit for limit in tightest if limit is not None]
@@ -303,7 +303,7 @@ def storage_trouble(status: StorageStatus | None) -> str:
 
 # What keeps a full group full: pins, deletions that wait, writes, marks that are off, other groups.
 
-_MIN_SHARE = 0.05  # of a limit; what is less does not explain that it is full
+_MIN_SHARE = 0.05  # of a limit; less does not explain that it is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class QuotaHolder:
 def _holders_of(
     facts: AlertInputs, group: GroupUsage, configured: InstanceGroup, limit: Limit
 ) -> Sequence[QuotaHolder]:
-    """Return what keeps a group at a limit, the most telling first; one at least."""
+    """Return the reasons why a group stays at a limit, the strongest first; one at least."""
     found = [*_no_evicting_manager(facts), *_eviction_is_off(configured, limit)]
     held = [
         *_pinned(group),
@@ -411,14 +411,14 @@ def _eviction_too_slow(limit: Limit) -> QuotaHolder:
     return QuotaHolder(0, text, f"lower {limit.mark}, so that eviction begins earlier")
 
 
-# What is wrong with groups: full, nearly full, without a storage, above a mark that eviction does not reach.
+# Alerts of groups: full, nearly full, without a storage, above a mark that eviction does not reach.
 
 _NEARLY = 0.9
 _MAX_HOLDERS = 3
 
 
 def group_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with groups."""
+    """Yield the alerts of groups."""
     for group in facts.usage.groups:
         configured = facts.groups.get(group.name)
         if configured is None:
@@ -500,7 +500,7 @@ def _holders_text(holders: Sequence[QuotaHolder]) -> str:
     return " ".join(sentence(holder.text) for holder in holders)
 
 
-# What is wrong with storages: down, full, out of use, oversubscribed, deletions that fail, wrong bytes.
+# Alerts of storages: down, full, out of use, oversubscribed, deletions that fail, wrong bytes.
 
 _NEARLY_FULL = 0.95
 _MEDIUM_FULL = 0.98
@@ -508,7 +508,7 @@ _OVERSUBSCRIBED = 1.0
 
 
 def storage_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with storages."""
+    """Yield the alerts of storages."""
     for name, status in sorted(facts.storages.items()):
         yield from _of_health(facts, name, status)
         yield from _of_medium(name, status)
@@ -606,7 +606,7 @@ def _of_usage(facts: AlertInputs, storage: StorageUsage) -> Iterator[Alert]:
         )
 
 
-# What is wrong with managers and with what they share: leadership, the store, sessions, certificates, the loop.
+# Alerts of managers and their shared state: leadership, the store, sessions, certificates, the loop.
 
 _MAX_LOOP_LAG_SECONDS = 0.1
 _CERTIFICATE_SECONDS = 14 * 86_400
@@ -614,7 +614,7 @@ _URGENT_SECONDS = 2 * 86_400
 
 
 def cluster_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with managers and the cluster."""
+    """Yield the alerts of managers and the cluster."""
     yield from _of_leadership(facts)
     yield from _of_store(facts)
     yield from _of_sessions(facts)

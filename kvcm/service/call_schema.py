@@ -1,6 +1,6 @@
 """The calls of a port as an OpenAPI document, made of the contract's descriptors: POST /api/<call> with JSON bodies.
 
-It says what is promised. More is understood: names in lowerCamelCase, and fields that nobody knows are ignored.
+It is the promise. The server accepts more: names in lowerCamelCase, and unknown fields, which it ignores.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The calls on gRPC. Bytes in, bytes out: messages are parsed and joined by hand, since answers are mostly encoded
-already. Who asks is known before the body of a request is taken.
+already. The client is authenticated before the body of its request is read.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvcm.service.tls import ServerTls
 
 __all__ = ["GrpcServer", "WakeupSocket", "coalesced_wakeups"]
 
-# Bodies of requests over gRPC: taken when it is known who sends them, and given up where they do not come in time.
+# Bodies of requests: read after authentication, and given up where they do not come in time.
 #
-# gRPC takes the body of a plain call, whatever its size, before it asks anybody, and waits for its rest for ever. So
-# every call is served as one whose client streams requests, of which one is read.
+# gRPC reads the body of a plain call, whatever its size, before it calls any of our code, and waits for its rest for
+# ever. So every call is served as one whose client streams requests, of which one is read.
 #
-# Rejected: cancelling what waits for a body. gRPC goes on to write to what that held; a request that is answered ends
-# its own wait.
+# Rejected: cancelling the wait for a body. gRPC goes on to write to its memory; a request that is answered ends its own
+# wait.
 
-_MAX_UNAUTHENTICATED: Final = 8  # whose bodies are taken at a time
+_MAX_UNAUTHENTICATED: Final = 8  # requests whose bodies are read at a time
 _TOO_SLOW: Final = "the request did not arrive in time"
 _TOO_LARGE: Final = "the body is larger than one of a request without a key may be"
 _INCOMPLETE: Final = "the request ended before its body did"
@@ -51,7 +51,7 @@ class _BodyWatch:
     """Reads bodies, and ends requests whose body is too slow. A timer for each of them would cost more than this.
 
     Args:
-        limits: looked at all the time: they may change.
+        limits: may change at any time.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -80,7 +80,7 @@ class _BodyWatch:
         return body
 
     async def run(self) -> None:
-        """Look now and then, for good."""
+        """End slow requests now and then, for good."""
         while True:
             await asyncio.sleep(self._limits.check_seconds)
             latest = time.monotonic() - self._limits.receive_seconds
@@ -101,7 +101,7 @@ async def _end(context: Any) -> None:
 # For every event of a call (there are three or four) that thread queues it and writes a byte into a pair of sockets.
 # The loop then takes all events that are queued, but only one byte per turn. In a loop whose turns take milliseconds
 # more bytes come than are taken, until the pair is full after some 280; then the thread stands still until three
-# quarters of them were taken one by one, and for half a second gRPC neither hears nor says anything. So the loop is
+# quarters of them were taken one by one, and for half a second gRPC neither reads nor writes. So the loop is
 # given a socket that is read to its end: a byte is written behind its event, hence nothing that was queued is missed.
 
 _ALL = 1 << 16
@@ -139,7 +139,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _GrpcHealth(health.aio.HealthServicer):
-    """Health of the listener as a whole ("") and of each service, which is always the same. To be told once before the
+    """Health of the listener as a whole ("") and of each service, which is always the same. To be set once before the
     server is started.
 
     Args:
@@ -155,18 +155,18 @@ class _GrpcHealth(health.aio.HealthServicer):
             health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def add_services(self, services: Sequence[str]) -> None:
-        """Tell of these services, too."""
+        """Serve the health of these services, too."""
         self._services += services
         await self.set_serving(self._is_serving)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Tell whoever watches."""
+        """Publish to all watchers."""
         self._is_serving = is_serving
         for service in self._services:
             await self.set(service, _SERVING if is_serving else _NOT_SERVING)
 
     def close(self) -> None:
-        """End the streams of those who watch: they would hold up the end of the server."""
+        """End the streams of watchers: they would hold up the end of the server."""
         self._is_over.set()
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the name of the rpc
@@ -182,8 +182,8 @@ class _GrpcHealth(health.aio.HealthServicer):
 
 
 def _reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
-    """Return what lets clients ask a listener for its services and messages (`grpcurl`). It may be added after the
-    server was started, which grpc_reflection's own way cannot do."""
+    """Return the handler of reflection: the services and messages of a listener (`grpcurl`). It may be added after the
+    server was started, unlike grpc_reflection's own one."""
     servicer = reflection.aio.ReflectionServicer([*services, health.SERVICE_NAME, reflection.SERVICE_NAME])
     method: Any = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -220,7 +220,7 @@ _REJECTED_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class GrpcLimits:
-    """What gRPC itself refuses.
+    """Limits that gRPC itself enforces.
 
     Attributes:
         max_body_bytes: largest request; answers have no limit.
@@ -289,7 +289,7 @@ class GrpcServer:
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to answer: health at once, calls when it is told of them."""
+        """Begin to answer: health at once, calls after `serve`."""
         self._watch = asyncio.create_task(self._arriving.run())
         await self.health.set_serving(is_serving=False)
         for server in self._acceptors:
@@ -341,7 +341,7 @@ and once more whenever the context is asked, which takes longer than all else th
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """Finds what answers a request. Until it is known what there is to call, everything is refused."""
+    """Finds the handler of a request. Before `add`, every request is rejected."""
 
     def __init__(self, gate: ServingGate) -> None:
         self._gate = gate
@@ -349,7 +349,7 @@ class _Methods(grpc.GenericRpcHandler):
         self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
 
     def add(self, call: Call, answer: Callable[[Any, Any], Awaitable[bytes]]) -> None:
-        """Have a call answered."""
+        """Serve a call."""
         method: Any = grpc.stream_unary_rpc_method_handler(answer)
         self._by_path[f"/{call.service}/{call.name}"] = method
 
@@ -379,7 +379,7 @@ def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Find out ourselves that an address is taken: a second manager has to fail, not to share its requests; and gRPC
+    """Check ourselves whether an address is taken: a second manager has to fail, not to share its requests; and gRPC
     would write lines of its own to stderr."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

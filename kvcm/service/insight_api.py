@@ -1,4 +1,4 @@
-"""InsightService: what goes on, for people. Thin translation; what is told is gathered in other places."""
+"""InsightService: sessions, blocks, curves and alerts, for people. Thin translation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_LOOKUPS_YET = "nothing was asked of this manager for it since it started"
 
 
 class Curve(Protocol):
-    """What is estimated of one group."""
+    """The estimated hit ratios of one group by its capacity."""
 
     @property
     def since(self) -> float: ...
@@ -73,7 +73,7 @@ class Curves(Protocol):
         """Whether no further group is counted."""
 
     def curve(self, group_name: str) -> Curve | None:
-        """Return what is estimated of a group, None while nothing is."""
+        """Return the curve of a group, None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class InsightApi:
 
     Attributes:
         cache: blocks and sessions.
-        registry: what is configured.
+        registry: the configuration.
         storages: the open storages.
         limits: sizes of requests.
-        alerts: what is wrong.
-        view: what is used.
-        curves: what capacity is worth.
+        alerts: of this manager.
+        view: of the usage.
+        curves: estimated hit ratios.
         clock: time source.
     """
 
@@ -116,7 +116,7 @@ class InsightApi:
         ]
 
     async def list_sessions(self, request: Any) -> Reply:
-        """List the open write sessions of the groups that whoever asks may see."""
+        """List the open write sessions of the groups that the principal may see."""
         if request.instance_group:
             self.registry.groups.get(request.instance_group)
         if request.instance_id:
@@ -139,7 +139,7 @@ class InsightApi:
         return Reply(message)
 
     async def explore_blocks(self, request: Any) -> Reply:
-        """Tell what is known of every block of a chain."""
+        """Return every block of a chain."""
         cache = self.cache.cache(request.instance_id)
         calls = BlockCalls(self.cache, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
         keys = await calls.keys("ExploreBlocks", request)
@@ -159,7 +159,7 @@ class InsightApi:
         return storage_trouble(statuses[0] if statuses else None) or "is not readable from here"
 
     async def get_curve(self, request: Any) -> Reply:
-        """Tell what capacity is worth to a group."""
+        """Return the hit ratio of a group by its capacity."""
         require(request.instance_group, "GetCurve.instance_group")
         group = self.registry.groups.get(request.instance_group)
         curve = self.curves.curve(group.name)
@@ -187,7 +187,7 @@ class InsightApi:
         return Reply(message)
 
     async def list_alerts(self, request: Any) -> Reply:
-        """Tell what is wrong."""
+        """List the alerts."""
         message = pb.ListAlertsResponse()
         for alert in await self.alerts.alerts(request.instance_group):
             fill(message.alerts.add(), alert)

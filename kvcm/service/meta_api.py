@@ -135,12 +135,11 @@ _READ, _STARTED, _FINISHED = "GetCacheLocation", "StartWriteCache", "FinishWrite
 
 
 class RequestEvents:
-    """Tells an event log of calls that succeeded, and has them kept for a while. Nothing is built while nobody listens
-    and nothing is kept.
+    """Publishes successful calls to the event log, and keeps the latest. Builds nothing while neither is active.
 
     Args:
         log: where events go.
-        recent: keeps the latest, without the tokens of prompts; with what became of them beside.
+        recent: keeps the latest with their outcomes, without the tokens of prompts.
     """
 
     def __init__(self, log: EventLog, recent: RecentAccesses) -> None:
@@ -158,11 +157,11 @@ class RequestEvents:
             "location_spec_names": list(request.location_spec_names),
         }
         if self._recent.is_active:
-            told = {**fields, "hit_keys": len(found.keys)}
-            self._recent.add(request.instance_id, _READ, told, query.keys, flags=_flags(query.mask))
+            event = {**fields, "hit_keys": len(found.keys)}
+            self._recent.add(request.instance_id, _READ, event, query.keys, flags=_flags(query.mask))
         if self._log.is_active:
-            told = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
-            self._log.publish(request.instance_id, CACHE_MANAGER, _READ, told)
+            event = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _READ, event)
 
     def on_write_started(self, request: Any, keys: Sequence[int], started: StartedWrite) -> None:
         """StartWriteCache."""
@@ -175,14 +174,14 @@ class RequestEvents:
             "write_timeout_seconds": request.write_timeout_seconds,
         }
         if self._recent.is_active:
-            told = {**fields, "refused_keys": started.rejected}
-            self._recent.add(request.instance_id, _STARTED, told, keys, flags=_flags(started.mask))
+            event = {**fields, "refused_keys": started.rejected}
+            self._recent.add(request.instance_id, _STARTED, event, keys, flags=_flags(started.mask))
         if self._log.is_active:
-            told = {**fields, "keys": keys, "tokens": list(request.token_ids)}
-            self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, told)
+            event = {**fields, "keys": keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, event)
 
     def on_write_refused(self, request: Any, keys: Sequence[int]) -> None:
-        """StartWriteCache that found no room at all: no event, but kept as one without a session."""
+        """StartWriteCache without space for any block: no event, but kept as a write without a session."""
         if self._recent.is_active:
             fields = {"write_session_id": "", "block_mask": len(keys), "refused_keys": len(keys)}
             self._recent.add(request.instance_id, _STARTED, fields, keys)
@@ -219,10 +218,10 @@ class MetaApi:
     Args:
         cache: blocks.
         registry: groups and storages.
-        leadership: who leads.
+        leadership: of this manager.
         limits: sizes of requests.
-        events: told of what engines ask for.
-        recent: keeps the latest of that.
+        events: of the calls of engines.
+        recent: keeps the latest calls.
     """
 
     def __init__(
@@ -288,7 +287,7 @@ class MetaApi:
         ]
 
     async def register_instance(self, request: Any) -> Reply:
-        """Register an instance; the answer tells the transfer layer of its group's storages."""
+        """Register an instance; the answer has the storages of its group, for the transfer layer."""
         instance = await self._cache.register_instance(instance_of(request))
         group = self._registry.groups.find(instance.instance_group_name)
         storages = self._registry.storages.existing(group.storage_candidates if group is not None else ())
@@ -374,9 +373,9 @@ class MetaApi:
         require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
         success = mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
-        told = _LazyLocations(request.locations, self._limits.max_keys)
+        locations = _LazyLocations(request.locations, self._limits.max_keys)
         finished = await self._cache.finish_write(
-            request.instance_id, request.write_session_id, success, retention, told
+            request.instance_id, request.write_session_id, success, retention, locations
         )
         self._events.on_write_finished(request, success)
         message = pb.CommonResponse()
@@ -400,7 +399,7 @@ class MetaApi:
         return Reply(pb.CommonResponse())
 
     async def cluster_info(self, _request: Any) -> Reply:
-        """Answer GetClusterInfo: this node, and the one that leads."""
+        """Answer GetClusterInfo: this node, and the leader."""
         message = pb.GetClusterInfoResponse(
             self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
         )
@@ -436,7 +435,7 @@ class MetaApi:
 
 
 class _LazyLocations(Sequence[LocationChecksums]):
-    """What a request tells of locations, read when it is needed: there may be hundreds of thousands of parts."""
+    """The locations of a request, read when they are needed: there may be hundreds of thousands of parts."""
 
     def __init__(self, locations: Sequence[Any], most: int) -> None:
         if len(locations) > most:

@@ -1,4 +1,4 @@
-"""Counts what is asked of the cache: lookups by group, write sessions by how they end."""
+"""Metrics beside those of calls: lookups by group, write sessions by outcome, reuse of evicted blocks, loop lag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Count:
 
 
 class _Lookups:
-    """What is counted of one group."""
+    """The counters of one group."""
 
     __slots__ = ("error", "filtered", "hit", "miss", "prefix", "revisits")
 
@@ -52,7 +52,7 @@ class CacheMetrics:
 
     Args:
         groups: bounds the names of groups that become labels.
-        on_miss: told of the instance and the key at which a prefix match ended.
+        on_miss: called with the instance and the key at which a prefix match ended.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CacheMetrics:
         return {name: (each.hit.keys, each.miss.keys) for name, each in self._groups.items()}
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         for name, each in list(self._groups.items()):
             results = {"hit": each.hit, "miss": each.miss, "filtered": each.filtered, "error": each.error}
             for result, count in results.items():
@@ -147,11 +147,10 @@ def _masked(query: MatchQuery) -> int:
     return sum(mask.flags[:count]) if mask.flags is not None else 0
 
 
-# Counts evicted blocks that are asked for again: those that should have stayed.
+# Evicted blocks that are read again: those that should have stayed.
 #
-# What was evicted is remembered for one block in `_ONE_IN`, and the latest `_MOST` of those: some megabytes, however
-# many blocks there are. Only the block at which a prefix match ends is looked for, which costs a lookup a look into a
-# dict.
+# One evicted block in `_ONE_IN` is remembered, and the latest `_MAX_TRACKED` of those: some megabytes, however many
+# blocks there are. Only the block at which a prefix match ends is looked up: one access to a dict per lookup.
 
 _ONE_IN: Final = 8  # a power of two
 _MAX_TRACKED: Final = 32_768
@@ -160,7 +159,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 class EvictionMetrics:
-    """Is told of evictions and of misses.
+    """Measures the time from evictions to misses of the same block.
 
     Args:
         now: seconds, never running backwards.
@@ -172,7 +171,7 @@ class EvictionMetrics:
         self._gaps = Histogram(AGES)
 
     def on_evicted(self, evicted: EvictionRecord) -> None:
-        """Remember what went."""
+        """Remember evicted blocks."""
         instance_id, now, gone = evicted.instance.instance_id, self._now(), self._gone
         for change in evicted.changes:
             if (change.key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0:
@@ -188,18 +187,18 @@ class EvictionMetrics:
             self._gaps.observe(self._now() - at)
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         yield Reading(catalog.EVICT_REUSE_GAP, self._gaps.read())
 
 
-# What is counted all the time, beside calls: lookups, write sessions, and how late the event loop is.
+# The lag of the event loop, and all of these metrics together.
 
 _LAG_SECONDS: Final = 0.1
 _BLOCKED_AFTER_LAGS: Final = 3
 
 
 class _LoopLag:
-    """Measures how late the event loop wakes what is due."""
+    """Measures the delay of wakeups in the event loop."""
 
     def __init__(self) -> None:
         self._histogram = Histogram()
@@ -228,7 +227,7 @@ class _LoopLag:
         return self.delay.seconds
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was measured."""
+        """Yield the metrics."""
         yield Reading(catalog.LOOP_LAG, self._histogram.read())
 
 
@@ -237,9 +236,9 @@ class Counts:
 
     Attributes:
         groups: bounds the names of groups that become labels.
-        cache: to be told of lookups and write sessions.
-        evictions: to be told of evictions.
-        lag: to be run.
+        cache: observer of lookups and write sessions.
+        evictions: observer of evictions.
+        lag: of the event loop; to be run.
     """
 
     def __init__(self) -> None:
@@ -249,7 +248,7 @@ class Counts:
         self.lag = _LoopLag()
 
     def readings(self) -> Iterator[Reading]:
-        """Yield everything that was counted."""
+        """Yield all metrics."""
         yield from self.cache.readings()
         yield from self.evictions.readings()
         yield from self.lag.readings()

@@ -33,7 +33,7 @@ class _Check(NamedTuple):
 
 
 class Probes:
-    """What is known of this manager's health.
+    """The health of this manager.
 
     Args:
         gate: the phase of the manager's life.
@@ -75,7 +75,7 @@ class Probes:
         """Return the pages of one port.
 
         Args:
-            has_detail: whether it tells the reasons to those who may view, when asked to.
+            has_detail: whether `verbose` shows the reasons to principals with the permission to view.
         """
 
         def page(name: str, look: Callable[[], list[_Check]]) -> PageRoute:

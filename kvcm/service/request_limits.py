@@ -1,4 +1,4 @@
-"""Sizes of requests that are refused before any work."""
+"""Limits on the size of requests, checked before any work: bytes of bodies, entries of lists, bytes of texts."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ __all__ = [
 
 @dataclass(slots=True)
 class RequestLimits:
-    """Most keys and tokens of one request, most bytes of one body. Every call looks at the same object, whose first two
-    change when settings are read anew."""
+    """Most keys and tokens of one request, most bytes of one body. All calls share one object, whose first two
+    change with the settings."""
 
     max_keys: int = 65536
     max_tokens: int = 1 << 20
     max_body_bytes: int = 64 << 20
 
 
-# Turns bodies into requests: small ones at once, large ones beside the event loop, and those that are made to be
-# slow to read not at all.
+# Parsing of bodies: small ones at once, large ones in a thread. Bodies that are made to be slow to parse are rejected.
 #
 # A body may be of 64 MiB and hold a value in every second byte. Reading that takes seconds and gigabytes, and takes
 # them under Python's global lock, so a thread alone does not help: the values of a large body are counted first. What
@@ -58,13 +57,13 @@ _MAX_JSON_PAIRS: Final = 16_384  # of requests without such locations
 
 
 def max_body_bytes(principal: Principal, most: int) -> int:
-    """Return how large a body may be, where it may be so large at all: what strangers may do needs little."""
+    """Return the limit of a body, `most` or less: requests without authentication are small."""
     return min(_MAX_UNAUTHENTICATED_BYTES, most) if principal is ANONYMOUS else most
 
 
 class BodyReader:
-    """Reads bodies. Large ones take a lane: threads that read share Python's lock with the event loop, and several of
-    them would leave it little.
+    """Parses bodies. Large ones wait in a queue: parsing threads share Python's lock with the event loop, and several
+    of them would leave it little.
 
     Args:
         limits: of keys and tokens.
@@ -80,7 +79,7 @@ class BodyReader:
 
         Raises:
             MalformedBody: it is not the JSON form of the request, or holds more values than any request may.
-            TurnedAwayError: it is large, and cannot be read in time.
+            RejectedError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_JSON_BYTES:
             return parse_request(body, call.request_type)
@@ -98,7 +97,7 @@ class BodyReader:
 
         Raises:
             DecodeError: it is no such message, or has more fields than any request may.
-            TurnedAwayError: it is large, and cannot be read in time.
+            RejectedError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_PROTO_BYTES:
             return call.request_type.FromString(body)
@@ -170,11 +169,10 @@ def _messages_of(descriptor: Any) -> dict[int, Any]:
 
 _messages: dict[str, dict[int, Any]] = {}
 
-# How much of everything a request may hold, looked at before any work: entries of lists, bytes of texts.
+# Limits of fields.
 #
-# Every field of every request has a limit, by what it holds: nothing that a client sends is without one. What is named
-# for keys may have as many entries as there may be keys. Parts of locations and of reports are as many: their handlers
-# look at them when they read them.
+# Every field of every request has a limit, by its content. Lists that belong to keys may have as many entries as there
+# may be keys. So may the parts of locations and of reports, whose handlers check the limits inside them.
 
 MAX_ENTRIES: Final = 1024
 """Of a list that has nothing to do with keys; more than any model has parts."""

@@ -793,7 +793,7 @@ async def test_many_fields_are_not_read(bomb: str) -> None:
 
 JSON_BOMBS: dict[str, tuple[Call, Callable[[], bytes], str]] = {
     "values": (READ_MATCH, lambda: b'{"x":[' + b"1," * MANY + b"1]}", "values"),
-    "objects": (FINISH, lambda: b'{"x":[' + b"{}," * MANY + b"{}]}", "objects"),
+    "objects": (FINISH, lambda: b'{"x":[' + b"{}," * 100_000 + b"{}]}", "objects"),
     "keys": (READ_MATCH, lambda: b"{" + b",".join(b'"%d":1' % key for key in range(200_000)) + b"}", "pairs"),
     "keys of a call with locations": (FINISH, lambda: b"{" + b'"":1,' * MANY + b'"":1}', "pairs"),
 }
