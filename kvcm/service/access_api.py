@@ -60,7 +60,7 @@ _MAX_CONCURRENT_HASHES: Final = 2  # a hash takes 50 ms and 16 MiB
 _MAX_WAITING_LOGINS: Final = 32
 _RETRY_SECONDS: Final = 5.0
 _WRONG_CREDENTIALS: Final = "user name or password is wrong"
-_WRONG_OLD: Final = "old_password is not the password of the account, and whoever is logged in as it has to give it"
+_WRONG_OLD: Final = "old_password is not the password of the account; a login of that account has to give it"
 
 
 class AccessApi:
@@ -187,7 +187,7 @@ class AccessApi:
         network = network_of(call_context.get().peer)
         wait_seconds = self._tries.acquire(network, 1)
         if wait_seconds:
-            text = f"too many tries of passwords; the next is heard in {wait_seconds:.0f} s"
+            text = f"too many tries of passwords; the next one counts in {wait_seconds:.0f} s"
             raise RateLimitedError(text, "rate", wait_seconds)
         try:
             account = await self._compare_password(user_name, password)

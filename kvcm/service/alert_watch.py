@@ -1,4 +1,4 @@
-"""How much counters grew of late: what happened long ago is no present trouble."""
+"""Evaluation of alerts: gathers the inputs, and remembers since when each alert is firing."""
 
 from __future__ import annotations
 

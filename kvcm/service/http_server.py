@@ -1,4 +1,7 @@
-"""uvicorn beside gRPC in one event loop: it must not touch signals (design.md decision 21)."""
+"""The HTTP ports: calls as JSON, pages, streams of lines, resources and the console, by uvicorn.
+
+uvicorn runs beside gRPC in one event loop: it must not touch signals (design.md decision 21).
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ __all__ = ["Curve", "Curves", "InsightApi"]
 
 _SERVICE = "kvcm.v1.InsightService"
 _FILL_BATCH = 128
-_OFF = "lookups are not sampled: set kvcm.optimizer.sampled_keys to 8192 and start the managers anew"
+_OFF = "lookups are not sampled: set kvcm.optimizer.sampled_keys to 8192 and restart the managers"
 _TOO_MANY = "lookups of 64 other groups are sampled already: this one's are not"
 _NO_LOOKUPS_YET = "nothing was asked of this manager for it since it started"
 
@@ -105,7 +105,12 @@ class InsightApi:
 
         def call(name: str, handler: Any) -> Call:
             return Call(
-                *(_SERVICE, name, Plane.ADMIN, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"), handler)
+                service=_SERVICE,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=getattr(pb, f"{name}Request"),
+                response_type=getattr(pb, f"{name}Response"),
+                handler=handler,
             )
 
         return [

@@ -27,7 +27,7 @@ from kvcm.registry.validation import require
 from kvcm.service.access import redacted_for_principal
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.request_limits import RequestLimits
-from kvcm.service.translate import fill, instance_of, mask_of, write_mask
+from kvcm.service.translate import fill, instance_of
 from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
 
 __all__ = ["BlockCalls", "MetaApi", "RequestEvents"]
@@ -84,7 +84,7 @@ class BlockCalls:
     async def get_cache_meta(self, request: Any) -> Reply:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
         keys = await self.keys("GetCacheMeta", request)
-        blocks = await self._cache.metas(request.instance_id, keys, mask_of(request, "block_mask"))
+        blocks = await self._cache.metas(request.instance_id, keys, _mask_of(request, "block_mask"))
         message = self._meta_response()
         for page in batches(blocks, _TEXT_BATCH):
             message.metas.extend([_meta_text(block, request.detail_level) for block in page])
@@ -95,7 +95,7 @@ class BlockCalls:
     async def remove_cache(self, request: Any) -> Reply:
         """Answer RemoveCache."""
         keys = await self.keys("RemoveCache", request)
-        await self._cache.remove(request.instance_id, keys, mask_of(request, "block_mask"))
+        await self._cache.remove(request.instance_id, keys, _mask_of(request, "block_mask"))
         return Reply(self._common_response())
 
 
@@ -306,7 +306,7 @@ class MetaApi:
         lease_ms = request.read_lease_ms
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
-        mask = mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
+        mask = _mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
         mode = _MODE_OF_TYPE.get(request.query_type) or _match_mode(request)
         keys: Sequence[int] = request.block_keys[:]
         query = MatchQuery(
@@ -361,7 +361,7 @@ class MetaApi:
             raise
         self._events.on_write_started(request, write.keys, started)
         message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
-        write_mask(message.block_mask, started.mask)
+        _write_mask(message.block_mask, started.mask)
         if started.rejected:
             message.header.status.message = f"{started.rejected} blocks were refused: {started.rejection}"
         return Reply(message, retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD))
@@ -371,7 +371,7 @@ class MetaApi:
         self._cache.cache(request.instance_id)
         require(request.write_session_id, "FinishWriteCache.write_session_id")
         require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
-        success = mask_of(request, "success_blocks")
+        success = _mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
         locations = _LazyLocations(request.locations, self._limits.max_keys)
         finished = await self._cache.finish_write(
@@ -471,3 +471,24 @@ def _match_mode(request: Any) -> MatchMode:
         allowed = ", ".join(f"QT_{mode.name}" for mode in MatchMode)
         raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}")
     return mode
+
+
+def _mask_of(message: Any, field: str) -> BlockMask:
+    """Return the block mask in a field of a request."""
+    if not message.HasField(field):
+        return NO_MASK
+    mask = getattr(message, field)
+    member = mask.WhichOneof("info")
+    if member == "offset":
+        return BlockMask(offset=mask.offset)
+    if member == "bool_masks":
+        return BlockMask(flags=tuple(mask.bool_masks.values))
+    return NO_MASK
+
+
+def _write_mask(message: Any, mask: BlockMask) -> None:
+    """Fill a BlockMask message."""
+    if mask.flags is not None:
+        message.bool_masks.values.extend(mask.flags)
+    else:
+        message.offset = mask.offset or 0

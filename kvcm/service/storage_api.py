@@ -1,4 +1,4 @@
-"""StorageService: emptying storages. Thin translation."""
+"""StorageService and PoolService: drains, and memory pools. Thin translation."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DrainView:
         if progress.writing:
             yield f"{progress.writing} locations are being written"
         if progress.is_marked and progress.remaining_bytes and not troubles:
-            yield "what is left goes when delay_before_delete_ms, read leases and write sessions allow it"
+            yield "the rest goes when delay_before_delete_ms, read leases and write sessions allow it"
 
     def _troubles(self, name: str) -> Iterator[str]:
         health = self._storages.health(name)

@@ -1,4 +1,4 @@
-"""What groups, storages and global quotas use, and what they may use: put together from plain values.
+"""Usage and limits of groups, storages and global quotas, summed up from plain values.
 
 Bytes come from the indexes, which change them together with the records; marks are those that reclaiming works with.
 """
@@ -66,7 +66,7 @@ class UsageSources:
         quotas: the global quotas.
         indexes: of all registrations, removals included.
         pinned: bytes that pins hold, by group.
-        refused: writes refused for want of room, by group.
+        refused: writes rejected for lack of space, by group.
         backlogs: by storage.
     """
 

@@ -128,9 +128,16 @@ class StorageStatus:
             return cls(name, is_enabled, HealthState.SH_DOWN, reason, is_draining=config.is_draining)
         space = health.space or StorageSpace(-1, -1)
         return cls(
-            *(name, is_enabled, health.state, health.reason),
-            *(int(health.since * 1000), health.probe_seconds, health.failed_probes),
-            *(space.capacity_bytes, space.free_bytes, config.is_draining),
+            storage_unique_name=name,
+            is_enabled=is_enabled,
+            health=health.state,
+            reason=health.reason,
+            since_ms=int(health.since * 1000),
+            probe_seconds=health.probe_seconds,
+            failed_probes=health.failed_probes,
+            medium_bytes=space.capacity_bytes,
+            medium_free_bytes=space.free_bytes,
+            is_draining=config.is_draining,
         )
 
 

@@ -1,4 +1,4 @@
-"""How the managers of a deployment are, and how that went on: rates of counters, kept in rings."""
+"""Vitals of the managers of a deployment: read, exchanged through the store, and kept as a history."""
 
 from __future__ import annotations
 

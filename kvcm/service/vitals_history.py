@@ -1,4 +1,4 @@
-"""Rates of one manager: what its counters gained between two of its vitals."""
+"""History of vitals: rates of managers between two of their vitals, sampled into rings."""
 
 from __future__ import annotations
 
