@@ -33,14 +33,14 @@ from kvcm.service.rejections import ForbiddenError, RateLimitedError, RejectedEr
 
 __all__ = ["AccessApi", "network_of"]
 
-# Whose address it is: of IPv6 everybody has a whole network, and so as many addresses as he likes.
+# The network of a client. With IPv6 each client has a whole network, and so any number of addresses.
 
 _OWN_BITS = 64  # RFC 6177: no site has less
 
 
 def network_of(peer: str) -> str:
-    """Return what stands for whoever has an address: itself, of IPv6 its network of 64 bits. What is no address stands
-    for itself."""
+    """Return the network that identifies the client of an address: the address itself, of IPv6 its network of 64 bits. A
+    text that is no address is returned as it is."""
     try:
         address = ipaddress.ip_address(unquote(peer).strip("[]"))
     except ValueError:

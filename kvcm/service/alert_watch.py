@@ -229,9 +229,9 @@ class AlertWatch:
 
     def _deleting(self) -> Mapping[str, Mapping[str, int]]:
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for custody in self._sources.cache.indexes():
-            for place, size in custody.meta_index.deleting_bytes.items():
-                found[custody.instance.instance_group_name][place.storage] += size
+        for handle in self._sources.cache.indexes():
+            for place, size in handle.meta_index.deleting_bytes.items():
+                found[handle.instance.instance_group_name][place.storage] += size
         return {group: +sizes for group, sizes in found.items()}
 
     def _record_counts(self) -> None:

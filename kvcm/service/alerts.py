@@ -602,7 +602,7 @@ def _of_medium(name: str, status: StorageStatus) -> Iterator[Alert]:
             summary=f"The medium of storage {name} has {format_size(free)} left.",
             reason=(
                 f"It is {percent(size - free, size)} used ({format_size(size - free)} of {format_size(size)}), "
-                "by whatever lies on it."
+                "by all files on it."
             ),
             advice=f"Free space on it, or set capacity_bytes of storage {name} so that blocks leave in time.",
         )

@@ -35,7 +35,7 @@ _REASON: Final = {"x-kvcm-error": {"description": "What is wrong.", "schema": {"
 _DESCRIPTION: Final = (
     "The calls of this port. Whatever their outcome, the status is 200: it stands in `header.status`. Integers of 64 "
     "bits are texts in answers, and texts or numbers in requests; enums are names, and also numbers in requests, where "
-    "names that nobody knows are ignored. null is the default."
+    "unknown names are ignored. null is the default."
 )
 
 

@@ -90,7 +90,7 @@ class Page(NamedTuple):
 PageRoute = Callable[[PageRequest], Awaitable[Page]]
 """Answers GET of one path. It is asked on the event loop, so it does little or awaits."""
 
-# Lines as they come, as the body of an HTTP answer that goes on until somebody ends it.
+# Lines as they come, as the body of an HTTP answer that goes on until one side ends it.
 
 _HEADERS: Final[Headers] = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _RECHECK_SECONDS: Final = 1.0  # while no line comes

@@ -192,10 +192,10 @@ class _StateMetrics:
             self._hearing = asyncio.create_task(self._refresh_usage())
         await asyncio.wait([self._hearing], timeout=_REFRESH_TIMEOUT_SECONDS)
         sums = _Sums()
-        for number, custody in enumerate(list(self._state.cache.indexes())):
+        for number, handle in enumerate(list(self._state.cache.indexes())):
             if number % _SLICE_INSTANCES == 0:
                 await asyncio.sleep(0)
-            group_name, index = custody.instance.instance_group_name, custody.meta_index
+            group_name, index = handle.instance.instance_group_name, handle.meta_index
             sums.keys[group_name] += index.key_count
             sums.used[group_name].update(index.usage_bytes)
         self._sums = sums

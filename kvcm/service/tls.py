@@ -103,12 +103,12 @@ _CLIENT_CA: Final = "client_ca"
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What ports show and whom they believe. Its parts fit together.
+    """Certificates, key and trusted authorities of the ports. Its parts fit together.
 
     Attributes:
         chain_pem: the certificate, and those between it and its authority.
         key_pem: its key.
-        client_ca_pem: authorities of clients, b"" for that certificates of clients are not asked for.
+        client_ca_pem: authorities of clients, b"" to request no certificates of clients.
         requires_client: whether clients without a certificate are refused.
         certificate: that of the ports.
         client_cas: authorities of clients.

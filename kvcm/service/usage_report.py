@@ -333,7 +333,7 @@ class UsageView:
         return held
 
 
-def _usage_of(custody: IndexHandle) -> IndexUsage:
-    index = custody.meta_index
+def _usage_of(handle: IndexHandle) -> IndexUsage:
+    index = handle.meta_index
     used, deleting = dict(index.usage_bytes), dict(index.deleting_bytes)  # which change while a thread reads them
-    return IndexUsage(custody.instance, index.key_count, index.max_key_count, used, deleting)
+    return IndexUsage(handle.instance, index.key_count, index.max_key_count, used, deleting)

@@ -249,8 +249,8 @@ def _add_requests(sample: dict[Series, float], rates: Sequence[Rates]) -> None:
         sample[Series(REQUESTS, (("method", method),))] = sum(each.requests.get(method, 0.0) for each in rates)
     sample[Series(ERRORS)] = sum(sum(each.errors.values()) for each in rates)
     bounds = rates[0].match_bounds
-    alike = [each.match_counts for each in rates if each.match_bounds == bounds]  # another release may have others
-    counts = [sum(column) for column in zip(*alike, strict=True)]
+    comparable = [each.match_counts for each in rates if each.match_bounds == bounds]  # another release may have others
+    counts = [sum(column) for column in zip(*comparable, strict=True)]
     for name, share in ((P50, 0.5), (P99, 0.99)):
         if (seconds := quantile(share, bounds, counts)) is not None:
             sample[Series(name)] = seconds
