@@ -39,8 +39,8 @@ _OWN_BITS = 64  # RFC 6177: no site has less
 
 
 def network_of(peer: str) -> str:
-    """Return the network that identifies the client of an address: the address itself, of IPv6 its network of 64 bits. A
-    text that is no address is returned as it is."""
+    """Return the network that identifies the client of an address: the address itself, of IPv6 its network of 64 bits.
+    A text that is no address is returned as it is."""
     try:
         address = ipaddress.ip_address(unquote(peer).strip("[]"))
     except ValueError:
