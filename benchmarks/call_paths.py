@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 import tempfile
 import threading
@@ -32,6 +33,7 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol import meta_service_pb2_grpc as rpc
+from kvcm.telemetry.logs import configure_logs
 
 __all__ = ["CallPath", "Function", "exceeded", "main", "measure"]
 
@@ -244,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the functions")
     parser.add_argument("--check", action="store_true", help="fail where a figure is above its limit")
     options = parser.parse_args(arguments)
+    configure_logs(logging.WARNING)
     paths = asyncio.run(measure())
     _print_table(paths, with_names=options.list)
     if options.json:

@@ -111,6 +111,7 @@ class RequestQueue:
 
     def leave(self, began: float) -> None:
         """Give the turn to the next."""
+        assert self._inside > 0
         took = self._clock() - began
         self._pace_seconds += (took - self._pace_seconds) * (_SMOOTHING if self._pace_seconds else 1.0)
         self._inside -= 1
@@ -589,6 +590,7 @@ class ServingGate:
     def leave(self) -> None:
         """The answer of an admitted request is sent, or its client is gone."""
         self.in_flight -= 1
+        assert self.in_flight >= 0, "every request enters once and leaves once"
         if not self.in_flight:
             self._idle.set()
 

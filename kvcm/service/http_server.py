@@ -284,7 +284,7 @@ class HttpApp:
         else:
             self._gate.enter()
             try:
-                await self._authenticate(call, headers, arrival, scope, receive, send)
+                await self._answer(call, headers, arrival, scope, receive, send)
             finally:
                 self._gate.leave()
 
@@ -378,7 +378,7 @@ class HttpApp:
             return self._visitor
         return self._caller.authenticate_page(scope["path"], credentials_of(scope))
 
-    async def _authenticate(
+    async def _answer(
         self,
         call: Call,
         headers: dict[bytes, bytes],
@@ -388,17 +388,13 @@ class HttpApp:
         send: Send,
     ) -> None:
         assert self._caller is not None
+        assert self._bodies is not None
         if self._caller.access.requires_credentials:
             try:
                 arrival = self._caller.authenticate(call, arrival, credentials_of(scope))
             except RejectedError as error:
                 await _respond(send, error.http_status, b"{}", _rejection_response(error))
                 return
-        await self._answer(call, headers, arrival, receive, send)
-
-    async def _answer(
-        self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
-    ) -> None:
         try:
             body = await self._read(headers, receive, max_body_bytes(arrival.principal, self._max_body_bytes))
         except _BodyTooLargeError as error:
@@ -406,8 +402,6 @@ class HttpApp:
             return
         except _ClientGoneError:
             return
-        assert self._caller is not None
-        assert self._bodies is not None
         try:
             request = await self._bodies.json(call, body)
         except MalformedBody as error:
