@@ -14,7 +14,7 @@ from kvcm.telemetry.tracing import Stage, open_stage, record_stage, staged
 
 PREAMBLE = """
 import logging, structlog
-from kvcm.telemetry.logs import LEVELS, configure_logs, is_logged, set_format, set_level
+from kvcm.telemetry.logs import LEVELS, configure_logs, is_enabled, set_format, set_level
 log = structlog.get_logger("test")
 class Costly:
     def __repr__(self): raise AssertionError("formatted")
@@ -61,7 +61,7 @@ log.info("first"); log.debug("dropped", value=Costly())
 set_level(LEVELS["DEBUG"]); log.debug("second")
 set_format("console"); log.debug("third")
 set_level(LEVELS["ERROR"]); log.warning("dropped", value=Costly()); log.error("fourth")
-assert is_logged(logging.ERROR) and not is_logged(logging.WARNING)
+assert is_enabled(logging.ERROR) and not is_enabled(logging.WARNING)
 """)
     assert len(lines) == 4
     assert [json.loads(line)["event"] for line in lines[:2]] == ["first", "second"]
