@@ -369,8 +369,8 @@ class MetaApi:
     async def finish_write(self, request: Any) -> Reply:
         """Answer FinishWriteCache."""
         self._cache.cache(request.instance_id)
-        require(request.write_session_id, "FinishWriteCache.write_session_id")
-        require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
+        if not request.write_session_id or not request.HasField("success_blocks"):
+            _reject_incomplete_finish(request)
         success = _mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
         locations = _LazyLocations(request.locations, self._limits.max_keys)
@@ -471,6 +471,11 @@ def _match_mode(request: Any) -> MatchMode:
         allowed = ", ".join(f"QT_{mode.name}" for mode in MatchMode)
         raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}")
     return mode
+
+
+def _reject_incomplete_finish(request: Any) -> None:
+    require(request.write_session_id, "FinishWriteCache.write_session_id")
+    require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
 
 
 def _mask_of(message: Any, field: str) -> BlockMask:
