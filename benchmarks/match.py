@@ -20,7 +20,7 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.calls import Call, Caller, CallMetrics
+from kvcm.service.calls import Call, Caller, CallRecorder
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -54,7 +54,7 @@ async def data_calls(directory: str) -> AsyncIterator[tuple[dict[str, Call], Cal
     """Yield the manager's data plane without its listeners."""
     async with Manager(Settings(data_dir=directory)).opened() as components:
         api = MetaApi(components.cache, components.registry, components.leadership, RequestLimits())
-        caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
+        caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _id: {})
         yield {call.name: call for call in api.calls()}, caller
 
 

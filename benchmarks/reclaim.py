@@ -50,7 +50,7 @@ from kvcm.model.groups import (
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.calls import Call, Caller, CallMetrics
+from kvcm.service.calls import Call, Caller, CallRecorder
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -368,7 +368,7 @@ class Blocks:
         self._components = opened
         api = MetaApi(opened.cache, opened.registry, opened.leadership, RequestLimits())
         self._calls: dict[str, Call] = {call.name: call for call in api.calls()}
-        self._caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
+        self._caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _id: {})
 
     async def answer(self, name: str, request: Any) -> Any:
         """Return the answer of a call."""

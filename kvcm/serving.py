@@ -39,7 +39,7 @@ from kvcm.service.access_api import AccessApi
 from kvcm.service.admin_api import AdminApi, ConfigApi, SettingChange
 from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission, Phase, RequestQueue, ServingGate
 from kvcm.service.call_schema import OPENAPI_PATH, CallsPage
-from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallMetrics, CallObserver, RequestContext
+from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallObserver, CallRecorder
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.debug_api import DebugApi, Faults
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
@@ -273,18 +273,22 @@ class ManagerApi:
         """Wire the calls to the components, and hot settings to the objects that they change."""
         limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
         metrics = ApiMetrics()
-        counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"])
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
         reading = RequestQueue(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
         admission = GuardedAdmission(
-            _admission(settings), lambda: limits.max_keys, components.counts.lag.blocked_seconds
+            _admission(settings), lambda: limits.max_keys, components.counts.lag.delay
         )
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components.prober).apply)
-        tracing = _tracing(settings, reloader, spans)
-        observers: list[CallObserver] = [counted, access_log, AuditCalls(components.audit), *tracing, RequestContext()]
+        recorder = CallRecorder(
+            metrics,
+            [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"],
+            access_log=access_log,
+            audit=AuditCalls(components.audit),
+            tracing=_tracing(settings, reloader, spans),
+        )
         access = _access(components, settings)
-        caller = _caller(components, observers, limits, admission=admission, access=access, is_traced=spans is not None)
+        caller = _caller(components, recorder, limits, admission=admission, access=access, is_traced=spans is not None)
         recent, needed = RecentAccesses(settings.recent_keys), BytesNeeded(settings.sampled_keys)
         data = _data_calls(components, limits, recent)
         admin = [
@@ -298,11 +302,11 @@ class ManagerApi:
             faults = Faults()
             debug, data = DebugApi(faults).calls(), faults.breakable(data)
         for call in (*data, *admin):
-            counted.declare(call)
-        watch = _vitals(components, place, data, counted)
+            recorder.declare(call)
+        watch = _vitals(components, place, data, recorder)
         components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
         readings = AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed)
-        metrics_page = MetricsPage(counted, components.counts, _state(components), readings)
+        metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
         resources = _resources([*data, *admin], caller, recent, watch)
         return cls(
             data=data,
@@ -321,7 +325,7 @@ class ManagerApi:
 
 def _caller(
     components: Components,
-    observers: Sequence[CallObserver],
+    recorder: CallRecorder,
     limits: RequestLimits,
     *,
     admission: GuardedAdmission,
@@ -329,7 +333,7 @@ def _caller(
     is_traced: bool,
 ) -> Caller:
     return Caller(
-        observers,
+        recorder,
         components.refuse_unless_leading,
         components.labels,
         refresh=components.registry.refresh if components.metadata.store.is_shared else _no_op,
@@ -366,14 +370,14 @@ def _estimates(components: Components, needed: BytesNeeded) -> Callable[[], Iter
     return lambda: needed_readings(needed, counts.groups, [group.name for group in components.registry.groups.all()])
 
 
-def _vitals(components: Components, place: ManagerAddress, calls: list[Call], counted: CallMetrics) -> VitalsWatch:
+def _vitals(components: Components, place: ManagerAddress, calls: list[Call], recorder: CallRecorder) -> VitalsWatch:
     groups, leadership = components.registry.groups, components.leadership
     reader = VitalsReader(
         place.endpoint,
         place.clock,
         place.phase,
         calls=calls,
-        answered=counted,
+        answered=recorder,
         counts=components.counts,
         cache=components.cache,
         groups=groups,
@@ -437,15 +441,15 @@ def _admission(settings: Settings) -> AdmissionSettings:
     )
 
 
-def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport | None) -> list[CallObserver]:
+def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport | None) -> CallObserver | None:
     if spans is None:
-        return []
+        return None
     from kvcm.service.call_tracing import CallTracing  # needs the extra that made the export possible
 
     tracing = CallTracing(spans.tracer, Random().random)  # noqa: S311 - a sample, no secret
     tracing.set(settings.trace_sample)
     reloader.subscribe(lambda new, _changed: tracing.set(new.trace_sample))
-    return [tracing]
+    return tracing
 
 
 def _data_calls(components: Components, limits: RequestLimits, recent: RecentAccesses) -> list[Call]:

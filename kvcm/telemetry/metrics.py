@@ -330,7 +330,9 @@ class ApiMetrics:
             ok: whether it succeeded.
             duration_us: microseconds from request to answer.
         """
-        tags: Tags = (("api_name", api_name), *self._bounded(labels).items())
+        if labels and labels["instance_id"] not in self._instances:
+            labels = self._bounded(labels)
+        tags: Tags = (("api_name", api_name), *labels.items())
         series = self._series.get(tags)
         if series is None:
             series = self._series[tags] = _ApiSeries()
@@ -340,12 +342,10 @@ class ApiMetrics:
         series.last_code = code
 
     def _bounded(self, labels: Mapping[str, str]) -> Mapping[str, str]:
-        instance_id = labels.get("instance_id")
-        if instance_id is None or instance_id in self._instances:
-            return labels
+        """Return the labels of an instance that has no series yet."""
         if len(self._instances) >= _MAX_INSTANCES:
             return dict.fromkeys(labels, _OVERFLOW)
-        self._instances.add(instance_id)
+        self._instances.add(labels["instance_id"])
         return labels
 
     def series(self) -> Iterator[Series]:
