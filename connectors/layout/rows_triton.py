@@ -64,12 +64,12 @@ _kernel = triton.jit(_copy_tile)
 
 
 def gather_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy rows of `paged` to `packed`, see `kvcm.connectors.layout.rows.CopyRows`."""
+    """Copy rows of `paged` to `packed`, see `kvcm.connectors.layout.gather.CopyRows`."""
     _launch(paged, rows, packed, to_paged=False)
 
 
 def scatter_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy `packed` to rows of `paged`, see `kvcm.connectors.layout.rows.CopyRows`."""
+    """Copy `packed` to rows of `paged`, see `kvcm.connectors.layout.gather.CopyRows`."""
     _launch(paged, rows, packed, to_paged=True)
 
 

@@ -1,9 +1,9 @@
 """Transfers to all storages of an engine: every item goes to the lane of its storage, with one deadline for all.
 
-* Storages move at the same time and independently: each has threads, a queue and breakers of its own (`lane.py`).
-* Bytes in flight are bounded over all of them, and loads go first (`gate.py`).
-* A caller is never held beyond its deadline or its cancellation: what the storage is busy with then comes back as
-  pending, what has not begun never begins.
+* Storages move at the same time and independently: each has threads, a queue and a breaker of its own (`StorageLane`).
+* Bytes in flight are bounded over all of them, and loads go first (`TransferAdmission`).
+* A caller is never held beyond its deadline or its cancellation: items in flight then come back as
+  pending, and items that have not started never start.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class TransferItem:
         start: byte of the part from which on the buffers are filled, for a load of some layers only: they may then be
             shorter than the rest of the part. None for the whole part. A part is saved whole, and loads of pieces of it
             are not verified: its checksum is that of the whole.
-        checksum: that the bytes of a load must have, 0 for any; see `checksums.checksum_of`. A save does not look at
+        checksum: that the bytes of a load must have, 0 for any; see `checksum_of`. A save does not look at
             it.
     """
 

@@ -5,7 +5,7 @@ Comparing `realpath` with the root leaves a gap between the check and the open, 
 a link. So every component below the root is opened relative to its parent and never through a link; the root itself is
 the operator's and may be a link. That costs a microsecond or two per component and needs no cache that could go stale.
 
-Most files are opened in one call instead: the kernel walks the whole path and refuses any link (`direct_open.py`). A
+Most files are opened in one call instead (`open_without_links`): the kernel walks the path and refuses any link. A
 path below the root, without `..` and without links, cannot lead outside. Where that does not work, because something is
 missing, the root is a link, or the kernel is old, the walk above is done; its errors name the cause.
 
@@ -218,7 +218,7 @@ def _regular(descriptor: int, name: str) -> int:
 # ---- folders that stay open while one thread moves one batch ----
 #
 # Blocks of one prompt lie beside each other, so the way to their folder is walked once per batch, and each file is
-# opened by its name in it (`paths.py`). Nothing outlives the batch: an open folder keeps its mount from being taken
+# opened by its name in it. Nothing outlives the batch: an open folder keeps its mount from being taken
 # away, and a folder that was replaced meanwhile would be another one. A file that is missing in an open folder is
 # opened from the root again: only that distinguishes a lost file from an unmounted storage, and creates folders.
 

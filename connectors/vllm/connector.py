@@ -250,7 +250,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = VllmOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = VllmOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         plan = KvCacheLayout.from_config(vllm_config, kv_cache_config)
         self._statistics = ReuseStatistics()
         self._scheduler: KvcmScheduler | None = None

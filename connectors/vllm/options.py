@@ -87,8 +87,8 @@ class VllmOptions:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be >= 0")
 
     @classmethod
-    def read(cls, extra_config: Mapping[str, object]) -> VllmOptions:
-        """Read vLLM's `kv_connector_extra_config`.
+    def parse(cls, extra_config: Mapping[str, object]) -> VllmOptions:
+        """Return the options in vLLM's `kv_connector_extra_config`.
 
         Raises:
             InvalidArgumentError: an option is unknown, missing, of the wrong type or out of range.

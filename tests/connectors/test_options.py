@@ -98,7 +98,7 @@ _NEEDED = {"manager": "a:1", "instance_group": "g", "instance_id": "i"}
 
 
 def test_the_options_that_have_to_be_given_are_enough() -> None:
-    options = VllmOptions.read(_NEEDED)
+    options = VllmOptions.parse(_NEEDED)
     assert (options.load_async, options.layerwise, options.decode_batch_blocks) == (True, False, 8)
 
 
@@ -117,5 +117,5 @@ def test_the_options_that_have_to_be_given_are_enough() -> None:
 )
 def test_what_is_not_allowed_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        VllmOptions.read(_NEEDED | given)
+        VllmOptions.parse(_NEEDED | given)
     assert str(refused.value) == message

@@ -303,9 +303,9 @@ def test_options_of_sglang_itself_are_passed_over() -> None:
         "backend_name": "kvcm", "module_path": "kvcm.connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
         "prefetch_threshold": 16, "manager": "localhost:1", "instance_id": "x", "load_seconds": 3,
     }  # fmt: skip
-    read = SglangOptions.read(given)
-    assert (read.manager, read.instance_group, read.load_seconds) == ("localhost:1", "default", 3.0)
-    assert replace(read, load_seconds=5.0) == SglangOptions(manager="localhost:1", instance_id="x")
+    options = SglangOptions.parse(given)
+    assert (options.manager, options.instance_group, options.load_seconds) == ("localhost:1", "default", 3.0)
+    assert replace(options, load_seconds=5.0) == SglangOptions(manager="localhost:1", instance_id="x")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_options_of_sglang_itself_are_passed_over() -> None:
 )
 def test_wrong_options_are_named(option: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        SglangOptions.read({"interface_v1": 1, "manager": "localhost:1", "instance_id": "x"} | option)
+        SglangOptions.parse({"interface_v1": 1, "manager": "localhost:1", "instance_id": "x"} | option)
     assert message in str(refused.value)
 
 

@@ -23,7 +23,7 @@ def namespace(worker: Any) -> str:
     """Return what all block keys depend on, in hex; runs in a worker."""
     connector = get_kv_transfer_group()
     config = connector._vllm_config
-    options = VllmOptions.read(config.kv_transfer_config.kv_connector_extra_config)
+    options = VllmOptions.parse(config.kv_transfer_config.kv_connector_extra_config)
     return identity_of(config, connector._worker._plan, options).namespace.hex()
 
 
