@@ -1,4 +1,4 @@
-# Targets for people and for CI. `make run` and `make test` are the two commands of the README.
+# Targets for people and for CI. `make run`, `make test` and `make quick` are those of the README.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -16,8 +16,8 @@ from random import Random
 from typing import Any, TypeVar
 
 from asked_process import serve
+from checked_engine import CHAIN_BLOCKS, Access, Engine, Operation, chain_from, register
 from engine_figures import GROUP, INSTANCE
-from engine_process import CHAIN_BLOCKS, Access, Engine, Operation, chain_from, register
 
 from kvcm.connectors.calls import RetrySettings
 from kvcm.connectors.client import ManagerClient

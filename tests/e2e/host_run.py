@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from checked_engine import CHAIN_BLOCKS
 from engine_figures import SHARED, EngineFigures, added, pool_of
-from engine_process import CHAIN_BLOCKS
 from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes

@@ -17,8 +17,8 @@ from random import Random
 from typing import Any
 
 from asked_process import serve
+from checked_engine import CHAIN_BLOCKS, Access, Engine, Operation, chain_from, register
 from engine_figures import GROUPS
-from engine_process import CHAIN_BLOCKS, Access, Engine, Operation, chain_from, register
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.exchanges import ClientSettings
