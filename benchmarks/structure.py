@@ -54,7 +54,20 @@ PROSE: Final[Mapping[str, tuple[str, float]]] = {
 
 NAMES: Final = frozenset(
     {"alike", "anew", "custodian", "custody", "deeds", "errand", "errands", "ground", "hear", "heard", "hears", "house"}
-    | {"knock", "knocks", "lately", "look", "looked", "looks", "nobody", "room", "rooms", "seat", "seats", "shelf"}
+    | {
+        "check_head",
+        "knocks",
+        "recent",
+        "look",
+        "take_read_count",
+        "looks",
+        "nobody",
+        "room",
+        "rooms",
+        "seat",
+        "seats",
+        "shelf",
+    }
     | {"somebody", "taker", "tell", "tells", "told", "unseen", "who", "whoever"}
 )
 """Words that no name of a module, class, function, argument or variable has in it."""
