@@ -192,7 +192,7 @@ class Manager:
         ]
         if files is not None:
             background.append(("certificates", files.run))
-            self._reloader.refresh(files.reload)
+            self._reloader.on_reload(files.reload)
         tasks += [asyncio.create_task(_keep_running(name, run)) for name, run in background]
         self._gate.on_phase_change(interface.vitals.publish_now)
         await listeners.serve(interface)

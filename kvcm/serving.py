@@ -542,7 +542,7 @@ class SettingsReloader:
         """Call `apply` with every later state of the settings."""
         self._appliers.append(apply)
 
-    def refresh(self, refresh: Refresh) -> None:
+    def on_reload(self, refresh: Refresh) -> None:
         """Call `refresh` at every reload: files that settings name may have changed."""
         self._refreshers.append(refresh)
 

@@ -20,6 +20,7 @@ from rich.progress import TaskProgressColumn
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import Yes, confirm, with_options
 from kvcm.commands.output import changes, print_below, print_changes, print_table, spinner, step_progress
+from kvcm.commands.trace import warn_of_bad_lines
 from kvcm.model.errors import KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
@@ -588,7 +589,6 @@ def _write_policy(message: Any, policy: Any) -> None:
 
 # The command.
 
-_SHOWN_BAD_LINES = 5
 _MAX_WORKERS = 1024
 
 
@@ -718,12 +718,9 @@ def _load(path: Path, reading: ReadArguments, progress: Progress) -> Trace:
         use_cache=not reading.no_cache,
         progress=lambda done, total: progress(f"loading {path.name}", done, total),
     )
-    for bad in trace.bad_lines[:_SHOWN_BAD_LINES]:
-        typer.echo(f"kvcm: {path}:{bad.number}: {bad.reason}", err=True)
     for sentence in trace.assumed:
         typer.echo(f"kvcm: {path}: {sentence}", err=True)
-    if trace.bad_line_count:
-        typer.echo(f"kvcm: {path}: bad lines left out: {trace.bad_line_count:,}", err=True)
+    warn_of_bad_lines(path, trace.bad_lines, trace.bad_line_count)
     return trace
 
 

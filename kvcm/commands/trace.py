@@ -19,7 +19,7 @@ from kvcm.terminal.exit_codes import CANNOT_RUN, exit_cannot_run, exit_on_errors
 if TYPE_CHECKING:
     from kvcm.optimizer.trace import BadLine, Trace
 
-__all__ = ["trace_app"]
+__all__ = ["trace_app", "warn_of_bad_lines"]
 
 trace_app = noun("trace", "Files of recorded accesses, which `kvcm optimize` replays: look into them, convert them.")
 _SHOWN_BAD_LINES = 5
@@ -120,7 +120,7 @@ def anonymise(
                 force=force,
                 progress=show,
             )
-    _warn_of_bad_lines(source, done.bad_lines, done.bad_line_count)
+    warn_of_bad_lines(source, done.bad_lines, done.bad_line_count)
     typer.echo(f"wrote {target}: {done.lines:,} lines of {done.format}")
 
 
@@ -139,11 +139,12 @@ def _read(path: Path, reading: Reading, *, use_cache: bool) -> Trace:
         )
     for sentence in trace.assumed:
         typer.echo(f"kvcm: {path}: {sentence}", err=True)
-    _warn_of_bad_lines(path, trace.bad_lines, trace.bad_line_count)
+    warn_of_bad_lines(path, trace.bad_lines, trace.bad_line_count)
     return trace
 
 
-def _warn_of_bad_lines(path: Path, first: Sequence[BadLine], count: int) -> None:
+def warn_of_bad_lines(path: Path, first: Sequence[BadLine], count: int) -> None:
+    """Print the first bad lines of a trace and their number to stderr."""
     for bad in first[:_SHOWN_BAD_LINES]:
         typer.echo(f"kvcm: {path}:{bad.number}: {bad.reason}", err=True)
     if count:

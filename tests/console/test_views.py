@@ -211,7 +211,12 @@ def card(total: dict[str, int], going_on: History = QUIET, *alerts: Any, **more:
     ("total", "going_on", "state", "why"),
     [
         (usage(10, 100, 80, 78), QUIET, "has space", "70.0 MiB may be written before eviction begins."),
-        (usage(10, 100), QUIET, "has space", "Nothing is evicted before it is full: it has no mark. 90.0 MiB are free."),
+        (
+            usage(10, 100),
+            QUIET,
+            "has space",
+            "Nothing is evicted before it is full: it has no mark. 90.0 MiB are free.",
+        ),
         (
             *(usage(79, 100, 80, 78), evicting("g", 1 << 20), "evicting"),
             "Eviction keeps it between 78.0 MiB and 80.0 MiB: 1.0 MiB/s leave on average.",

@@ -585,7 +585,7 @@ async def test_probes_that_hang_hold_up_no_deletion_and_end_with_the_fault(
 SIZES = [{"tp0": 100, "tp1": 100}, {"tp0": 4096, "tp1": 300}]
 
 
-@pytest.mark.parametrize("specs", SIZES, ids=["equal", "different_accounts"])
+@pytest.mark.parametrize("specs", SIZES, ids=["equal", "different"])
 async def test_a_deletion_harms_no_neighbour(path_kind: Kind, tmp_path: Path, specs: dict[str, int]) -> None:
     """In any order, twice each, every part that is not deleted yet keeps its bytes."""
     written = await Written.into(path_kind.open(tmp_path), allocation(specs, range(11)))
