@@ -574,7 +574,7 @@ async def test_files_that_cannot_be_made_are_made_by_the_next_candidate(world: W
 
 
 NONE_LEFT: dict[str, tuple[dict[str, str], type[KvcmError], list[str]]] = {
-    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no room", "retry shortly, room is being made"]),
+    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no space", "retry shortly, room is being made"]),
     "lost": ({"p": "lost"}, NotReadyError, ["storage p: no host agent has told"]),
     "damaged": ({"p": "damaged"}, StorageIOError, ["cannot be read"]),
     "full and lost": ({"p": "full", "q": "lost"}, CapacityError, ["storage p: the pool", "storage q: no host agent"]),
@@ -603,7 +603,7 @@ async def test_a_next_candidate_without_room_in_its_limits_is_named_beside_the_o
     await world.begin("p", "f", limits={"f": 1})
     await world.fill()
     assert await world.goes_to([1, 2]) == ["f"], "what fits of them"
-    with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no room"):
+    with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no space"):
         await world.start([3])
     assert world.manager.usage.rejections["group"] == 2
 
