@@ -51,7 +51,6 @@ AREAS = {
     "index": ["kvcm/index/**/*.py"],
     "sessions": [
         "kvcm/cache/*session*.py",
-        "kvcm/cache/deadlines.py",
         "kvcm/cache/write_sessions.py",
         "kvcm/cache/write_sessions.py",
         "kvcm/cache/write_*.py",

@@ -50,7 +50,7 @@ from kvcm.model.groups import (
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.calls import Call, Caller, CallMetrics
+from kvcm.service.calls import Call, Caller, CallRecorder
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -345,8 +345,8 @@ def load_rows(plan: Plan, calm: list[Window], evicting: list[Window]) -> list[Ro
 
 
 @contextlib.asynccontextmanager
-async def rooms() -> AsyncIterator[Components]:
-    """Yield the components of a manager with its metadata in RocksDB, and no background task."""
+async def open_components() -> AsyncIterator[Components]:
+    """Yield the components of a manager with its metadata in RocksDB, without background tasks."""
     with tempfile.TemporaryDirectory() as directory:
         async with Manager(Settings(data_dir=directory)).opened() as opened:
             await opened.leadership.tick()
@@ -365,10 +365,10 @@ class Blocks:
     """Writes and reads blocks of an instance through the manager's own calls."""
 
     def __init__(self, opened: Components) -> None:
-        self._rooms = opened
+        self._components = opened
         api = MetaApi(opened.cache, opened.registry, opened.leadership, RequestLimits())
         self._calls: dict[str, Call] = {call.name: call for call in api.calls()}
-        self._caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
+        self._caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _id: {})
 
     async def answer(self, name: str, request: Any) -> Any:
         """Return the answer of a call."""
@@ -382,12 +382,12 @@ class Blocks:
             await self.answer("FinishWriteCache", finish_request(started, CHAIN))
             if number % 2:
                 await self.answer("GetCacheLocation", match_request(keys))
-        await self._rooms.cache.accesses.drain()
+        await self._components.cache.accesses.drain()
 
 
 async def in_process(policy: str, count: int) -> list[Row]:
     """Measure what one policy takes to evict a fifth of so many blocks, and what its order takes to keep."""
-    async with rooms() as opened:
+    async with open_components() as opened:
         await opened.registry.groups.create(group_of(policy, FAR, 1))
         blocks = Blocks(opened)
         await blocks.answer("RegisterInstance", registration())

@@ -191,17 +191,17 @@ class Client:
         job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
         job["key"] = server.key
         self._say(json.dumps(job | what))
-        assert self._hear() == "ready"
+        assert self._receive() == "ready"
         begin = server.cpu_seconds()
         self._say("go")
-        return begin, json.loads(self._hear())
+        return begin, json.loads(self._receive())
 
     def _say(self, line: str) -> None:
         assert self.running.stdin is not None
         self.running.stdin.write(line + "\n")
         self.running.stdin.flush()
 
-    def _hear(self) -> str:
+    def _receive(self) -> str:
         assert self.running.stdout is not None
         line = self.running.stdout.readline()
         assert line, "the client ended"

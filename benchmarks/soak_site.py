@@ -17,7 +17,7 @@ import grpc.aio
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from manager_site import GroupPlan, Manager, Wire, code_of, running
-from soak_deeds import GROUPS, PART_BYTES, registration
+from soak_actions import GROUPS, PART_BYTES, registration
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb

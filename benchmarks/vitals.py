@@ -56,7 +56,7 @@ def all_vitals(managers: int, groups: int, at: float) -> Mapping[str, Vitals]:
     return {f"manager-{node}": vitals(node, at, groups) for node in range(managers)}
 
 
-async def telling(managers: int, groups: int, rounds: int) -> float:
+async def publishing(managers: int, groups: int, rounds: int) -> float:
     """Return CPU seconds of publishing and reading once."""
     clock, table = SystemClock(), MemoryTable()
     for each in all_vitals(managers, groups, 1e6).values():
@@ -89,9 +89,9 @@ def keeping(managers: int, groups: int, rounds: int) -> tuple[float, float]:
 
 def rows(managers: int, groups: int, rounds: int) -> list[Row]:
     """Return the figures of one deployment."""
-    told = asyncio.run(telling(managers, groups, rounds))
+    published = asyncio.run(publishing(managers, groups, rounds))
     kept, held = keeping(managers, groups, rounds)
-    each_second = 1000 * (told / _TELL_SECONDS + kept / _KEEP_SECONDS)
+    each_second = 1000 * (published / _TELL_SECONDS + kept / _KEEP_SECONDS)
     case = f"{managers} managers, {groups:,} groups"
     return [
         Row(case, "CPU per second", each_second, "ms", target=f"<= {MOST_MS:g} ms", ok=each_second <= MOST_MS),

@@ -174,7 +174,7 @@ class Manager:
         endpoint = listeners.endpoint(components.leadership.node_id, self._settings.bind_address)
         place = ManagerAddress(endpoint, self._clock, lambda: self._gate.phase.value)
         tls = files.tls if files is not None else None
-        interface = ManagerApi.of(components, self._settings, self._reloader, place, spans, tls)
+        interface = ManagerApi.of(components, self._settings, self._reloader, place, spans=spans, tls=tls)
         stack.push_async_callback(interface.vitals.withdraw)
         tasks: list[asyncio.Task[None]] = []
         stack.push_async_callback(end_tasks, tasks)

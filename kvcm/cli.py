@@ -15,9 +15,6 @@ from kvcm import __version__
 if TYPE_CHECKING:
     from kvcm.app import Manager
 
-__all__ = ["app", "main"]
-
-
 # gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 try:
@@ -41,6 +38,30 @@ try:
     from kvcm.terminal.exit_codes import EXIT_CODES
 except ModuleNotFoundError as missing:
     sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+
+__all__ = ["add_commands", "app", "main"]
+
+_GROUPS = (
+    storage_app,
+    group_app,
+    quota_app,
+    instance_app,
+    pin_app,
+    account_app,
+    key_app,
+    index_app,
+    snapshot_app,
+    trace_app,
+)
+_COMMANDS = {
+    "usage": group_usage,
+    "get": get,
+    "trim": trim,
+    "login": login,
+    "whoami": whoami,
+    "doctor": doctor,
+    "optimize": optimize,
+}
 app = typer.Typer(
     name="kvcm",
     help="KV-cache manager for LLM inference.",
@@ -50,6 +71,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def add_commands(target: typer.Typer) -> None:
+    """Add all commands but `serve` to a command line."""
+    for group in _GROUPS:
+        target.add_typer(group)
+    for name, command in _COMMANDS.items():
+        target.command(name)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,7 +115,7 @@ def serve(
         typer.Option("--data-dir", help="Directory for the metadata and, below nfs/, the built-in file storage."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve on all addresses although nobody is authenticated.")
+        bool, typer.Option("--insecure", help="Serve on all addresses although authentication is disabled.")
     ] = False,
     daemon: Annotated[
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
@@ -159,37 +188,7 @@ def _detach() -> None:
     typer.echo(process.pid)
 
 
-_APPS = (
-    storage_app,
-    group_app,
-    quota_app,
-    instance_app,
-    pin_app,
-    account_app,
-    key_app,
-    index_app,
-    snapshot_app,
-    trace_app,
-)
-_COMMANDS = {
-    "usage": group_usage,
-    "get": get,
-    "trim": trim,
-    "login": login,
-    "whoami": whoami,
-    "doctor": doctor,
-    "optimize": optimize,
-}
-
-
-def _add_commands(app: typer.Typer) -> None:
-    for each in _APPS:
-        app.add_typer(each)
-    for name, command in _COMMANDS.items():
-        app.command(name)(command)
-
-
-_add_commands(app)
+add_commands(app)
 
 
 def main() -> None:

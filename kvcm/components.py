@@ -30,8 +30,7 @@ from kvcm.index.backends.rocks import load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import KvcmError, UnknownInstanceError
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.errors import KvcmError
 from kvcm.model.instances import Placement
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.deletion_executor import DeletionExecutor
@@ -240,29 +239,15 @@ _POOLS_SECONDS = 2.0
 
 
 class WritePressure:
-    """The event that a write crossed a watermark or found no space, from the cache to the reclaimer.
+    """The event that a write crossed a watermark or found no space, from the cache to the reclaimer."""
 
-    Args:
-        registry: groups, storages, global quotas, instances.
-        usage: bytes that groups hold.
-    """
-
-    def __init__(self, registry: Registry, usage: Ledger) -> None:
-        self._registry = registry
-        self._usage = usage
-        self._check: WatermarkCheck | None = None
+    def __init__(self) -> None:
         self._wakes: WakeBroadcast | None = None
 
-    def connect(self, cache: CacheManager, wakes: WakeBroadcast) -> None:
+    def connect(self, wakes: WakeBroadcast) -> None:
         """Connect the writes of a cache with the reclaimer; once, before the first write."""
-        assert self._check is None, "connected twice"
-        self._check = WatermarkCheck(self._registry, lambda: self._usage, cache.open_caches.key_counts)
+        assert self._wakes is None, "connected twice"
         self._wakes = wakes
-
-    def is_above_watermark(self, group: InstanceGroup) -> bool:
-        """Return whether a group, which has just written, is above one of its watermarks."""
-        assert self._check is not None, "a write came before connect()"
-        return self._check.is_above_watermark(group)
 
     def report(self, group_name: str) -> None:
         """Wake the reclaimer of the leader. Never waits."""
@@ -315,7 +300,7 @@ class _ComponentFactory:
     settings: Settings
 
     def cache(self, budget: CacheBudget, events: EventLog, pressure: WritePressure) -> CacheManager:
-        return CacheManager(
+        cache = CacheManager(
             self.registry,
             self.storages,
             self.clock,
@@ -324,9 +309,11 @@ class _ComponentFactory:
             usage=self.metadata.usage,
             budget=budget,
             events=events,
-            crossed=pressure.is_above_watermark,
             on_pressure=pressure.report,
         )
+        check = WatermarkCheck(self.registry, cache.usage, cache.open_caches.key_counts)
+        cache.set_watermark_check(check.is_above_watermark)
+        return cache
 
     def deletions(self, cache: CacheManager, events: EventLog, turns: Pacer) -> DeletionExecutor:
         workers, is_configured = self.settings.deletion_workers, self.registry.storages.is_configured
@@ -457,18 +444,18 @@ class Components:
         audit_log: AuditLog,
     ) -> Components:
         """Build the components over an opened store and a loaded registry."""
-        factory = _ComponentFactory(metadata, registry, storages, leadership, clock, settings)
+        factory = _ComponentFactory(metadata, registry, storages, leadership, clock=clock, settings=settings)
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
         changes, counts = ChangeEvents(events), Counts()
         budget = CacheBudget(settings.search_cache_bytes)
         turns = Pacer()  # eviction and deletion run in turns, with time for requests between them
-        pressure = WritePressure(registry, metadata.usage)
+        pressure = WritePressure()
         cache = factory.cache(budget, events, pressure)
         deletions = factory.deletions(cache, events, turns)
         on_evicted = partial(_record_eviction, changes, counts.evictions, deletions.wake)
         reclaimer = factory.reclaimer(cache, on_evicted, turns)
         wakes = factory.wakes(reclaimer)
-        pressure.connect(cache, wakes)
+        pressure.connect(wakes)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
             budget.is_coherent = partial(_is_coherent, sharing.invalidations, settings.search_cache_bytes)
@@ -560,11 +547,10 @@ class Components:
 
     def labels(self, instance_id: str) -> Mapping[str, str]:
         """Return the labels of an instance's metrics; none if it is not registered."""
-        try:
-            instance = self.registry.instances.get(instance_id)
-        except UnknownInstanceError:
+        registration = self.registry.instances.by_id.get(instance_id)
+        if registration is None:
             return {}
-        return {"instance_group": instance.instance_group_name, "instance_id": instance_id}
+        return {"instance_group": registration.instance.instance_group_name, "instance_id": instance_id}
 
     def refuse_unless_leading(self, plane: Plane) -> None:
         """Reject a call that only the leader may answer.

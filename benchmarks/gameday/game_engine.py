@@ -101,7 +101,7 @@ class LedgerClient(ManagerClient):
         with self._own:
             keys, grant = self._granted.pop(session_id)
         if is_confirmed:
-            self._note(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded))
+            self._record(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded))
         return is_confirmed
 
     def abort_write(self, session_id: str, **arguments: Any) -> bool:
@@ -110,7 +110,7 @@ class LedgerClient(ManagerClient):
             self._granted.pop(session_id, None)
         return super().abort_write(session_id, **arguments)
 
-    def _note(
+    def _record(
         self,
         keys: Sequence[int],
         grant: WriteGrant,

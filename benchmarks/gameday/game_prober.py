@@ -89,7 +89,7 @@ class Prober:
     def _round(self, number: int, due: float) -> None:
         late = time.monotonic() - due
         if late > _DEADLINE_SECONDS:  # every thread was busy: it counts as a call without an answer
-            self._note("late", time.time() - late, late, is_good=False, reason="no thread was free")
+            self._record("late", time.time() - late, late, is_good=False, reason="no thread was free")
             return
         first = (number % _KNOWN_CHAINS) * _CHAIN
         self._timed("match", lambda: self._match(range(first, first + _CHAIN)))
@@ -102,7 +102,7 @@ class Prober:
     def _ended(self, asked: Future[None]) -> None:
         error = asked.exception()
         if error is not None:
-            self._note(RAISED, time.time(), 0.0, is_good=False, reason=repr(error))
+            self._record(RAISED, time.time(), 0.0, is_good=False, reason=repr(error))
 
     def _match(self, keys: range) -> tuple[bool, str, None]:
         found = self._client.match(keys)
@@ -125,10 +125,10 @@ class Prober:
     def _timed(self, call: str, ask: Callable[[], tuple[bool, str, _T]]) -> _T:
         at, began = time.time(), time.monotonic()
         is_good, reason, result = ask()
-        self._note(call, at, time.monotonic() - began, is_good=is_good, reason=reason)
+        self._record(call, at, time.monotonic() - began, is_good=is_good, reason=reason)
         return result
 
-    def _note(self, call: str, at: float, seconds: float, *, is_good: bool, reason: str) -> None:
+    def _record(self, call: str, at: float, seconds: float, *, is_good: bool, reason: str) -> None:
         self._samples.add({"call": call, "at": at, "seconds": seconds, "is_good": is_good, "reason": reason})
 
 

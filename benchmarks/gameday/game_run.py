@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from game_audit import read_blocks
-from game_checks import EndState, judge_end, judge_prompts, look_at_end, settle
+from game_checks import EndState, check_end, judge_end, judge_prompts, settle
 from game_faults import Done, Faults
 from game_figures import Sample, Window
 from game_ledger import Judgement, blocks_of, gone_of, judged
@@ -23,7 +23,7 @@ from game_processes import waited_for
 from game_prompts import expected_tokens
 from game_site import ENGINES, MANAGERS, Site
 from game_storages import KEYS_PER_FILE, Storages
-from game_watch import Look, Watch
+from game_watch import Observation, Watch
 
 __all__ = ["Game", "GameOptions", "play"]
 
@@ -70,7 +70,7 @@ class Game:
         done: what became of each step.
         samples: of the prober.
         results: of prompts.
-        looks: at the managers.
+        observations: at the managers.
         judgement: of the ledgers.
         acknowledged: blocks in them.
         end: how it was at the end.
@@ -83,7 +83,7 @@ class Game:
     done: list[Done] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     judgement: Judgement = field(default_factory=Judgement)
     acknowledged: int = 0
     end: EndState = field(default_factory=EndState)
@@ -105,7 +105,7 @@ class Game:
 
 def play(options: GameOptions) -> int:
     """Play a game and return the exit code: 0 when all that must hold holds."""
-    from game_report import tell
+    from game_report import publish_game
 
     folder = options.logs / f"seed-{options.seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +127,7 @@ def play(options: GameOptions) -> int:
         raise
     finally:
         site.end()
-    passed = tell(game)
+    passed = publish_game(game)
     if passed and not options.keeps_logs:
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -149,7 +149,7 @@ def _play(site: Site, game: Game) -> None:
     game.ended = time.time()
     _end_traffic(site, game.end)
     watch.end()
-    game.done, game.looks = faults.done, watch.looks
+    game.done, game.observations = faults.done, watch.observations
     game.end.stopped += faults.wrong
     game.end.faults = [f"step {each.step.number}, {each.step.kind}: {each.error}" for each in faults.done if each.error]
 
@@ -195,7 +195,7 @@ def _gather(site: Site, game: Game) -> None:
         _EVICTING,
         game.kills,
     )
-    look_at_end(site, game.end)
+    check_end(site, game.end)
     game.wrong = {
         **judge_prompts(game.results),
         "calls of the prober that raised": [each.reason for each in game.samples if each.call == RAISED],

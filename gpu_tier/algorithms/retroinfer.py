@@ -88,9 +88,6 @@ class _SegmentBuilder:
     reads what the device computed, except the owner of the clusters' KV (`sink`).
 
     Args:
-        context: of the algorithm.
-        settings: of the algorithm.
-        index: where clusters are kept.
         on_segment: is called with layer, request and segment when one was clustered or imported.
 
     Attributes:
@@ -224,9 +221,6 @@ class _SegmentSidecars:
     stored before the segment that they begin was complete.
 
     Args:
-        context: of the algorithm.
-        settings: of the algorithm.
-        index: where clusters are kept.
         builder: keeps account of segments.
 
     Attributes:

@@ -332,7 +332,16 @@ def plan(shape: ModelShape, device: Device, config: SparseConfig, workload: Work
     batch = min([_MOST_REQUESTS, *allowed.values()])
     binds = next((name for name, count in allowed.items() if count == batch), "nothing")
     step = time_of(shape, device, config, workload, batch) if batch else None
-    return Plan(config.algorithm, config.residency, batch, binds, fixed, request, step, most)
+    return Plan(
+        algorithm=config.algorithm,
+        residency=config.residency,
+        batch=batch,
+        binds=binds,
+        fixed_bytes=fixed,
+        request=request,
+        step=step,
+        limits=most,
+    )
 
 
 def _check_buffer(config: SparseConfig, n_tokens: int) -> None:

@@ -25,7 +25,7 @@ from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
 from kvcm.gpu_tier.runtime import DeviceRuntime, upload
 from kvcm.gpu_tier.types import ForwardBatch, LayerKV, Source, SteadyRing, SteadyZone
 
-__all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlaces", "SteadyPlanner", "SteadyRuns"]
+__all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlanner", "SteadyRuns"]
 
 
 class ExecutionBuffer:
@@ -111,16 +111,24 @@ class _Places:
     breaks: NDArray[np.int64]
 
 
-class SteadyPlaces:
-    """The places of the steady tokens of all requests that have a buffer.
+class SteadyPlanner:
+    """Where the steady tokens of requests lie, and the runs of a batch with which every plan begins.
 
     A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
     arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
-    lengths of requests and are the same in all heads: they are computed on the host as ranges.
+    lengths of requests and are the same in all layers and heads: their runs are computed on the host as ranges, and are
+    uploaded once a step.
+
+    Args:
+        tokens_per_row: slots of a row of the execution buffer.
+        runtime: of the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_row: int, runtime: DeviceRuntime) -> None:
         self._of: dict[int, _Places] = {}
+        self._tokens_per_row = tokens_per_row
+        self._device = runtime.device
+        self._last: tuple[object, SteadyPlan] | None = None
 
     def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
         """Take note of a request's places, or of those of its grown buffer.
@@ -136,18 +144,16 @@ class SteadyPlaces:
         if len(buffer_slots) < ring.capacity:
             raise ConfigError("buffer_slots", len(buffer_slots), f"must be the {ring.capacity} steady places and more")
         slots = buffer_slots[: ring.capacity].numpy().astype(np.int64)
+        self._last = None
         self._of[request] = _Places(ring, slots, np.flatnonzero(np.diff(slots) != 1) + 1)
 
     def release(self, request: int) -> None:
         """Forget a request; one that is not known too."""
+        self._last = None
         self._of.pop(request, None)
 
     def __contains__(self, request: int) -> bool:
         return request in self._of
-
-    def ring(self, request: int) -> SteadyRing:
-        """Return which place each steady token of a request has."""
-        return self._of[request].ring
 
     def runs(self, request: int, first: int, n_tokens: int) -> SteadyRuns:
         """Return the runs of the sink and of tokens `first` to `n_tokens - 1`.
@@ -160,6 +166,47 @@ class SteadyPlaces:
         tokens = stops - starts
         ends = np.cumsum(tokens)
         return SteadyRuns(places.slots[starts], ends - tokens, tokens, int(ends[-1]) if len(ends) else 0)
+
+    def plan(self, batch: ForwardBatch, zone: SteadyZone) -> SteadyPlan:
+        """Return the steady runs of a batch, none of rows that do not select or have no places.
+
+        Raises:
+            StateError: more tokens of a request are steady than have places.
+        """
+        key = (batch.requests, batch.lengths, batch.rows, zone.firsts)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._packed(batch, zone.firsts)
+        return self._last[1]
+
+    def _packed(self, batch: ForwardBatch, firsts: tuple[int, ...]) -> SteadyPlan:
+        runs: dict[int, SteadyRuns] = {}
+        for row, (request, first, length) in enumerate(zip(batch.requests, firsts, batch.lengths, strict=True)):
+            if self._may_select(request, first, length):
+                runs[row] = self.runs(request, first, length)
+        width = max((len(run.src) for run in runs.values()), default=0)
+        begin = np.arange(batch.rows) * self._tokens_per_row
+        kind_dst_tokens = np.zeros((3, batch.rows, width), np.int32)
+        kind_dst_tokens[0] = -1
+        src = np.zeros((batch.rows, width), np.int64)
+        total = np.zeros(batch.rows, np.int64)
+        for row, run in runs.items():
+            used = slice(len(run.src))
+            kind_dst_tokens[0, row, used] = int(Source.STEADY)
+            kind_dst_tokens[1, row, used] = begin[row] + run.first
+            kind_dst_tokens[2, row, used] = run.tokens
+            src[row, used] = run.src
+            total[row] = run.total
+        kind, dst, tokens = self._upload(kind_dst_tokens)
+        end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
+        return SteadyPlan(kind=kind, src=self._upload(src), dst=dst, tokens=tokens, end=end, total=total_of_row)
+
+    def _may_select(self, request: int, first: int, length: int) -> bool:
+        # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink
+        # all of whose tokens are steady: all of them have places then, and a row that is masked out reads none.
+        return request in self._of and (first > 0 or length <= self._of[request].ring.ring)
+
+    def _upload(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return upload(torch.from_numpy(numbers), self._device)
 
 
 def _intervals(ring: SteadyRing, first: int, n_tokens: int) -> list[tuple[int, int]]:
@@ -188,80 +235,6 @@ def _split(intervals: list[tuple[int, int]], breaks: NDArray[np.int64]) -> tuple
     if not starts:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     return np.concatenate(starts).astype(np.int64), np.concatenate(stops).astype(np.int64)
-
-
-# The steady runs of a batch, with which every plan of an execution buffer begins.
-
-
-class SteadyPlanner:
-    """Makes the steady runs of a batch, once a step.
-
-    They are the same in all layers and heads, and are made and uploaded once a step.
-
-    Args:
-        tokens_per_row: slots of a row of the execution buffer.
-        runtime: of the device.
-    """
-
-    def __init__(self, tokens_per_row: int, runtime: DeviceRuntime) -> None:
-        self._places = SteadyPlaces()
-        self._tokens_per_row = tokens_per_row
-        self._device = runtime.device
-        self._last: tuple[object, SteadyPlan] | None = None
-
-    def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
-        """See `SteadyPlaces.admit`."""
-        self._places.admit(request, ring, buffer_slots)
-        self._last = None
-
-    def release(self, request: int) -> None:
-        """See `SteadyPlaces.release`."""
-        self._places.release(request)
-        self._last = None
-
-    def __contains__(self, request: int) -> bool:
-        return request in self._places
-
-    def plan(self, batch: ForwardBatch, zone: SteadyZone) -> SteadyPlan:
-        """Return the steady runs of a batch, none of rows that do not select or have no places.
-
-        Raises:
-            StateError: more tokens of a request are steady than have places.
-        """
-        key = (batch.requests, batch.lengths, batch.rows, zone.firsts)
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._packed(batch, zone.firsts)
-        return self._last[1]
-
-    def _packed(self, batch: ForwardBatch, firsts: tuple[int, ...]) -> SteadyPlan:
-        runs: dict[int, SteadyRuns] = {}
-        for row, (request, first, length) in enumerate(zip(batch.requests, firsts, batch.lengths, strict=True)):
-            if self._may_select(request, first, length):
-                runs[row] = self._places.runs(request, first, length)
-        width = max((len(run.src) for run in runs.values()), default=0)
-        begin = np.arange(batch.rows) * self._tokens_per_row
-        kind_dst_tokens = np.zeros((3, batch.rows, width), np.int32)
-        kind_dst_tokens[0] = -1
-        src = np.zeros((batch.rows, width), np.int64)
-        total = np.zeros(batch.rows, np.int64)
-        for row, run in runs.items():
-            used = slice(len(run.src))
-            kind_dst_tokens[0, row, used] = int(Source.STEADY)
-            kind_dst_tokens[1, row, used] = begin[row] + run.first
-            kind_dst_tokens[2, row, used] = run.tokens
-            src[row, used] = run.src
-            total[row] = run.total
-        kind, dst, tokens = self._upload(kind_dst_tokens)
-        end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
-        return SteadyPlan(kind=kind, src=self._upload(src), dst=dst, tokens=tokens, end=end, total=total_of_row)
-
-    def _may_select(self, request: int, first: int, length: int) -> bool:
-        # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink
-        # all of whose tokens are steady: all of them have places then, and a row that is masked out reads none.
-        return request in self._places and (first > 0 or length <= self._places.ring(request).ring)
-
-    def _upload(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return upload(torch.from_numpy(numbers), self._device)
 
 
 # Residency `blocks`: what a request holds on the device, and how a layer's execution buffer is put together.

@@ -176,7 +176,6 @@ class _BlockPages:
     again before it is read.
 
     Args:
-        host: the pool.
         sidecar: of the engine's algorithm, None when it has none.
     """
 
@@ -210,7 +209,7 @@ class _BlockPages:
         """Return the pages of the leading blocks that are in the pool, with a reference to each for the caller."""
         pages: list[int] = []
         for key in keys:
-            page = self.host.lookup(key)
+            page = self.allocator.lookup(key)
             if page is None:
                 break
             pages.append(page)
@@ -228,7 +227,7 @@ class _BlockPages:
             has_sidecar: whether its sidecar is there.
             is_stored: whether the storage is known to have the block.
         """
-        self.host.cache(page, key)
+        self.allocator.cache(page, key)
         self._key_of[page] = key
         _put(self._has_sidecar, page, has_sidecar)
         _put(self._is_stored, page, is_stored)

@@ -39,10 +39,6 @@ class _DenseTokens:
 
     Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
     is read by dense attention, and locates every token: -1 means not on the device.
-
-    Args:
-        pool: the arena.
-        tables: the table of slots.
     """
 
     def __init__(self, pool: DeviceKVPool, tables: ReqToTokenPool) -> None:

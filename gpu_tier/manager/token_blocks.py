@@ -237,13 +237,10 @@ class _BlockAdmissions:
     and the next step of each layer waits for that layer's blocks alone.
 
     Args:
-        settings: of the cache.
         cache: the cached blocks and their slots.
         slots: ``int32 [R + 1, tokens]`` device slot of each place of the requests' caches.
         usable: ``int64 [R + 1]`` places that each request has.
         host_tokens: which tokens are on the host, and where.
-        transfer: from there.
-        runtime: of the device.
         layers_at_once: layers that are decided together.
 
     Attributes:

@@ -139,11 +139,7 @@ class _Copy:
 
 
 class _SelectedIds:
-    """Copies selections to the host beside what else the device computes.
-
-    Args:
-        runtime: of the device.
-    """
+    """Copies selections to the host beside what else the device computes."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
@@ -210,8 +206,14 @@ class Plans:
         kind, dst, tokens = (array.view(lines, -1).numpy() for array in arrays[:3])
         stats = np.zeros((lines, len(Stat)), np.int64)
         return packed, Plan(
-            src.view(lines, -1).numpy(), kind, dst, tokens, arrays[3].numpy(), arrays[4].numpy(), stats
-        )  # fmt: skip
+            src=src.view(lines, -1).numpy(),
+            kind=kind,
+            dst=dst,
+            tokens=tokens,
+            count=arrays[3].numpy(),
+            lens=arrays[4].numpy(),
+            stats=stats,
+        )
 
     def _uploaded(self, packed: Tensor, lines: Lines) -> ExecutionPlan:
         count, runs = lines.count, lines.count * self._run_capacity

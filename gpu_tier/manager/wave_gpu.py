@@ -52,13 +52,11 @@ class _ClusterBlocks:
     from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
 
     Args:
-        geometry: of the model's KV.
         block_tokens: tokens of a block.
         tokens_per_centroid: tokens of a cluster on average; some segments have a cluster more.
         max_requests: rows of the per-request tables.
         max_tokens: most tokens of a request.
         total_tokens: most tokens of all requests together.
-        runtime: of the device.
 
     Attributes:
         most_blocks: more blocks no head of a request has.

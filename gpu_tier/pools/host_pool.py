@@ -248,14 +248,6 @@ class HostKVPool:
         slots = slots.long().to(self.data.device)
         return rows[slots // self.geometry.page_size, slots % self.geometry.page_size]
 
-    def cache(self, page: int, key: Hashable) -> int:
-        """See `HostPages.cache`."""
-        return self.allocator.cache(page, key)
-
-    def lookup(self, key: Hashable) -> int | None:
-        """See `HostPages.lookup`."""
-        return self.allocator.lookup(key)
-
     def add_sidecar(self, name: str, page_bytes: int) -> None:
         """Reserve bytes beside each page.
 

@@ -179,7 +179,7 @@ class ArchiveWriter:
         self.records += len(stored)
 
     def finish(self) -> None:
-        """Write the trailer, without which nobody takes the file."""
+        """Write the trailer, without which no import accepts the file."""
         trailer = _StoredTrailer(self.documents, self.records, self._all.digest())
         self._put(_framed(_TRAILER, _encode(trailer)))
 
@@ -215,10 +215,10 @@ class ArchiveReader:
         self.head = self._decoded(Head, body)
 
     def frames(self) -> Iterator[Document | Rows | Trailer]:
-        """Yield what is in the file, the trailer last.
+        """Yield the frames of the file, the trailer last.
 
         Raises:
-            InvalidArgumentError: the file is damaged, or cut off. What was yielded before is as it was written.
+            InvalidArgumentError: the file is damaged, or cut off. Frames yielded before are intact.
         """
         while True:
             before = self._all.digest()
@@ -343,7 +343,7 @@ class ExportedPin:
     Attributes:
         id: names it.
         instance_id: whose blocks it holds.
-        owner: who pinned.
+        owner: name of the principal that pinned.
         deadline: unix seconds.
         places: what it holds, in the order of the prefix.
     """
@@ -400,7 +400,7 @@ class PinImport:
         """Begin pins again; those that are over, and those that do not fit, are left out.
 
         Raises:
-            StorageIOError: the store failed; what was begun is finished by the next import.
+            StorageIOError: the store failed; the next import finishes it.
         """
         tables = (self.store.table(name, _SHARDS) for name in ("pins", "pinbudgets"))
         pins, budgets = tables
@@ -580,7 +580,7 @@ class Exporter:
         registry: loaded.
         new_backend: makes or finds the backend of an index.
         writer: takes it all.
-        progress: told after each page.
+        progress: called after each batch.
     """
 
     def __init__(
@@ -726,7 +726,7 @@ def _without_sessions_and_pins(record: BlockRecord) -> BlockRecord | None:
 # What a group says of the store that it came from is fitted to this one.
 #
 # Quotas are not enforced, so that a deployment can be moved into one that is configured tighter; what exceeds them is
-# reported. Instances are registered anew: they get new numbers, and as many lock shards as their group says now.
+# reported. Instances are registered again: they get new numbers, and as many lock shards as their group says now.
 
 _TOUCHES_AT_ONCE = 64
 
@@ -760,12 +760,12 @@ class Importer:
     Args:
         registry: loaded; its storages need not be open.
         new_backend: makes or finds the backend of an index.
-        usage: told of what is stored.
+        usage: receives the stored bytes.
         store: made durable as the import goes on.
         group_name: of the only group to import, "" for all.
         store_kind: memory, rocksdb or redis: what groups may name.
         dry_run: whether to write nothing, and only tell what would be.
-        progress: told how many records were seen.
+        progress: called with the number of records read.
 
     Attributes:
         imported: what was done so far.
@@ -819,7 +819,7 @@ class Importer:
         """Take the next frame.
 
         Raises:
-            KvcmError: as `check`, or the store failed; what was stored before stays.
+            KvcmError: as `check`, or the store failed; stored records stay.
         """
         if isinstance(frame, Document):
             await self._load_document(decode_exported(frame))

@@ -188,12 +188,12 @@ class ExtentPart:
 # and for a shard whose usage is suspect the keys of that shard.
 
 Pause = Callable[[], Awaitable[None]]
-"""Waits until what was going on is over."""
+"""Waits until changes under way are stored."""
 _MOST_SUSPECTS: Final = 10_000
 _MOST_LEFT: Final = 100_000  # beyond, a block may be counted as often as ways lead to it
-_OVERDUE_SECONDS: Final = 10.0  # whoever leads looks twice a second, and takes over after five
+_OVERDUE_SECONDS: Final = 10.0  # the leader looks twice a second, and takes over after five
 _TRIES: Final = 4
-_RESTART = "the next start of the manager makes it anew from the records"
+_RESTART = "the next start of the manager rebuilds it from the records"
 
 
 class _BlockDefect(NamedTuple):
@@ -249,7 +249,7 @@ class BlockAudit:
 
         Args:
             extents: takes what the blocks have of storages.
-            progress: told the number of blocks of each page.
+            progress: called with the number of blocks of each batch.
         """
         wrong_sums = []
         for shard in self._audited.shards:
@@ -487,7 +487,7 @@ class DocumentAudit:
     """Looks at documents; what looks wrong is looked at again by `confirm`.
 
     Args:
-        known: numbers of the instances that are registered or being removed; asked anew at every look.
+        known: numbers of the instances that are registered or being removed; read again at every check.
         repair: what may be changed.
         report: takes findings.
     """
@@ -595,7 +595,7 @@ def _where(kind: str, name: str) -> str:
 
 
 _SESSION_SHARDS: Final = 16
-_COUNTER_PAUSES: Final = 12  # whoever leads recounts what differed in two looks, five seconds apart
+_COUNTER_PAUSES: Final = 12  # the leader recounts what differed in two looks, five seconds apart
 _MOST_PAIRS: Final = 10_000
 
 
@@ -613,7 +613,7 @@ class StoredBlocks(Protocol):
 
 
 class AuditedStore(NamedTuple):
-    """What is verified.
+    """The data to verify.
 
     Attributes:
         store: documents.
@@ -640,7 +640,7 @@ class IndexAuditor:
         clock: time source.
         pause: waits between two looks at what looks wrong; a second does.
         repair: what may be changed.
-        progress: told of blocks looked at and of about how many there are.
+        progress: called with the blocks read and about how many there are.
     """
 
     def __init__(

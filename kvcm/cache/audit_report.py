@@ -27,9 +27,9 @@ class Finding(NamedTuple):
     """Something that is wrong.
 
     Attributes:
-        check: what was checked, one word.
+        check: the checked part, one word.
         where: the place.
-        what: what is wrong there.
+        what: the defect.
         repair: what a repair does about it.
         is_mended: whether it was done.
     """
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 @dataclass(slots=True)
 class AuditReport:
-    """Findings and what was looked at.
+    """Findings, and counts of checked documents and records.
 
     Attributes:
         findings: the first ten thousand.
@@ -64,7 +64,7 @@ class AuditReport:
 
     @property
     def is_repaired(self) -> bool:
-        """Whether nothing is left of what was found."""
+        """Whether all findings are repaired."""
         return not self.more and all(finding.is_mended for finding in self.findings)
 
     def add(self, finding: Finding) -> None:

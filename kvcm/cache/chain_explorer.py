@@ -62,7 +62,7 @@ class ExploredLocation:
 
 @dataclass(frozen=True, slots=True)
 class ExploredBlock:
-    """What is known of one block; field names are those of the wire."""
+    """The state of one block; field names are those of the wire."""
 
     position: int
     block_key: int
@@ -117,7 +117,7 @@ class ChainExplorer:
         self._now = now
 
     async def explore(self, keys: Sequence[int]) -> list[ExploredBlock]:
-        """Return what is known of every key, in order.
+        """Return the state of every key, in order.
 
         Raises:
             StorageIOError: the store cannot be asked.

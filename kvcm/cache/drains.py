@@ -1,6 +1,6 @@
 """Drains: storages that are emptied, and removed ones whose blocks are still to be forgotten.
 
-The registry remembers both in the storage's document, so they survive a restart and are carried on by whoever leads.
+The registry remembers both in the storage's document, so they survive a restart and are carried on by the leader.
 Nothing else is stored: what is left is asked of the indexes, whose counters change together with the records.
 
 * A drain marks what serves on the storage as deleting, lap by lap through every index, slowly enough for requests. What
@@ -9,7 +9,7 @@ Nothing else is stored: what is left is asked of the indexes, whose counters cha
 * A removal marks everything that lay on the storage, also what is pinned or being written: nobody can read it there.
   The deletion executor then drops the metadata alone, as the storage is not configured. It begins some seconds after
   the storage was removed: until then an operator who did not mean it adds it again, and finds every block. By then all
-  managers have heard of it, and writes that were begun before have stored their blocks or given up.
+  managers know of it, and writes that were begun before have stored their blocks or given up.
 
 A drain that is cancelled, and a removed storage that is added again, end the lap that is under way: what is not marked
 by then stays. What an instance has there whose document cannot be read, nobody knows: while there is one, no drain is
@@ -51,7 +51,7 @@ _BLOCKS_PER_SECOND: Final = 20_000
 _QUIET_SCANS: Final = 2
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0  # between laps that can mark nothing of what is left
-# Another manager hears of a drain within a second, and gives up a write that it began before within ten.
+# Another manager learns of a drain within a second, and gives up a write that it began before within ten.
 _SETTLED_SECONDS: Final = 15.0
 _CLOCK_SKEW_SECONDS: Final = 5.0  # of managers that share a store
 _log = structlog.get_logger("kvcm.cache")
@@ -76,14 +76,14 @@ class DrainProgress(NamedTuple):
     """How far a drain is.
 
     Attributes:
-        drain: what was asked for.
+        drain: the request.
         remaining_bytes: bytes that still count, those whose deletion is on its way included.
         is_done: nothing is left.
         has_started: it is not a removal that can still be taken back with all blocks.
         is_marked: all that is left is being deleted, and was seen to be.
         pinned: locations that the last lap left to the ends of their pins.
         writing: locations that the last lap left to the ends of their write sessions.
-        unreadable: instances whose documents cannot be read: nobody knows what they have there.
+        unreadable: instances whose documents cannot be read: their blocks there are unknown.
     """
 
     drain: StorageDrain

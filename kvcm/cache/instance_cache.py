@@ -68,6 +68,7 @@ class InstanceCache:
         placement: where its blocks are kept in the store.
         index: records of its blocks, shared with nobody.
         handle: the index as background tasks get it.
+        spec_names: of the instance, in the order of registration.
         placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
@@ -81,6 +82,7 @@ class InstanceCache:
     placement: Placement
     index: MetaIndex
     handle: IndexHandle = field(init=False)
+    spec_names: tuple[str, ...] = field(init=False)
     placeholder: bytes = field(init=False)
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
     linear_specs: frozenset[str] = field(init=False)
@@ -98,6 +100,7 @@ class InstanceCache:
         }
         linear = self.instance.linear_spec_names
         object.__setattr__(self, "handle", IndexHandle(self.instance, self.placement.uid, self.index))
+        object.__setattr__(self, "spec_names", names)
         object.__setattr__(self, "placeholder", placeholder)
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
@@ -107,7 +110,7 @@ class InstanceCache:
 
     def filter_of(self, spec_names: frozenset[str]) -> ChunkCache[bytes] | None:
         """Return what reduces locations to the named specs, None where those are all."""
-        if spec_names >= frozenset(self.instance.spec_names):
+        if spec_names >= frozenset(self.spec_names):
             return None
         memo = self.spec_filters.pop(spec_names, None) or ChunkCache(lambda chunk: filter_specs(chunk, spec_names))
         self.spec_filters[spec_names] = memo  # the latest in use stays longest
@@ -164,7 +167,7 @@ class OpenCaches:
         registry: instances and groups.
         storages: which storages can be read.
         new_backend: makes or finds the backend of an instance's index.
-        usage: told of what the indexes use.
+        usage: receives the usage of the indexes.
         budget: bytes of the search caches.
     """
 
@@ -177,6 +180,7 @@ class OpenCaches:
         budget: CacheBudget,
     ) -> None:
         self._registry = registry
+        self._by_id = registry.instances.by_id
         self._storages = storages
         self._new_backend = new_backend
         self._usage = usage
@@ -188,29 +192,33 @@ class OpenCaches:
         self._current_generation = -1  # of the registry
 
     def resolve(self, instance_id: str) -> InstanceCache:
-        """Return what is kept for an instance.
+        """Return the cache of an instance.
 
         Raises:
             UnknownInstanceError: it is not registered.
         """
-        placement = self._registry.instances.placement(instance_id)
-        cache = self._caches.get(placement.uid)
-        return cache if cache is not None else self._open(self._registry.instances.get(instance_id), placement)
+        registration = self._by_id.get(instance_id)
+        if registration is None:
+            self._registry.instances.get(instance_id)  # raises
+            raise AssertionError(f"instance {instance_id!r} is registered, but not listed")
+        cache = self._caches.get(registration.placement.uid)
+        return cache if cache is not None else self._open(registration.instance, registration.placement)
 
     def of_group(self, group_name: str) -> list[InstanceCache]:
-        """Return what is open of a group."""
+        """Return the open caches of a group."""
         return [cache for cache in self._caches.values() if cache.instance.instance_group_name == group_name]
 
     def key_counts(self, group_name: str) -> list[int]:
-        """Return the blocks of each of these, as last heard."""
-        return [cache.index.key_count for cache in self.of_group(group_name)]
+        """Return the blocks of each of these, as last read."""
+        caches = self._caches.values()
+        return [cache.index.key_count for cache in caches if cache.instance.instance_group_name == group_name]
 
     def by_uid(self, uid: int) -> InstanceCache | None:
-        """Return what is kept for a registration, None when it is gone for good."""
+        """Return the cache of a registration, None when it is gone for good."""
         return self._caches.get(uid) or next((cache for cache in self.all() if cache.placement.uid == uid), None)
 
     def find_removed(self, instance: Instance, placement: Placement) -> InstanceCache:
-        """Return what is kept for an instance that is being removed."""
+        """Return the cache of an instance that is being removed."""
         cache = self._caches.get(placement.uid)
         return cache if cache is not None else self._open(instance, placement)
 

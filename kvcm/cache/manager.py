@@ -10,6 +10,7 @@ from kvcm.cache.instance_cache import InstanceCache, OpenCaches
 from kvcm.cache.pins import Pin, PinBudgets, PinRequest, Pins
 from kvcm.cache.prefix_match import (
     NO_OBSERVER,
+    PREFIX_MODES,
     AccessRecorder,
     BlockMeta,
     CacheObserver,
@@ -39,7 +40,7 @@ from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import IndexHandle
-from kvcm.index.search_cache import CacheBudget
+from kvcm.index.search_cache import CacheBudget, StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
@@ -73,8 +74,12 @@ class CacheManager:
         store: where sessions and leases are kept; in memory by default.
         usage: keeps count of groups; for this process alone by default.
         budget: bytes of the search caches.
-        events: told of what becomes of blocks.
-        crossed, on_pressure: as of `WriteSessions`.
+        events: receives the removals and expiries of blocks.
+        on_pressure: as of `WriteSessions`.
+
+    Attributes:
+        open_caches: the cache of every instance, also of those that are being removed.
+        cache: from an instance id to its cache; raises UnknownInstanceError.
     """
 
     def __init__(
@@ -89,24 +94,31 @@ class CacheManager:
         usage: Ledger | None = None,
         budget: CacheBudget | None = None,
         events: EventLog | None = None,
-        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._observer = NO_OBSERVER
         self._registry = registry
+        self._groups = registry.groups.by_name
         self._storages = storages
         self._store = store if store is not None else MemoryStore()
         self.usage: Ledger = usage if usage is not None else UsageLedger()
         self.budget = budget if budget is not None else CacheBudget()
-        self._caches = OpenCaches(registry, storages, new_backend, self.usage, self.budget)
+        self.open_caches = OpenCaches(registry, storages, new_backend, self.usage, self.budget)
+        self.cache = self.open_caches.resolve
         is_shared, leases = self._store.is_shared, self._store.table("leases", _SESSION_SHARDS)
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(clock, registry.groups.find, events)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
         self.endings = SessionStore(sessions, self._find, clock, events)
-        self.open_sessions = OpenSessions(sessions, self._caches, clock.now)
+        self.open_sessions = OpenSessions(sessions, self.open_caches, clock.now)
         self._sessions = WriteSessions(
-            *(self.endings, storages, self.usage, clock, new_id, LimitCache(registry).of, crossed, on_pressure)
+            self.endings,
+            storages,
+            self.usage,
+            clock,
+            new_id=new_id,
+            limits_of=LimitCache(registry).of,
+            on_pressure=on_pressure,
         )
         budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
         pins = self._store.table("pins", _SESSION_SHARDS)
@@ -115,17 +127,21 @@ class CacheManager:
         self.accesses = AccessRecorder(clock, self._policy_of)
         self.read_modes = ReadModes(self._store.table("modes"))
         self._removals = InstanceRemovals(
-            registry, self._caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
+            registry, self.open_caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
         )
 
+    def set_watermark_check(self, is_above_watermark: Callable[[InstanceGroup], bool]) -> None:
+        """Call `on_pressure` from now on for a group that a write left above a watermark."""
+        self._sessions.is_above_watermark = is_above_watermark
+
     def set_observer(self, observer: CacheObserver) -> None:
-        """Tell somebody of lookups and write sessions from now on."""
+        """Report lookups and write sessions to an observer from now on."""
         self._observer = self.endings.observer = self.accesses.observer = observer
 
     async def load(self) -> None:
-        """Open every index and hear of the open read leases, before the manager serves."""
+        """Open every index and read the open read leases, before the manager serves."""
         await self.leases.load()
-        for _ in self._caches.all():
+        for _ in self.open_caches.all():
             pass
 
     async def register_instance(self, instance: Instance) -> Instance:
@@ -138,19 +154,6 @@ class CacheManager:
         self.cache(instance.instance_id)
         return instance
 
-    def cache(self, instance_id: str) -> InstanceCache:
-        """Return what is kept for an instance.
-
-        Raises:
-            UnknownInstanceError: it is not registered.
-        """
-        return self._caches.resolve(instance_id)
-
-    @property
-    def open_caches(self) -> OpenCaches:
-        """What is kept for every instance, also for those that are being removed."""
-        return self._caches
-
     async def remove_instance(self, instance_id: str) -> None:
         """Forget an instance and begin to delete its blocks; a later registration of the id starts empty.
 
@@ -160,8 +163,8 @@ class CacheManager:
             UnknownInstanceError: it is not registered.
         """
         cache = self.cache(instance_id)
-        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not what somebody registered since
-        # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
+        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not a later registration
+        # No caller can retry this, so it is not left half done when the caller hangs up.
         await uninterrupted(self._removals.begin(cache))
         await self._store.flush()
 
@@ -174,7 +177,7 @@ class CacheManager:
 
         Args:
             instance_id: the instance.
-            query: what is asked for.
+            query: the request.
             peek: whether this does not count as an access.
 
         Raises:
@@ -184,7 +187,11 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         try:
-            found = await self._match(cache, query)
+            view = self._storages.for_node(query.node_id)
+            self._check_readable(cache, view)
+            if query.mode not in PREFIX_MODES:
+                await self.read_modes.record(cache.placement.uid)
+            found = await match(cache, query, view)
         except KvcmError:
             if not peek:
                 self._observer.on_lookup_failed(cache.instance, query)
@@ -194,14 +201,14 @@ class CacheManager:
             self._observer.on_lookup(cache.instance, query, found)
         return found
 
-    async def _match(self, cache: InstanceCache, query: MatchQuery) -> Match:
-        group = self._registry.groups.find(cache.instance.instance_group_name)
-        view = self._storages.for_node(query.node_id)
-        if group is not None and all(view.rank(name) is None for name in group.storage_candidates):
-            raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
-        if self.read_modes.is_new(cache.placement.uid, query.mode):
-            await self.read_modes.record(cache.placement.uid)
-        return await match(cache, query, view)
+    def _check_readable(self, cache: InstanceCache, view: StorageView) -> None:
+        group = self._groups.get(cache.instance.instance_group_name)
+        if group is None:  # it was removed; its blocks are readable as long as they are there
+            return
+        for name in group.storage_candidates:
+            if view.rank(name) is not None:
+                return
+        raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
 
     async def lease(self, instance_id: str, found: Match, lease_ms: int) -> ReadLease:
         """Pin what a match found, for a bounded time.
@@ -260,7 +267,7 @@ class CacheManager:
         session_id: str,
         success: BlockMask,
         retention: Retention = NO_HINT,
-        told: ReportedChecksums = (),
+        reported: ReportedChecksums = (),
     ) -> FinishedWrite:
         """End a write session.
 
@@ -269,8 +276,8 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         await self._expire_if_alone()
-        finished = await self.endings.finish(cache, session_id, success, retention, told)
-        if (group := self._registry.groups.find(cache.instance.instance_group_name)) is not None:
+        finished = await self.endings.finish(cache, session_id, success, retention, reported)
+        if (group := self._groups.get(cache.instance.instance_group_name)) is not None:
             self._sessions.check_watermarks(group)
         await self._store.flush()
         return finished
@@ -309,7 +316,7 @@ class CacheManager:
         await self._store.flush()
 
     async def report_missing(self, instance_id: str, parts: Sequence[MissingPart]) -> MissingReport:
-        """Check parts that somebody could not read, and remove the locations whose bytes are missing.
+        """Check parts that a reader could not read, and remove the locations whose bytes are missing.
 
         Raises:
             UnknownInstanceError: the instance is not registered.
@@ -348,7 +355,7 @@ class CacheManager:
         return await self._durably(removal)
 
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
-        """Return the bytes that a group uses, by place; of a shared store as last heard."""
+        """Return the bytes that a group uses, by place; of a shared store as last read."""
         return self.usage.used(group_name)
 
     async def expire(self) -> None:
@@ -360,7 +367,7 @@ class CacheManager:
 
     def _group_of(self, cache: InstanceCache) -> InstanceGroup:
         name = cache.instance.instance_group_name
-        group = self._registry.groups.find(name)
+        group = self._groups.get(name)
         if group is None:
             raise UnknownInstanceError(
                 f"instance group {name!r} of instance {cache.instance.instance_id!r} was removed"
@@ -368,13 +375,13 @@ class CacheManager:
         return group
 
     def _policy_of(self, cache: InstanceCache) -> EvictionPolicy:
-        group = self._registry.groups.find(cache.instance.instance_group_name)
+        group = self._groups.get(cache.instance.instance_group_name)
         return group.policy_of(cache.instance.instance_id) if group is not None else EvictionPolicy()
 
     async def _find(self, uid: int) -> InstanceCache | None:
-        cache = self._caches.by_uid(uid)
+        cache = self.open_caches.by_uid(uid)
         if cache is None and await self._registry.refresh():  # another manager may have registered it a moment ago
-            cache = self._caches.by_uid(uid)
+            cache = self.open_caches.by_uid(uid)
         return cache
 
     async def _expire_if_alone(self) -> None:
@@ -389,15 +396,15 @@ class CacheManager:
 
     def indexes(self) -> Iterator[IndexHandle]:
         """Return the index of every instance, also of those that are being removed."""
-        return iter(self._caches.handles())
+        return iter(self.open_caches.handles())
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long evicted locations stay readable for readers that have them."""
         return self._remover.delay_seconds(instance)
 
     async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         """End write sessions that left these blocks writing past their deadline."""
-        cache = self._caches.by_uid(uid)
+        cache = self.open_caches.by_uid(uid)
         if cache is not None:
             await self.endings.expire_writers(cache, overdue)
 
@@ -414,13 +421,13 @@ class CacheManager:
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]
 
 
-# What garbage collection and scrubs ask of the rooms that know blocks.
+# The view of the cache that garbage collection and scrubs have.
 
 _EXPIRE_AT_ONCE = 16
 
 
 class GarbageSource:
-    """Answers from a manager's rooms.
+    """Answers garbage collection and scrubs from the cache and the registry.
 
     Args:
         cache: blocks.
@@ -438,7 +445,7 @@ class GarbageSource:
         return self._cache.indexes()
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long evicted locations stay readable for readers that have them."""
         return self._cache.delay_seconds(instance)
 
     async def is_prefix_match_only(self, uid: int) -> bool:

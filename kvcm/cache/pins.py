@@ -74,7 +74,7 @@ class PinRequest:
         """Refuse what is missing or out of range.
 
         Raises:
-            InvalidArgumentError: naming the field and what is allowed.
+            InvalidArgumentError: naming the field and the allowed values.
         """
         check_name("owner", self.owner)
         if not 1 <= self.ttl_seconds <= MAX_PIN_SECONDS:
@@ -144,7 +144,7 @@ class Pin:
         id: names it; no secret.
         uid: number of the instance.
         group: the instance's group, whose budget it takes.
-        owner: who pinned.
+        owner: name of the principal that pinned.
         deadline: unix seconds.
         pinned: what it holds.
         is_ended: it ends before its deadline, and holds nothing any more.
@@ -221,10 +221,10 @@ class Pin:
 # One small document per group: the pins by id, each with its bytes and deadline. It changes by compare-and-set only,
 # so of two pins that together exceed the budget one is refused, wherever they are asked for. What is past its deadline
 # does not count and leaves with the next change: a manager that dies between taking budget and pinning costs budget
-# for the life of that pin, and nobody has to clean up after it.
+# for the life of that pin, and needs no cleaning up.
 #
 # Rejected: the ledger's leased credits, made for thousands of reservations a second; pins are few, and small
-# differences between managers would be visible to whoever pins right up to a budget.
+# differences between managers would be visible to users that pin right up to a budget.
 
 _BUDGET_FORMAT = 1
 _MOST_BUDGET_ATTEMPTS = 32
@@ -320,7 +320,7 @@ class PinBudgets:
         return ids
 
     async def expire(self) -> None:
-        """Forget what is past its deadline."""
+        """Forget expired reservations."""
         for group in await self._table.due(self._clock.now(), _MOST_DUE_BUDGETS):
             try:
                 await self._change(group, lambda entries: entries)
@@ -386,7 +386,7 @@ _MOST_PIN_ATTEMPTS = 16
 _MOST_DUE_PINS = 1024
 _READ_AT_ONCE = 32
 _LOCATIONS_AT_ONCE = 4096
-_TAKEOVER_SECONDS = 5.0  # then whoever looks for due pins takes an early end over
+_TAKEOVER_SECONDS = 5.0  # then the search for due pins takes over an early end
 _FindCache = Callable[[int], Awaitable[InstanceCache | None]]
 
 
@@ -396,7 +396,7 @@ class Pins:
     Args:
         table: where they are stored.
         budgets: what they take of their groups.
-        find: from the number of an instance to what is kept for it; None when it is gone for good.
+        find: from the number of an instance to its cache; None when it is gone for good.
         view: which storages can be read.
         clock: time source.
         new_id: makes ids that no other pin has.
@@ -430,7 +430,7 @@ class Pins:
             InvalidArgumentError: owner or time is not allowed.
             CapacityError: the group's budget does not allow it.
             NotReadyError: other managers keep changing the same pins.
-            StorageIOError: the store failed; what was begun is taken back now or ends at the deadline.
+            StorageIOError: the store failed; the begun marks are removed now or ends at the deadline.
         """
         request.check()
         async with self._turns[group.name]:
@@ -446,7 +446,7 @@ class Pins:
             except CapacityError:
                 raise  # nothing was begun
             except BaseException:
-                # Nobody was told its id; ListPins would show a pin that its owner does not know.
+                # The client did not get its id; ListPins would show a pin that its owner does not know.
                 with suppress(KvcmError):
                     await uninterrupted(self._end(cache, pin))
                 raise
@@ -640,7 +640,7 @@ class Pins:
             await self._end(await self._find(pin.uid), pin)
 
     async def _postpone(self, pin_id: str) -> None:
-        """Come back to a pin later, so that what cannot be ended now does not hide what is due behind it."""
+        """Retry a pin later, so that one that cannot be ended now does not hide those due behind it."""
         with suppress(StorageIOError):
             document = await self._table.get(pin_id)
             if document is not None:
@@ -655,7 +655,7 @@ class Pins:
 def _readable_pin(pin_id: str, document: bytes | None) -> Pin | None:
     try:
         return Pin.decoded(pin_id, document) if document is not None else None
-    except StorageIOError as error:  # nobody can tell what it holds; it must not hold up the others
+    except StorageIOError as error:  # its blocks are unknown; it must not block the others
         _log.warning("pin_unreadable", pin=pin_id, reason=str(error))
         return None
 

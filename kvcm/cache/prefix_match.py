@@ -28,6 +28,7 @@ from kvcm.telemetry.tracing import record_stage, staged
 
 __all__ = [
     "NO_OBSERVER",
+    "PREFIX_MODES",
     "AccessRecorder",
     "BlockMeta",
     "CacheObserver",
@@ -83,7 +84,7 @@ class MatchQuery:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What was found.
+    """The result of a match.
 
     Attributes:
         chunks: encoded locations, as field 2 of an answer.
@@ -94,13 +95,13 @@ class Match:
     keys: Sequence[int]
 
 
-@staged("match")
+@staged("match", "match.py:match")
 async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | None = None) -> Match:
     """Answer a query.
 
     Args:
         cache: the instance.
-        query: what is asked for.
+        query: the request.
         view: which storages the reader can read; None is those that everybody can.
 
     Raises:
@@ -124,9 +125,9 @@ async def _map_locations(cache: InstanceCache, memo: ChunkCache[Value], chunks: 
 
 
 async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
-    keys = _unmasked_keys(query)
+    keys = query.keys if query.mask is NO_MASK else _unmasked_keys(query)
     answers = cast("list[bytes]", await cache.index.answers(keys, stop_at_miss=True, view=view))
-    if query.needed:  # it ends before the first None already
+    if query.requires_specs and query.spec_names:  # it ends before the first None already
         lacking = [not has for has in await _have_specs(cache, query.needed, answers)]
         del answers[lacking.index(True) if True in lacking else len(answers) :]
     return Match(answers, keys[: len(answers)])
@@ -216,7 +217,7 @@ async def _answers_by_position(cache: InstanceCache, query: MatchQuery, view: St
 # An instance that was read in any other way, even once, is never such an instance again. That is a document, so that
 # it holds for every manager and after a restart; who reads pays for a look into a set.
 
-_PREFIX_MODES_ONLY: Final = frozenset({MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA})
+PREFIX_MODES: Final = frozenset({MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA})
 _NOT_PREFIX_MATCH: Final = b"1"
 _log = structlog.get_logger("kvcm.cache")
 
@@ -232,12 +233,10 @@ class ReadModes:
         self._table = table
         self._out_of_order: set[int] = set()
 
-    def is_new(self, uid: int, mode: MatchMode) -> bool:
-        """Return whether a read by this mode has to be noted."""
-        return mode not in _PREFIX_MODES_ONLY and uid not in self._out_of_order
-
     async def record(self, uid: int) -> None:
-        """Note that an instance is read out of order; a store that fails is asked again at the next such read."""
+        """Record that an instance is read out of order; if the store fails, the next such read tries again."""
+        if uid in self._out_of_order:
+            return
         try:
             if await self._table.get(str(uid)) is None:
                 await self._table.replace(str(uid), None, _NOT_PREFIX_MATCH)
@@ -257,7 +256,7 @@ class ReadModes:
         return uid not in self._out_of_order
 
     async def forget(self, uid: int) -> None:
-        """Drop what is stored of an instance that is gone for good.
+        """Drop the document of an instance that is gone for good.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -271,7 +270,7 @@ class ReadModes:
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What is known of one block.
+    """The metadata of one block.
 
     Attributes:
         key: the block.
@@ -310,7 +309,7 @@ def _worst_status(location: Location, view: StorageView) -> tuple[bool, float]:
     return location.status is not LocationStatus.SERVING, float("inf") if rank is None else rank
 
 
-# Who counts what is asked of the cache: lookups and write sessions.
+# Observers of lookups and write sessions.
 
 
 class WriteEnd(Enum):
@@ -321,16 +320,9 @@ class WriteEnd(Enum):
     ABORTED = "aborted"
     EXPIRED = "expired"
 
-    @classmethod
-    def of(cls, decision: Sequence[bool]) -> WriteEnd:
-        """Return how a session ended whose client told which blocks succeeded; one without blocks is committed."""
-        if all(decision):
-            return cls.COMMITTED
-        return cls.PARTIAL if any(decision) else cls.ABORTED
-
 
 class CacheObserver(Protocol):
-    """Is told what happens, on the path of every request: it does little and never waits or raises."""
+    """Follows lookups and writes on the path of every request: it does little and never waits or raises."""
 
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         """A lookup that counts as an access was answered."""
@@ -339,7 +331,7 @@ class CacheObserver(Protocol):
         """A lookup could not be answered."""
 
     def on_revisits(self, instance: Instance, seconds: float) -> None:
-        """A block was read again so long after its last read; told of some blocks, after a while."""
+        """A block was read again so long after its last read; reported for some blocks, after a while."""
 
     def on_write_started(self, masked_keys: int) -> None:
         """A write session was opened; so many keys of the request need not be written."""
@@ -349,7 +341,7 @@ class CacheObserver(Protocol):
 
 
 class _ChainObserver(Protocol):
-    """Is told which chains are asked for, on the path of every request."""
+    """Follows the chains that are read, on the path of every request."""
 
     def on_read(self, group_name: str, keys: Sequence[int], block_bytes: int) -> None:
         """A prefix match for blocks of so many bytes each was answered."""
@@ -359,8 +351,8 @@ class CombinedObserver:
     """An observer, and a reader beside it.
 
     Args:
-        observer: told of everything.
-        reader: told of prefix matches, without what they leave out.
+        observer: gets everything.
+        reader: gets prefix matches, without masked keys.
     """
 
     def __init__(self, observer: CacheObserver, reader: _ChainObserver) -> None:
@@ -471,10 +463,10 @@ class AccessRecorder:
             self._entries[place if entry is None else (*place, self._waiting)] = _PendingReads(cache, keys, 1)
 
     async def drain(self) -> None:
-        """Write down what was gathered, giving way to requests in between.
+        """Store the gathered reads, giving way to requests in between.
 
         Raises:
-            StorageIOError: the store cannot be asked; what was gathered is lost.
+            StorageIOError: the store cannot be asked; the gathered reads are lost.
         """
         entries, self._entries, self._waiting = self._entries.values(), {}, 0
         at = self._clock.now()

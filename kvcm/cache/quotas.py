@@ -89,7 +89,7 @@ class Limits:
 
 
 class LimitCache:
-    """Looks limits up; what is derived from the registry is derived again when that changed.
+    """Looks limits up; derived tables are rebuilt when the registry changed.
 
     Args:
         registry: groups, storages, global quotas.
@@ -103,10 +103,11 @@ class LimitCache:
 
     def of(self, group: InstanceGroup) -> Limits:
         """Return the limits of a group."""
-        if self._generation != self._registry.generation:
-            self._generation = self._registry.generation
+        generation = self._registry.generation
+        if self._generation != generation:
+            self._generation = generation
             self._reload()
-        quota = self._registry.quotas.find(group.global_quota_group_name)
+        quota = self._registry.quotas.by_name.get(group.global_quota_group_name)
         names = self._group_names.get(group.global_quota_group_name, (group.name,))
         return Limits(group, self._storages, SharedQuota(quota, names) if quota is not None else None)
 
@@ -155,10 +156,10 @@ class Reservation(NamedTuple):
 
 
 class Ledger(Protocol):
-    """Keeps count of groups and storages. Of a shared store, what is told without waiting is as last heard.
+    """Keeps count of groups and storages. Of a shared store, what is told without waiting is as last read.
 
     Attributes:
-        rejections: writes that this manager refused for want of room, wholly or partly, by group.
+        rejections: writes that this manager refused for lack of space, wholly or partly, by group.
     """
 
     rejections: Counter[str]
@@ -184,7 +185,7 @@ class Ledger(Protocol):
     async def refresh_groups(self, group_names: Collection[str]) -> None:
         """Ask the store what groups use, all at once."""
 
-    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
         """Return what an instance of a group may still take right now."""
 
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
@@ -259,7 +260,7 @@ class UsageLedger:
     async def refresh_groups(self, group_names: Collection[str]) -> None:
         """Everything is known here already."""
 
-    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
         taken = TakenBytes(self._taken.places[limits.group.name], self._taken.storages, self._taken.groups)
         return FreeSpace(limits, taken, index.free_key_count)
 
@@ -346,7 +347,7 @@ class FreeSpace:
         return f"storage {storage!r} is full: {used} of its capacity_bytes of {limit.capacity_bytes} are used{others}"
 
     def _load_storage(self, storage: str, limit: StorageLimit) -> tuple[int, int]:
-        """Return what is taken on a storage, and what is kept beside that for other groups."""
+        """Return the bytes taken on a storage, and those reserved for other groups beside."""
         taken = self._by_storage.get(storage, {})
         kept_from = limit.guaranteed_to_others(self._limits.group.name).items()
         kept = sum(max(0, size - taken.get(name, 0)) for name, size in kept_from)
@@ -548,7 +549,7 @@ class SharedLedger:
     def __init__(self, counters: QuotaCounters, node_id: str) -> None:
         self._counters = counters
         self._node_id = node_id
-        self._heard: dict[str, Counters] = {}
+        self._latest: dict[str, Counters] = {}
         self._epochs: Mapping[
             str, int
         ] = {}  # replaced, never changed: a change of usage keeps the one of its beginning
@@ -583,26 +584,26 @@ class SharedLedger:
         self._wake.set()
 
     def used(self, group_name: str) -> Mapping[StorageKey, int]:
-        """Return the bytes that a group uses, by place, as last heard."""
-        heard = self._heard.get(group_account(group_name))
-        return _bytes_by_place(heard.used) if heard is not None else {}
+        """Return the bytes that a group uses, by place, as last read."""
+        latest = self._latest.get(group_account(group_name))
+        return _bytes_by_place(latest.used) if latest is not None else {}
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
-        """Return the bytes that a group uses or has reserved, by place, as last heard. What was stored a moment ago and
+        """Return the bytes that a group uses or has reserved, by place, as last read. What was stored a moment ago and
         is not reported yet is still reserved."""
         return _bytes_by_place(self._reserved_or_used_in(group_account(group_name)))
 
     def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
-        """Return the same of a storage, by group. Writes hear of one that has a capacity."""
+        """Return the same of a storage, by group. Writes read those that have a capacity."""
         return bytes_by_group(self._reserved_or_used_in(storage_account(storage)))
 
     def bytes_by_group(self) -> Mapping[str, int]:
-        """Return the same in total, by group. Writes hear of it that draw from a global quota."""
+        """Return the same in total, by group. Writes that draw from a global quota read it."""
         return bytes_by_group(self._reserved_or_used_in(OVERALL))
 
     def _reserved_or_used_in(self, account: str) -> Mapping[str, int]:
-        heard = self._heard.get(account)
-        return _used_and_reserved(heard) if heard is not None else {}
+        latest = self._latest.get(account)
+        return _used_and_reserved(latest) if latest is not None else {}
 
     async def refresh_group(self, group_name: str, storages: Collection[str] = ()) -> None:
         """Ask the store what a group uses, and what all groups use on some storages."""
@@ -613,17 +614,17 @@ class SharedLedger:
         await self.refresh([group_account(name) for name in group_names])
 
     async def refresh(self, accounts: Collection[str]) -> dict[str, Counters]:
-        """Hear what stands in accounts."""
+        """Read the counters of accounts."""
         answers = await self._counters.read_many(list(accounts))
-        return {account: self._update(account, heard) for account, heard in zip(accounts, answers, strict=True)}
+        return {account: self._update(account, counters) for account, counters in zip(accounts, answers, strict=True)}
 
-    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
         """Return what an instance of a group may still take right now."""
         own = group_account(limits.group.name)
         limited = {name: storage_account(name) for name in limits.group.storage_candidates if name in limits.storages}
         overall = () if limits.shared is None else (OVERALL,)
-        heard = await self.refresh([own, *limited.values(), *overall])
-        fields = {account: _used_and_reserved(counters) for account, counters in heard.items()}
+        counters_of = await self.refresh([own, *limited.values(), *overall])
+        fields = {account: _used_and_reserved(counters) for account, counters in counters_of.items()}
         taken = TakenBytes(
             _bytes_by_place(fields[own]),
             {name: bytes_by_group(fields[account]) for name, account in limited.items()},
@@ -637,10 +638,10 @@ class SharedLedger:
         try:
             for account, demands, limits in _account_reservations(reservation, index.max_key_count):
                 asked.append(account)
-                fits, heard = await self._counters.reserve(
+                fits, counters = await self._counters.reserve(
                     account, reservation.owner, reservation.deadline, demands, limits
                 )
-                self._update(account, heard)
+                self._update(account, counters)
                 if not fits:
                     await asyncio.gather(*(self._counters.release(each, reservation.owner) for each in asked[:-1]))
                     return False
@@ -682,23 +683,23 @@ class SharedLedger:
         """Send everything that is to be reported.
 
         Raises:
-            StorageIOError: the store cannot be asked; what was not heard is sent again next time.
+            StorageIOError: the store cannot be asked; unconfirmed reports are sent again next time.
         """
         accounts = sorted({*self._outboxes, *self._sending})
         outcomes = await asyncio.gather(*map(self._flush, accounts), return_exceptions=True)
-        for outcome in outcomes:  # where one node of a cluster is away, the others have been told
+        for outcome in outcomes:  # where one node of a cluster is away, the others have their report
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def _flush(self, account: str) -> None:
         while self._next_report(account):
-            heard = await self._counters.report(account, self._sending[account])
+            counters = await self._counters.report(account, self._sending[account])
             self._sending.pop(account, None)
-            self._update(account, heard)
+            self._update(account, counters)
 
     def _next_report(self, account: str) -> bool:
         if account in self._sending:
-            return True  # perhaps it was heard and the answer lost: the same number is sent again
+            return True  # perhaps it arrived and the answer was lost: the same number is sent again
         outbox = self._outboxes.pop(account, None)
         if outbox is None or outbox.is_empty:
             return False
@@ -710,7 +711,7 @@ class SharedLedger:
         return True
 
     def _update(self, account: str, counters: Counters) -> Counters:
-        self._heard[account] = counters
+        self._latest[account] = counters
         if self._epochs.get(account, 0) != counters.epoch:
             self._epochs = {**self._epochs, account: counters.epoch}
         return counters

@@ -1,22 +1,23 @@
 """Read leases: a reader pins the locations it was given, so that their bytes stay for a bounded time.
 
-A lease delays the deletion of bytes, nothing else: a removed block vanishes from every answer at once, and whoever
-holds a lease can still read what it was given. Leases are bounded in time and in number, so a lost reader costs space
-for minutes. A lease is a document of the store: whoever deletes sees the leases that other managers gave.
+A lease delays the deletion of bytes, nothing else: a removed block vanishes from every answer at once, and the
+holder of a lease can still read its locations. Leases are bounded in time and in number, so a lost reader costs space
+for minutes. A lease is a document of the store: a deletion sees the leases of other managers.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
 
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.prefix_match import Match
 from kvcm.model.clock import Clock
@@ -24,7 +25,7 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError
 from kvcm.model.locations import DeletionItem, LocationStatus
 from kvcm.store.store import Table
 
-__all__ = ["MAX_LEASE_MS", "ReadLease", "ReadLeases"]
+__all__ = ["MAX_LEASE_MS", "DeadlineTable", "ReadLease", "ReadLeases"]
 
 MAX_LEASE_MS = 600_000
 _MAX_LEASES = 100_000
@@ -87,6 +88,65 @@ class ReadLease:
         return cls(lease_id, stored.uid, stored.deadline, pins)
 
 
+# Expiry is exact and cheap with many open leases: a heap of (deadline, id). Leases that ended early or were renewed
+# stay in the heap until their old deadline; the deadline in the table marks them as stale. The heap is rebuilt when
+# stale entries outweigh the open leases.
+
+
+class _Expiring(Protocol):
+    """Something with an id and a deadline in unix seconds."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+
+Entry = TypeVar("Entry", bound=_Expiring)
+
+
+class DeadlineTable(Generic[Entry]):
+    """Open entries by id. An entry leaves exactly once: taken, or popped when due."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry, or replace the one of the same id by a renewed one."""
+        self._entries[entry.id] = entry
+        heapq.heappush(self._heap, (entry.deadline, entry.id))
+        if len(self._heap) > 2 * len(self._entries) + 1024:
+            self._heap = [(entry.deadline, entry.id) for entry in self._entries.values()]
+            heapq.heapify(self._heap)
+
+    def get(self, entry_id: str) -> Entry | None:
+        """Return an open entry, None when there is none of that id."""
+        return self._entries.get(entry_id)
+
+    def pop(self, entry_id: str) -> Entry | None:
+        """Remove and return an open entry, None when there is none of that id."""
+        return self._entries.pop(entry_id, None)
+
+    def values(self) -> list[Entry]:
+        """Return all open entries."""
+        return list(self._entries.values())
+
+    def pop_due(self, now: float, most: int | None = None) -> list[Entry]:
+        """Remove and return the entries whose deadline is not after `now`, earliest first, at most so many."""
+        due: list[Entry] = []
+        while self._heap and self._heap[0][0] <= now and (most is None or len(due) < most):
+            _, entry_id = heapq.heappop(self._heap)
+            entry = self._entries.get(entry_id)
+            if entry is not None and entry.deadline <= now:
+                due.append(self._entries.pop(entry_id))
+        return due
+
+
 class ReadLeases:
     """The open read leases.
 
@@ -107,7 +167,7 @@ class ReadLeases:
         self._pin_count = 0
 
     async def load(self) -> None:
-        """Hear of the leases in the store: those given before a restart, or by other managers."""
+        """Read the leases in the store: those given before a restart, or by other managers."""
         for lease_id in await self._table.due(math.inf, _MAX_LEASES):
             if self._leases.get(lease_id) is None:
                 await self._load_lease(lease_id)
@@ -183,7 +243,7 @@ class ReadLeases:
         return max((lease.deadline for lease in leases if lease is not None), default=0.0)
 
     async def _refresh(self, lease_ids: set[str]) -> None:
-        """Hear of leases that another manager renewed or released."""
+        """Read leases that another manager renewed or released."""
         for lease_id in lease_ids:
             await self._load_lease(lease_id)
 
@@ -194,7 +254,7 @@ class ReadLeases:
             return
         try:
             self._add(ReadLease.decoded(lease_id, document))
-        except StorageIOError as error:  # nobody can tell what it pins; it must not hold up deletions for ever
+        except StorageIOError as error:  # its pins are unknown; it must not block deletions for ever
             _log.warning("read_lease_unreadable", lease=lease_id[:8], reason=str(error))
 
     async def expire(self) -> None:

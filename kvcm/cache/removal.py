@@ -1,7 +1,7 @@
 """Removal: a location turns to deleting, its bytes go after a delay, then its record (design.md decision 15).
 
 A removed key vanishes from every answer at once. Its record stays, says from when its bytes may go, and counts as usage
-until they are freed; the deletion executor of whoever leads finds it by that time.
+until they are freed; the deletion executor of the leader finds it by that time.
 Whatever was ever serving is protected for `delay_before_delete_ms`, since a reader may have been given it a moment ago
 (invariant 6). A location that is still being written is deleted when its session's time is up: before that its writer
 could put the bytes back; it keeps its session's id, so that the session's end lets it go earlier.
@@ -54,7 +54,7 @@ class Remover:
     Args:
         clock: time source.
         find_group: from a group's name to its settings, None when it is gone.
-        events: told of what was removed.
+        events: receives removed blocks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Remover:
             cache: the instance.
             keys: blocks; unknown ones are fine.
             which: locations to remove, all by default.
-            reason: what the event log is told: who asked for it.
+            reason: of the event: the origin of the request.
 
         Returns:
             Number of locations that this call marked.
@@ -131,7 +131,7 @@ class Remover:
         return forgotten
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long evicted locations stay readable for readers that have them."""
         group = self._find_group(instance.instance_group_name)
         if group is None:
             return _FALLBACK_DELAY_MS / 1000
@@ -159,17 +159,17 @@ def _count_marked(changes: Iterable[Change]) -> int:
     )
 
 
-# Removal of instances: incremental, and resumed by whoever leads after a crash.
+# Removal of instances: incremental, and resumed by the leader after a crash.
 #
 # The registry remembers the removal under the registration's number until no block of it is left, so the same id can
-# be registered anew at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees
-# their bytes and records like any others. An index is scanned a second time when all managers have heard of the
+# be registered again at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees
+# their bytes and records like any others. An index is scanned a second time when all managers know of the
 # removal, since one that had not may have finished a write; and with several managers the end is only believed after a
 # while.
 
 _BATCHES_AT_ONCE = 64
 _REASON = "RemoveInstance"
-_GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
+_GRACE_SECONDS = 60.0  # other managers learn of a removal within a second; a write takes seconds at most
 _RETRY_SECONDS = 600.0
 _log = structlog.get_logger("kvcm.cache")
 
@@ -268,7 +268,7 @@ _CHECK_TIMEOUT_SECONDS = 10.0  # for one page of parts; a storage that hangs mus
 
 
 class MissingPart(NamedTuple):
-    """A part of a block that somebody could not use.
+    """A part of a block that a reader could not use.
 
     Attributes:
         key: of the block.
@@ -388,7 +388,7 @@ class MissingParts:
 
 
 def _parts_of_location(key: int, location: Location) -> set[MissingPart]:
-    """Return what can be told of a location: of each part that its bytes are gone, or are not of its checksum."""
+    """Return the state of a location: of each part whether its bytes are missing, or do not have its checksum."""
     specs = decode_chunk(location.chunk).specs
     return {MissingPart(key, spec.uri, checksum) for spec in specs for checksum in (0, spec.checksum)}
 
@@ -409,11 +409,11 @@ def _unusable_without(cache: InstanceCache, record: BlockRecord, lost_ids: Colle
 # Memory that is gone: all locations in a pool whose host made new memory, after a reboot for one, are forgotten.
 #
 # The state of a pool says up to which stamp its memory is gone, the floor, and up to which one that was carried out;
-# so whoever leads finds it, also after a restart. Nobody waits for it: readers miss such bytes by the stamp that is
+# so the leader finds it, also after a restart. Nobody waits for it: readers miss such bytes by the stamp that is
 # not there, and their places are given to others at once, since stamps tell them apart. But writers are told meanwhile
 # that the blocks are there.
 #
-# Every index is gone through at once, and a second time when all managers have heard of the floor: a write that was
+# Every index is gone through at once, and a second time when all managers know of the floor: a write that was
 # begun before may have stored its blocks in between.
 
 _BATCH_BLOCKS: Final = 256
@@ -431,7 +431,7 @@ class _LostMemory(Protocol):
         """
 
     async def purged(self, floor: int) -> None:
-        """Hear that all locations up to a stamp were forgotten.
+        """Learn that all locations up to a stamp were forgotten.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -465,7 +465,7 @@ class PoolPurges:
         self._again_at: dict[tuple[str, int], float] = {}  # by name and floor, after the first lap
 
     async def resume(self, is_leader: Callable[[], bool] = lambda: True) -> None:
-        """Forget what is to be forgotten now.
+        """Forget the locations that are due.
 
         Args:
             is_leader: whether this manager is still the one to do so.

@@ -1,4 +1,4 @@
-"""Recounts of usage: what managers that died did not report any more is put right by whoever leads.
+"""Recounts of usage: what managers that died did not report any more is put right by the leader.
 
 The counters that change with the records, shard by shard, are the truth. An account (`kvcm.cache.accounts`) is
 recounted when two looks in a row find the very same difference from them, reports that were dropped, or a reservation
@@ -58,7 +58,7 @@ class UsageRecount:
         self._ledger = ledger
         self._clock = clock
         self._suspects: dict[str, _Suspect] = {}
-        self._look_at = 0.0
+        self._next_check_at = 0.0
 
     async def check(self) -> None:
         """Compare accounts with the truth, those that differed the last time sooner than the others, and recount what
@@ -68,15 +68,15 @@ class UsageRecount:
             StorageIOError: the store cannot be asked.
         """
         now = self._clock.now()
-        if now >= self._look_at:
-            self._look_at = now + _CHECK_SECONDS
-            looked_at: Collection[str] = self.accounts().keys()
+        if now >= self._next_check_at:
+            self._next_check_at = now + _CHECK_SECONDS
+            checked: Collection[str] = self.accounts().keys()
         else:
-            looked_at = self._suspects
-        if not looked_at:
+            checked = self._suspects
+        if not checked:
             return
         suspects, self._suspects = self._suspects, {}
-        doubts = await self._suspect_accounts(looked_at, now)
+        doubts = await self._suspect_accounts(checked, now)
         again = suspects.keys() & doubts.keys()
         await self.recount(sorted(account for account in again if doubts[account].confirms(suspects[account])))
         self._suspects = {account: doubt for account, doubt in doubts.items() if account not in suspects}
@@ -101,14 +101,16 @@ class UsageRecount:
         return {account: dict(doubt.differences) for account, doubt in doubts.items()}
 
     async def _suspect_accounts(self, accounts: Collection[str], now: float) -> dict[str, _Suspect]:
-        heard = await self._ledger.refresh(accounts)
-        overdue = await self._ledger.overdue([name for name, each in heard.items() if any(each.reserved.values())], now)
+        counters_of = await self._ledger.refresh(accounts)
+        overdue = await self._ledger.overdue(
+            [name for name, each in counters_of.items() if any(each.reserved.values())], now
+        )
         truth = await count_usage(await self._current_census())
         doubts = {
             account: _Suspect(
                 _excess_by_field(counters, truth.get(account, {})), counters.dropped > 0 or account in overdue
             )
-            for account, counters in heard.items()
+            for account, counters in counters_of.items()
         }
         return {account: doubt for account, doubt in doubts.items() if doubt.differences or doubt.is_lasting}
 

@@ -40,7 +40,7 @@ class Storages(StorageView, Protocol):
     """The open storages."""
 
     def is_writable(self, storage: str) -> bool:
-        """Return whether a new block can be expected to find room on a storage."""
+        """Return whether a new block can be expected to find space on a storage."""
 
     def is_draining(self, storage: str) -> bool:
         """Return whether a storage is being emptied, so that nothing new may go there."""
@@ -63,7 +63,7 @@ class NodeStorages(Storages, Protocol):
         """The storages as operators see them: with the memory pools of all nodes."""
 
     def report_unwritable(self, name: str) -> None:
-        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
+        """Expect no space on an open storage until a probe succeeds: an allocation was rejected a moment ago."""
 
 
 def candidates(group: InstanceGroup, storages: Storages) -> list[StorageKey]:
@@ -131,7 +131,7 @@ class WritePlan:
     """The blocks to write, in request order.
 
     Attributes:
-        runs: what is to be written.
+        runs: the blocks to write.
         rejected: number of blocks that should be written and do not fit.
         rejection: why the first of them does not fit; "" when all do.
         new_keys: blocks of the plan that the index does not know yet.
@@ -152,16 +152,16 @@ class WritePlan:
     def batches(self, most: int) -> Iterator[list[PlannedRun]]:
         """Yield the runs in pages of at most so many blocks; a run that does not fit is cut."""
         page: list[PlannedRun] = []
-        room = most
+        left = most
         for run in self.runs:
             begin = 0
             while begin < len(run.keys):
-                page.append(run.cut(begin, begin + room))
+                page.append(run.cut(begin, begin + left))
                 begin += len(page[-1].keys)
-                room -= len(page[-1].keys)
-                if not room:
+                left -= len(page[-1].keys)
+                if not left:
                     yield page
-                    page, room = [], most
+                    page, left = [], most
         if page:
             yield page
 
@@ -202,16 +202,16 @@ def missing_specs(
 
 @dataclass(slots=True)
 class WritePlanner:
-    """Plans one request block by block, taking room as it goes.
+    """Plans one request block by block, taking space as it goes.
 
     Attributes:
         candidates: storages in order of preference.
-        room: what the group may still take; None when nothing has to be written.
+        space: bytes and blocks that the group may still take; None when nothing has to be written.
         key_limit: the index's limit, for the message.
     """
 
     candidates: Sequence[StorageKey]
-    room: FreeSpace | None
+    space: FreeSpace | None
     key_limit: int
     plan: WritePlan = field(default_factory=WritePlan)
 
@@ -219,15 +219,15 @@ class WritePlanner:
         self, position: int, key: int, chain: tuple[int | None, int], specs: Specs, record: BlockRecord | None
     ) -> None:
         """Plan one block that lacks `specs`, or refuse it and everything after it."""
-        assert self.room is not None
+        assert self.space is not None
         if not self.plan.rejection:
             size_bytes = sum(info.size for info in specs)
             place, refusal = self._place(size_bytes, record)
             if place is not None:
-                self.room.free_keys -= record is None
+                self.space.free_keys -= record is None
                 self.plan.new_keys += record is None
                 self.plan.wanted_bytes[place] += size_bytes
-                self.room.add_planned(place, size_bytes)
+                self.space.add_planned(place, size_bytes)
                 self.plan.runs.append(PlannedRun(position, (key,), *chain, specs, place, size_bytes, record is None))
                 return
             self.plan.rejection = refusal
@@ -242,7 +242,7 @@ class WritePlanner:
             head: parent and depth of the first.
             specs: what they lack.
         """
-        assert self.room is not None
+        assert self.space is not None
         size_bytes = sum(info.size for info in specs)
         planned = 0
         while planned < len(keys) and not self.plan.rejection:
@@ -254,27 +254,27 @@ class WritePlanner:
             self.plan.runs.append(run.cut(planned, planned + count))
             self.plan.wanted_bytes[place] += count * size_bytes
             self.plan.new_keys += count
-            self.room.free_keys -= count
-            self.room.add_planned(place, count * size_bytes)
+            self.space.free_keys -= count
+            self.space.add_planned(place, count * size_bytes)
             planned += count
         self.plan.rejected += len(keys) - planned
 
     def _place_of_many(self, size_bytes: int, most: int) -> tuple[StorageKey | None, int]:
-        """Return the first candidate with room for a fresh block, and for how many of them."""
-        assert self.room is not None
-        most = min(most, self.room.free_keys)
+        """Return the first candidate with space for a fresh block, and for how many of them."""
+        assert self.space is not None
+        most = min(most, self.space.free_keys)
         for place in self.candidates if most > 0 else ():
-            if count := self.room.fitting(place, size_bytes, most):
+            if count := self.space.fitting(place, size_bytes, most):
                 return place, count
         return None, 0
 
     def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[StorageKey | None, str]:
-        assert self.room is not None
-        if record is None and self.room.free_keys <= 0:
+        assert self.space is not None
+        if record is None and self.space.free_keys <= 0:
             return None, f"the instance is full: it has its max_key_count of {self.key_limit} blocks"
         refusals: dict[str, None] = {}  # ordered; several candidates may be under one limit
         for place in self._preferring_type_of(record):
-            refusal = self.room.limit(place, size_bytes)
+            refusal = self.space.limit(place, size_bytes)
             if refusal is None:
                 return place, ""
             refusals[refusal] = None

@@ -1,8 +1,32 @@
-"""Checksums of a session's parts: what its writer told at the finish, until it stands in the blocks' locations.
+"""Write sessions: the lease between StartWriteCache and FinishWriteCache, from start to end.
 
-They are part of the decision how the session ends, so that whoever carries it out writes the same ones. They are kept
-by name, since the blocks of one session need not have the same parts: a row per key with one number for every name that
-was told at all, 8 bytes each, 0 where none was told. The manager never sees the bytes, so it believes its writers.
+A session is a document of the store, so any manager can finish a session that another manager started.
+
+::
+
+    start    plan → reserve → allocate addresses → store the session → store its blocks (writing)
+    finish   decide (compare-and-set of the document) → the blocks follow → the outcome replaces the document
+    expire   as finish, decided as failed at the deadline
+    abort    as finish, decided as failed by the start that could not complete
+
+Invariants:
+
+* 2: two writers never hold a writing location of the same block and spec. The location is added in the same
+  compare-and-set that checks for another one (`_add_locations`).
+* 3: a session ends exactly once. Of a finish, an expiry and another finish exactly one replaces the open document by a
+  decision (`_decide`). Every manager that finds a decision carries it out; doing so twice changes nothing, and a
+  removed block is never revived (`apply_decision`). So a decided finish is never lost.
+* The session is stored before its blocks (design.md decision 3): its end rolls back all of them. A block that came too
+  late carries session and deadline itself, and is repaired from its record alone (`expire_writers`).
+* Addresses come before both, all or none: a storage that rejects them leaves nothing to undo, and the write is planned
+  again without that storage in the same call.
+* A repeated finish gets the first answer for `REPEAT_SECONDS`: the outcome is written in the step that removes the
+  document, so of two managers that carry out one decision one answer counts. Outcomes are bounded in time and number;
+  expired sessions leave none.
+
+Checksums are part of the decision, so every manager that carries it out writes the same ones. They are kept by name,
+since blocks of one session need not have the same parts: a row per key, 8 bytes for every name, 0 for none. The manager
+never sees the bytes and trusts its writers.
 """
 
 from __future__ import annotations
@@ -21,7 +45,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
 from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
 from kvcm.cache.quotas import Ledger, Limits, Reservation
@@ -46,6 +69,7 @@ from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
 from kvcm.model.principals import UNRESTRICTED, call_context
 from kvcm.storage.backend import Allocation, Hints, Parts, StorageBackend, is_full
+from kvcm.store.memory import DueQueue
 from kvcm.store.store import Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.tracing import staged
@@ -82,7 +106,7 @@ _ONLY_PART = ""  # stands for the part of a location that has one only; no spec 
 
 
 class LocationChecksums(NamedTuple):
-    """What a writer told of one location.
+    """Checksums that a writer reports of one location.
 
     Attributes:
         specs: names and checksums of its parts; 0 is none.
@@ -109,8 +133,8 @@ class Checksums(NamedTuple):
     values: bytes = b""
 
     def by_key(self, keys: Sequence[int], begin: int, end: int) -> dict[int, dict[str, int]]:
-        """Return what was told of the keys from `begin` to before `end`, by name, 0 for none; keys of which nothing was
-        told are left out."""
+        """Return the checksums of the keys from `begin` to before `end`, by name, 0 for none; keys without any are left
+        out."""
         if not self.names:
             return {}
         row_bytes = len(self.names) * _CHECKSUM_BYTES
@@ -122,26 +146,26 @@ class Checksums(NamedTuple):
 NO_CHECKSUMS = Checksums()
 
 
-async def checksums_of(told: ReportedChecksums, decision: Sequence[bool], spec_names: Collection[str]) -> Checksums:
-    """Return the checksums of those locations that were written. Other requests get their turn meanwhile.
+async def checksums_of(reported: ReportedChecksums, decision: Sequence[bool], spec_names: Collection[str]) -> Checksums:
+    """Return the checksums of the written locations, yielding to other requests meanwhile.
 
     Args:
-        told: one entry per location of the session; whatever it is when it holds no checksum, as other clients send it.
-        decision: which of them were written; what is told of the others does not count.
+        reported: one entry per location of the session; any number where none has a checksum, as other clients send.
+        decision: which of them were written; checksums of the others do not count.
         spec_names: of the instance.
 
     Raises:
         InvalidArgumentError: another number of entries, or a spec that is unknown or named twice.
     """
     rows: dict[int, dict[str, int]] = {}
-    for position, location in enumerate(told):
+    for position, location in enumerate(reported):
         if position % _BATCH_LOCATIONS == 0:
             await asyncio.sleep(0)
         if not location.checksum and not any(checksum for _, checksum in location.specs):
             continue
-        if len(told) != len(decision):
+        if len(reported) != len(decision):
             raise InvalidArgumentError(
-                f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
+                f"locations has {len(reported)} entries, must have none, or one per location that the start returned: "
                 f"{len(decision)}"
             )
         if decision[position]:
@@ -158,17 +182,16 @@ async def checksums_of(told: ReportedChecksums, decision: Sequence[bool], spec_n
     return Checksums(names, values.tobytes())
 
 
-def _add_checksums(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
-    """Return the chunk of a location that was written with what was told of its parts; what was told of others has no
-    effect."""
-    if told.get(_ONLY_PART) and len(spec_names) == 1:
-        told = {spec_names[0]: told[_ONLY_PART]}
-    return with_checksums(chunk, told) if told else chunk
+def _add_checksums(chunk: bytes, spec_names: Sequence[str], checksums: Mapping[str, int]) -> bytes:
+    """Return the chunk of a written location with the checksums of its parts; those of other parts have no effect."""
+    if checksums.get(_ONLY_PART) and len(spec_names) == 1:
+        checksums = {spec_names[0]: checksums[_ONLY_PART]}
+    return with_checksums(chunk, checksums) if checksums else chunk
 
 
-def _checksum_row(position: int, told: LocationChecksums, spec_names: Collection[str]) -> dict[str, int]:
+def _checksum_row(position: int, location: LocationChecksums, spec_names: Collection[str]) -> dict[str, int]:
     row: dict[str, int] = {}
-    for name, checksum in told.specs:
+    for name, checksum in location.specs:
         if name not in spec_names:
             raise InvalidArgumentError(
                 f"locations[{position}] names the spec {name!r}, the instance has {sorted(spec_names)}"
@@ -177,10 +200,10 @@ def _checksum_row(position: int, told: LocationChecksums, spec_names: Collection
             raise InvalidArgumentError(f"locations[{position}] names the spec {name!r} twice, must name each once")
         row[name] = checksum
     row = {name: checksum for name, checksum in row.items() if checksum}
-    return row or ({_ONLY_PART: told.checksum} if told.checksum else {})
+    return row or ({_ONLY_PART: location.checksum} if location.checksum else {})
 
 
-# Values of the two-phase write, and how an open session is stored.
+# Requests, stored sessions, answers.
 
 _SESSION_FORMAT = 1
 _PRIORITIES = range(-100, 101)
@@ -193,18 +216,18 @@ class Retention:
     """A writer's hint how long blocks are worth keeping.
 
     Attributes:
-        priority: what has a lower one is evicted first; others have 0.
-        ttl_seconds: they go after this time, whatever room there is; 0 is no limit.
+        priority: blocks with a lower one are evicted first; the default is 0.
+        ttl_seconds: the blocks are evicted after this time, even when there is space; 0 is no limit.
     """
 
     priority: int = 0
     ttl_seconds: int = 0
 
     def check(self) -> None:
-        """Refuse what is out of range.
+        """Check the ranges.
 
         Raises:
-            InvalidArgumentError: naming the field and what is allowed.
+            InvalidArgumentError: naming the field and the allowed values.
         """
         if self.priority not in _PRIORITIES:
             raise InvalidArgumentError(f"retention.priority is {self.priority}, must be from -100 to 100")
@@ -221,7 +244,7 @@ NO_HINT = Retention()
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """What a writer wants to store.
+    """A request to write blocks.
 
     Attributes:
         keys: block keys of one prefix chain, in order.
@@ -269,7 +292,7 @@ class _CheckedDocument(_HintedDocument, array_like=True, frozen=True):
 
 
 class _OwnedDocument(_CheckedDocument, array_like=True, frozen=True):
-    """The same of a principal who is known."""
+    """With the name of an authenticated principal."""
 
     starter: str = ""
 
@@ -283,17 +306,17 @@ class WriteSession:
     """A session as it is stored.
 
     Attributes:
-        id: 128 random bits, the only right to finish it.
+        id: 128 random bits, the capability to finish it.
         uid: number of the instance it belongs to.
         deadline: unix seconds.
         location_id: id of every location that it writes.
         keys: blocks to be written, in the order of the answer.
-        decision: None while it is open. Then how it ends, per key whether it succeeded: whoever finds the session with
-            a decision carries it out, since the one who made it may have died on the way.
+        decision: None while it is open; then per key whether it succeeded. Any manager that finds a decision carries it
+            out, since the manager that made it may have died.
         priority: what its blocks have once they serve.
         keep_until: unix seconds when its blocks have to go, 0 for never.
         checksums: of its parts; these three are part of the decision.
-        starter: name of the principal who may finish it, "" for whoever knows its id.
+        starter: name of the principal that may finish it; "" where the id is enough.
     """
 
     id: str
@@ -362,9 +385,9 @@ class StartedWrite:
     Attributes:
         session: the open session.
         mask: which of the request's keys need not be written.
-        chunks: where to write the others, encoded as field 2 of an answer, in request order.
+        chunks: locations of the others, encoded as field 2 of an answer, in request order.
         rejected: number of blocks that were masked because they do not fit.
-        rejection: why not; "" when all do.
+        rejection: the limit that they exceed; "" when all fit.
     """
 
     session: WriteSession
@@ -389,16 +412,7 @@ class FinishedWrite:
     vanished: int
 
 
-# How write sessions ended, remembered for a while: a finish that is repeated is answered as the first one was.
-#
-# A client whose manager does not answer in time asks the next one, and cannot know how far the first one came. While a
-# session is stored with its decision, whoever is asked carries that out; after that only what is kept here knows of
-# it.
-#
-# * It is written in the step that removes the session, so of two managers that carry out one decision one tells what
-#   counts, and it outlives managers.
-# * It is bounded: by `REPEAT_SECONDS`, and in number for each manager. It has no keys, and a bit per block at most.
-# * Sessions that nobody finished are not remembered: to their writers they are unknown.
+# Outcomes of finished sessions.
 
 REPEAT_SECONDS: Final = 60.0
 """For so long after a session ended its finish may be repeated: longer than clients try a call, pauses included."""
@@ -426,9 +440,9 @@ class EndedSession:
 
     Attributes:
         uid: number of the instance that it belonged to.
-        starter: name of the principal who may ask, "" for whoever knows its id.
+        starter: name of the principal that may repeat the finish; "" where the id is enough.
         decision: per block whether it succeeded.
-        finished: what the writer was told.
+        finished: the answer to the writer.
     """
 
     uid: int
@@ -498,8 +512,8 @@ class EndedSessions:
         if await self._table.finish(decided.id, document, ended.encoded(), now, REPEAT_SECONDS):
             self._until.append(now + REPEAT_SECONDS)
             return finished
-        told = await self.get(decided.id)
-        return told.finished if told is not None else finished
+        first = await self.get(decided.id)
+        return first.finished if first is not None else finished
 
     async def get(self, session_id: str) -> EndedSession | None:
         """Return how a session ended, None where it is not remembered."""
@@ -508,10 +522,10 @@ class EndedSessions:
 
 
 def _check_same(said: Sequence[bool], says: Sequence[bool]) -> None:
-    """Return if a finish says of each block what an earlier finish of its session has said.
+    """Check that a repeated finish has the decision of the first one.
 
     Raises:
-        InvalidArgumentError: it does not; the message tells what was said.
+        InvalidArgumentError: it differs; the message has the first decision.
     """
     position = next(compress(count(), map(ne, said, says)), None)
     if position is not None:
@@ -519,10 +533,7 @@ def _check_same(said: Sequence[bool], says: Sequence[bool]) -> None:
         raise InvalidArgumentError(f"write_session_id was finished before, with other success_blocks: {blocks}")
 
 
-# How the blocks of a session follow its decision: the second step of its end (endings.py).
-#
-# What is still writing for this very session becomes serving or deleting. A removed block is never revived. Doing this
-# twice changes nothing.
+# The blocks follow the decision.
 
 # A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
 _new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
@@ -531,7 +542,7 @@ _ChecksumsByKey = Mapping[int, Mapping[str, int]]
 """Checksums by name of the part, by key."""
 
 
-@staged("store")
+@staged("store", "settling.py:settle")
 async def apply_decision(
     cache: InstanceCache, session: WriteSession, now: float, note: Callable[[Sequence[Change]], None]
 ) -> FinishedWrite:
@@ -541,7 +552,7 @@ async def apply_decision(
         cache: the instance.
         session: with its decision.
         now: unix time.
-        note: told of changes as they are stored; not of blocks that serve from then on.
+        note: called with changes as they are stored, except with blocks that serve from then on.
     """
     assert session.decision is not None
     ends = _LocationEnds(session, now)
@@ -607,13 +618,13 @@ class _LocationEnds:
             return self._served(key, location)
         if location.status is LocationStatus.DELETING and location.deadline <= self._now:
             return location  # settled before, or about to go
-        # Nobody was ever given it to read: its bytes can go at once. Its writer may come back nevertheless, so it keeps
-        # the session's id to the end: by that it is told from what served (`Location.has_served`).
+        # It never served, so no reader has it and its bytes can go at once. Its writer may still come back, so it keeps
+        # the session's id to the end (`Location.has_served`).
         return location._replace(status=LocationStatus.DELETING, deadline=self._now)
 
     def _served(self, key: int, location: Location) -> Location:
-        told = self.checksums.get(key)
-        return self._serving(location, _add_checksums(location[5], location[4], told) if told else location[5])
+        own = self.checksums.get(key)
+        return self._serving(location, _add_checksums(location[5], location[4], own) if own else location[5])
 
     def _serving(self, location: Location, chunk: bytes) -> Location:
         ends = (*location[6:8], "", self._session.keep_until, self._session.priority, location[11])
@@ -630,42 +641,22 @@ def _change_locations(old: BlockRecord | None, change: Callable[[Location], Loca
 
 
 def _has_served(record: BlockRecord | None, session: WriteSession) -> bool:
-    """Whether the session's location serves now; it may have since a first finish that was cut off."""
+    """Return whether the session's location serves; an interrupted finish may have done that before."""
     for location in record[2] if record is not None else ():
         if location[0] == session.location_id and location[3] is LocationStatus.SERVING:
             return True
     return False
 
 
-# How write sessions end: finished, aborted or expired, by any manager, exactly once (invariant 3).
-#
-# A session is a document. It ends in three steps, each of which may be the last that a manager lives to make:
-#
-# 1. The decision (which blocks succeeded) takes the place of the open session by compare-and-set: of a finish, an
-#   expiry
-#    and another finish exactly one wins.
-# 2. The blocks follow it (settling.py). Doing this twice changes nothing.
-# 3. The document goes; how a finish ended is remembered for a while (ended_sessions.py).
-#
-# Whoever finds a document with a decision carries it out, so a finish that was decided is never lost, and a client
-# that asks again gets its answer, at whatever manager. What is still open past its deadline is decided as failed.
+# The stored sessions: open, decide, carry out, remove.
 
 _DEFAULT_TIMEOUT_SECONDS = 30
 _MAX_TIMEOUT_SECONDS = 3600
-_RETRY_SECONDS = 5.0  # then whoever looks for due sessions takes a decision over
+_RETRY_SECONDS = 5.0  # then the search for due sessions takes over a decision
 _MOST_ATTEMPTS = 16
 _MOST_DUE = 1024
 _MOST_COUNTED = 1 << 20
 _log = structlog.get_logger("kvcm.cache")
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedSession:
-    """A session that this manager opened or renewed; times in unix seconds, `at` of the opening if that was here."""
-
-    id: str
-    deadline: float
-    at: float | None
 
 
 class SessionStore:
@@ -673,10 +664,9 @@ class SessionStore:
 
     Args:
         table: where they are stored.
-        find: from the number of an instance to what is kept for it; None when it is gone for good, which the store
-            was asked about.
+        find: from the number of an instance to its cache; None when the store, too, has no such instance.
         clock: time source.
-        events: told of what expired.
+        events: receives expired blocks.
 
     Attributes:
         observer: counts how sessions end.
@@ -695,19 +685,30 @@ class SessionStore:
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
         self.observer: CacheObserver = NO_OBSERVER
-        self._opened: DeadlineTable[_OpenedSession] = DeadlineTable()
+        # Of the sessions that this manager opened or renewed: deadline, and time of the start where that was here.
+        self._deadlines: DueQueue[str] = DueQueue()
+        self._started_at: dict[str, float | None] = {}
 
     @property
     def open_count(self) -> int:
         """Sessions that this manager opened and whose deadline has not passed, less those that it ended."""
-        self._opened.pop_due(self._clock.now())
-        return len(self._opened)
+        for session_id in self._deadlines.until(self._clock.now(), len(self._deadlines)):
+            self._untrack(session_id)
+        return len(self._deadlines)
 
     async def open(self, session: WriteSession) -> None:
         """Store a new session."""
         if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
             raise NotReadyError("the id of the new write session is taken: start the write again")
-        self._opened.put(_OpenedSession(session.id, session.deadline, self._clock.now()))
+        self._track(session, self._clock.now())
+
+    def _track(self, session: WriteSession, started_at: float | None) -> None:
+        self._deadlines.put(session.id, session.deadline)
+        self._started_at[session.id] = started_at
+
+    def _untrack(self, session_id: str) -> None:
+        self._deadlines.discard(session_id)
+        self._started_at.pop(session_id, None)
 
     async def replace(self, old: WriteSession, new: WriteSession) -> None:
         """Replace an open session.
@@ -719,7 +720,7 @@ class SessionStore:
             raise NotReadyError("the write session ended while it was being started: start the write again")
 
     async def is_open(self, session: WriteSession) -> bool:
-        """Return whether nobody ended a session; before its deadline only its client can."""
+        """Return whether a session is open; before its deadline only its client can end it."""
         if self._clock.now() < session.deadline:
             return True
         document = await self._table.get(session.id)
@@ -744,7 +745,7 @@ class SessionStore:
         session_id: str,
         success: BlockMask,
         retention: Retention = NO_HINT,
-        told: ReportedChecksums = (),
+        reported: ReportedChecksums = (),
     ) -> FinishedWrite:
         """End a session: successful blocks become serving, the others are dropped.
 
@@ -753,7 +754,7 @@ class SessionStore:
             session_id: the session.
             success: masked positions succeeded; positions index the locations that the start returned.
             retention: how long the blocks are worth keeping; of several finishes the one that decided counts.
-            told: checksums of the locations, in the order of the start; the same holds for them.
+            reported: checksums of the locations, in the order of the start; the same holds for them.
 
         Raises:
             InvalidArgumentError: no such session is open for the instance, or was finished lately with this mask; the
@@ -775,14 +776,14 @@ class SessionStore:
                 decision=decision,
                 priority=retention.priority,
                 keep_until=retention.keep_until(self._clock.now()),
-                checksums=await checksums_of(told, decision, cache.instance.spec_names),
+                checksums=await checksums_of(reported, decision, cache.spec_names),
             )
-            if (stored := await self._decide(document, decided, WriteEnd.of(decision))) is not None:
+            if (stored := await self._decide(document, decided, _end_of(decision))) is not None:
                 return await self._apply(cache, decided, stored)
         raise NotReadyError("the write session keeps changing: finish it again")
 
     async def _repeated_answer(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
-        """Return what was told of a session that was finished lately."""
+        """Return the first answer to a session that was finished lately."""
         ended = await self._ended.get(session_id)
         if ended is None or not _is_owner(ended, cache):
             raise _unknown_session()
@@ -803,8 +804,7 @@ class SessionStore:
             session_id, document, renewed.encoded(), renewed.deadline
         ):
             raise InvalidArgumentError("write_session_id is being finished: it cannot be renewed any more")
-        opened = self._opened.get(session_id)
-        self._opened.put(_OpenedSession(session_id, renewed.deadline, opened.at if opened is not None else None))
+        self._track(renewed, self._started_at.get(session_id))
         await self._move_deadlines(cache, renewed, renewed.keys)
         return renewed
 
@@ -820,11 +820,11 @@ class SessionStore:
         return ended
 
     async def due_count(self, overdue_seconds: float = 0.0) -> int:
-        """Return how many sessions `expire` would look at now, all in all; those alone that are due for so long."""
+        """Return how many sessions `expire` would end now; with an argument, those due for longer than that."""
         return len(await self._table.due(self._clock.now() - overdue_seconds, _MOST_COUNTED))
 
     async def _postpone(self, session_id: str) -> None:
-        """Come back to a session later, so that what cannot be ended now does not hide what is due behind it."""
+        """Retry a session later, so that one that cannot be ended now does not hide those due behind it."""
         with suppress(StorageIOError):
             document = await self._table.get(session_id)
             if document is not None:
@@ -889,11 +889,10 @@ class SessionStore:
     async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bytes | None:
         """Replace the document of an open session by that of the decided one, and return that; None: it had changed."""
         assert decided.decision is not None
-        now, opened, new = self._clock.now(), self._opened.get(decided.id), decided.encoded()
+        now, started_at, new = self._clock.now(), self._started_at.get(decided.id), decided.encoded()
         if not await self._table.replace(decided.id, document, new, now + _RETRY_SECONDS):
             return None
-        at = opened.at if opened is not None else None
-        self.observer.on_write_ended(end, now - at if at is not None else None)
+        self.observer.on_write_ended(end, now - started_at if started_at is not None else None)
         return new
 
     async def _expire_if_due(self, session_id: str) -> bool:
@@ -905,7 +904,7 @@ class SessionStore:
             if session.deadline > self._clock.now():
                 return False  # renewed
             session = session.lapsed()
-            # Who has nothing to write need not finish.
+            # A client without blocks to write need not finish.
             end = WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED
             document = await self._decide(document, session, end)
             if document is None:
@@ -923,12 +922,12 @@ class SessionStore:
             await self._forget(decided.id, document)
             return finished
         first = await self._ended.put(decided, document, finished)
-        self._opened.pop(decided.id)
+        self._untrack(decided.id)
         return first
 
     async def _forget(self, session_id: str, document: bytes) -> None:
         await self._table.replace(session_id, document, None)
-        self._opened.pop(session_id)
+        self._untrack(session_id)
 
     async def _apply_to_blocks(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
         def note(changes: Sequence[Change]) -> None:
@@ -971,9 +970,16 @@ def _decision_of(success: BlockMask, count: int) -> Sequence[bool]:
     return flags
 
 
+def _end_of(decision: Sequence[bool]) -> WriteEnd:
+    """Return how a session ended whose client decided; one without blocks is committed."""
+    if all(decision):
+        return WriteEnd.COMMITTED
+    return WriteEnd.PARTIAL if any(decision) else WriteEnd.ABORTED
+
+
 def _is_owner(session: WriteSession | EndedSession, cache: InstanceCache) -> bool:
-    """Return whether it is of the instance, and whoever asks now has started it; while nobody is asked who he is, all
-    have."""
+    """Return whether a session is of the instance and of the calling principal; without authentication every principal
+    qualifies."""
     asking = call_context.get().principal
     has_started = not session.starter or asking is UNRESTRICTED or asking.name == session.starter
     return has_started and session.uid == cache.placement.uid
@@ -983,11 +989,10 @@ def _unknown_session() -> InvalidArgumentError:
     return InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
 
 
-# Addresses for blocks that are about to be written: allocated, made, and given back when nobody will write there.
+# Addresses for blocks that are about to be written.
 #
-# A storage that hands out none right now, since it is full, cannot be used or fails, refuses (`RefusedError`). That
-# does not end a write, whose blocks may go to the next candidate; and it is noted, so that later writes try the others
-# first. Only when no candidate is left the caller is refused (`no_candidate_left`).
+# A storage that is full, unusable or failing rejects an allocation. That does not end the write: its blocks may go to
+# the next candidate, and later writes try the others first.
 
 _MAKE_TIMEOUT_SECONDS = 5.0  # for one page; what a storage makes later than that is left to the scrub
 _DISCARD_TIMEOUT_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
@@ -1000,20 +1005,20 @@ class PlacedRun(NamedTuple):
     blocks: BlockRun
 
     def split(self, keys: Container[int]) -> Iterator[tuple[bool, PlacedRun]]:
-        """Cut the run where it goes from blocks that are among `keys` to others and back; return what of it is."""
+        """Cut the run where blocks among `keys` and others alternate; yield each part, and whether it is among them."""
         begin = 0
-        for is_one, alike in groupby(self.blocks.keys, keys.__contains__):
-            end = begin + len(list(alike))
+        for is_one, group in groupby(self.blocks.keys, keys.__contains__):
+            end = begin + len(list(group))
             yield is_one, PlacedRun(self.planned.cut(begin, end), self.blocks.cut(begin, end))
             begin = end
 
 
 class _AllocationRejectedError(Exception):
-    """A storage hands out no addresses right now; another one may.
+    """A storage rejects an allocation; another one may accept it.
 
     Args:
         storage: its name.
-        reason: what a caller is told for whom there is no other one.
+        reason: the error of the call when there is no other candidate.
     """
 
     def __init__(self, storage: str, reason: KvcmError) -> None:
@@ -1035,33 +1040,33 @@ class _AddressAllocator:
         self._clock = clock
 
     async def allocate(
-        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints, page_keys: int
+        self, cache: InstanceCache, session: WriteSession, plan: WritePlan, hints: Hints
     ) -> list[list[PlacedRun]]:
         """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
         and storage.
 
-        All or none: nobody has to know of an attempt that failed.
+        All or none: a failed attempt leaves nothing behind.
 
         Args:
-            instance: whose blocks they are.
-            session: that writes them.
-            plan: what is to be written.
+            cache: of the instance that the blocks belong to.
+            session: writes them.
+            plan: the blocks to write.
             hints: about how long the blocks will live.
-            page_keys: most blocks of a page.
 
         Raises:
-            RefusedError: a storage hands out none.
+            _AllocationRejectedError: a storage hands out none.
         """
         placed: list[list[PlacedRun]] = []
         try:
-            for page in plan.batches(page_keys):
+            for page in plan.batches(cache.batch_keys):
                 if placed:
                     await asyncio.sleep(0)
                 placed.append([])
                 for storage, runs in _by_storage(page).items():
-                    parts = _parts_of(instance, runs)
-                    uris = await self._uris(instance, session, storage, parts, hints)
-                    placed[-1] += _place_runs(session, runs, _uris_by_spec(instance, runs, uris), self._clock.now())
+                    parts = _parts_of(cache.spec_names, runs)
+                    uris = await self._uris(cache.instance, session, storage, parts, hints)
+                    of_runs = _uris_by_spec(cache.spec_names, runs, uris)
+                    placed[-1] += _place_runs(session, runs, of_runs, self._clock.now())
                 placed[-1].sort(key=lambda run: run.planned.position)
         except BaseException:
             await uninterrupted(self.discard(run.blocks for page in placed for run in page))
@@ -1078,10 +1083,10 @@ class _AddressAllocator:
             return await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
 
     async def make(self, runs: Sequence[BlockRun]) -> None:
-        """Let storages make the objects of fresh addresses that want to do that themselves.
+        """Create the objects of fresh addresses on storages that do that themselves.
 
         Raises:
-            RefusedError: a storage cannot; whoever asked has to give the addresses up.
+            _AllocationRejectedError: a storage cannot; the caller discards the addresses.
         """
         for storage in dict.fromkeys(run.location.storage for run in runs):
             backend = self._storages.backend(storage)
@@ -1105,8 +1110,8 @@ class _AddressAllocator:
             raise _AllocationRejectedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
 
     async def discard(self, unused: Iterable[BlockRun]) -> None:
-        """Free addresses that are not handed out, before others of their session are: whoever deletes a packed file has
-        to know that nobody will write these slots, also if this manager dies at once."""
+        """Free addresses that are not handed out, before others of their session are: the deletion of a packed file
+        relies on their slots staying unwritten, even if this manager dies at once."""
         by_storage: defaultdict[str, list[str]] = defaultdict(list)
         for run in unused:
             by_storage[run.location.storage] += _uris_in(run)
@@ -1125,8 +1130,8 @@ class _AddressAllocator:
 
 
 def _all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
-    """Return what the caller is told when every candidate refused: that there is no room where that is so anywhere,
-    since room is made; else that nothing can be used now; else what failed."""
+    """Return the error of a call when every candidate rejected: capacity where any is full, since eviction follows;
+    else not ready; else the failure."""
     text = "; ".join(map(str, reasons))
     if any(isinstance(reason, CapacityError) for reason in reasons):
         return CapacityError(f"{text}: retry shortly, room is being made")
@@ -1154,13 +1159,13 @@ def _with_spec(runs: Sequence[PlannedRun], name: str) -> Iterator[tuple[int, Pla
                 yield number, run, info
 
 
-def _parts_of(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
+def _parts_of(spec_names: Sequence[str], runs: Sequence[PlannedRun]) -> Parts:
     """Return the parts of blocks, ordered by spec, then by key: a packed file holds one spec of neighbouring blocks."""
     names: list[str] = []
     keys: list[int] = []
     sizes: list[int] = []
     depths: list[int] = []
-    for name in instance.spec_names:
+    for name in spec_names:
         for _, run, info in _with_spec(runs, name):
             count = len(run.keys)
             names += [name] * count
@@ -1171,12 +1176,12 @@ def _parts_of(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
 
 
 def _uris_by_spec(
-    instance: Instance, runs: Sequence[PlannedRun], uris: Sequence[str]
+    spec_names: Sequence[str], runs: Sequence[PlannedRun], uris: Sequence[str]
 ) -> list[dict[str, Sequence[str]]]:
     """Return for every run the uris of its blocks by spec, from those of all parts."""
     found: list[dict[str, Sequence[str]]] = [{} for _ in runs]
     start = 0
-    for name in instance.spec_names:
+    for name in spec_names:
         for number, run, _ in _with_spec(runs, name):
             found[number][name] = uris[start : start + len(run.keys)]
             start += len(run.keys)
@@ -1204,26 +1209,13 @@ def _place_runs(
         yield PlacedRun(run, BlockRun(run.keys, run.parent, run.depth, location, chunks))
 
 
-# Write sessions: the lease between StartWriteCache and FinishWriteCache.
-#
-# Invariants held here:
-#
-# * 2: two writers never hold a writing location of the same block and spec: the location is added in the same
-#   compare-and-set that checks for another one.
-# * 3: a session ends exactly once. See `endings`.
-#
-# A session is a document of the store, so any manager can finish what another one started. It is stored before its
-# blocks (design.md decision 3): whatever happens in between, its end rolls the blocks back, and a block that came too
-# late for that carries session and deadline itself, so it is found and repaired from its record alone.
-#
-# Addresses come before both, all or none, so nothing has to be undone when a storage refuses them: the write is
-# planned anew without that storage, in the same call.
+# The start of a write.
 
 _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
-_RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
-_STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
+_RESERVATION_SECONDS = 10.0  # then the space is free again, should this manager have died
+_STORE_SECONDS = 4.0  # more than the store needs for one batch, or it fails
 
 
 class _PlacedPlan(NamedTuple):
@@ -1231,8 +1223,8 @@ class _PlacedPlan(NamedTuple):
 
     Attributes:
         plan: the blocks.
-        reservation: of the room that they take; None when nothing has to be written.
-        backends: what was open of their storages before the first was asked for addresses.
+        reservation: of their space; None when nothing has to be written.
+        backends: of their storages, as open before the first allocation.
         batches: the runs with their addresses.
     """
 
@@ -1246,15 +1238,17 @@ class WriteSessions:
     """Starts write sessions.
 
     Args:
-        endings: stores and ends them.
+        endings: the stored sessions.
         storages: the open storages.
-        usage: keeps count of what the groups use.
+        usage: counts the bytes of groups.
         clock: time source.
         new_id: makes a random id of so many hex digits.
         limits_of: looks up the hard limits of a group.
-        crossed: whether a group is above one of its soft marks.
-        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or by a storage of
-            several, or left it above a soft mark.
+        on_pressure: called with the name of a group whose write was rejected for lack of space, wholly or partly, or
+            by one storage of several, or left the group above a watermark.
+
+    Attributes:
+        is_above_watermark: whether a group is above one of its watermarks.
     """
 
     def __init__(
@@ -1265,7 +1259,6 @@ class WriteSessions:
         clock: Clock,
         new_id: Callable[[int], str],
         limits_of: Callable[[InstanceGroup], Limits] = Limits,
-        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._endings = endings
@@ -1275,7 +1268,7 @@ class WriteSessions:
         self._clock = clock
         self._new_id = new_id
         self._limits_of = limits_of
-        self._crossed = crossed
+        self.is_above_watermark: Callable[[InstanceGroup], bool] = lambda _group: False
         self._on_pressure = on_pressure
 
     async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
@@ -1290,7 +1283,7 @@ class WriteSessions:
                 deadline.
         """
         if request.parent_key is not None and request.parent_key in request.keys:
-            # Such a chain has no end: nothing of it could ever be evicted.
+            # Such a chain has no leaf, so it could never be evicted.
             raise InvalidArgumentError(f"parent_block_key is {request.parent_key}, must not be one of block_keys")
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
@@ -1304,7 +1297,7 @@ class WriteSessions:
     async def _try_start(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: dict[str, KvcmError]
     ) -> StartedWrite | None:
-        """Start the write without the storages that refused it so far; None when one more of them does."""
+        """Start the write without the storages that rejected it so far; None when one more of them does."""
         plan, reservation = await self._reserved_plan(cache, group, request, refusals)
         session = self._new_session(cache, request, plan, reservation)
         opened = self._backends_of(reservation)
@@ -1315,14 +1308,14 @@ class WriteSessions:
         except _AllocationRejectedError as refused:
             refusals[refused.storage] = refused.reason
             if isinstance(refused.reason, CapacityError):
-                self._on_pressure(group.name)  # room is to be made there, whoever takes these blocks
+                self._on_pressure(group.name)  # that storage needs eviction, wherever these blocks go
             return None
         finally:
             if reservation is not None:
                 self._usage.settle(reservation, cache.index)
                 self.check_watermarks(group)
 
-    @staged("allocate")
+    @staged("allocate", "sessions.py:_allocate")
     async def _allocate(
         self,
         cache: InstanceCache,
@@ -1333,26 +1326,26 @@ class WriteSessions:
     ) -> list[list[PlacedRun]]:
         hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
-            return await self._addresses.allocate(cache.instance, session, plan, hints, cache.batch_keys)
+            return await self._addresses.allocate(cache, session, plan, hints)
         except _AllocationRejectedError:
             if reservation is not None:
-                await self._usage.release(reservation, cache.index)  # the next candidate may need that room
+                await self._usage.release(reservation, cache.index)  # the next candidate may need that space
             raise
 
     def check_watermarks(self, group: InstanceGroup) -> None:
-        """Tell whoever evicts if a group is above a mark, now that something was begun or can be evicted."""
-        if self._crossed(group):
+        """Call `on_pressure` if a group is above a watermark, after blocks were begun or became evictable."""
+        if self.is_above_watermark(group):
             self._on_pressure(group.name)
 
     def _record_rejection(self, group: InstanceGroup) -> None:
         self._usage.rejections[group.name] += 1
         self._on_pressure(group.name)
 
-    @staged("plan")
+    @staged("plan", "sessions.py:_reserved_plan")
     async def _reserved_plan(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> tuple[WritePlan, Reservation | None]:
-        """Plan, and reserve what is planned; again where another manager took the room in between."""
+        """Plan, and reserve the plan; again where another manager took the space in between."""
         for _ in range(_MOST_PLANS):
             limits = self._limits_of(group)
             plan = await self._plan(cache, limits, request, refusals)
@@ -1378,18 +1371,21 @@ class WriteSessions:
         records = await self._records(cache, keys)
         view = self._storages.for_node(request.node_id)
         usable = [place for place in candidates(group, view) if place.storage not in refusals]
-        # What is on a storage that is drained is written anew, where there is another one to write it to.
+        # Blocks on a draining storage are written again, where there is another one to write them to.
         is_leaving = (self._storages.is_draining,) if usable else ()
         missing = await _missing_specs_of(
             lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving),
-            *(records, wanted, cache.batch_keys),
+            records,
+            wanted,
+            page_keys=cache.batch_keys,
         )
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
-        # While no other manager works on the store, nothing suspends from here until the room is reserved.
-        room = await self._usage.room(limits, cache.placement.uid, cache.index) if any(missing) else None
-        return plan_write(WritePlanner(usable, room, cache.index.max_key_count), keys, missing, records, head)
+        # While no other manager works on the store, nothing suspends from here until the space is reserved.
+        space = await self._usage.free_space(limits, cache.placement.uid, cache.index) if any(missing) else None
+        planner = WritePlanner(usable, space, cache.index.max_key_count)
+        return plan_write(planner, keys, missing, records=records, head=head)
 
     def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
         if refusals:
@@ -1402,7 +1398,7 @@ class WriteSessions:
         return NotReadyError(f"{message}, of which {draining} are being drained" if draining else message)
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
-        """Read the records, after ending writers whose time is up: their blocks can be written again."""
+        """Read the records, after expiring overdue writers: their blocks can be written again."""
         records = await self._get(cache, keys)
         if not any(records):
             return records
@@ -1446,12 +1442,12 @@ class WriteSessions:
             lost = await self._store(cache, session, request, placed)
             return await self._answer(cache, session, request, placed, lost)
         except BaseException:
-            # Nobody was told the session's id: not even the client could end it.
+            # The client did not get the session's id, so it cannot end the session.
             with suppress(KvcmError):
                 await uninterrupted(self._endings.abort(cache, session))
             raise
 
-    @staged("store")
+    @staged("store", "sessions.py:_store")
     async def _store(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
     ) -> set[int]:
@@ -1483,7 +1479,7 @@ class WriteSessions:
         session = await self._remove_lost_blocks(session, placed, lost)
         self._check_storages_unchanged(opened)
         if not await self._endings.is_open(session):
-            # It expired while the store was busy: blocks that came later have no owner.
+            # It expired while the store was busy: blocks stored later are orphans.
             raise NotReadyError("the write session ended before its blocks were stored: start the write again")
         won, _ = _split_by_winner(placed, lost)
         flags = [True] * len(request.keys)
@@ -1494,7 +1490,7 @@ class WriteSessions:
         return StartedWrite(session, BlockMask.of(flags), chunks, plan.rejected, plan.rejection)
 
     async def _remove_lost_blocks(self, session: WriteSession, placed: _PlacedPlan, lost: set[int]) -> WriteSession:
-        """Take the blocks that another writer began in the meantime out of the session."""
+        """Drop the blocks that another writer began in the meantime from the session."""
         if not lost:
             return session
         await self._addresses.discard(run.blocks for run in _split_by_winner(placed, lost)[1])
@@ -1503,12 +1499,12 @@ class WriteSessions:
         return kept
 
     def _backends_of(self, reservation: Reservation | None) -> dict[str, StorageBackend | None]:
-        """Return what is open of the storages that a write goes to."""
+        """Return the open backends of the storages that a write goes to."""
         places = reservation.wanted_bytes if reservation is not None else ()
         return {place.storage: self._storages.backend(place.storage) for place in places}
 
     def _check_storages_unchanged(self, opened: Mapping[str, StorageBackend | None]) -> None:
-        """Refuse addresses on a storage that was removed meanwhile: its name may be that of another medium by now."""
+        """Reject addresses on a storage that was removed meanwhile: its name may be that of another medium by now."""
         for storage, backend in opened.items():
             if self._storages.backend(storage) is not backend:
                 raise NotReadyError(
@@ -1532,7 +1528,7 @@ class WriteSessions:
             if old is None:
                 return fresh
             if any(location.id == session.location_id for location in old.locations):
-                return old  # the store answered too late and we asked again: it is there already
+                return old  # the store answered too late, and this is a retry
             if missing_specs(old, specs, view, request.replicas, is_leaving) != specs:
                 return old
             return old._replace(locations=(*old.locations, *fresh.locations))
@@ -1547,9 +1543,10 @@ async def _missing_specs_of(
     lacks: Callable[[BlockRecord, Specs], Specs],
     records: Sequence[BlockRecord | None],
     wanted: Sequence[Specs],
+    *,
     page_keys: int,
 ) -> Sequence[Specs]:
-    """Return what each block lacks of what is wanted; what is wanted where there is no record."""
+    """Return the wanted specs that each block lacks; all of them where there is no record."""
     if not any(records):
         return wanted
     missing: list[Specs] = []
@@ -1561,7 +1558,7 @@ async def _missing_specs_of(
 
 
 def _split_by_winner(placed: _PlacedPlan, lost: Collection[int]) -> tuple[list[PlacedRun], list[PlacedRun]]:
-    """Return what a write begins, and what it lost to others, in the order of the request."""
+    """Return the runs that a write begins, and those it lost to other writers, in the order of the request."""
     runs = [run for page in placed.batches for run in page]
     if not lost:
         return runs, []
@@ -1576,7 +1573,7 @@ def _holds(record: BlockRecord | None, location_id: str) -> bool:
     return False
 
 
-# The open write sessions of all managers, for people: whose they are, what they hold, and how long they may.
+# The open write sessions of all managers, as operators list them.
 
 _SHORT = 8
 _READ_AT_ONCE = 64
@@ -1590,8 +1587,8 @@ class OpenSession:
         short_id: the first characters of its id: the whole id is the right to finish it.
         bytes: that its blocks take when each is written with all of its specs.
         begun_at_ms: 0 where that is not known.
-        starter: name of the principal that began it, "" while nobody is asked who he is.
-        is_overdue: nobody ended it though its deadline is over.
+        starter: name of the principal that began it, "" while authentication is disabled.
+        is_overdue: it is open past its deadline.
         is_ending: it was finished and is being carried out.
     """
 
@@ -1612,7 +1609,7 @@ class OpenSessions:
 
     Args:
         table: where they are stored.
-        caches: what is kept for every instance.
+        caches: of every instance.
         now: unix seconds.
     """
 
@@ -1635,26 +1632,26 @@ class OpenSessions:
         for page in batches(documents, _READ_AT_ONCE):
             for name, document in page:
                 session = WriteSession.decoded(name, document)
-                if session.keys:  # others only wait for their end
+                if session.keys:  # others have nothing to write
                     found[session.uid].append(session)
             await asyncio.sleep(0)
-        told: list[OpenSession] = []
+        listed: list[OpenSession] = []
         for uid, sessions in found.items():
             cache = self._caches.by_uid(uid)
             if cache is not None and wants(cache):
-                told += await self._load(cache, sessions)
-        return sorted(told, key=lambda each: (each.deadline_ms, each.short_id))
+                listed += await self._load(cache, sessions)
+        return sorted(listed, key=lambda each: (each.deadline_ms, each.short_id))
 
     async def _load(self, cache: InstanceCache, sessions: Sequence[WriteSession]) -> list[OpenSession]:
-        told: list[OpenSession] = []
+        listed: list[OpenSession] = []
         for page in batches(sessions, BATCH_KEYS):
             records = await cache.index.get([session.keys[0] for session in page])
-            told += [
+            listed += [
                 replace(self._describe(cache, session), begun_at_ms=_begun_at_ms(session, record))
                 for session, record in zip(page, records, strict=True)
             ]
             await asyncio.sleep(0)
-        return told
+        return listed
 
     def _describe(self, cache: InstanceCache, session: WriteSession) -> OpenSession:
         is_ending = session.decision is not None
@@ -1673,6 +1670,6 @@ class OpenSessions:
 
 
 def _begun_at_ms(session: WriteSession, first: BlockRecord | None) -> int:
-    """Return when a session began: its first block says so."""
+    """Return when a session began, from the record of its first block."""
     locations = first.locations if first is not None else ()
     return next((int(each.written_at * 1000) for each in locations if each.id == session.location_id), 0)

@@ -10,9 +10,8 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvcm.commands.connection import Connection, account_names, group_names, key_ids
-from kvcm.commands.options import AsJson, Yes, confirm, noun, prompt_password, with_options
+from kvcm.commands.options import AsJson, Yes, confirm, noun, one_of, prompt_password, with_options
 from kvcm.commands.output import format_expiry, plain, print_below, print_fields, print_json, print_table, private_file
-from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.units import parse_duration
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import admin_service_pb2 as pb
@@ -21,7 +20,7 @@ from kvcm.terminal.exit_codes import exit_on_call_errors
 
 __all__ = ["PasswordFile", "account_app", "key_app", "login", "whoami"]
 
-account_app = noun("account", "Accounts of people, who log in with a password; programs have keys.")
+account_app = noun("account", "Accounts of people with passwords; programs have keys.")
 PasswordFile = Annotated[
     Path | None,
     typer.Option(
@@ -55,8 +54,7 @@ def add_account(
 ) -> None:
     """Add an account; `kvcm login NAME` makes a key of its password."""
     with exit_on_call_errors():
-        if role not in _ROLES:
-            raise InvalidArgumentError(f"--role is {role!r}, must be one of {', '.join(_ROLES)}")
+        one_of("--role", role, _ROLES)
         password = prompt_password(password_file, is_new=True)
         request = pb.AddAccountRequest(user_name=name, password=password, role=_ROLES[role])
         connection.admin().call("AddAccount", request, pb.CommonResponse)
@@ -198,9 +196,9 @@ def create_key(
     with exit_on_call_errors():
         request = access_pb.CreateKeyRequest(
             name=name,
-            role=_KEY_ROLES[_one_of("--role", role, _KEY_ROLES)],
+            role=_KEY_ROLES[one_of("--role", role, _KEY_ROLES)],
             instance_groups=groups or (),
-            verbs=[_VERBS[_one_of("--verb", verb, _VERBS)] for verb in verbs or ()],
+            verbs=[_VERBS[one_of("--verb", verb, _VERBS)] for verb in verbs or ()],
             ttl_seconds=parse_duration(ttl),
             certificate_name=certificate_name,
         )
@@ -321,12 +319,6 @@ def _verbs(key: access_pb.Key) -> str:
     if key.role != access_pb.ROLE_ENGINE:
         return ""
     return ", ".join(name for name, number in _VERBS.items() if number in key.verbs or not key.verbs)
-
-
-def _one_of(option: str, value: str, allowed: Mapping[str, int]) -> str:
-    if value not in allowed:
-        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
-    return value
 
 
 # ── secrets ──

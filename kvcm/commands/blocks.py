@@ -160,7 +160,7 @@ def add_pin(
     connection: Connection,
     instance: Instance,
     prompt: Prompt,
-    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Who pins; shown in lists.")],
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Name of the owner, shown in lists.")],
     ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="For how long, at most 30d: as in 90s, 15m, 12h.")],
     as_json: AsJson = False,
 ) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvcm.commands.connection import Connection, group_names, quota_names, storage_names
-from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_options
+from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, one_of, with_options
 from kvcm.commands.output import (
     changes,
     console,
+    enum_names,
     plain,
     plain_fields,
     print_below,
@@ -146,7 +145,7 @@ class GroupOptions:
         if self.global_quota is not None:
             group.global_quota_group_name = self.global_quota
         if self.prefer is not None:
-            name = _one_of("--prefer", self.prefer, _PREFERENCES)
+            name = one_of("--prefer", self.prefer, _PREFERENCES)
             group.cache_config.MergeFrom(pb.CacheConfig(data_storage_strategy=_PREFERENCES[name]))
         if self.user_data is not None:
             group.user_data = self.user_data
@@ -167,11 +166,11 @@ class GroupOptions:
 
     def _write_eviction(self, strategy: pb.CacheReclaimStrategy) -> None:
         if self.policy is not None:
-            strategy.policy.name = _one_of("--policy", self.policy, _POLICIES)
+            strategy.policy.name = one_of("--policy", self.policy, _POLICIES)
         if self.ttl is not None:
             strategy.policy.ttl_seconds = parse_duration(self.ttl)
         if self.share is not None:
-            strategy.share = _one_of("--share", self.share, _SHARES)
+            strategy.share = one_of("--share", self.share, _SHARES)
         if self.delete_delay_ms is not None:
             strategy.delay_before_delete_ms = self.delete_delay_ms
         if self.high is not None or self.low is not None:
@@ -189,12 +188,6 @@ def _new_group(name: str) -> pb.InstanceGroup:
     config.meta_indexer_config.meta_storage_backend_config.storage_type = "local"
     config.meta_indexer_config.meta_cache_policy_config.type = "lru"
     return group
-
-
-def _one_of(option: str, value: str, allowed: Collection[str]) -> str:
-    if value not in allowed:
-        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
-    return value
 
 
 def _write_watermarks(strategy: pb.TriggerStrategy, high: float | None, low: float | None) -> None:
@@ -257,13 +250,9 @@ def group_usage(
         answer = connection.admin().call("GetUsage", request, capacity_pb.GetUsageResponse)
         report = read(UsageReport, answer)
     if as_json:
-        print_json(asdict(report, dict_factory=_with_names))
+        print_json(asdict(report, dict_factory=enum_names))
     else:
         print_usage(report, console())
-
-
-def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 @group_app.command("list")

@@ -7,13 +7,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
+from rich.text import Text
 
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.commands.options import ConfigFile, DataDir, Env
@@ -23,7 +24,7 @@ from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, FINDINGS, exit_on_errors
-from kvcm.terminal.tables import TerminalTable
+from kvcm.terminal.tables import TerminalTable, print_sentences
 
 if TYPE_CHECKING:
     from kvcm.cache.archive import Exported, Imported
@@ -176,7 +177,7 @@ def _print_exported(exported: Exported) -> None:
         table.add_row(instance_id, f"{records:,}")
     console = Console(stderr=True)  # the standard output may be the export itself
     console.print(table)
-    _print_below(console, _about_exported(exported))
+    print_sentences(map(Text, _about_exported(exported)), console)
 
 
 def _about_exported(exported: Exported) -> Iterator[str]:
@@ -196,7 +197,7 @@ def _print_imported(imported: Imported, *, dry_run: bool) -> None:
     for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
         table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
     console.print(table)
-    _print_below(console, _about_imported(imported, dry_run=dry_run))
+    print_sentences(map(Text, _about_imported(imported, dry_run=dry_run)), console)
 
 
 def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
@@ -207,13 +208,6 @@ def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
         yield f"changed: {sentence}"
     for sentence in imported.exceeded:
         yield f"over quota: {sentence}"
-
-
-def _print_below(console: Console, sentences: Iterable[str]) -> None:
-    for number, sentence in enumerate(sentences):
-        if not number:
-            console.print()  # without it the first would look like a row
-        console.print(sentence, markup=False)
 
 
 def _imported_json(imported: Imported) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -29,6 +29,7 @@ __all__ = [
     "confirm",
     "first_line",
     "noun",
+    "one_of",
     "prompt_password",
     "with_options",
 ]
@@ -82,6 +83,17 @@ def _options(kind: Any) -> Iterator[inspect.Parameter]:
 
 def _made(kind: Any, given: dict[str, Any]) -> Any:
     return kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+
+
+def one_of(option: str, value: str, allowed: Collection[str]) -> str:
+    """Return the value of an option.
+
+    Raises:
+        InvalidArgumentError: it is none of the allowed ones.
+    """
+    if value not in allowed:
+        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
+    return value
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = [
     "Change",
     "changes",
     "console",
+    "enum_names",
     "format_expiry",
     "plain",
     "plain_fields",
@@ -178,6 +180,11 @@ def _plain_value(field: Any, value: Any) -> Any:
         known = field.enum_type.values_by_number.get(value)
         return known.name if known is not None else value
     return str(value) if field.name in _UNSAFE else value
+
+
+def enum_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a dataclass with enums by name, as `dict_factory` of `asdict`."""
+    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 def spinner(what: str) -> AbstractContextManager[object]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_optio
 from kvcm.commands.output import (
     changes,
     console,
+    enum_names,
     plain,
     plain_fields,
     print_below,
@@ -44,7 +44,7 @@ storage_app = noun("storage", "Storages of a running manager: health, configurat
 _POLL_SECONDS = 0.5
 _LONG_SECONDS = 6 * 3600.0  # a scrub reads every object of a storage
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The storage.", autocompletion=storage_names)]
-Delete = Annotated[bool, typer.Option("--delete", help="Delete what is found; without it, only count.")]
+Delete = Annotated[bool, typer.Option("--delete", help="Delete the findings; without it, only count.")]
 
 
 @storage_app.command("list")
@@ -74,13 +74,9 @@ def _listed(answer: admin_pb.ListStorageResponse, report: UsageReport) -> list[L
 
 def _storage_fields(storage: ListedStorage) -> dict[str, Any]:
     fields = {"name": storage.name, "type": storage.kind}
-    status = asdict(storage.status, dict_factory=_with_names) if storage.status is not None else {}
+    status = asdict(storage.status, dict_factory=enum_names) if storage.status is not None else {}
     status.pop("storage_unique_name", None)
     return {**fields, "used_bytes": storage.used_bytes, "capacity_bytes": storage.capacity_bytes, **status}
-
-
-def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 @storage_app.command("enable")
@@ -177,7 +173,7 @@ def list_drains(connection: Connection, as_json: AsJson = False) -> None:
         answer = connection.admin().call("ListDrain", storage_pb.ListDrainRequest(), storage_pb.ListDrainResponse)
         drains = [read(DrainStatus, each) for each in answer.drains]
     if as_json:
-        print_json({"drains": [asdict(each, dict_factory=_with_names) for each in drains]})
+        print_json({"drains": [asdict(each, dict_factory=enum_names) for each in drains]})
     else:
         print_drains(drains, console())
 
@@ -319,7 +315,7 @@ def add_storage(
         spec = _spec_of(config, kind)
         if root:
             _set(spec, "root_path", root if root.endswith("/") else f"{root}/")
-        _apply(config, spec, fields, capacity, mark, check)
+        _apply(config, spec, fields, capacity=capacity, mark=mark, check=check)
         connection.admin().call("AddStorage", admin_pb.AddStorageRequest(storage=config), admin_pb.CommonResponse)
 
 
@@ -341,7 +337,8 @@ def update_storage(
         old = _found(client, name)
         new = admin_pb.StorageConfig()
         new.CopyFrom(old)
-        _apply(new, getattr(new, str(new.WhichOneof("storage_spec"))), fields, capacity, mark, check)
+        spec = getattr(new, str(new.WhichOneof("storage_spec")))
+        _apply(new, spec, fields, capacity=capacity, mark=mark, check=check)
         found = changes(old, new)
         if found and not dry_run:
             client.call("UpdateStorage", admin_pb.UpdateStorageRequest(storage=new), admin_pb.CommonResponse)
@@ -368,6 +365,7 @@ def _apply(
     config: admin_pb.StorageConfig,
     spec: Message,
     fields: list[str] | None,
+    *,
     capacity: str,
     mark: float | None,
     check: bool | None,

@@ -1,1 +1,1 @@
-"""Values that every room shares: keys, locations, uris, instances, groups, storages, errors."""
+"""Values that all packages share: keys, locations, uris, instances, groups, storages, errors."""

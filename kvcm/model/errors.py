@@ -62,7 +62,7 @@ class InvalidArgumentError(KvcmError):
     """A field of the request is missing, malformed or out of range.
 
     Args:
-        text: what is wrong and what is allowed.
+        text: the error and the allowed values.
         field: path of the field, dots between its parts, the message's name first; "" where the text alone names it.
         reason: the text without the path.
     """

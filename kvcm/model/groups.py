@@ -117,11 +117,11 @@ class InstanceGroupQuota:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """Order and age of eviction; what is not set here, the level above says.
+    """Order and age of eviction; unset fields are those of the level above.
 
     Attributes:
         name: a key of `kvcm.reclaim.policies.POLICIES`, "" for unset.
-        ttl_seconds: age at which blocks leave although there is room, 0 for never.
+        ttl_seconds: age at which blocks leave although there is space, 0 for never.
         ttl_sliding: whether age counts from the last read instead of the write.
     """
 
@@ -135,7 +135,7 @@ class EvictionPolicy:
         return self.name in {"fifo", "sieve", "s3fifo"} or (self.name == "ttl" and not self.ttl_sliding)
 
     def with_defaults(self, above: EvictionPolicy) -> EvictionPolicy:
-        """Return this policy, with what is unset taken from the level above."""
+        """Return this policy, with unset fields taken from the level above."""
         if self.name:
             return self
         if self.ttl_seconds:
@@ -188,7 +188,7 @@ class CacheReclaimStrategy:
         trigger_period_seconds: between looks at the marks; 0 is the default.
         reclaim_step_size: most bytes evicted in one step, 0 for no limit.
         reclaim_step_percentage: the same in per cent of the group's capacity.
-        delay_before_delete_ms: how long an evicted location stays readable for those who were given it.
+        delay_before_delete_ms: how long an evicted location stays readable for readers that have it.
         policy: order and age of eviction.
         share: which instance gives up blocks: `group_lru` (or ""), `proportional` or `fixed`.
         prefix_classes: blocks that are treated apart; the first class that fits counts.

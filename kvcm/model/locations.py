@@ -2,7 +2,7 @@
 
 A location keeps its `CacheLocation` message *already encoded* as the repeated field 2 of an answer (tag, length,
 message). An answer to a match is then a join of such chunks, with no per-block object (design.md 6); uris are decoded
-from the chunk only where somebody needs them (deletion, metadata queries). The few lines of encoding below are proven
+from the chunk only where they are needed (deletion, metadata queries). The few lines of encoding below are proven
 equal to protobuf's by a property test.
 
 Named tuples instead of dataclasses: a start and a finish build several per block, and a tuple costs a third.
@@ -39,7 +39,7 @@ __all__ = [
     "with_checksums",
 ]
 
-# Numbers in protobuf's variable length, read by whoever looks into encoded messages without making objects of them.
+# Numbers in protobuf's variable length, read from encoded messages without making objects of them.
 
 _MOST_SHIFT = 63
 
@@ -87,7 +87,7 @@ class SpecUri(NamedTuple):
     Attributes:
         name: as registered.
         uri: where it lies; empty means not there.
-        checksum: of its bytes, as its writer told (meta_service.proto); 0 for none.
+        checksum: of its bytes, as reported by its writer (meta_service.proto); 0 for none.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Location(NamedTuple):
         written_at: unix seconds of StartWriteCache.
         session_id: write session that owns it while writing; kept for good by what never served.
         deadline: unix seconds: while writing when the session expires, while deleting when the bytes may go, while
-            serving when it has to be evicted though there is room (a writer's hint), 0 for never.
+            serving when it has to be evicted though there is space (a writer's hint), 0 for never.
         priority: what has a lower one is evicted first; a writer's hint.
         pinned_until: unix seconds until which it must not be evicted.
     """
@@ -141,7 +141,7 @@ class Location(NamedTuple):
 
     @property
     def has_served(self) -> bool:
-        """Whether its writer ended the session and said that it is done, so that nobody writes its bytes any more."""
+        """Whether its writer finished the session, so that its bytes are not written any more."""
         return not self.session_id
 
 
@@ -149,7 +149,7 @@ class BlockRecord(NamedTuple):
     """Everything the index knows of one block.
 
     Attributes:
-        parent: key of the block before it in its prefix chain, None at the head (or where no writer told).
+        parent: key of the block before it in its prefix chain, None at the head (or where no writer reported it).
         depth: position in the chain, counted from 0.
         locations: oldest first; never empty in a stored record.
     """
@@ -405,7 +405,7 @@ def _encode_one_spec(storage_type: StorageType, name: str, uris: Sequence[bytes]
 #
 # Nearly every write is one run: fresh blocks, the same parts of each, all of them on one storage. What differs from
 # block to block is the key and the encoded location; all the rest is said once. So a run goes through a write as a few
-# columns, and no object is made per block. Whoever needs blocks one by one gets them from here.
+# columns, and no object is made per block. `records` returns the blocks one by one.
 
 # A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
 _new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)

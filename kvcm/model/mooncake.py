@@ -39,7 +39,7 @@ __all__ = [
     "open_client",
 ]
 
-# Which hosts the manager may be told to connect to.
+# Hosts that the manager may connect to.
 #
 # Configs of storages come through the API and name hosts. Whoever may add a storage must not be able to make the
 # manager talk to whatever it can reach, least of all to the address where a cloud hands out the credentials of its
@@ -348,7 +348,7 @@ def explain(code: int) -> str:
 
 
 def mooncake_hosts(spec: MooncakeStorageSpec) -> list[tuple[str, HostPort]]:
-    """Return the hosts that a client is told to connect to, each with the field that names it.
+    """Return the hosts that a client has to connect to, each with the field that names it.
 
     Raises:
         InvalidArgumentError: one is no host.
@@ -389,7 +389,7 @@ def _authorities(field: str, entry: str) -> list[str]:
 
 
 def check_mooncake(spec: MooncakeStorageSpec) -> None:
-    """Refuse what no client can be opened with. Loads nothing and connects to nobody.
+    """Refuse what no client can be opened with. Loads nothing and does not connect.
 
     Raises:
         UnsupportedError: the package is not installed.

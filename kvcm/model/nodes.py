@@ -20,7 +20,7 @@ class Endpoint:
     admin_http_port: int
 
 
-# What a manager tells the others of how it is: counters since it started, and its state at one moment.
+# The state that a manager reports to the others: counters since it started, and its state at one moment.
 
 METHODS = ("match", "start", "finish", "other")
 """Kinds of requests of engines: lookups, beginnings and ends of writes, and the rest."""
@@ -28,13 +28,13 @@ METHODS = ("match", "start", "finish", "other")
 
 @dataclass(frozen=True, slots=True)
 class GroupTotals:
-    """What is counted of one group, since the manager started.
+    """The counters of one group, since the manager started.
 
     Attributes:
         hit_keys: block keys asked for and handed out.
         missed_keys: those that were not.
         evicted_bytes: by this manager, while it led.
-        refused_writes: for want of room.
+        refused_writes: for lack of space.
     """
 
     hit_keys: int = 0
@@ -45,7 +45,7 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """One manager at one moment. Releases on one store differ: what is added here needs a default.
+    """One manager at one moment. Releases on one store differ: a new field needs a default.
 
     Attributes:
         endpoint: where it is.
@@ -61,7 +61,7 @@ class Vitals:
         groups: by name; of too many, some are summed up.
         loop_lag_seconds: how late the event loop was at most, since the vitals before.
         open_sessions: write sessions that it opened and that are open.
-        used_bytes: by group and kind of storage, told by the leader alone.
+        used_bytes: by group and kind of storage, reported by the leader alone.
     """
 
     endpoint: Endpoint

@@ -1,4 +1,4 @@
-"""Who calls, and what it may do.
+"""Principals, roles and permissions.
 
 A role stands for verbs; engines have those that they were given. Whoever is limited to instance groups may do what it
 may do only there, and nothing that concerns the whole deployment.
@@ -76,10 +76,10 @@ _VERBS: Final[Mapping[Role, frozenset[Verb]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls.
+    """The caller of a request.
 
     Attributes:
-        name: stays when its key is replaced; "" while nobody is asked who he is.
+        name: stays when its key is replaced; "" while authentication is disabled.
         verbs: what it may do.
         groups: where: instance groups, or `ALL_GROUPS`.
         key_id: of the key that it showed.
@@ -110,9 +110,9 @@ class Principal:
 
 
 UNRESTRICTED: Final = Principal("", frozenset(Verb), frozenset({ALL_GROUPS}))
-"""Who calls while nobody is asked who he is, and the manager itself."""
+"""The principal of all calls while authentication is disabled, and of the manager itself."""
 ANONYMOUS: Final = Principal("", frozenset(), frozenset())
-"""Who does not show who he is, where everybody is asked."""
+"""The principal of calls without credentials where authentication is enabled."""
 
 
 class CallContext(NamedTuple):
@@ -183,7 +183,7 @@ class Account:
     Attributes:
         user_name: unique.
         role: what it may do.
-        password: None where none was set yet, as after loading a snapshot: then nobody can log in.
+        password: None where none was set yet, as after loading a snapshot: then no login succeeds.
     """
 
     user_name: str
@@ -224,7 +224,7 @@ class PresentedKey(NamedTuple):
         return f"kvcm_{self.id}_{self.secret}"
 
     def digest(self) -> bytes:
-        """Return what is kept of the secret."""
+        """Return the digest of the secret."""
         return hashlib.sha256(self.secret.encode()).digest()
 
     def __repr__(self) -> str:
@@ -268,7 +268,7 @@ class ApiKey:
         return bool(self.digest) and hmac.compare_digest(self.digest, presented.digest())
 
     def principal(self) -> Principal:
-        """Return who shows it."""
+        """Return its principal."""
         verbs, groups = frozenset(self.verbs), frozenset(self.groups)
         return Principal.of(self.name, self.role, verbs, groups, self.id, self.account)
 

@@ -189,7 +189,7 @@ class StorageConfig:
         used_percentage: ratio of that above which reclaiming begins; 0 is `groups.DEFAULT_MARK`, above 1 is never.
         draining_since: unix seconds since when it is being emptied, 0 while it is not.
         removed_at: unix seconds when it was removed, 0 while it is there: only what lies on it is still to be
-            forgotten, and nobody but the registry sees it.
+            forgotten, and only the registry sees it.
     """
 
     global_unique_name: str

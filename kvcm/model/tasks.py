@@ -23,4 +23,4 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
             task.cancel()
         await asyncio.wait(left, timeout=_RETRY_SECONDS)
     for task in tasks:
-        task.cancelled() or task.exception()  # seen, so that nobody warns of it
+        task.cancelled() or task.exception()  # retrieved, so that asyncio does not warn of it

@@ -25,7 +25,7 @@ def check_name(field: str, name: str) -> None:
     """Refuse a name of an instance, group or spec that is not 1 to 256 bytes of UTF-8 without control characters.
 
     Raises:
-        InvalidArgumentError: naming the field and what is wrong with it.
+        InvalidArgumentError: naming the field and the error.
     """
     try:
         length = len(name.encode())
@@ -41,7 +41,7 @@ def check_storage_name(field: str, name: str) -> None:
     """Refuse a storage name that cannot be the host of a uri.
 
     Raises:
-        InvalidArgumentError: naming the field and what is allowed.
+        InvalidArgumentError: naming the field and the allowed values.
     """
     if not _STORAGE_NAME.fullmatch(name):
         raise InvalidArgumentError(f"{field} {name!r} is not 1 to 128 characters of A-Z a-z 0-9 . _ -")
@@ -49,7 +49,7 @@ def check_storage_name(field: str, name: str) -> None:
 
 @lru_cache(maxsize=4096)
 def path_component(name: str) -> str:
-    """Return the literal name of `name` on disk and in object stores; nobody decodes it.
+    """Return the literal name of `name` on disk and in object stores; it is never decoded.
 
     Percent-encoded; `.` and `..` too, so that a component never leaves its directory; over 200 bytes it is cut and ends
     in `~` and 16 hex digits of a hash, so that distinct names stay distinct. A `~` of the name itself is encoded, so no
@@ -121,7 +121,7 @@ class LocationUri(NamedTuple):
         """Read a uri as the manager prints it.
 
         Raises:
-            InvalidArgumentError: naming what is missing or malformed.
+            InvalidArgumentError: naming the missing or malformed field.
         """
         scheme, separator, rest = text.partition("://")
         address, question, query = rest.rpartition("?")

@@ -369,13 +369,13 @@ def _estimates(curve: SampledCurve, capacities: Sequence[int]) -> list[Estimate]
 
 def _estimate(curve: SampledCurve, place: int) -> Estimate:
     return Estimate(
-        curve.policy,
-        int(curve.capacities[place]),
-        float(curve.hit_rates[place]),
-        float(curve.errors[place]),
-        "prefix" if curve.is_prefix_rate else "object",
-        curve.rate,
-        curve.repeats,
+        policy=curve.policy,
+        capacity_blocks=int(curve.capacities[place]),
+        hit_rate=float(curve.hit_rates[place]),
+        error=float(curve.errors[place]),
+        of="prefix" if curve.is_prefix_rate else "object",
+        rate=curve.rate,
+        repeats=curve.repeats,
     )
 
 

@@ -544,13 +544,13 @@ def accesses(trace: Trace) -> Iterator[Access]:
     """Yield the requests of a trace."""
     for number in range(len(trace)):
         yield Access(
-            number,
-            int(trace.times_us[number]),
-            trace.instance_names[trace.instances[number]],
-            trace.request_blocks(number).tolist(),
-            int(trace.read_blocks[number]),
-            bool(trace.writes[number]),
-            trace.masks.get(number),
+            number=number,
+            time_us=int(trace.times_us[number]),
+            instance=trace.instance_names[trace.instances[number]],
+            blocks=trace.request_blocks(number).tolist(),
+            reads=int(trace.read_blocks[number]),
+            writes=bool(trace.writes[number]),
+            mask=trace.masks.get(number),
         )
 
 

@@ -27,7 +27,7 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.policies import POLICIES
-from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary
+from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary, descends
 
 __all__ = [
     "TRIGGER_SECONDS",
@@ -411,6 +411,9 @@ class LiveOrder:
         queue.policy.insert_all(rows, keys)
         self._put(max(rows), queue.number, 0)  # reserves space for all
         queue_of_row, number = self._queue_of_row, queue.number
+        if descends(rows):
+            queue_of_row[rows[-1] : rows[0] + 1] = array("H", (number,)) * len(rows)
+            return
         for row in rows:
             queue_of_row[row] = number
 

@@ -439,13 +439,11 @@ class WatermarkCheck:
 
     Args:
         registry: groups, storages, global quotas, instances.
-        held: returns the usage of groups.
+        held: bytes of groups and storages.
         key_counts: returns the blocks of each instance of a group.
     """
 
-    def __init__(
-        self, registry: Registry, held: Callable[[], _GroupUsageSource], key_counts: Callable[[str], Iterable[int]]
-    ) -> None:
+    def __init__(self, registry: Registry, held: _GroupUsageSource, key_counts: Callable[[str], Iterable[int]]) -> None:
         self._registry = registry
         self._held = held
         self._key_counts = key_counts
@@ -457,13 +455,14 @@ class WatermarkCheck:
 
     def is_above_watermark(self, group: InstanceGroup) -> bool:
         """Return whether usage is above a watermark that concerns a group, which has just written."""
-        if self._generation != self._registry.generation:
-            self._generation = self._registry.generation
+        generation = self._registry.generation
+        if self._generation != generation:
+            self._generation = generation
             self._read()
         marks = self._marks.get(group.name)
         if marks is None or marks.group is not group:
             marks = self._marks[group.name] = self._watermarks_of(group)
-        held = self._held()
+        held = self._held
         by_place = held.group_bytes(group.name)
         if sum(by_place.values()) > marks.total:
             return True

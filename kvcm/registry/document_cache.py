@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -166,6 +167,9 @@ class DocumentCache(Generic[Value]):
         kind: class of the values.
         listener: receives changes that are made here.
         on_put: called after every change of the local view.
+
+    Attributes:
+        values: the present values by name, for callers on the path of every request.
     """
 
     def __init__(
@@ -184,6 +188,7 @@ class DocumentCache(Generic[Value]):
         self._values: dict[str, Value] = {}
         self.get: Callable[[str], Value | None] = self._values.get  # no frame of ours: each request reads several
         """Returns a value, None when there is none of that name."""
+        self.values: Mapping[str, Value] = MappingProxyType(self._values)
         self._documents: dict[str, bytes] = {}
         self._order: list[str] | None = None  # of the names, until one comes or goes: duties ask for it all the time
         self._unreadable: dict[str, bytes] = {}  # logged once each
@@ -195,7 +200,7 @@ class DocumentCache(Generic[Value]):
         """Return the local view as it is now, whose `origin` is this cache: for a thread, while this one changes."""
         copied = DocumentCache(self._table, self._prefix, self._kind)
         copied._values.update(self._values)
-        copied._documents = dict(self._documents)
+        copied._documents.update(self._documents)
         copied._unreadable = dict(self._unreadable)
         copied.origin = self
         return copied

@@ -24,6 +24,7 @@ class GroupRegistry:
 
     def __init__(self, cache: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
         self._cache = cache
+        self.by_name = cache.values  # for callers on the path of every request
         self._flush = flush
         self._store_kind = store_kind
         self.find: Callable[[str], InstanceGroup | None] = cache.get
@@ -128,6 +129,7 @@ class QuotaRegistry:
 
     def __init__(self, cache: DocumentCache[GlobalQuota], flush: Flush) -> None:
         self._cache = cache
+        self.by_name = cache.values  # for callers on the path of every request
         self._flush = flush
         self.find: Callable[[str], GlobalQuota | None] = cache.get
         """Returns a quota, None when there is none of that name."""

@@ -165,6 +165,9 @@ class InstanceRegistry:
         reservations: which instances count towards a group's limit, by group.
         groups: the groups that instances belong to.
         flush: returns when all changes are durable.
+
+    Attributes:
+        by_id: the registrations, for callers on the path of every request.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class InstanceRegistry:
         flush: Flush,
     ) -> None:
         self._cache = cache
+        self.by_id = cache.values
         self._removals = removals
         self._numbers = numbers
         self._limit = _InstanceLimit(reservations, cache, removals)

@@ -135,6 +135,9 @@ class EventLog:
         max_bytes: size at which the file becomes `<path>.1`, in place of an earlier one.
         now: time in unix seconds.
         new_id: makes ids of 32 characters.
+
+    Attributes:
+        is_active: whether there is a listener or a file; nothing needs to be built otherwise.
     """
 
     def __init__(
@@ -150,16 +153,12 @@ class EventLog:
         self._weight = 0
         self._arrived = asyncio.Event()
         self._listeners: list[Subscription] = []
+        self.is_active = False
         self._is_over = False
         self._file = _EventFile(Path(path), max_bytes) if path else None
         self._for_file = self.subscribe() if path else None
         self.published = 0
         self.dropped = 0
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there are subscribers; without them no event needs to be built."""
-        return bool(self._listeners)
 
     @property
     def unwritten(self) -> int:
@@ -198,11 +197,13 @@ class EventLog:
             subscription.close()
         else:
             self._listeners.append(subscription)
+            self.is_active = True
         return subscription
 
     def _unsubscribe(self, subscription: Subscription) -> None:
         with suppress(ValueError):  # closed twice
             self._listeners.remove(subscription)
+        self.is_active = bool(self._listeners)
 
     async def run(self) -> None:
         """Dispatch events until cancelled; then subscriptions end."""
@@ -228,7 +229,7 @@ class EventLog:
         self._stop()
 
     def _stop(self) -> None:
-        """End all subscriptions but that of the file, which still gets the events of the shutdown; accept no new ones."""
+        """End all subscriptions but that of the file, which gets the events of the shutdown; accept no new ones."""
         self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:
@@ -400,7 +401,10 @@ class RecentAccesses:
             flags: number of flags in the fields, such as those of a mask; each counts as a key.
         """
         weight = EVENT_KEYS + len(keys) + flags
-        self._accesses.append(_Access(self._now(), source, event_type, fields, np.array(keys, np.int64), weight))
+        access = _Access(
+            at=self._now(), source=source, type=event_type, fields=fields, keys=np.array(keys, np.int64), weight=weight
+        )
+        self._accesses.append(access)
         self._weight += weight
         while self._weight > self._most_keys:
             self._drop()

@@ -80,10 +80,10 @@ RPC_INFLIGHT: Final = _gauge("rpc_inflight", "Requests that are being worked on.
 RPC_REQUEST_KEYS: Final = _histogram(
     "rpc_request_keys", "Block keys per request; requests that give token ids instead are left out.", "method"
 )
-RPC_REJECTED: Final = _counter("rpc_rejected", "Requests turned away before any work.", "reason")
-AUTH: Final = _counter("auth", "Credentials that were looked at, by what became of them.", "outcome")
+RPC_REJECTED: Final = _counter("rpc_rejected", "Requests rejected before any work.", "reason")
+AUTH: Final = _counter("auth", "Checked credentials, by outcome.", "outcome")
 AUTHZ_DENIED: Final = _counter(
-    "authz_denied", "Requests of known principals that they may not make, by what they wanted to do.", "action"
+    "authz_denied", "Requests of authenticated principals without the permission, by action.", "action"
 )
 CERTIFICATE_EXPIRY: Final = _gauge(
     "certificate_expiry_seconds",
@@ -131,12 +131,12 @@ GROUP_USED: Final = _gauge(
     "tier",
 )
 GROUP_QUOTA: Final = _gauge(
-    "group_quota_bytes", "What it may use: on kinds of storages that have a quota, and in total.", "group", "tier"
+    "group_quota_bytes", "Quota of a group: on kinds of storages that have a quota, and in total.", "group", "tier"
 )
 PINNED: Final = _gauge(
     "pinned_bytes", "Bytes kept from eviction by pins; where they overlap each counts.", "group", "kind"
 )
-WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of room, wholly or partly.", "group")
+WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of space, wholly or partly.", "group")
 EVICTED_KEYS: Final = _counter("evicted_keys", "Blocks evicted.", "group", "policy", "reason")
 EVICTED_BYTES: Final = _counter("evicted_bytes", "Bytes evicted.", "group", "policy", "reason")
 EVICTION_AGE: Final = _histogram(
@@ -146,10 +146,12 @@ EVICT_REUSE_GAP: Final = _histogram(
     "evict_reuse_gap_seconds",
     "From the eviction of a block to a prefix match that ends in front of it; of one block in 8, the latest ones.",
 )
-RECLAIM_ROUND: Final = _histogram("reclaim_round_seconds", "Looks for what is to be evicted, with its marking.")
+RECLAIM_ROUND: Final = _histogram(
+    "reclaim_round_seconds", "Rounds of eviction: the choice of victims, with their marking."
+)
 RECLAIM_UNMET: Final = _gauge(
     "reclaim_unmet_need",
-    "What the last look could not bring below its mark: bytes, or blocks for reason `keys`.",
+    "Excess that the last round could not evict: bytes, or blocks for reason `keys`.",
     "reason",
 )
 RECLAIM_PENDING: Final = _gauge(
@@ -178,7 +180,7 @@ DELETE_FAILURES: Final = _counter(
     "delete_failures", "Locations that a storage did not delete when it was asked.", "backend"
 )
 ORPHANS: Final = _counter(
-    "orphans", "Found without use: blocks without their prefix or bytes, bytes without a block.", "kind"
+    "orphans", "Garbage found: blocks without their prefix or bytes, bytes without a block.", "kind"
 )
 CHECKSUM_MISMATCH: Final = _counter(
     "checksum_mismatch", "Blocks whose bytes did not match their checksum.", "group", "backend"
@@ -188,7 +190,7 @@ LEADER_TRANSITIONS: Final = _counter("leader_transitions", "Times that this mana
 LEASE_REMAINING: Final = _gauge(
     "lease_remaining_seconds", "Until this manager's term ends unless renewed; 0 if it does not lead."
 )
-LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop wakes what is due.")
+LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop runs callbacks that are due.")
 BUILD_INFO: Final = _gauge("build_info", "Always 1.", "version", "python")
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """In the order of the document."""
@@ -328,7 +330,9 @@ class ApiMetrics:
             ok: whether it succeeded.
             duration_us: microseconds from request to answer.
         """
-        tags: Tags = (("api_name", api_name), *self._bounded(labels).items())
+        if labels and labels["instance_id"] not in self._instances:
+            labels = self._bounded(labels)
+        tags: Tags = (("api_name", api_name), *labels.items())
         series = self._series.get(tags)
         if series is None:
             series = self._series[tags] = _ApiSeries()
@@ -338,12 +342,10 @@ class ApiMetrics:
         series.last_code = code
 
     def _bounded(self, labels: Mapping[str, str]) -> Mapping[str, str]:
-        instance_id = labels.get("instance_id")
-        if instance_id is None or instance_id in self._instances:
-            return labels
+        """Return the labels of an instance that has no series yet."""
         if len(self._instances) >= _MAX_INSTANCES:
             return dict.fromkeys(labels, _OVERFLOW)
-        self._instances.add(instance_id)
+        self._instances.add(labels["instance_id"])
         return labels
 
     def series(self) -> Iterator[Series]:

@@ -39,7 +39,7 @@ class Stage:
 
     Attributes:
         name: of the step, one of few.
-        place: `<file>:<function>`.
+        place: a stable text `<file>:<function>`, which need not be where the code is now.
         begin_ns: on the clock of `time.perf_counter_ns`.
         end_ns: likewise; 0 while it runs.
         parts: the stages within it, in the order of their begin.
@@ -86,16 +86,15 @@ def record_stage(**counts: int) -> None:
 Work = Callable[Arguments, Coroutine[Any, Any, Result]]
 
 
-def staged(name: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Result]]:
+def staged(name: str, place: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Result]]:
     """Mark a coroutine function as a stage.
 
     Args:
         name: of the stage.
+        place: in the timing tree. Clients read it: it stays, wherever the function goes.
     """
 
     def mark(work: Work[Arguments, Result]) -> Work[Arguments, Result]:
-        place = f"{work.__module__.rpartition('.')[2]}.py:{work.__name__}"
-
         async def measured(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             with open_stage(name, place):
                 return await work(*arguments, **named)

@@ -36,6 +36,7 @@ __all__ = [
     "TerminalTable",
     "format_time",
     "print_drains",
+    "print_sentences",
     "print_storages",
     "print_usage",
     "problems",
@@ -234,7 +235,7 @@ def print_storages(storages: Sequence[ListedStorage], console: Console) -> None:
         table.add_row(storage.name, storage.kind, state, since, used, limit, free, whole)
     console.print(table)
     troubled = (storage.status for storage in storages if storage.status is not None and storage.status.reason)
-    _print_below(map(_problem, troubled), console)
+    print_sentences(map(_problem, troubled), console)
 
 
 def _status(status: StorageStatus | None) -> tuple[str | Text, ...]:
@@ -269,10 +270,11 @@ def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
         table.add_row(drain.storage_unique_name, task, drain.state.label, since, left)
     console.print(table)
     stuck = (drain for drain in drains if drain.reason)
-    _print_below((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
+    print_sentences((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
 
 
-def _print_below(sentences: Iterable[Text], console: Console) -> None:
+def print_sentences(sentences: Iterable[Text], console: Console) -> None:
+    """Print sentences below a table."""
     for number, sentence in enumerate(sentences):
         if not number:
             console.print()  # without it the first would look like a row
@@ -293,7 +295,7 @@ def print_usage(report: UsageReport, console: Console) -> None:
         console.print("", _storages(report), sep="\n")
     if report.global_quotas:
         console.print("", _quotas(report), sep="\n")
-    _print_below(_sentences(report), console)
+    print_sentences(_sentences(report), console)
 
 
 def _groups(report: UsageReport) -> TerminalTable:

@@ -53,7 +53,7 @@ INDEX = new_index()
 
 def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> FreeSpace:
     limits = Limits(configured) if isinstance(configured, InstanceGroup) else configured
-    return now(ledger.room(limits, UID, index))
+    return now(ledger.free_space(limits, UID, index))
 
 
 def reserve(
@@ -400,9 +400,8 @@ async def test_refused_writes_are_counted_and_told_by_group() -> None:
     told: list[str] = []
     with opened(group(capacity=4 * BLOCK)) as rig:
         above = False
-        manager = CacheManager(
-            rig.registry, rig.storages, rig.clock, crossed=lambda _group: above, on_pressure=told.append
-        )
+        manager = CacheManager(rig.registry, rig.storages, rig.clock, on_pressure=told.append)
+        manager.set_watermark_check(lambda _group: above)
         await manager.start_write("i", WriteRequest([1, 2]))
         assert (told, manager.usage.rejections) == ([], Counter())
         await manager.start_write("i", WriteRequest([1, 2, 3, 4, 5]))

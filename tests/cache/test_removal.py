@@ -460,7 +460,7 @@ async def store(rig: Rig, keys: Sequence[int], **fields: object) -> None:
     """Write blocks of two parts, each with a checksum."""
     started = await rig.start(keys, **fields)
     told = [LocationChecksums([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
-    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)), told=told)
+    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)), reported=told)
 
 
 async def checked_parts_of(rig: Rig, key: int) -> list[MissingPart]:
@@ -542,7 +542,7 @@ async def test_the_rest_of_a_block_goes_when_it_is_of_no_use() -> None:
         for groups in (["first"], []):
             started = await rig.start([1], spec_groups=groups)
             told = [LocationChecksums([], FIRST)]
-            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), told=told)
+            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), reported=told)
         (first, _) = await checked_parts_of(rig, 1)
         assert await report(rig, first) == MissingReport(2, 0)
         assert await rig.statuses([1]) == [["DELETING", "DELETING"]]  # tp1 alone is no spec group

@@ -437,7 +437,7 @@ async def test_rooms_tell_what_fits(client: RedisClient) -> None:
     manager, answers = world.manager(), Counter[bool]()
     for _ in range(60):
         name, place, count = random.choice(list(GROUPS)), random.choice([ON_NFS, POOL]), random.randint(1, 6)
-        room = await manager.ledger.room(limits_of(name), GROUPS[name], manager.indexes[name])
+        room = await manager.ledger.free_space(limits_of(name), GROUPS[name], manager.indexes[name])
         told = room.limit(place, count * SIZE) is None
         assert told == await world.reserve(manager, name, place, count), room.limit(place, count * SIZE)
         answers[told] += 1

@@ -127,8 +127,8 @@ def plan(
     )
     places = {StorageKey("a" if kind is DUMMY else "b", kind): size for kind, size in (used or {}).items()}
     on_storages = {place.storage: {"group": size} for place, size in places.items()}
-    room = FreeSpace(limits, TakenBytes(places, on_storages, {}), free_keys)
-    planner = WritePlanner(candidates or [StorageKey("a", DUMMY), StorageKey("b", POOL)], room, 100)
+    space = FreeSpace(limits, TakenBytes(places, on_storages, {}), free_keys)
+    planner = WritePlanner(candidates or [StorageKey("a", DUMMY), StorageKey("b", POOL)], space, 100)
     return plan_write(planner, keys, lacking, found, head)
 
 
@@ -281,8 +281,8 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
     )
 
     def planner() -> WritePlanner:
-        room = FreeSpace(limits, TakenBytes({place: used}, {"a": {"group": used}}, {"group": used}), free_keys)
-        return WritePlanner([place, StorageKey("b", POOL), StorageKey("c", DUMMY)], room, 100)
+        space = FreeSpace(limits, TakenBytes({place: used}, {"a": {"group": used}}, {"group": used}), free_keys)
+        return WritePlanner([place, StorageKey("b", POOL), StorageKey("c", DUMMY)], space, 100)
 
     each = planner()
     parent: int | None = 7
@@ -297,9 +297,9 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
     assert blocks_of(together.plan) == blocks_of(each.plan)
     assert replace(together.plan, runs=[]) == replace(each.plan, runs=[])
     assert all(len(run.keys) == 1 or run.is_fresh for run in together.plan.runs)
-    assert together.room is not None
-    assert each.room is not None
-    assert together.room.free_keys == each.room.free_keys
+    assert together.space is not None
+    assert each.space is not None
+    assert together.space.free_keys == each.space.free_keys
     assert together.plan.wanted_bytes == sum(
         (Counter({b.place: b.size_bytes}) for b in blocks_of(each.plan)), Counter()
     )

@@ -20,9 +20,9 @@ from redis_servers import Standalone, standalone
 from thoroughness import examples
 
 from kvcm.cache import write_sessions
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
+from kvcm.cache.read_leases import DeadlineTable
 from kvcm.cache.write_sessions import (
     NO_CHECKSUMS,
     REPEAT_SECONDS,
@@ -590,7 +590,7 @@ async def finish_with_checksums(
     rig: Rig, started: StartedWrite, told: Sequence[LocationChecksums], success: BlockMask | None = None
 ) -> FinishedWrite:
     success = success or BlockMask(offset=len(started.chunks))
-    return await rig.manager.finish_write("i", started.session.id, success, told=told)
+    return await rig.manager.finish_write("i", started.session.id, success, reported=told)
 
 
 def of_both(first: int, second: int) -> LocationChecksums:

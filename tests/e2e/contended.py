@@ -15,7 +15,7 @@ from key_history import History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, code_of, managers_on
 from mixed_load import Load, Sent, finish_later, metas_of, served_blocks
 from read_checks import ReadVerdict, certain_bytes, judge_reads
-from store_look import look_until, records_left, used_bytes, verified
+from store_audit import audit_until, records_left, used_bytes, verified
 
 from kvcm.protocol import meta_service_pb2 as pb
 
@@ -118,8 +118,8 @@ async def _conclude(rig: ContendedRig, load: Load, wires: list[Wire], report: Co
     report.wrong += await finish_later(load, wires[0], rig.random)
     report.operations = sum(sent.keys for sent in load.requests)
     report.requests = load.outcomes()
-    look, report.quiet_seconds = await look_until(rig.managers[0].settings, _QUIET_SECONDS)
-    report.wrong += look.unrest() + look.wrong
+    audit, report.quiet_seconds = await audit_until(rig.managers[0].settings, _QUIET_SECONDS)
+    report.wrong += audit.unrest() + audit.wrong
     report.wrong += await asyncio.to_thread(verified, rig.managers[0].store_options)
     for wire in wires:
         report.wrong += load.history.verdicts(load.blocks, await served_blocks(wire, load))

@@ -14,7 +14,7 @@ from random import Random
 from key_history import Block, History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
-from store_look import look_until, orphan_files, verified
+from store_audit import audit_until, orphan_files, verified
 
 from kvcm.protocol import meta_service_pb2 as pb
 
@@ -37,7 +37,7 @@ class CrashReport:
         restart_seconds: per kill, from the start of the process until it served.
         orphans: files of the storage that no record refers to, at the end.
         usage_seconds: until the shared counters equalled the records, where that was checked.
-        looks: times that the store itself was looked at.
+        audits: times that the store itself was looked at.
     """
 
     kills: int = 0
@@ -49,7 +49,7 @@ class CrashReport:
     orphans: list[Path] = field(default_factory=list)
     files: int = 0
     usage_seconds: list[float] = field(default_factory=list)
-    looks: int = 0
+    audits: int = 0
 
 
 def crash_site(directory: Path) -> Site:
@@ -81,7 +81,7 @@ class CrashRig:
         """Create groups and instances."""
         await self.site.set_up_at(self.managers[0])
 
-    async def round(self, *, look: bool = False) -> None:
+    async def round(self, *, audit: bool = False) -> None:
         """Load, kill one manager, start it again (alone) or let the others repair, and judge."""
         load = Load(self.site, _KEYS, History(self.base))
         victim = self.random.choice(self.managers)
@@ -92,8 +92,8 @@ class CrashRig:
             await self._restart(victim)
         survivor = (others or [victim])[0]
         wrong = await self._judge(load, survivor)
-        if look:
-            wrong += await self._look(survivor)
+        if audit:
+            wrong += await self._audit(survivor)
         if others:
             await self._restart(victim)
         self.report.wrong += [f"kill {self.report.kills}: {text}" for text in wrong]
@@ -145,20 +145,20 @@ class CrashRig:
             await asyncio.sleep(0.1)
         return []
 
-    async def _look(self, manager: Manager) -> list[str]:
+    async def _audit(self, manager: Manager) -> list[str]:
         """Look at the store itself until nothing is unfinished, and usage agrees; at worst until the limits."""
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
-        self.report.looks += 1
+        self.report.audits += 1
         if not self.is_shared:
             await asyncio.sleep(1.0)  # removed bytes stay a moment
             await asyncio.to_thread(manager.kill)
         patience = _USAGE_SECONDS if self.is_shared else 0.0
-        look, seconds = await look_until(manager.settings, patience, capacities=capacities)
+        audit, seconds = await audit_until(manager.settings, patience, capacities=capacities)
         self.report.usage_seconds.append(seconds)
-        wrong = look.wrong + look.unrest()
+        wrong = audit.wrong + audit.unrest()
         wrong += await asyncio.to_thread(verified, manager.store_options)
         roots = [group.root for group in self.site.groups if group.root is not None]
-        self.report.orphans = [path for root in roots for path in orphan_files(root, look)]
+        self.report.orphans = [path for root in roots for path in orphan_files(root, audit)]
         self.report.files = sum(path.is_file() for root in roots for path in root.rglob("*"))
         if not self.is_shared:
             await asyncio.to_thread(manager.start)
@@ -187,9 +187,11 @@ def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterat
         yield CrashRig(crash_site(directory), processes, Random(seed), bool(uri))
 
 
-async def crash(rig: CrashRig, kills: int, look_every: int, tell: Callable[[str], None] = lambda _text: None) -> None:
+async def crash(
+    rig: CrashRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
+) -> None:
     """Do so many rounds, and look at the store itself every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
-        await rig.round(look=number % look_every == 0 or number == kills)
-        tell(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")
+        await rig.round(audit=number % audit_every == 0 or number == kills)
+        progress(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")

@@ -20,7 +20,7 @@ from key_history import History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, managers_on
 from mixed_load import Load, Sent, finish_later, metas_of, served_blocks
 from redis_servers import cluster, is_replica_in_step, sentinel, standalone
-from store_look import Look, look_at, verified
+from store_audit import StoreAudit, audit_store, verified
 from waiting import until
 
 from kvcm.model.errors import KvcmError, StorageIOError
@@ -166,8 +166,8 @@ async def _under_fault(
     begin = time.monotonic()
     await asyncio.to_thread(fail)
     end = time.monotonic()
-    look = await _look_when_whole(managers[0].settings)
-    report.below = look.groups_below
+    audit = await _audit_when_whole(managers[0].settings)
+    report.below = audit.groups_below
     await asyncio.sleep(_AFTER_SECONDS)
     await load.end(work)
     _judge_requests([sent for sent in load.requests if sent.sent + sent.seconds >= begin], begin, end, report)
@@ -184,12 +184,12 @@ async def _under_fault(
     return report
 
 
-async def _look_when_whole(values: dict[str, str]) -> Look:
+async def _audit_when_whole(values: dict[str, str]) -> StoreAudit:
     """Look at the store as soon as all of it answers: a new client needs every part of a cluster."""
     limit = time.monotonic() + _WHOLE_SECONDS
     while True:
         try:
-            return await look_at(values)
+            return await audit_store(values)
         except StorageIOError:
             if time.monotonic() > limit:
                 raise
@@ -219,14 +219,14 @@ def _name(code: int | None) -> str:
 
 async def _quiet(manager: Manager, report: FaultReport) -> None:
     """Wait until nothing is unfinished and usage agrees."""
-    begin, look = time.monotonic(), Look()
+    begin, audit = time.monotonic(), StoreAudit()
     while report.quiet_seconds < _QUIET_SECONDS:
         with contextlib.suppress(KvcmError):
-            look = await look_at(manager.settings)
-            report.below = report.below or look.groups_below
-            if look.is_quiet:
+            audit = await audit_store(manager.settings)
+            report.below = report.below or audit.groups_below
+            if audit.is_quiet:
                 break
         await asyncio.sleep(0.2)
         report.quiet_seconds = time.monotonic() - begin
-    report.wrong += look.wrong + look.unrest()
+    report.wrong += audit.wrong + audit.unrest()
     report.wrong += await asyncio.to_thread(verified, manager.store_options)

@@ -15,7 +15,7 @@ from random import Random
 from contended import leader_of
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from reclaim_site import remaining_bytes, set_mark, until, usage_of, write
-from store_look import Look, look_until, verified
+from store_audit import StoreAudit, audit_until, verified
 
 _BLOCKS = 4000
 _STEP_BLOCKS = 200
@@ -97,17 +97,17 @@ async def _settle(survivor: Manager, wire: Wire, mark: tuple[int, int], report: 
     low, high = mark
     await until(lambda: _is_at_most(wire, low), _STEPS_SECONDS)
     # Counters and records are read one after the other, and deletions may end in between.
-    look, report.quiet_seconds = await look_until(survivor.settings, _MOST_SECONDS, _is_settled)
-    report.wrong += [*look.wrong, *look.groups_off]
+    audit, report.quiet_seconds = await audit_until(survivor.settings, _MOST_SECONDS, _is_settled)
+    report.wrong += [*audit.wrong, *audit.groups_off]
     report.wrong += await asyncio.to_thread(verified, survivor.store_options)
     remaining = await remaining_bytes(wire, _PLAN.name)
     report.beyond_blocks = max(0.0, (low - remaining) / BLOCK_BYTES)
     # Each of the two may have had a step under way, and the last block may have been needed in part only.
     if remaining > high or report.beyond_blocks > _STEP_BLOCKS + 1:
         report.wrong.append(f"{remaining} bytes remain, the mark is {low} to {high}, a step {_STEP_BLOCKS} blocks")
-    if not _is_settled(look):
-        report.wrong.append(f"not quiet: {dict(look.statuses)}")
+    if not _is_settled(audit):
+        report.wrong.append(f"not quiet: {dict(audit.statuses)}")
 
 
-def _is_settled(look: Look) -> bool:
-    return not (look.unfinished or look.groups_off or look.wrong)
+def _is_settled(audit: StoreAudit) -> bool:
+    return not (audit.unfinished or audit.groups_off or audit.wrong)

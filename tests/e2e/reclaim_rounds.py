@@ -20,7 +20,7 @@ from key_history import Block, History, Outcome, Removal
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
 from reclaim_site import remaining_bytes, until, usage_of, write
-from store_look import look_at, verified
+from store_audit import audit_store, verified
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
@@ -51,7 +51,7 @@ class EvictionReport:
         low_mark_seconds: per crossing of a mark after a restart, until what remains was at the low mark.
         cut_off: files without a record, of sessions that never ended well.
         requests: answered.
-        looks: times that the store itself was recounted.
+        audits: times that the store itself was recounted.
     """
 
     kills: int = 0
@@ -62,7 +62,7 @@ class EvictionReport:
     low_mark_seconds: list[float] = field(default_factory=list)
     cut_off: set[str] = field(default_factory=set)
     requests: int = 0
-    looks: int = 0
+    audits: int = 0
 
 
 def eviction_site(directory: Path) -> Site:
@@ -109,7 +109,7 @@ class EvictionRig:
         self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
 
-    async def round(self, *, look: bool) -> None:
+    async def round(self, *, audit: bool) -> None:
         """Load, kill, start again, judge, and cross the marks once more."""
         load = Load(self.site, _KEYS, history_of(self.site, self.base))
         await self._loaded(load)
@@ -117,13 +117,13 @@ class EvictionRig:
         await asyncio.to_thread(self.manager.start)
         wire = self.manager.connect()
         wrong = await self._judge(load, wire)
-        if look:
-            wrong += await self._look()
+        if audit:
+            wrong += await self._audit()
         for group in self.site.groups:
             judgement = await self._cross(wire, group)
             # What a dead manager reserved and did not report counts for some seconds: writes that would cross the mark
-            # may be refused until then. A look has waited for that.
-            wrong += judgement if look or not self.is_shared else []
+            # may be refused until then. An audit has waited for that.
+            wrong += judgement if audit or not self.is_shared else []
         self.base = await served_blocks(wire, load)
         self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
@@ -215,27 +215,27 @@ class EvictionRig:
             return [f"{group.name}: {remaining} bytes remain {seconds:.1f} s after the mark was crossed, not {low}"]
         return []
 
-    async def _look(self) -> list[str]:
+    async def _audit(self) -> list[str]:
         """Recount the store; a shared one until its counters agree, and each until abandoned sessions are over that
         were granted nothing: no block has a trace of them."""
-        self.report.looks += 1
+        self.report.audits += 1
         begin = time.monotonic()
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
         while True:
             if not self.is_shared:
                 await asyncio.to_thread(self.manager.kill)
-            look = await look_at(self.manager.settings, capacities=capacities)
-            is_wrong = look.unfinished or look.groups_off
-            beside_deletions = is_wrong or look.sessions or look.wrong  # read one after the other
-            may_become_good = beside_deletions if self.is_shared else look.sessions and not is_wrong
+            audit = await audit_store(self.manager.settings, capacities=capacities)
+            is_wrong = audit.unfinished or audit.groups_off
+            beside_deletions = is_wrong or audit.sessions or audit.wrong  # read one after the other
+            may_become_good = beside_deletions if self.is_shared else audit.sessions and not is_wrong
             if not may_become_good or time.monotonic() > begin + _USAGE_SECONDS:
                 break
             if not self.is_shared:
                 await asyncio.to_thread(self.manager.start)
             await asyncio.sleep(0.2 if self.is_shared else 1.5)
-        wrong = [*look.wrong, *look.groups_off]
-        if look.unfinished or look.sessions:
-            wrong.append(f"recounted: {dict(look.statuses)}, {look.sessions} sessions")
+        wrong = [*audit.wrong, *audit.groups_off]
+        if audit.unfinished or audit.sessions:
+            wrong.append(f"recounted: {dict(audit.statuses)}, {audit.sessions} sessions")
         wrong += await asyncio.to_thread(verified, self.manager.store_options)
         if not self.is_shared:
             await asyncio.to_thread(self.manager.start)
@@ -280,10 +280,10 @@ def eviction_rig(directory: Path, uri: str, seed: int, fsync: str = "always") ->
 
 
 async def evict_and_kill(
-    rig: EvictionRig, kills: int, look_every: int, tell: Callable[[str], None] = lambda _text: None
+    rig: EvictionRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
 ) -> None:
     """Do so many rounds, and recount the store every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
-        await rig.round(look=number % look_every == 0 or number == kills)
-        tell(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")
+        await rig.round(audit=number % audit_every == 0 or number == kills)
+        progress(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")

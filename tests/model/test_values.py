@@ -256,7 +256,7 @@ def test_nothing_secret_is_printed() -> None:
 
 
 async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch) -> None:
-    monkeypatch.setattr(tasks, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(tasks, "_RETRY_SECONDS", 0.01)
     lost = 0
 
     async def goes_round() -> None:

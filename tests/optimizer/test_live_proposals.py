@@ -63,10 +63,10 @@ def chain(number: int, length: int = 10) -> list[int]:
     return [1000 * number + block for block in range(1, length + 1)]
 
 
-def proposed(group: InstanceGroup, recording: Recording, wish: TuningGoal | None = None) -> Proposal:
+def proposed(group: InstanceGroup, recording: Recording, goal: TuningGoal | None = None) -> Proposal:
     situation = ManagerState([GroupState(group, SIZES, 0)], recording)
     with rehearsals(recording, workers=1) as rehearse:
-        (proposal,) = propose(situation, rehearse, wish)
+        (proposal,) = propose(situation, rehearse, goal)
     return proposal
 
 

@@ -284,7 +284,7 @@ class WriterRules(MachineCore):
         session, count = started.session, len(keys)
         assert started.mask == canonical_mask(expected.flags)
         assert [i not in started.mask.unmasked(count) for i in range(count)] == expected.flags
-        assert (started.refused, bool(started.refusal)) == (expected.refused, expected.refused > 0)
+        assert (started.rejected, bool(started.rejection)) == (expected.refused, expected.refused > 0)
         assert session.deadline == self.clock.now() + expected.seconds
         assert session.id not in self.ended | set(self.model.sessions)
         chunks = decoded(started.chunks)
@@ -553,7 +553,7 @@ class CacheMachine(WriterRules):
         self.model.lease(owner, lease.id, found.keys, lease_ms / 1000)
         assert lease.deadline == self.model.leases[lease.id].deadline
         uid = self.manager.cache(owner).placement.uid
-        assert set(lease.pins) == {(uid, key, place) for _, key, place in self.model.leases[lease.id].pins}
+        assert set(lease.locations) == {(uid, key, place) for _, key, place in self.model.leases[lease.id].pins}
 
     @rule(pick=PICKS, owner=OWNERS, lease_ms=st.sampled_from([-1, 0, 1000, 600_000, 600_001]))
     def renew_lease(self, pick: int, owner: str, lease_ms: int) -> None:

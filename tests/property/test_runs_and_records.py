@@ -190,8 +190,8 @@ STEPS = st.one_of(
 def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
 ) -> None:
-    monkeypatch.setattr(instance_cache, "page_keys", lambda _parts: page_keys)
-    monkeypatch.setattr(write_sessions, "PAGE_KEYS", page_keys)
+    monkeypatch.setattr(instance_cache, "batch_keys", lambda _parts: page_keys)
+    monkeypatch.setattr(write_sessions, "BATCH_KEYS", page_keys)
 
     async def compare() -> None:
         together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))

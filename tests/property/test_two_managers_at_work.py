@@ -107,7 +107,7 @@ class Deployment:
                 locations = [LocationChecksums(list(told(op.telling, key).items())) for key in started.session.keys]
                 success = BlockMask(offset=len(KEYS))
                 await self.nodes[op.node].ask(
-                    manager.finish_write("i", started.session.id, success, told=locations if op.telling else ())
+                    manager.finish_write("i", started.session.id, success, reported=locations if op.telling else ())
                 )
             elif op.verb == "expire":
                 await self.nodes[op.node].ask(manager.expire())

@@ -126,9 +126,6 @@ class Levels:
         self.storages = StorageDirectory("cluster", openers={**OPENERS, **_STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
-        self.pressure = WatermarkCheck(
-            self.registry, lambda: self.manager.usage, lambda name: self.manager.open_caches.key_counts(name)
-        )
         self.evicted: list[EvictionRecord] = []
         self.woken: list[str] = []
         ids = iter(range(1, 1 << 30))
@@ -138,9 +135,10 @@ class Levels:
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
             self.new_backend,
-            crossed=self.pressure.is_above_watermark,
             on_pressure=self.woken.append,
         )
+        self.pressure = WatermarkCheck(self.registry, self.manager.usage, self.manager.open_caches.key_counts)
+        self.manager.set_watermark_check(self.pressure.is_above_watermark)
         self.executor.serve(self.manager)
         self.reclaimer = self.new_reclaimer()
         specs: dict[str, StorageSpec] = {name: DummyStorageSpec() for name in ("a", "b")}

@@ -81,7 +81,7 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
         limits = Limits(rig.registry.storages.all(), [], groups)
 
         def is_above(on_a: Mapping[str, int]) -> bool:
-            return WatermarkCheck(rig.registry, lambda: Books(on_a), lambda _: []).is_above_watermark(groups[0])
+            return WatermarkCheck(rig.registry, Books(on_a), lambda _: []).is_above_watermark(groups[0])
 
         def has_needs(on_a: Mapping[str, int]) -> bool:
             held = [
@@ -124,7 +124,7 @@ async def test_a_shared_mark_leaves_room_for_the_largest_block_of_all_who_share_
 async def test_what_follows_from_the_settings_follows_their_changes() -> None:
     with levels([big("x", quota="q"), big("y")], [instance("i", "x")]) as rig:
         books = Books({"x": 50, "y": 45})
-        pressure = WatermarkCheck(rig.registry, lambda: books, lambda _: [])
+        pressure = WatermarkCheck(rig.registry, books, lambda _: [])
         x = big("x", quota="q")
         assert not pressure.is_above_watermark(x)
         await rig.limit_storage("a", 100, 0.9)
@@ -142,7 +142,7 @@ async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() 
             await rig.limit_storage(name, 10_000)
         await rig.registry.quotas.set(GlobalQuota("q", 10_000))
         books = Books({each.name: 10 for each in groups})
-        assert not WatermarkCheck(rig.registry, lambda: books, lambda _: []).is_above_watermark(groups[0])
+        assert not WatermarkCheck(rig.registry, books, lambda _: []).is_above_watermark(groups[0])
         assert books.asked == {"group_bytes": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
 
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -80,19 +79,19 @@ grpc.error("something else")
     assert [json.loads(line)["event"] for line in lines] == ["something else"]
 
 
-@staged("inner")
+@staged("inner", "x.py:inner")
 async def inner(count: int) -> int:
     record_stage(keys=count)
     await asyncio.sleep(0)
     return count
 
 
-@staged("outer")
+@staged("outer", "x.py:outer")
 async def outer() -> int:
     return await inner(1) + await inner(2)
 
 
-@staged("broken")
+@staged("broken", "x.py:broken")
 async def broken() -> None:
     raise ValueError("broken")
 
@@ -105,7 +104,7 @@ async def test_stages_are_nested_as_they_ran() -> None:
     with open_stage("call", "x.py:call") as root:
         assert await outer() == 3
     assert names(root) == {"0 outer {}": {"0 inner {'keys': 1}": {}, "1 inner {'keys': 2}": {}}}
-    assert root.parts[0].place == f"{Path(__file__).name}:outer"
+    assert root.parts[0].place == "x.py:outer"
     assert root.begin_ns <= root.parts[0].begin_ns <= root.parts[0].end_ns <= root.end_ns
 
 

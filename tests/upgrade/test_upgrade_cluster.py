@@ -17,7 +17,7 @@ from manager_site import GroupPlan, Manager, Site, running
 from previous_release import Release
 from redis_servers import Standalone
 from restart_load import Client, Load, Way
-from store_look import verified
+from store_audit import verified
 
 from kvcm.connectors.client import AsyncManagerClient
 from kvcm.connectors.exchanges import ClientSettings

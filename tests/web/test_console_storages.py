@@ -111,7 +111,7 @@ def test_its_capacity_is_changed_unless_somebody_was_faster(
         with site.rest() as rest:
             rest.patch("/v1/storages/to-limit", {"capacity_bytes": 7})
         watch.press("Change")
-        assert "Somebody else has changed it meanwhile" in watch.said
+        assert "Another client has changed it meanwhile" in watch.said
         assert storage(site, "to-limit")["capacity_bytes"] == 7
         watch.go("/console/storages/to-limit/limits")
         watch.page.get_by_label("Capacity").fill("2 GiB")

@@ -661,7 +661,7 @@ class MemoryBackend:
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
 
-    @staged("store")
+    @staged("store", "memory.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN

@@ -694,13 +694,13 @@ class RedisBackend:
     async def refresh(self) -> None:
         await self._sums.refresh(self._client.run)
 
-    @staged("read")
+    @staged("read", "redis.py:get_many")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if len(keys) <= _MOST_KEYS_PER_READ:
             return await self._read(keys)
         return [record for part in _cut(keys, _MOST_KEYS_PER_READ) for record in await self._read(part)]
 
-    @staged("store")
+    @staged("store", "redis.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN

@@ -85,7 +85,7 @@ class RocksBackend(MemoryBackend):
         self._uid = uid
         self._on_drop = on_drop
 
-    @staged("store")
+    @staged("store", "rocks.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         self._log.admit()
         read_before = self._read_before(changes)

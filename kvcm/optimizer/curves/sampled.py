@@ -176,15 +176,15 @@ def sampled_curves(
     is_prefix_rate = trace.has_one_parent and bool(trace.writes.all())
     return [
         SampledCurve(
-            spec.label,
-            rate,
-            repeats,
-            asked.capacities,
-            np.clip(rates[place].mean(axis=0), 0, unlimited),
-            _errors(asked, rates[place], trace.unique_blocks, unlimited),
-            is_prefix_rate and spec.label in CURVES,
-            accesses,
-            seconds[place],
+            policy=spec.label,
+            rate=rate,
+            repeats=repeats,
+            capacities=asked.capacities,
+            hit_rates=np.clip(rates[place].mean(axis=0), 0, unlimited),
+            errors=_errors(asked, rates[place], trace.unique_blocks, unlimited),
+            is_prefix_rate=is_prefix_rate and spec.label in CURVES,
+            accesses=accesses,
+            seconds=seconds[place],
         )
         for place, spec in enumerate(specs)
     ]

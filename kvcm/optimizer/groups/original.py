@@ -618,7 +618,16 @@ class OriginalReplay:
         sums = self._sums[name] = (sums[0] + internal, sums[1] + external, sums[2] + reads)
         cached = tuple(len(each) for each in self.caches)
         time = int(self._trace.times_us[request])
-        return Row(time, len(cache), cached, masked, reads - masked, internal, external, sums)
+        return Row(
+            timestamp_us=time,
+            cached_here=len(cache),
+            cached=cached,
+            internal_read=masked,
+            external_read=reads - masked,
+            internal_hits=internal,
+            external_hits=external,
+            accumulated=sums,
+        )
 
 
 # The CSV files of the original: one per instance that reads, one row per read.

@@ -255,7 +255,14 @@ class ReuseSample:
             if ratio >= attainable:
                 break
         targets = tuple(zip(parts, self.bytes_for(parts), strict=True)) if attainable else ()
-        return LiveCurve(self._since, round(self._accesses), len(self), attainable, tuple(points), targets)
+        return LiveCurve(
+            since=self._since,
+            lookups=round(self._accesses),
+            sampled_keys=len(self),
+            attainable_ratio=attainable,
+            points=tuple(points),
+            targets=targets,
+        )
 
     def bytes_for(self, parts: Sequence[float] = ATTAINABLE) -> list[int]:
         """Return how many bytes give so much of what an unlimited cache would find; 0 while that is nothing."""

@@ -171,28 +171,28 @@ class Proposal:
         return self.proposed.outcome.hit_rate - self.present.outcome.hit_rate
 
 
-def propose(situation: ManagerState, rehearse: Rehearse, wish: TuningGoal | None = None) -> list[Proposal]:
+def propose(situation: ManagerState, rehearse: Rehearse, goal: TuningGoal | None = None) -> list[Proposal]:
     """Return a proposal for each group whose instances were asked for anything.
 
     Args:
         situation: the manager as it is.
         rehearse: of its recording.
-        wish: the goal.
+        goal: the goal.
     """
     made = []
     for state in situation.groups:
         measured = measured_hit_rate(situation.recording, state.block_bytes)
         if measured is not None:
-            made.append(_Search(state, situation.recording, rehearse, wish or TuningGoal()).proposal(measured))
+            made.append(_Search(state, situation.recording, rehearse, goal or TuningGoal()).proposal(measured))
     return made
 
 
 class _Search:
-    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, wish: TuningGoal) -> None:
+    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, goal: TuningGoal) -> None:
         self._state = state
         self._recording = recording
         self._rehearse = rehearse
-        self._wish = wish
+        self._goal = goal
 
     def proposal(self, measured: float) -> Proposal:
         state, group = self._state, self._state.group
@@ -206,19 +206,28 @@ class _Search:
         proposed = self._better(present, max(same_quota, key=_hit_rate, default=present))
         proposed = self._with_own_policies(proposed)
         confidence, warnings = self._confidence(measured, present)
-        if self._wish.target is not None and confidence != "low" and not group.quota.quota_config:
-            proposed = self._with_quota(present, proposed, self._wish.target * attainable)
+        if self._goal.target is not None and confidence != "low" and not group.quota.quota_config:
+            proposed = self._with_quota(present, proposed, self._goal.target * attainable)
         if not rule.ttl_seconds:
             proposed = self._with_age(proposed)
         warnings += _unsupported_settings(state)
-        return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
+        return Proposal(
+            state=state,
+            measured_hit_rate=measured,
+            attainable_hit_rate=attainable,
+            present=present,
+            proposed=proposed,
+            trials=(present, *grid),
+            confidence=confidence,
+            warnings=tuple(warnings),
+        )
 
     def _rehearsed(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
         return self._rehearse(groups, self._state.block_bytes, self._state.used_bytes)
 
     def _quotas(self) -> list[int]:
         capacity = self._state.group.quota.capacity
-        return sorted({max(1, int(capacity * ratio)) for ratio in self._wish.quota_ratios})
+        return sorted({max(1, int(capacity * ratio)) for ratio in self._goal.quota_ratios})
 
     def _rules(self) -> list[EvictionPolicy]:
         """Return the policies that the group may have; not all of them can have an age."""
@@ -227,7 +236,7 @@ class _Search:
         return [replace(rule, name=name) for name in allowed]
 
     def _better(self, before: Trial, after: Trial) -> Trial:
-        return after if after.outcome.hit_rate - before.outcome.hit_rate >= self._wish.least_gain else before
+        return after if after.outcome.hit_rate - before.outcome.hit_rate >= self._goal.least_gain else before
 
     def _with_own_policies(self, trial: Trial) -> Trial:
         """Try policies of their own for the instances that are asked for most."""
@@ -289,7 +298,7 @@ class _Search:
         aged = replace(rule, ttl_seconds=seconds, ttl_sliding=not rule.orders_by_write)
         (tried,) = self._rehearsed([_with_policy(trial.group, aged)])
         before, after = trial.outcome, tried.outcome
-        keeps_hits = after.hit_rate >= before.hit_rate - self._wish.least_gain / 5
+        keeps_hits = after.hit_rate >= before.hit_rate - self._goal.least_gain / 5
         frees = after.mean_used_bytes <= _FREED * before.mean_used_bytes
         return tried if keeps_hits and frees else self._better(trial, tried)
 

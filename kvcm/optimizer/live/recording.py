@@ -239,13 +239,13 @@ class _RecordingBuilder:
             if parent >= 0:  # and smaller: numbers are given in the order of chains
                 depths[block] = depths[parent] + 1
         return Recording(
-            self.coverage,
-            tuple(self.instances),
-            sorted(self.accesses, key=lambda access: access.at),
-            self.owners,
-            self.parents,
-            depths,
-            list(self.warm),
+            coverage=self.coverage,
+            instance_names=tuple(self.instances),
+            accesses=sorted(self.accesses, key=lambda access: access.at),
+            owners=self.owners,
+            parents=self.parents,
+            depths=depths,
+            warm=list(self.warm),
         )
 
 

@@ -407,13 +407,13 @@ class _Rehearsal:
                 self._finish(member, access)
         seconds = self._now - self._began
         return Outcome(
-            {member.name: member.asked_blocks for member in self._members.values()},
-            {member.name: member.found_blocks for member in self._members.values()},
-            self._refused,
-            self._evicted,
-            self._written,
-            self._used_seconds / seconds if seconds else float(self._used),
-            seconds,
+            asked_blocks={member.name: member.asked_blocks for member in self._members.values()},
+            found_blocks={member.name: member.found_blocks for member in self._members.values()},
+            refused_blocks=self._refused,
+            evicted_blocks=self._evicted,
+            written_blocks=self._written,
+            mean_used_bytes=self._used_seconds / seconds if seconds else float(self._used),
+            seconds=seconds,
         )
 
     def _advance(self, at: float) -> None:

@@ -81,16 +81,16 @@ def encode_trace(trace: Trace, origin: Origin) -> list[bytes]:
     arrays = {name: getattr(trace, name) for name in _COLUMNS} | _rare_arrays(trace)
     header = msgspec.json.encode(
         _Header(
-            origin,
-            trace.block_tokens,
-            trace.instance_names,
-            trace.instance_block_tokens,
-            trace.has_one_parent,
-            dict(trace.specs),
-            trace.bad_lines,
-            trace.bad_line_count,
-            trace.assumed,
-            {name: len(array) for name, array in arrays.items()},
+            origin=origin,
+            block_tokens=trace.block_tokens,
+            instance_names=trace.instance_names,
+            instance_block_tokens=trace.instance_block_tokens,
+            has_one_parent=trace.has_one_parent,
+            specs=dict(trace.specs),
+            bad_lines=trace.bad_lines,
+            bad_line_count=trace.bad_line_count,
+            assumed=trace.assumed,
+            lengths={name: len(array) for name, array in arrays.items()},
         )
     )
     parts = [len(header).to_bytes(8, "little"), header, _padding(_START + len(header))]

@@ -26,6 +26,7 @@ __all__ = [
     "SlotQueue",
     "Summary",
     "by_age",
+    "descends",
 ]
 
 IsLeaf = Callable[[int], bool]
@@ -201,6 +202,12 @@ class SlotLinks:
                 cursor.stepped_back = True
 
 
+def descends(slots: Sequence[int]) -> bool:
+    """Return whether each slot is the one below the slot before it: nearly always those of one write, whose tail comes
+    first."""
+    return list(slots) == list(range(slots[0], slots[0] - len(slots), -1))
+
+
 class SlotQueue:
     """One queue.
 
@@ -248,15 +255,24 @@ class SlotQueue:
         """Add slots as the newest, one after the other; written out, since every block that is written passes here."""
         if not slots:
             return
+        first, last = slots[0], slots[-1]
         self._links.reserve(max(slots))
         older, newer, end = self._older, self._newer, self._end
         newest = older[end]
-        for slot in slots:
-            assert newer[slot] == slot
-            older[slot] = newest
-            newer[newest] = newest = slot
-        newer[newest] = end
-        older[end] = newest
+        if descends(slots):
+            own = array("i", range(last, first + 1))
+            assert newer[last : first + 1] == own
+            newer[last + 1 : first + 1] = own[:-1]
+            older[last:first] = own[1:]
+            older[first] = newest
+            newer[newest] = first
+        else:
+            for slot in slots:
+                assert newer[slot] == slot
+                older[slot] = newest
+                newer[newest] = newest = slot
+        newer[last] = end
+        older[end] = last
         self._count += len(slots)
 
     def put(self, slot: int, after: int) -> None:

@@ -35,7 +35,7 @@ _UNSETTLED = 2
 
 
 @dataclass(slots=True)
-class Look:
+class StoreAudit:
     """The findings.
 
     Attributes:
@@ -183,7 +183,7 @@ async def records_left(values: dict[str, str], instance_id: str, keys: Sequence[
         return sum(record is not None for record in await backend.get_many(keys))
 
 
-async def look_at(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> Look:
+async def audit_store(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> StoreAudit:
     """Open the store that the settings name, and look at everything in it. A RocksDB must not be in use.
 
     Args:
@@ -191,42 +191,42 @@ async def look_at(values: dict[str, str], *, capacities: dict[str, int] | None =
         capacities: bytes that groups may use at most.
     """
     async with _opened(values) as (metadata, registry):
-        return await _look(metadata, registry, capacities or {})
+        return await _audit(metadata, registry, capacities or {})
 
 
-async def look_until(
+async def audit_until(
     values: dict[str, str],
     seconds: float,
-    is_enough: Callable[[Look], bool] = lambda look: look.is_quiet,
+    is_enough: Callable[[StoreAudit], bool] = lambda audit: audit.is_quiet,
     *,
     capacities: dict[str, int] | None = None,
-) -> tuple[Look, float]:
-    """Look at a shared store until it is quiet, or time is up; returns the last look, and how long that took."""
+) -> tuple[StoreAudit, float]:
+    """Look at a shared store until it is quiet, or time is up; returns the last audit, and how long that took."""
     begin = time.monotonic()
     while True:
-        look = await look_at(values, capacities=capacities)
+        audit = await audit_store(values, capacities=capacities)
         passed = time.monotonic() - begin
-        if is_enough(look) or passed > seconds:
-            return look, passed
+        if is_enough(audit) or passed > seconds:
+            return audit, passed
         await asyncio.sleep(0.2)
 
 
-async def _look(metadata: Metadata, registry: Registry, capacities: dict[str, int]) -> Look:
-    look, before = Look(), await _counters(metadata, registry)
+async def _audit(metadata: Metadata, registry: Registry, capacities: dict[str, int]) -> StoreAudit:
+    audit, before = StoreAudit(), await _counters(metadata, registry)
     for instance, placement in _placements(registry):
-        await look.index(instance, placement, metadata.new_backend(placement))
+        await audit.index(instance, placement, metadata.new_backend(placement))
     for session_id, document in (await metadata.store.table("sessions", 16).all()).items():
-        look.sessions += 1
+        audit.sessions += 1
         session = WriteSession.decoded(session_id, document)
         if session.deadline < time.time() - _LATE_SECONDS:
-            look.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
+            audit.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
     for name, heard in (await _counters(metadata, registry)).items():
-        look.group(name, before[name], heard)
+        audit.group(name, before[name], heard)
     for name, capacity in capacities.items():
-        if look.used_bytes[name] > capacity:
-            look.wrong.append(f"group {name} uses {look.used_bytes[name]} of {capacity} bytes")
-    look.conclude()
-    return look
+        if audit.used_bytes[name] > capacity:
+            audit.wrong.append(f"group {name} uses {audit.used_bytes[name]} of {capacity} bytes")
+    audit.conclude()
+    return audit
 
 
 async def _counters(metadata: Metadata, registry: Registry) -> dict[str, Counters]:
@@ -270,7 +270,7 @@ def _verify(manager_options: Sequence[str], environment: Mapping[str, str] | Non
     )
 
 
-def orphan_files(root: Path, look: Look) -> list[Path]:
+def orphan_files(root: Path, audit: StoreAudit) -> list[Path]:
     """Return the files below a storage's directory that no record refers to."""
     files = (path for path in root.rglob("*") if path.is_file())
-    return [path for path in files if str(path).removesuffix(".deleted") not in look.paths]
+    return [path for path in files if str(path).removesuffix(".deleted") not in audit.paths]
