@@ -1354,9 +1354,14 @@ class WriteSessions:
                 raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
             if not plan.runs:
                 return plan, None
-            wanted = plan.wanted_bytes
-            deadline = self._clock.now() + _RESERVATION_SECONDS
-            reservation = Reservation(self._new_id(32), limits, cache.placement.uid, wanted, plan.new_keys, deadline)
+            reservation = Reservation(
+                owner=self._new_id(32),
+                limits=limits,
+                uid=cache.placement.uid,
+                wanted_bytes=plan.wanted_bytes,
+                new_keys=plan.new_keys,
+                deadline=self._clock.now() + _RESERVATION_SECONDS,
+            )
             if await self._usage.reserve(reservation, cache.index):
                 return plan, reservation
         self._record_rejection(group)
@@ -1656,16 +1661,16 @@ class OpenSessions:
     def _describe(self, cache: InstanceCache, session: WriteSession) -> OpenSession:
         is_ending = session.decision is not None
         return OpenSession(
-            session.id[:_SHORT],
-            cache.instance.instance_id,
-            cache.instance.instance_group_name,
-            len(session.keys),
-            len(session.keys) * cache.instance.block_bytes,
-            0,
-            int(session.deadline * 1000),
-            session.starter,
-            not is_ending and session.deadline <= self._now(),
-            is_ending,
+            short_id=session.id[:_SHORT],
+            instance_id=cache.instance.instance_id,
+            instance_group=cache.instance.instance_group_name,
+            blocks=len(session.keys),
+            bytes=len(session.keys) * cache.instance.block_bytes,
+            begun_at_ms=0,
+            deadline_ms=int(session.deadline * 1000),
+            starter=session.starter,
+            is_overdue=not is_ending and session.deadline <= self._now(),
+            is_ending=is_ending,
         )
 
 
