@@ -1,4 +1,4 @@
-# Two images: `server`, which is what is built unless a target is named, and `engine`, the demo's (torch for CPUs).
+# Two images: `server`, the default target, and `engine`, the demo's (torch for CPUs).
 #   docker build --build-arg KVCM_VERSION=0.2.0 --tag kvcm .
 # To pin the base by digest: --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -55,5 +55,5 @@ EXPOSE 6381 6382 6491 6492
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 CMD ["python", "-m", "kvcm.probe"]
 ENTRYPOINT ["kvcm"]
-# Whoever reaches the ports of a container is on another host: keys are required. The first one is in /data/admin.key.
+# Clients of a container's ports are on another host: keys are required. The first one is in /data/admin.key.
 CMD ["serve", "--data-dir", "/data", "-e", "kvcm.auth.mode=required"]

@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run package test demo check lint types imports figures quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
+.PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
 
 setup: $(VENV)/.dev
 
@@ -103,7 +103,7 @@ nginx:
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
 
-# Wheel, sdist and SBOM of the checked-out commit, below dist/: docs/contributing.md.
+# Wheel, sdist and SBOM of the checked-out commit, below dist/: docs/releases.md.
 package: $(VENV)-package/.made
 	.ci/package $(<D)/bin/python
 
@@ -118,9 +118,16 @@ test: check unit
 check: setup
 	$(MAKE) --jobs 2 --output-sync=target types lint imports figures
 
+# Of the limits in benchmarks/structure.py those on files, single importers and long functions are enforced. Not met yet, and
+# only reported by `make structure`: `*(…)` in calls, banned words in names, lines of tests, words of prose.
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python benchmarks/structure.py --lint --check
+
+# Files, lines, modules with one importer, long functions, words outside the field's.
+structure: setup
+	$(BIN)/python benchmarks/structure.py --places
 
 types: setup
 	$(BIN)/mypy
@@ -128,7 +135,7 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-# The documents show the committed figures.
+# Documents show the committed figures.
 figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
@@ -266,8 +273,8 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
 
-# The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); what is predicted of
-# a running manager, and proposed to it, against what it then does. Seven minutes on two idle cores.
+# The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); predictions for
+# a running manager, and proposals to it, against its later figures. Seven minutes on two idle cores.
 acceptance-optimizer: setup
 	$(BIN)/python benchmarks/optimizer.py --json benchmarks/results/optimizer.json
 	$(BIN)/python benchmarks/live_tuning.py --json benchmarks/results/live_tuning.json

@@ -53,7 +53,7 @@ class Windows(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Who asks: a transport, and how many clients at a time."""
+    """The clients: a transport, and how many at a time."""
 
     transport: str
     clients: int

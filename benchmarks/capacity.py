@@ -1,4 +1,4 @@
-"""Claim: eviction takes what is needed and nothing else, the coldest first, and nobody has to wait for it.
+"""Claim: eviction takes as many blocks as needed, the coldest first, and no request waits for it.
 
 Real managers, with their metadata in RocksDB and in Redis: the experiments of the original with ten blocks too many;
 a prefix that is read while one-time writes flood the cache; groups beside one that floods their storage; victims
@@ -62,7 +62,7 @@ ORIGINAL = {0: 100, 100: 900, 1000: 1000}
 
 
 async def experiments(stores: Sequence[str], plan: Plan) -> list[Row]:
-    """Fill groups up to their mark, write ten blocks more, and count what is evicted."""
+    """Fill groups up to their mark, write ten blocks more, and count the evicted ones."""
     async with sites(*stores) as found:
         return [row for rows in await asyncio.gather(*(_experiments(site, plan) for site in found)) for row in rows]
 
@@ -141,7 +141,7 @@ async def _fairness(site: CapacitySite, blocks: int, case: str, held: int, guara
 
 
 async def real_files(stores: Sequence[str], plan: Plan) -> list[Row]:
-    """Write real files, evict, and compare what is on the disk with the accounts."""
+    """Write real files, evict, and compare the disk with the accounts."""
     with tempfile.TemporaryDirectory(prefix="kvcm-capacity-files-") as directory:
         async with sites(*stores) as found:
             tasks = [
@@ -203,7 +203,7 @@ WRITERS, FULL_BLOCKS, WRITE_BLOCKS = 4, 5000, 64
 
 
 async def full_speed(stores: Sequence[str], plan: Plan) -> list[Row]:
-    """Write as fast as the manager answers into a group at its mark; what is refused is tried again at once."""
+    """Write as fast as the manager answers into a group at its watermark; refused writes are repeated at once."""
     rows = []
     for store in stores:
         async with sites(store) as (site,):

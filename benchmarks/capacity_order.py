@@ -19,7 +19,7 @@ from report import Row
 __all__ = ["FULL_FLOOD", "FULL_ORDER", "QUICK_FLOOD", "QUICK_ORDER", "FloodPlan", "OrderPlan", "hot_prefix", "order"]
 
 _DRAIN_SECONDS = 1.5  # until reads are in the order
-_FOLLOW_SECONDS = 1.5  # until a manager keeps the order of a new instance; what was there before it knows to the second
+_FOLLOW_SECONDS = 1.5  # until a manager keeps the order of a new instance; it knows earlier blocks to the second
 _PREFIX = 64
 
 # ---- a hot prefix under a flood -------------------------------------------------------------------------------------
@@ -27,10 +27,10 @@ _PREFIX = 64
 
 @dataclass(frozen=True, slots=True)
 class FloodPlan:
-    """A flood of blocks that nobody reads.
+    """A flood of blocks that are never read.
 
     Attributes:
-        cache_blocks: room of each group.
+        cache_blocks: capacity of each group.
         times: blocks of the flood, in caches.
         turnover_seconds: that the flood takes to fill the cache once, at least. The prefix is read once a second, a
             read is in the order within a second, and a store keeps whole seconds.
@@ -50,7 +50,7 @@ _CHAIN = 64
 
 
 async def hot_prefix(stores: Sequence[str], plan: FloodPlan) -> list[Row]:
-    """Read a prefix once a second while the cache is flooded; see what is left of it."""
+    """Read a prefix once a second while the cache is flooded; count the rest of it."""
     async with sites(*stores) as found:
         tasks = [_flooded(site, policy, plan) for site in found for policy in _FLOODED[site.store]]
         return list(await asyncio.gather(*tasks))
@@ -82,7 +82,7 @@ async def _read_each_second(site: CapacitySite, instance: str, keys: Sequence[in
 
 
 async def _flood(site: CapacitySite, instance: str, plan: FloodPlan) -> None:
-    """Write chains at an even pace. What is refused for a moment is written a moment later, and what is late is not
+    """Write chains at an even pace. A refused write is repeated a moment later, and a late one is not
     made up for: that would be another pace."""
     blocks = plan.times * plan.cache_blocks
     due = time.monotonic()
@@ -100,7 +100,7 @@ async def _flood(site: CapacitySite, instance: str, plan: FloodPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OrderPlan:
-    """What is written and read before a tenth is evicted.
+    """The blocks written and read before a tenth is evicted.
 
     Attributes:
         chains: of `chain` blocks each.
@@ -159,13 +159,13 @@ _RANKS: dict[str, Rank] = {
     "sieve": lambda chain: (chain.reads > 0, chain.written),
     "s3fifo": lambda chain: (chain.reads > 1, chain.written),
 }
-"""What is smaller leaves first; of one chain, the tail before the head."""
+"""The smaller number leaves first; of one chain, the tail before the head."""
 _EXACT = ("lru", "fifo")
 _LEAST = {"rocksdb": 1.0, "redis": 0.95}
 
 
 async def order(stores: Sequence[str], plan: OrderPlan) -> list[Row]:
-    """Evict a tenth of what was written and read, and compare the victims with what is the coldest tenth."""
+    """Evict a tenth of the blocks, and compare the victims with the coldest tenth."""
     async with sites(*stores) as found:
         rows = await asyncio.gather(*(_ordered(site, plan) for site in found))
     return [row for each in rows for row in each]
@@ -175,7 +175,7 @@ async def _ordered(site: CapacitySite, plan: OrderPlan) -> list[Row]:
     chains = dict(zip(_RANKS, await asyncio.gather(*(_used(site, policy, plan) for policy in _RANKS)), strict=True))
     await asyncio.sleep(_DRAIN_SECONDS)
     wanted = plan.blocks // 10
-    for policy in _RANKS:  # one block more, since a mark leaves room for one below the limit
+    for policy in _RANKS:  # one block more, since a watermark keeps one block below the limit
         shape = GroupShape(policy, plan.blocks - wanted + 1, mark=1.0, hysteresis=0.0, policy=policy)
         await site.change(shape)
     await site.settle()

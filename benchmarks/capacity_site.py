@@ -87,7 +87,7 @@ class Written(NamedTuple):
 
     Attributes:
         blocks: how many were taken, from the first one on.
-        is_refused: whether all or some were refused for want of room.
+        is_refused: whether all or some were refused for lack of capacity.
     """
 
     blocks: int
@@ -199,7 +199,7 @@ class CapacitySite:
         return {each.instance_id: each.key_count for group in usage.groups for each in group.instances}
 
     async def usage(self) -> capacity_pb.GetUsageResponse:
-        """Return what is used."""
+        """Return the usage."""
         usage: capacity_pb.GetUsageResponse = await self._capacity.GetUsage(capacity_pb.GetUsageRequest())
         _check(usage)
         return usage

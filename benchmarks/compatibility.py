@@ -35,7 +35,7 @@ def row(feature: str, engine: str, version: str, tests: dict[str, bool]) -> Row:
 
 
 def main() -> int:
-    """Print and write what was found."""
+    """Print and write the findings."""
     options = arguments(__doc__ or "").parse_args()
     order = {name: at for at, name in enumerate((*FEATURES, *ENGINES))}
     found = sorted(results().items(), key=lambda item: (order[item[0][0]], order[item[0][1]]))

@@ -1,6 +1,6 @@
 """Claim: with nothing to reuse the connector costs an engine next to nothing, and its scheduler little per lookup.
 
-Two vLLM engines with the same model answer the same prompts in turn, which nobody has seen: one with the connector,
+Two vLLM engines with the same model answer the same new prompts in turn: one with the connector,
 which looks all of them up and saves all of them, and one without. What counts is the time of a step: that of the whole
 run, by its steps. Of two equal engines the one that was started first is slower here by some percent, so engines come
 in couples of pairs: with the connector first, and last. The model has fourteen times the bytes of KV per operation of a
@@ -43,7 +43,7 @@ _PROMPT_TOKENS = 384
 _NEW_TOKENS = 48
 _REQUESTS = 8
 _AT_ONCE = 4
-_OUTAGE_TOKENS = 100  # a few blocks; what is computed besides would hide what is measured
+_OUTAGE_TOKENS = 100  # a few blocks; more computation would hide the measured time
 _UNTIL_OPEN = 8  # requests, of which three open the breaker
 
 

@@ -48,7 +48,7 @@ def take_turn(site: EngineSite, prompts: list[list[int]], instance_id: str | Non
     """Start an engine, let it answer all sessions, and end it."""
     engine = site.engine(instance_id, max_model_len=4096, max_num_batched_tokens=2048, num_gpu_blocks_override=1200)
     try:
-        engine.generate([[1, 2, 3]], 2)  # what is made at the first request is not part of any turn
+        engine.generate([[1, 2, 3]], 2)  # the set-up of the first request is not part of any turn
         before = _computed(engine.ask("metrics"))
         answers = engine.ask("timed", prompts=prompts, max_tokens=_ANSWER_TOKENS, seconds=600)
         computed = _computed(engine.ask("metrics")) - before

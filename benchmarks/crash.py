@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from crash_rounds import CrashReport, crash, crash_rig
 from redis_servers import standalone
 
-LOOK_EVERY = 10
+AUDIT_EVERY = 10
 MANAGERS = {"rocksdb": 1, "redis": 1, "redis, two managers": 2}
 
 
@@ -34,7 +34,7 @@ def run(store: str, kills: int, seed: int) -> CrashReport:
         if store != "rocksdb":
             uri = stack.enter_context(standalone(directory / "redis")).uri("crash")
         rig = stack.enter_context(crash_rig(directory, uri, seed, MANAGERS[store]))
-        asyncio.run(crash(rig, kills, LOOK_EVERY, tell=lambda text: print(f"{store}: {text}", file=sys.stderr)))
+        asyncio.run(crash(rig, kills, AUDIT_EVERY, progress=lambda text: print(f"{store}: {text}", file=sys.stderr)))
     for text in rig.report.wrong:
         print(f"{store}: {text}", file=sys.stderr)
     return rig.report

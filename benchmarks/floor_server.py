@@ -1,4 +1,4 @@
-"""The floor of a Python gRPC server: a bare `grpc.aio` handler on uvloop that returns a prepared answer.
+"""The lower bound of a Python gRPC server: a bare `grpc.aio` handler on uvloop that returns a prepared answer.
 
 The method `/floor.Floor/Answer<n>` returns n bytes; the request is read and thrown away. Prints its port.
 """

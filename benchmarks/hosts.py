@@ -1,4 +1,4 @@
-"""Claim: nobody is given another host's memory, or other bytes than were written, whatever happens to hosts.
+"""Claim: no engine is given another host's memory, or other bytes than were written, whatever happens to hosts.
 
 A manager, two hosts with a memory pool each and an engine that names no host, in network namespaces, mounts and shared
 memory of their own. Engines read and write the same and other blocks, more than the pools keep, and compare every byte,
@@ -16,7 +16,7 @@ from report import Row, arguments, is_sound, left_out, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-from host_figures import SHARED, pool_of
+from engine_figures import SHARED, pool_of
 from host_networks import why_no_hosts
 from host_run import PHASES, HostsReport, run_hosts
 from host_site import HOSTS, NOBODY

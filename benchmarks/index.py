@@ -224,7 +224,7 @@ async def child_memory(count: int) -> float:
     for start in range(BLOCKS, BLOCKS + count, BLOCKS):
         page = records(start, BLOCKS, LocationStatus.WRITING)
         await index.put(page)
-        # The keys of a finish were read anew, from the session: other objects than those of the start.
+        # The keys of a finish were read again, from the session: other objects than those of the start.
         await index.update({int(str(key)): _serving(record) for key, record in page.items()})
     gc.collect()
     return (resident_bytes() - before) / count

@@ -1,4 +1,4 @@
-"""Claim: whoever reads gets the bytes that were written, wherever in a save a writer is killed or stopped.
+"""Claim: a reader gets the bytes that were written, wherever in a save a writer is killed or stopped.
 
 Writers save blocks, session after session, and are killed at random points; a reader then loads everything that is
 served of them and compares every byte. Others are stopped until their session is over and somebody else wrote the

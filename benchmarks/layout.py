@@ -88,7 +88,7 @@ CASES = [
 
 
 class Side:
-    """Memory of one case, and what is done with it."""
+    """Memory of one case, and its operations."""
 
     def __init__(self, case: Case, total_bytes: int) -> None:
         self.stored = StoredFormat(
@@ -145,7 +145,7 @@ class Side:
             np.copyto(target, source)
 
     def comes_back(self) -> bool:
-        """Return whether scattering what was gathered restores the engine's memory."""
+        """Return whether a scatter after a gather restores the engine's memory."""
         before = [layer.clone() for layer in self.layers]
         self.gather()
         for layer in self.layers:

@@ -1,8 +1,8 @@
-"""Claim: what is proposed to a running manager is what it then does.
+"""Claim: a running manager behaves as its proposals predict.
 
-A real manager keeps recent accesses while clients replay a trace over gRPC: look up a prefix, count what was found,
+A real manager keeps recent accesses while clients replay a trace over gRPC: look up a prefix, count the hits,
 write all blocks. Then `kvcm optimize --from` looks at it, and what it rehearses of the present settings at three
-capacities is compared with what was found. What it proposes is applied, the caches are emptied, and the same is
+capacities is compared with those hits. What it proposes is applied, the caches are emptied, and the same is
 replayed again: again predicted and measured hit rates are compared. Beside that: what keeping accesses and estimating
 needs costs a lookup.
 
@@ -103,7 +103,7 @@ class Tuned:
     Args:
         site: its calls.
         manager: the process.
-        turns: what is replayed.
+        turns: to replay.
     """
 
     def __init__(self, site: CapacitySite, manager: Manager, turns: Sequence[Sequence[int]]) -> None:
@@ -206,7 +206,7 @@ def _warm(case: str, client: AdminClient, groups: Sequence[GroupState]) -> list[
 
 
 def rate(proposal: Proposal) -> float:
-    """Return what is rehearsed of the present settings."""
+    """Return the rehearsal of the present settings."""
     return proposal.present.outcome.hit_rate
 
 
@@ -223,8 +223,14 @@ def _settings(proposal: Proposal, *, proposed: bool) -> str:
 def _compared(case: str, predicted: float, measured: Replayed) -> Row:
     points = 100 * abs(predicted - measured.hit_rate)
     return Row(
-        *(case, "predicted hit rate", 100 * predicted, "%", 100 * measured.hit_rate, points),
-        *(f"within {MOST_POINTS:g} points of the measured one", points <= MOST_POINTS),
+        case,
+        "predicted hit rate",
+        100 * predicted,
+        "%",
+        baseline=100 * measured.hit_rate,
+        ratio=points,
+        target=f"within {MOST_POINTS:g} points of the measured one",
+        ok=points <= MOST_POINTS,
     )
 
 

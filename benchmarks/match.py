@@ -20,7 +20,7 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.calls import Call, Caller, CallMetrics
+from kvcm.service.calls import Call, Caller, CallRecorder
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -52,9 +52,9 @@ def match_request(instance_id: str, keys: list[int], wanted: str = "") -> bytes:
 @contextlib.asynccontextmanager
 async def data_calls(directory: str) -> AsyncIterator[tuple[dict[str, Call], Caller]]:
     """Yield the manager's data plane without its listeners."""
-    async with Manager(Settings(data_dir=directory)).opened() as rooms:
-        api = MetaApi(rooms.cache, rooms.registry, rooms.leadership, RequestLimits())
-        caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
+    async with Manager(Settings(data_dir=directory)).opened() as components:
+        api = MetaApi(components.cache, components.registry, components.leadership, RequestLimits())
+        caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _id: {})
         yield {call.name: call for call in api.calls()}, caller
 
 

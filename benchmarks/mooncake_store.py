@@ -61,7 +61,7 @@ class Side:
         return address
 
     def names(self) -> list[str]:
-        """Return names that nobody has used."""
+        """Return unused names."""
         stamp = next(_names)
         return [f"bench/{stamp}/{index:x}" for index in range(self.blocks)]
 
@@ -152,7 +152,7 @@ def save_rows(side: Side, name: str, windows: int, target: float | None) -> Iter
         ours, theirs = side.names(), side.names()
         items = side.items(ours, side.memory)
         moves = [lambda items=items: side.save(items), lambda names=theirs: side.direct_save(names)]
-        order = (0, 1) if window % 2 else (1, 0)  # who is first may get memory that nobody has touched yet
+        order = (0, 1) if window % 2 else (1, 0)  # the first may get untouched memory
         spent = {index: seconds(moves[index]) for index in order}
         pair = spent[0], spent[1]
         side.remove([*ours, *theirs])

@@ -115,7 +115,7 @@ class Site:
         file: path from the root of the tree.
         function: qualified name, `Class.method` or `outer.inner`.
         operator: kind of mutation.
-        expression: source of what is mutated.
+        expression: source of the mutated part.
         mutated: source of what stands there instead.
         statement: first line of the statement it is in.
         occurrence: number among the alike of the function.

@@ -2,7 +2,7 @@
 
 The other simulator is libCacheSim (Yang et al.), compiled C that reads a binary file of accesses; its hash table is
 made for the size of the cache, which is up to 20 times as fast as its default. Both sides alternate in one process, the
-median counts. What is timed begins with the trace in memory on our side and with the file in the page cache on theirs:
+median counts. The time begins with the trace in memory on our side and with the file in the page cache on theirs:
 
 * curves of lru, leaf_lru and belady at all capacities, against LRU or Belady at one, a tenth of the unique blocks;
 * replays of each policy at that capacity, against the same policy; the hits are the same ones, block for block.
@@ -165,7 +165,7 @@ def report(file: Path) -> Row:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(sorted(cores)[:REPORT_CORES]))  # children inherit it
     try:
-        _optimize(file)  # compiles what is not compiled yet
+        _optimize(file)  # compiles the kernels
         seconds = _optimize(file)
     finally:
         os.sched_setaffinity(0, cores)

@@ -328,7 +328,7 @@ def _none(case: str, metric: str, found: dict[str, int]) -> Row:
 
 
 def _new(before: set[Any], after: set[Any]) -> dict[str, int]:
-    """Return series that were not there, but those of outcomes that nobody had seen before."""
+    """Return series that were not there, but those of new outcomes."""
     allowed = {"kvcm_rpc_requests_total"}
     return {str(each): 1 for each in after - before if each[0] not in allowed}
 

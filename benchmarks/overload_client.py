@@ -1,9 +1,9 @@
 """A client process of the overload benchmark: offers requests at a rate, whether they are answered or not.
 
-Requests come at random times at the rate that is asked for and are sent as soon as a connection has room: a client of
-HTTP has one request on a connection at a time, one of HTTP/2 as many as the server allows. What finds no room within
-`PATIENCE_SECONDS` is given up, and counted as kept back. Times are those from the sending, and beside them those from
-the coming. One job a line on stdin, as JSON; one line of outcomes for each.
+Requests come at random times at the rate that is asked for and are sent as soon as a connection is free: a client of
+HTTP has one request on a connection at a time, one of HTTP/2 as many as the server allows. A request without a
+connection within `PATIENCE_SECONDS` is given up, and counted as kept back. Times are those from the sending, and beside
+them those from the coming. One job a line on stdin, as JSON; one line of outcomes for each.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Offer:
         self.times_us: dict[str, list[int]] = {}
 
     async def run(self) -> dict[str, Any]:
-        """Offer, then wait for what is on its way."""
+        """Offer, then wait for the requests in flight."""
         begin = time.perf_counter()
         end = begin + self._job["seconds"]
         if self._job["rate"]:
@@ -129,7 +129,7 @@ class Offer:
         wall = time.perf_counter() - begin
         self._abandon(float("inf"))
         patience = time.perf_counter() + _LAST_SECONDS
-        while self._open and time.perf_counter() < patience:  # noqa: ASYNC110 - nobody else is there
+        while self._open and time.perf_counter() < patience:  # noqa: ASYNC110 - nothing else runs
             await asyncio.sleep(0.01)
         if self._open:
             self.outcomes.setdefault("all", Counter())[_UNANSWERED] = self._open

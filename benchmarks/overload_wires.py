@@ -45,7 +45,7 @@ class HttpWire(asyncio.Protocol):
         self._transport, self.is_open = transport, True
 
     def send(self, prepared: bytes, ended: Ended, wants_answer: bool) -> None:
-        """Send a request where there is room."""
+        """Send a request on a free connection."""
         self._ended, self._wants_answer, self._left = ended, wants_answer, -1
         self._parts.clear()
         self._transport.write(prepared)
@@ -141,7 +141,7 @@ class GrpcWire(asyncio.Protocol):
         )
 
     def send(self, prepared: bytes, ended: Ended, wants_answer: bool) -> None:
-        """Send a request where there is room."""
+        """Send a request on a free connection."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._streams[stream] = _Stream(ended, [] if wants_answer else None)
         self._windows[stream] = self._first_window

@@ -153,7 +153,7 @@ def _tests(count: float | None) -> str:
 
 
 def overload_table(rows: Rows) -> list[str]:
-    """What was offered and served, and the times of what was served meanwhile."""
+    """Requests offered and served, and the times of the served ones."""
     return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
 
 
@@ -237,7 +237,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/performance.md", "overload", "overload.json", overload_table),
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
     ("docs/performance.md", "claims", "", claims_table),
-    ("docs/performance.md", "on_missed", "", missed_table),
+    ("docs/performance.md", "missed", "", missed_table),
     ("docs/gameday/index.md", "games", "", games_table),
     ("docs/rest.md", "vitals", "vitals.json", judged_table),
     ("docs/metadata.md", "index", "index.json", costs_table),

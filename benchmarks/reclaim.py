@@ -6,8 +6,8 @@ moment at which it was to be sent; fresh blocks, written at a fixed rate; and up
 fixed rate. Only the mark that these set differs. Without eviction it is far away. With eviction it follows the writes
 and sinks, a little forty times a second, so that everything that is written displaces as much, and a backlog of cold
 blocks goes beside that: together 10,000 blocks a second and a few more. Writes as fast as that would take half a core
-for themselves in both kinds of windows, which would hide what eviction costs. What was evicted and deleted is what the
-manager's own counters say. Before each window the index is filled up again.
+for themselves in both kinds of windows, which would hide the cost of eviction. The blocks evicted and deleted are those
+that the manager's own counters say. Before each window the index is filled up again.
 
 Part two, in one process: time of the event loop per evicted block, by policy, and memory per block of its order.
 
@@ -50,7 +50,7 @@ from kvcm.model.groups import (
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.service.calls import Call, Caller, CallMetrics
+from kvcm.service.calls import Call, Caller, CallRecorder
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -237,7 +237,7 @@ class Load:
             await asyncio.sleep(0.1)
         for _ in range(int(now["meta_indexer.total_key_count"]), self._plan.blocks, CHAIN):
             await self.write(CHAIN)
-        for body, _ in self._hot:  # what is read all the time is not the coldest, whatever was written meanwhile
+        for body, _ in self._hot:  # read all the time, so never the coldest, whatever was written
             await self.call(f"{META}GetCacheLocation", body)
         await asyncio.sleep(DRAIN_SECONDS)
 
@@ -345,8 +345,8 @@ def load_rows(plan: Plan, calm: list[Window], evicting: list[Window]) -> list[Ro
 
 
 @contextlib.asynccontextmanager
-async def rooms() -> AsyncIterator[Components]:
-    """Yield the rooms of a manager with its metadata in RocksDB, and none of its duties running."""
+async def open_components() -> AsyncIterator[Components]:
+    """Yield the components of a manager with its metadata in RocksDB, without background tasks."""
     with tempfile.TemporaryDirectory() as directory:
         async with Manager(Settings(data_dir=directory)).opened() as opened:
             await opened.leadership.tick()
@@ -365,10 +365,10 @@ class Blocks:
     """Writes and reads blocks of an instance through the manager's own calls."""
 
     def __init__(self, opened: Components) -> None:
-        self._rooms = opened
+        self._components = opened
         api = MetaApi(opened.cache, opened.registry, opened.leadership, RequestLimits())
         self._calls: dict[str, Call] = {call.name: call for call in api.calls()}
-        self._caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
+        self._caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _id: {})
 
     async def answer(self, name: str, request: Any) -> Any:
         """Return the answer of a call."""
@@ -382,19 +382,19 @@ class Blocks:
             await self.answer("FinishWriteCache", finish_request(started, CHAIN))
             if number % 2:
                 await self.answer("GetCacheLocation", match_request(keys))
-        await self._rooms.cache.accesses.drain()
+        await self._components.cache.accesses.drain()
 
 
 async def in_process(policy: str, count: int) -> list[Row]:
     """Measure what one policy takes to evict a fifth of so many blocks, and what its order takes to keep."""
-    async with rooms() as opened:
+    async with open_components() as opened:
         await opened.registry.groups.create(group_of(policy, FAR, 1))
         blocks = Blocks(opened)
         await blocks.answer("RegisterInstance", registration())
         await blocks.write(count, random.Random(1))
         gc.collect()
         gc.freeze()
-        kept_bytes = _traced(opened.reclaimer.follow_orders) / count
+        kept_bytes = _traced(opened.reclaimer.update_orders) / count
         await opened.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
         marking = 0.0
         while opened.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most

@@ -26,7 +26,7 @@ from reclaim_rounds import EvictionReport, evict_and_kill, eviction_rig
 from redis_servers import standalone
 from shared_directory import SharedReport, share_directory
 
-LOOK_EVERY = 10
+AUDIT_EVERY = 10
 STORES = {"rocksdb, fsync always": "always", "rocksdb, fsync everysec": "everysec", "redis": ""}
 LEAST_RATE = 0.5
 MOST_DRAIN_SECONDS = 70.0  # the longest pause between attempts is 60 s
@@ -56,7 +56,7 @@ def kills(store: str, count: int, seed: int) -> list[Row]:
         if not STORES[store]:
             uri = stack.enter_context(standalone(directory / "redis")).uri("reclaim")
         rig = stack.enter_context(eviction_rig(directory, uri, seed, STORES[store] or "always"))
-        asyncio.run(evict_and_kill(rig, count, LOOK_EVERY, lambda text: print(f"{store}: {text}", file=sys.stderr)))
+        asyncio.run(evict_and_kill(rig, count, AUDIT_EVERY, lambda text: print(f"{store}: {text}", file=sys.stderr)))
     return kill_rows(f"{store}, {count} kills", rig.report)
 
 

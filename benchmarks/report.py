@@ -25,8 +25,8 @@ class Row:
     """One figure, beside what it is compared with in the same run.
 
     Attributes:
-        case: what was done.
-        metric: what was measured.
+        case: of the measurement.
+        metric: name of the figure.
         value: the figure.
         unit: its unit.
         baseline: the same metric of the other side, None when there is none.
@@ -72,7 +72,7 @@ def publish(title: str, rows: Sequence[Row], target_file: Path | None, device: d
         title: of the table.
         rows: the figures.
         target_file: file for the JSON, None for none.
-        device: what was measured beside the processor of this machine.
+        device: measured beside the processor of this machine.
     """
     table = Table(title=title)
     for column in ("case", "metric", "value", "unit", "baseline", "ratio", "target", "ok"):

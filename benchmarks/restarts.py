@@ -1,8 +1,8 @@
-"""Claim: a manager that is told to stop finishes what it began, and the next one goes on; nobody is left in doubt.
+"""Claim: a manager that is stopped finishes its requests, and the next one goes on; no client is left in doubt.
 
 Clients over gRPC and HTTP write and read while managers are stopped with SIGTERM and started again, each time with a
 long request in flight. Judged: exit code 0 every time; every request is answered, turned away by a manager that says
-that it stops, or finds nobody listening, and nothing else; clients repeat what was not carried out and find all that
+that it stops, or finds no listener, and nothing else; clients repeat rejected requests and find all that
 was confirmed; with two managers on one store clients of the other one notice nothing. Managers that are stopped at any
 moment of their start, while metadata is loaded, end with 0 and harm nothing; a second signal ends one that still drains
 at once, and harms nothing either.

@@ -1,7 +1,7 @@
 """Claim: nothing that a manager does grows with the number of blocks in the store.
 
 One Redis is filled with blocks of one spec, first a million, then many more; at both sizes a new manager takes over
-(opens, leads, recounts the usage, looks for what is due), looks up 1,024 random blocks past its search cache, removes
+(opens, leads, recounts the usage, looks for due sessions), looks up 1,024 random blocks past its search cache, removes
 1,024 and deletes them, and samples 1,024. The second size is compared with the first, in one run.
 """
 
@@ -52,23 +52,25 @@ MOST_BYTES = 600.0
 async def opened(uri: str) -> AsyncIterator[Components]:
     """A manager over the store inside the block, with a group whose blocks may be deleted at once."""
     settings = Settings(registry_storage_uri=uri, search_cache_bytes=0)
-    async with Manager(settings).opened() as rooms:
+    async with Manager(settings).opened() as components:
         reclaim = CacheReclaimStrategy("nfs_01", delay_before_delete_ms=0)
         quota = InstanceGroupQuota(1 << 60)
         group = InstanceGroup("scale", ("nfs_01",), "all", quota=quota, cache_config=CacheConfig(reclaim))
         with contextlib.suppress(DuplicateEntityError):  # the other loader was faster
-            await rooms.registry.storages.add(StorageConfig("nfs_01", DummyStorageSpec()))
+            await components.registry.storages.add(StorageConfig("nfs_01", DummyStorageSpec()))
         with contextlib.suppress(DuplicateEntityError):
-            await rooms.registry.groups.create(group)
+            await components.registry.groups.create(group)
         specs = (LocationSpecInfo("tp0", 1 << 20),)
-        await rooms.cache.register_instance(Instance("", "scale", INSTANCE, 64, specs, ModelDeployment("m", "bf16")))
-        yield rooms
+        await components.cache.register_instance(
+            Instance("", "scale", INSTANCE, 64, specs, ModelDeployment("m", "bf16"))
+        )
+        yield components
 
 
 async def child_load(uri: str, first: int, end: int) -> dict[str, float]:
     """Store blocks, as a manager that writes them for the first time."""
-    async with opened(uri) as rooms:
-        placement = rooms.registry.instances.placement(INSTANCE)
+    async with opened(uri) as components:
+        placement = components.registry.instances.placement(INSTANCE)
     client = RedisClient.of(parse_redis_uri(uri))
     backend = RedisBackend(client, placement.uid, placement.shard_count)
     for start in range(first, end, BLOCKS):
@@ -85,10 +87,10 @@ async def timed(work: Callable[..., Awaitable[Any]], *words: Any) -> float:
     return time.perf_counter() - begin
 
 
-async def reclaim(rooms: Components, keys: list[int]) -> None:
+async def reclaim(components: Components, keys: list[int]) -> None:
     """Remove blocks and delete them."""
-    await rooms.cache.remove(INSTANCE, keys, NO_MASK)
-    await rooms.deletions.run_due()
+    await components.cache.remove(INSTANCE, keys, NO_MASK)
+    await components.deletions.run_due()
 
 
 async def child_measure(uri: str, count: int, _unused: int) -> dict[str, float]:
@@ -97,16 +99,16 @@ async def child_measure(uri: str, count: int, _unused: int) -> dict[str, float]:
     before = resident_bytes()
     choice, figures = random.Random(7), {}
     begin = time.perf_counter()
-    async with opened(uri) as rooms:
-        await rooms.leadership.tick()
-        assert rooms.leadership.is_leader
-        assert rooms.sharing is not None
-        await rooms.sharing.recount.recount("scale")
-        await rooms.cache.expire()
-        await rooms.cache.purge_removed()
-        await rooms.deletions.run_due()
+    async with opened(uri) as components:
+        await components.leadership.tick()
+        assert components.leadership.is_leader
+        assert components.sharing is not None
+        await components.sharing.recount.recount("scale")
+        await components.cache.expire()
+        await components.cache.purge_removed()
+        await components.deletions.run_due()
         figures["takeover"] = time.perf_counter() - begin
-        index = rooms.cache.cache(INSTANCE).index
+        index = components.cache.cache(INSTANCE).index
         lookups, matches, removals, samples = [], [], [], []
         for start in choice.sample(range(0, count, BLOCKS), ROUNDS):
             stored = records(start, BLOCKS)
@@ -114,7 +116,7 @@ async def child_measure(uri: str, count: int, _unused: int) -> dict[str, float]:
             lookups.append(await timed(index.get, page))
             matches.append(await timed(index.answers, page))
             samples.append(await timed(index.random_sample, BLOCKS, choice))
-            removals.append(await timed(reclaim, rooms, page))
+            removals.append(await timed(reclaim, components, page))
             assert await index.get(page) == [None] * BLOCKS
             await index.put(stored)
         figures |= {
@@ -125,7 +127,7 @@ async def child_measure(uri: str, count: int, _unused: int) -> dict[str, float]:
             "keys": float(index.key_count),
             "rss": float(resident_bytes() - before),
         }
-        await rooms.leadership.withdraw()
+        await components.leadership.withdraw()
     return figures
 
 

@@ -2,7 +2,7 @@
 nothing.
 
 Clients in another process send prepared requests and keep the answers as bytes. The server's CPU time is that of its
-process by the operating system. The floor, in the same run, is a bare `grpc.aio` handler on uvloop that reads the same
+process by the operating system. The bare server, in the same run, is a `grpc.aio` handler on uvloop that reads the same
 requests and returns equally large prepared answers; windows of all sides alternate. Metadata is in memory. HTTP is
 compared with gRPC.
 
@@ -25,19 +25,19 @@ from service_site import Run, Site, hash_keys, quantile, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-MOST_TAIL = 2.0  # p99/p50, of the floor's own
+MOST_TAIL = 2.0  # p99/p50, of the bare server's own
 MOST_HTTP = 3.0  # of the same case on gRPC
-MOST_US_PER_BLOCK = 8.0  # of a write, beside two floors
+MOST_US_PER_BLOCK = 8.0  # of a write, beside two bare servers
 CONCURRENCIES = (1, 8, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked for.
+    """A kind of request.
 
     Attributes:
         name: of the case.
-        most: CPU time of the manager in that of the floor; None for a write.
+        most: CPU time of the manager in that of the bare server; None for a write.
         measure: from (site, transport, number of units, concurrency) to a run of the manager.
         count: units of a full window.
         blocks: of a write.
@@ -127,7 +127,7 @@ def write_case(blocks: int, count: int) -> Case:
 
 
 def cases(running: Site) -> list[Case]:
-    """Store what is asked for, and return all cases."""
+    """Store the blocks to look up, and return all cases."""
     keys = hash_keys(0, 1024)
     for instance, specs in (("one", 1), ("eight", 8), ("fresh", 1)):
         running.manager.register(instance, specs)
@@ -145,7 +145,7 @@ def cases(running: Site) -> list[Case]:
 
 
 def measured(running: Site, case: Case, concurrency: int, plan: Plan) -> list[Row]:
-    """Measure one case on the manager over gRPC and HTTP, and the floor."""
+    """Measure one case on the manager over gRPC and HTTP, and the bare server."""
     count = plan.count(case, concurrency)
     sides: dict[str, list[Run]] = {"grpc": [], "http": [], "floor": []}
     warm = case.measure(running, "grpc", 2 * concurrency, concurrency)

@@ -1,4 +1,4 @@
-"""A client process of the service benchmark: sends what was prepared and keeps times.
+"""A client process of the service benchmark: sends prepared requests and keeps times.
 
 It reads nothing of an answer that the next request does not need. One job a line on stdin, as JSON. The requests are
 made first and "ready" is printed; the next line starts the run, whose times are printed as one line. So the making of
@@ -113,7 +113,7 @@ def sent_units(job: dict[str, Any]) -> list[Unit]:
 
 
 def write_units(job: dict[str, Any]) -> list[Unit]:
-    """Return starts and finishes of writes of blocks that nobody wrote before."""
+    """Return starts and finishes of writes of new blocks."""
     write = job["write"]
     over_http = job["transport"] == "http"
     units = []
@@ -173,7 +173,7 @@ _SESSION_TEXT = re.compile(rb'"write_session_id":"([0-9a-f]+)"')
 
 
 async def send_unit(job: dict[str, Any], send: Send, unit: Unit) -> tuple[float, list[bytes], list[Exchange]]:
-    """Return the seconds that the answers took, the answers and what was sent."""
+    """Return the seconds that the answers took, the answers and the requests."""
     seconds, answers, sent = 0.0, [b""], []
     for planned in unit:
         exchange = finish_of(job, answers[-1]) if planned.finish else planned

@@ -1,4 +1,4 @@
-"""What the service benchmark runs: a manager over the memory store, the floor, a client process, each a process."""
+"""What the service benchmark runs: a manager over the memory store, a bare server, a client process, each a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Client", "Floor", "Manager", "Run", "Site", "hash_keys", "site"]
 
 HERE = Path(__file__).parent
 SPEC_BYTES = 4096
-_SETTLE_SECONDS = 1.3  # a manager writes down once a second what was read; the time of that belongs to the readers
+_SETTLE_SECONDS = 1.3  # a manager records reads once a second; the time of that belongs to the readers
 _IDLE_SECONDS = 3.0
 _START_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
@@ -44,7 +44,7 @@ class Process:
     Attributes:
         pid: of the process.
         ports: by transport.
-        idle: seconds of CPU that it uses per second while nobody asks.
+        idle: seconds of CPU that it uses per second without requests.
         key: that it wants to be shown, "" for none.
     """
 
@@ -117,7 +117,7 @@ class Manager(Process):
         self.call("FinishWriteCache", finish, pb.CommonResponse)
 
     def forget(self, instance: str) -> None:
-        """Drop what is known of all blocks."""
+        """Drop the metadata of all blocks."""
         request = pb.TrimCacheRequest(instance_id=instance, strategy=pb.TS_REMOVE_ALL_META)
         self.call("TrimCache", request, pb.CommonResponse)
 
@@ -127,7 +127,7 @@ class Floor(Process):
 
 
 class Run(NamedTuple):
-    """What was measured of one run of units.
+    """The measurements of one run of units.
 
     Attributes:
         cpu_us: of the server, per unit, with what it did in the background for them.
@@ -187,21 +187,21 @@ class Client:
     def _ask(
         self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int
     ) -> tuple[float, dict[str, Any]]:
-        """Return the server's CPU seconds when the requests begin, and what the client tells of them."""
+        """Return the server's CPU seconds when the requests begin, and the client's report on them."""
         job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
         job["key"] = server.key
         self._say(json.dumps(job | what))
-        assert self._hear() == "ready"
+        assert self._receive() == "ready"
         begin = server.cpu_seconds()
         self._say("go")
-        return begin, json.loads(self._hear())
+        return begin, json.loads(self._receive())
 
     def _say(self, line: str) -> None:
         assert self.running.stdin is not None
         self.running.stdin.write(line + "\n")
         self.running.stdin.flush()
 
-    def _hear(self) -> str:
+    def _receive(self) -> str:
         assert self.running.stdout is not None
         line = self.running.stdout.readline()
         assert line, "the client ended"
@@ -218,11 +218,11 @@ class Site(NamedTuple):
 
 @contextlib.contextmanager
 def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Iterator[Site]:
-    """Run a manager whose group has room for everything, the floor, and a client.
+    """Run a manager whose group is never full, a bare server, and a client.
 
     Args:
         settings: more of the manager, as key=value.
-        config_file: still more, which it can be told to read again.
+        config_file: still more, which it can reload.
     """
     ports = {name: free_port() for name in _PORTS}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -256,7 +256,7 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Itera
 
 
 def _startup_config(directory: Path) -> Path:
-    """Write the built-in storage and group with room for any number of blocks."""
+    """Write the built-in storage and group for any number of blocks."""
     storage = {"root_path": f"{directory}/nfs/", "key_count_per_file": 8}
     document = {
         "storage_config": {"type": "file", "global_unique_name": "nfs_01", "storage_spec": storage},

@@ -1,11 +1,12 @@
-"""Claim: packed files hand out freed slots again, safely, and take up no more space than what is alive.
+"""Claim: packed files hand out freed slots again, safely, and take up no more space than the live blocks.
 
-A million random creates and deletes of blocks, a write at a time or scattered, against a plain model of who has which
+A million random creates and deletes of blocks, a write at a time or scattered, against a plain model of the owners of
 slot; once where the file system punches holes and space is counted in blocks, and once on one that cannot (ramfs),
 where the length of all files counts. The notes beside the files count too. Every block is read before it is deleted.
 About half of the deletions are those of a manager that is written to while it evicts: a write comes between the bytes
-and their metadata. A few writes are rolled back, whose slots nobody ever gets again, and what is long gone is deleted
-once more every now and then. The clock is injected: the grace of a freed slot is over at the next operation.
+and their metadata. A few writes are rolled back, whose slots are never handed out again, and blocks that are long gone
+are deleted once more every now and then. The clock is injected: the grace of a freed slot is over at the next
+operation.
 
 Mounting a ramfs takes root; without it that side is left out, which only a smoke run may. Both run at the same time.
 """
@@ -74,7 +75,10 @@ def rows_of(side: str, counts: Counts, seconds: float) -> list[Row]:
         ),
         Row(case, "created in reused slots", 100 * reused, "%", target="> 50", ok=reused > 0.5),
         Row(
-            *(case, "space of all files, at its peak", counts.peak_space_bytes / 2**20, "MiB"),
+            case,
+            "space of all files, at its peak",
+            counts.peak_space_bytes / 2**20,
+            "MiB",
             baseline=counts.peak_live_bytes / 2**20,
             ratio=counts.space_ratio,
             target=f"space/peak of live bytes <= {MOST_SPACE}",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from report import Row, arguments, is_sound, publish
-from soak_deeds import MARKER
+from soak_actions import MARKER
 from soak_site import Drains, ports_of, set_up, settled, soaked, verified
 from soak_talk import TRANSPORTS
 from soak_watch import Watch, growth_per_second, lag_quantile
@@ -43,7 +43,7 @@ class Soaked:
 
     Attributes:
         seconds: that it lasted.
-        watch: what was seen meanwhile.
+        watch: the observations meanwhile.
         warm: monotonic seconds at the end of the warm-up.
         drains: of a storage, done and given up.
         answers: by call, transport and code.
@@ -89,7 +89,7 @@ async def soak(directory: Path, seconds: float) -> Soaked:
         told = await asyncio.gather(*map(client_process, jobs))
         wrong = await ended(background)
         usage = await settled(wire)
-        watch.look()
+        watch.scrape()
         await wire.close()
         found = Soaked(
             seconds,
@@ -127,7 +127,7 @@ async def ended(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await task
-            except Exception as error:  # whatever it is, it is told
+            except Exception as error:  # whatever it is, it is reported
                 wrong.append(repr(error))
     return wrong
 
@@ -169,7 +169,7 @@ def _of_requests(case: str, found: Soaked, *, is_quick: bool) -> list[Row]:
     for name, count in found.answers.items():
         by_code[name.rpartition(":")[2]] += count
     print(f"answers: {dict(by_code)}; {dict(sorted(found.answers.items()))}", file=sys.stderr)
-    samples = found.watch.looks[-1].samples
+    samples = found.watch.scrapes[-1].samples
 
     def total(metric: str) -> float:
         return sum(value for (name, _), value in samples.items() if name == metric)
@@ -195,28 +195,28 @@ def _times(case: str, found: Soaked, times: list[float]) -> list[Row]:
 
 
 def _cpu_share(found: Soaked) -> float:
-    first, last = found.watch.looks[0], found.watch.looks[-2]
+    first, last = found.watch.scrapes[0], found.watch.scrapes[-2]
     name = ("process_cpu_seconds_total", ())
     return (last.samples[name] - first.samples[name]) / (last.at - first.at)
 
 
 def _of_memory(case: str, found: Soaked, *, is_quick: bool) -> list[Row]:
-    looks = found.watch.after(found.warm)[:-1]  # the last one is after the load
-    sizes = [look.rss_bytes for look in looks]
-    growth = growth_per_second(looks) * 600
+    scrapes = found.watch.after(found.warm)[:-1]  # the last one is after the load
+    sizes = [scrape.rss_bytes for scrape in scrapes]
+    growth = growth_per_second(scrapes) * 600
     share, rss_mb = growth / statistics.median(sizes), max(sizes) / 1e6
-    lag = lag_quantile(looks[0], looks[-1], 0.99)
+    lag = lag_quantile(scrapes[0], scrapes[-1], 0.99)
     new, most = found.watch.new_series(found.warm), f"<= {MOST_LAG_SECONDS:g} s"
-    print(f"RSS in MB: {[round(look.rss_bytes / 1e6) for look in found.watch.looks[::30]]}", file=sys.stderr)
+    print(f"RSS in MB: {[round(scrape.rss_bytes / 1e6) for scrape in found.watch.scrapes[::30]]}", file=sys.stderr)
     # A line through a minute says nothing of ten.
     target, ok = ("", None) if is_quick else (f"value/RSS <= {MOST_GROWTH}", share <= MOST_GROWTH)
     return [
         Row(case, "growth of RSS in 10 min", growth / 1e6, "MB", statistics.median(sizes) / 1e6, share, target, ok),
         Row(case, "largest RSS", rss_mb, "MB", target=f"<= {MOST_RSS_MB:g} MB", ok=rss_mb <= MOST_RSS_MB),
         Row(case, "event-loop lag p99, upper bound", lag, "s", target=most, ok=lag <= MOST_LAG_SECONDS),
-        Row(case, "scrapes", len(found.watch.looks), ""),
-        Row(case, "scrape, longest", max(look.seconds for look in looks), "s"),
-        Row(case, "series", len(looks[-1].samples), ""),
+        Row(case, "scrapes", len(found.watch.scrapes), ""),
+        Row(case, "scrape, longest", max(scrape.seconds for scrape in scrapes), "s"),
+        Row(case, "series", len(scrapes[-1].samples), ""),
         _none(case, "scrapes not complete or not valid", len(found.watch.wrong), found.watch.wrong[:20]),
         _none(case, "series added after warm-up", len(new), map(str, new)),
     ]

@@ -17,13 +17,13 @@ from typing import Any
 
 import grpc
 import uvloop
-from soak_deeds import Deeds
+from soak_actions import Actions
 from soak_talk import TRANSPORTS, Answer, Talk
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-_PAUSE_SECONDS = 0.5  # between two deeds, on average
-_RECONNECT = 0.01  # of the deeds
+_PAUSE_SECONDS = 0.5  # between two actions, on average
+_RECONNECT = 0.01  # of the actions
 _DEADLINE_SECONDS = 30.0
 _MOST_FAILURES = 50
 
@@ -52,14 +52,14 @@ class Done:
 
 
 class Client:
-    """One client: its deeds follow one another."""
+    """One client: its actions follow one another."""
 
     def __init__(self, number: int, ports: dict[str, dict[str, int]], done: Done) -> None:
         self._transport = TRANSPORTS[number % len(TRANSPORTS)]
         self._random, self._done = Random(number), done
         self._data = Talk(self._transport, ports["data"][self._transport])
         self._admin = Talk(self._transport, ports["admin"][self._transport])
-        self._deeds = Deeds(number, self._random, self._asker(self._data), self._asker(self._admin))
+        self._actions = Actions(number, self._random, self._asker(self._data), self._asker(self._admin))
 
     def _asker(self, talk: Talk) -> Any:
         async def ask(request: Any, expected: frozenset[int]) -> Answer | None:
@@ -83,7 +83,7 @@ class Client:
         """Work until that moment of the monotonic clock."""
         await asyncio.sleep(self._random.uniform(0, _PAUSE_SECONDS))
         while time.monotonic() < end:
-            await self._deeds.next()
+            await self._actions.next()
             if self._random.random() < _RECONNECT:
                 await self._data.close()
             await asyncio.sleep(self._random.expovariate(1 / _PAUSE_SECONDS))

@@ -17,7 +17,7 @@ import grpc.aio
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from manager_site import GroupPlan, Manager, Wire, code_of, running
-from soak_deeds import GROUPS, PART_BYTES, registration
+from soak_actions import GROUPS, PART_BYTES, registration
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
@@ -67,7 +67,7 @@ async def set_up(wire: Wire, directory: Path) -> None:
     for name, parts in GROUPS.items():
         capacity = _BLOCKS[name] * parts * PART_BYTES
         group = GroupPlan(name, (name,), capacity, mark=0.6, delay_ms=1000).group
-        group.storage_candidates[:] = [_SPARE, _STAYS]  # what is drained is preferred as long as it is there
+        group.storage_candidates[:] = [_SPARE, _STAYS]  # the drained storage is preferred as long as it is there
         group.pin_budget_bytes = capacity // 5
         group.cache_config.reclaim_strategy.storage_unique_name = _STAYS
         _check(await wire.admin.CreateInstanceGroup(admin_pb.CreateInstanceGroupRequest(instance_group=group)))

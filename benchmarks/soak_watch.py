@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from kvcm.telemetry import metrics as catalog
 
-__all__ = ["Look", "Series", "Watch", "growth_per_second", "lag_quantile"]
+__all__ = ["Scrape", "Series", "Watch", "growth_per_second", "lag_quantile"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -29,8 +29,8 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 """Name and labels of a sample."""
 
 
-class Look(NamedTuple):
-    """What was seen at one moment.
+class Scrape(NamedTuple):
+    """The observations of one moment.
 
     Attributes:
         at: monotonic seconds.
@@ -55,27 +55,27 @@ class Watch:
         pid: of the process.
         port: of its admin HTTP service.
         marker: in every name that clients make up; none may be in a label.
-        looks: what was seen.
+        scrapes: observations.
         wrong: scrapes that were not complete or not valid, in words.
     """
 
     pid: int
     port: int
     marker: str
-    looks: list[Look] = field(default_factory=list)
+    scrapes: list[Scrape] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
         """Look once a second until cancelled."""
         due = time.monotonic()
         while True:
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self.scrape)
             due += 1.0
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
-    def look(self) -> None:
+    def scrape(self) -> None:
         """Look once: in OpenMetrics and in Prometheus' own format by turns."""
-        wants_openmetrics = len(self.looks) % 2 == 0
+        wants_openmetrics = len(self.scrapes) % 2 == 0
         try:
             begin = time.monotonic()
             text = self._scraped(_OPENMETRICS if wants_openmetrics else "")
@@ -83,11 +83,11 @@ class Watch:
             parse = parse_openmetrics if wants_openmetrics else parser.text_string_to_metric_families
             samples = self._checked(list(parse(text)))
         except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
-            self.wrong.append(f"scrape {len(self.looks)}: {error!r}")
+            self.wrong.append(f"scrape {len(self.scrapes)}: {error!r}")
             return
         self._compare(samples)
         rss = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
-        self.looks.append(Look(begin, rss, samples, seconds, len(text)))
+        self.scrapes.append(Scrape(begin, rss, samples, seconds, len(text)))
 
     def _scraped(self, accept: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_SECONDS)
@@ -120,36 +120,38 @@ class Watch:
 
     def _compare(self, samples: dict[Series, float]) -> None:
         """No series may go, and no counter may go down."""
-        before = self.looks[-1].samples if self.looks else {}
+        before = self.scrapes[-1].samples if self.scrapes else {}
         for series, value in before.items():
             now = samples.get(series)
             if now is None and not series[0].startswith(("process_", "python_")):
-                self.wrong.append(f"scrape {len(self.looks)}: {series} is gone")
+                self.wrong.append(f"scrape {len(self.scrapes)}: {series} is gone")
             elif now is not None and now < value and series[0].endswith(("_total", "_count", "_bucket")):
-                self.wrong.append(f"scrape {len(self.looks)}: {series} went from {value} to {now}")
+                self.wrong.append(f"scrape {len(self.scrapes)}: {series} went from {value} to {now}")
 
-    def after(self, moment: float) -> list[Look]:
-        """Return what was seen from a moment on."""
-        return [look for look in self.looks if look.at >= moment]
+    def after(self, moment: float) -> list[Scrape]:
+        """Return the observations from a moment on."""
+        return [scrape for scrape in self.scrapes if scrape.at >= moment]
 
     def new_series(self, moment: float) -> list[Series]:
         """Return series that came after a moment, but for codes of answers that were given for the first time."""
-        known = {series for look in self.looks if look.at < moment for series in look.samples}
-        later = {series for look in self.after(moment) for series in look.samples}
+        known = {series for scrape in self.scrapes if scrape.at < moment for series in scrape.samples}
+        later = {series for scrape in self.after(moment) for series in scrape.samples}
         return sorted(series for series in later - known if series[0] not in _CODES)
 
 
-def growth_per_second(looks: Sequence[Look]) -> float:
-    """Return by how many bytes per second the memory grows: the slope of the line through what was seen."""
-    return statistics.linear_regression([look.at for look in looks], [look.rss_bytes for look in looks]).slope
+def growth_per_second(scrapes: Sequence[Scrape]) -> float:
+    """Return by how many bytes per second the memory grows: the slope of the line through the observations."""
+    return statistics.linear_regression(
+        [scrape.at for scrape in scrapes], [scrape.rss_bytes for scrape in scrapes]
+    ).slope
 
 
-def lag_quantile(before: Look, after: Look, share: float) -> float:
-    """Return the upper bound, in seconds, of the bucket in which that share of wake-ups between two looks lies."""
+def lag_quantile(before: Scrape, after: Scrape, share: float) -> float:
+    """Return the upper bound, in seconds, of the bucket in which that share of wake-ups between two scrapes lies."""
     name = f"{catalog.LOOP_LAG.name}_bucket"
 
-    def counts(look: Look) -> dict[float, float]:
-        return {float(labels[0][1]): value for (found, labels), value in look.samples.items() if found == name}
+    def counts(scrape: Scrape) -> dict[float, float]:
+        return {float(labels[0][1]): value for (found, labels), value in scrape.samples.items() if found == name}
 
     begin, end = counts(before), counts(after)
     total = end[math.inf] - begin[math.inf]

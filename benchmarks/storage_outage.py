@@ -4,7 +4,7 @@ Two storages, one manager, engines that read and write all the time and check ev
 each a process of its own, none is started again. One of the storages goes away in the middle (a mount whose server is
 killed, a mount that hangs, a Mooncake store whose master and owner are killed) and comes back.
 
-That they came back is judged by blocks that lie on that storage alone: what was written again elsewhere in the meantime
+That they came back is judged by blocks that lie on that storage alone: blocks written again elsewhere in the meantime
 would be hit without it.
 """
 
@@ -19,7 +19,7 @@ from report import Row, arguments, is_sound, left_out, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-from outage_figures import AWAY, STAYS, EngineFigures
+from engine_figures import AWAY, STAYS, EngineFigures
 from outage_run import OutageReport, run_outage
 from outage_storages import OUTAGES, impossible
 

@@ -3,6 +3,8 @@
 python benchmarks/structure.py                 the figures as a table
 python benchmarks/structure.py --json FILE     and as JSON
 python benchmarks/structure.py --check         exit code 1 where a figure is above its limit
+python benchmarks/structure.py --lint --check  the same, of the limits in LINT alone: a few seconds
+python benchmarks/structure.py --places        and where long functions, starred calls, banned names and words are
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Source", "check", "main", "measure", "sources"]
+__all__ = ["Source", "check", "main", "measure", "shape", "sources"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PRODUCT: Final = ("kvcm", "connectors", "gpu_tier")
@@ -47,30 +49,23 @@ PROSE: Final[Mapping[str, tuple[str, float]]] = {
     "whoever": (r"\bwhoever\b", 0.1),
     "who": (r"\bwho\b", 0.1),
     "heard/hear": (r"\b(?:heard|hears?|hearing)\b", 0.1),
-    "anew": (r"\banew\b", 0.0),
+    "anew": (r"\banew\b", 0.1),
     "room/floor/house": (r"\b(?:rooms?|floors?|houses?)\b", 0.1),
 }
 """Patterns of prose, and how often each may stand in 1,000 words."""
 
 NAMES: Final = frozenset(
     {"alike", "anew", "custodian", "custody", "deeds", "errand", "errands", "ground", "hear", "heard", "hears", "house"}
-    | {
-        "check_head",
-        "knocks",
-        "recent",
-        "look",
-        "take_read_count",
-        "looks",
-        "nobody",
-        "room",
-        "rooms",
-        "seat",
-        "seats",
-        "shelf",
-    }
-    | {"somebody", "taker", "tell", "tells", "told", "unseen", "who", "whoever"}
+    | {"knock", "knocks", "look", "looks", "nobody", "room", "rooms", "seat", "seats", "shelf", "somebody", "taker"}
+    | {"tell", "tells", "told", "unseen", "who", "whoever"}
 )
 """Words that no name of a module, class, function, argument or variable has in it."""
+
+PUBLIC_NAMES: Final = frozenset({"WhoAmIDocument", "who_am_i"})
+"""Names of the REST resource `/v1/whoami`, which is public."""
+
+LINT: Final = ("product_files", "modules_with_one_importer", "functions_over_60_lines")
+"""Limits that `make lint` enforces. Not met yet: starred literals, banned words in names, lines of tests, prose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +104,9 @@ class Source:
         found = [node.body[0].value for node in ast.walk(self.tree) if isinstance(node, kinds) and _has_docstring(node)]
         return [each for each in found if isinstance(each, ast.Constant)]
 
-    def comments(self) -> list[str]:
-        """Return its comments."""
-        return [token.string.lstrip("# ") for token in self._tokens() if token.type == tokenize.COMMENT]
+    def comments(self) -> list[tuple[int, str]]:
+        """Return its comments, with their lines."""
+        return [(each.start[0], each.string.lstrip("# ")) for each in self._tokens() if each.type == tokenize.COMMENT]
 
     def code_lines(self) -> int:
         """Return how many lines hold code: none that are blank, a comment or a docstring."""
@@ -148,10 +143,10 @@ def tracked(suffix: str) -> list[Path]:
     return [ROOT / each for each in sorted(listed) if (ROOT / each).is_file() and not each.startswith(GENERATED)]
 
 
-def sources() -> list[Source]:
-    """Return the Python files of the repository."""
+def sources(below: Sequence[str] = ("",)) -> list[Source]:
+    """Return the Python files of the repository whose paths begin so."""
     found = ((path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in tracked(".py"))
-    return [Source(path, text, ast.parse(text)) for path, text in found]
+    return [Source(path, text, ast.parse(text)) for path, text in found if path.startswith(tuple(below))]
 
 
 def importers(product: Sequence[Source]) -> dict[str, set[str]]:
@@ -176,7 +171,8 @@ def _imported(node: ast.AST, modules: Container[str]) -> Iterator[str]:
 
 
 def long_functions(found: Iterable[Source]) -> list[str]:
-    """Return the functions that are longer than 60 lines, docstrings included; a kernel of Triton is one function."""
+    """Return the functions that are longer than 60 lines, docstrings included; a kernel is one function: in
+    parts, its inner loop passes arrays from one to the next."""
     return [
         f"{source.path}:{node.lineno} {node.name}"
         for source in found
@@ -184,6 +180,7 @@ def long_functions(found: Iterable[Source]) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES
         and not source.path.endswith("triton_impl.py")
+        and not any(isinstance(each, ast.Name) and each.id == "compiled" for each in node.decorator_list)
     ]
 
 
@@ -235,12 +232,39 @@ def words_of(name: str) -> list[str]:
     return [each.lower() for each in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
-def prose(found: Iterable[Source]) -> str:
-    """Return docstrings, comments and documents, without what is code in them."""
-    parts = [str(each.value) for source in found for each in source.docstrings()]
-    parts += [each for source in found for each in source.comments()]
-    parts += [re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL) for path in tracked(".md")]
-    return "\n".join(parts)
+def prose(found: Iterable[Source]) -> list[tuple[str, int, str]]:
+    """Return docstrings, comments and documents, without the code in them, with path and line."""
+    parts = [(source.path, each.lineno, str(each.value)) for source in found for each in source.docstrings()]
+    parts += [(source.path, line, text) for source in found for line, text in source.comments()]
+    for path in tracked(".md"):
+        text = re.sub(r"```.*?```", _blank, path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        parts.append((path.relative_to(ROOT).as_posix(), 1, text))
+    return parts
+
+
+def _blank(block: re.Match[str]) -> str:
+    return "\n" * block[0].count("\n")  # lines behind a block of code keep their numbers
+
+
+def prose_places(parts: Iterable[tuple[str, int, str]]) -> list[str]:
+    """Return where the words of PROSE stand, with the line."""
+    words = re.compile("|".join(pattern for pattern, _ in PROSE.values()), re.IGNORECASE)
+    return [
+        f"{path}:{first + number} {line.strip()}"
+        for path, first, text in parts
+        for number, line in enumerate(text.split("\n"))
+        if words.search(line)
+    ]
+
+
+def shape(product: Sequence[Source]) -> dict[str, Any]:
+    """Return the figures of LINT, and where long functions are."""
+    return {
+        "product_files": len(product),
+        "modules_with_one_importer": sum(len(each) == 1 for each in importers(product).values()),
+        "functions_over_60_lines": len(long := long_functions(product)),
+        "places": {"long_functions": long},
+    }
 
 
 def measure() -> dict[str, Any]:
@@ -248,23 +272,24 @@ def measure() -> dict[str, Any]:
     found = sources()
     product, tests = [each for each in found if each.is_product], [each for each in found if each.is_test]
     lines = {each.path: each.text.count("\n") for each in found}
-    importing = importers(product)
-    text = prose(each for each in found if each.is_product)
+    figures = shape(product)
+    parts = prose(product)
+    text = "\n".join(text for _, _, text in parts)
     word_count = len(re.findall(r"[A-Za-z']+", text))
     banned = [
         (word, f"{each.path}:{line} {name}")
         for each in product
+        if not each.path.startswith("gpu_tier/kernels/")  # a kernel and its reference share the names of its paper
         for name, line in sorted(set(names(each)))
         for word in words_of(name)
-        if word in NAMES
+        if word in NAMES and name not in PUBLIC_NAMES
     ]
+    places = figures.pop("places")
     return {
-        "product_files": len(product),
+        **figures,
         "product_code_lines": sum(each.code_lines() for each in product),
         "test_files": len(tests),
         "test_code_lines": sum(each.code_lines() for each in tests),
-        "modules_with_one_importer": sum(len(each) == 1 for each in importing.values()),
-        "functions_over_60_lines": len(long := long_functions(product)),
         "starred_literals_in_calls": len(starred := starred_literals(found)),
         "calls_with_over_5_positional_arguments": len(calls := long_calls(product)),
         "prose_words": word_count,
@@ -274,18 +299,28 @@ def measure() -> dict[str, Any]:
         },
         "banned_words_in_names": dict(Counter(word for word, _ in banned).most_common()),
         "longest_files": dict(sorted(lines.items(), key=lambda item: -item[1])[:10]),
-        "places": {"long_functions": long, "starred": starred, "calls": calls, "names": [place for _, place in banned]},
+        "places": {
+            **places,
+            "starred": starred,
+            "calls": calls,
+            "names": [place for _, place in banned],
+            "prose": prose_places(parts),
+        },
     }
 
 
 def check(figures: Mapping[str, Any]) -> list[str]:
     """Return the figures that are above their limits."""
-    above = [f"{name} is {figures[name]}, at most {limit}" for name, limit in LIMITS.items() if figures[name] > limit]
-    for name, (_, limit) in PROSE.items():
-        rate = figures["prose_per_1000_words"][name]
-        if rate > limit:
+    above = [
+        f"{name} is {figures[name]}, at most {limit}"
+        for name, limit in LIMITS.items()
+        if name in figures and figures[name] > limit
+    ]
+    for name, rate in figures.get("prose_per_1000_words", {}).items():
+        if rate > (limit := PROSE[name][1]):
             above.append(f"{name!r} stands {rate} times in 1,000 words, at most {limit}")
-    return above + [f"a name has a banned word: {place}" for place in figures["places"]["names"]]
+    above += [f"longer than {MOST_FUNCTION_LINES} lines: {place}" for place in figures["places"]["long_functions"]]
+    return above + [f"a name has a banned word: {place}" for place in figures["places"].get("names", ())]
 
 
 def _print(figures: Mapping[str, Any], *, with_places: bool) -> None:
@@ -303,13 +338,14 @@ def _print(figures: Mapping[str, Any], *, with_places: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures, and compare them with their limits where that is asked for."""
+    """Print the figures, and compare them with their limits with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--check", action="store_true", help="fail where a figure is above its limit")
-    parser.add_argument("--places", action="store_true", help="list where long functions, calls and banned names are")
+    parser.add_argument("--places", action="store_true", help="list where functions, calls, names and words are")
+    parser.add_argument("--lint", action="store_true", help="count only the figures that `make lint` compares")
     options = parser.parse_args(arguments)
-    figures = measure()
+    figures = shape(sources([f"{each}/" for each in PRODUCT])) if options.lint else measure()
     _print(figures, with_places=options.places)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -4,7 +4,7 @@ The medium is a file system whose files are in the page cache: nothing but copyi
 engine shows. Each row compares the engine (results per item, links refused, deadline, byte budget, statistics) with a
 plain loop of system calls over the same files and the same memory, in alternating windows of the same run: open, preadv
 and close per file, one thread. The figure is the median of the ratios of neighbouring windows. Rows against `dd` (all
-blocks into one buffer, which stays in the processor's cache) and against memcpy (no system calls) tell how far that is
+blocks into one buffer, which stays in the processor's cache) and against memcpy (no system calls) show how far that is
 from what the machine could do. Rows against "1 thread" and "no checksums" compare the engine with itself.
 """
 
@@ -191,7 +191,7 @@ def load_rows(
 
 
 def checksum_rows(engine: TransferEngine, mover: FileMover, blocks: Blocks, windows: int) -> list[Row]:
-    """What it costs to take a checksum of what is saved, and to compare that of what is loaded."""
+    """The cost of a checksum on saving, and of its comparison on loading."""
     hashing = TransferEngine({("file", STORAGE): mover}, checksums=True)
     saved = hashing.save(blocks.items, DEADLINE_SECONDS)
     items = [replace(item, checksum=result.checksum or 0) for item, result in zip(blocks.items, saved, strict=True)]

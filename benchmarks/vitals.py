@@ -1,6 +1,6 @@
-"""What it costs a manager to tell the others how it is, to hear how they are, and to keep what that adds up to.
+"""The cost of a manager's vitals: publishing its own, reading the others', and keeping the history.
 
-CPU of the process, per second of a manager's life, beside nothing: vitals are told and heard every five seconds, a
+CPU of the process, per second of a manager's life, beside nothing: vitals are published and read every five seconds, a
 sample is kept every ten. The store is in memory, so that no network is measured. Nothing of it is on the way of a
 request. Memory is that of a full history and of the latest vitals.
 
@@ -56,8 +56,8 @@ def all_vitals(managers: int, groups: int, at: float) -> Mapping[str, Vitals]:
     return {f"manager-{node}": vitals(node, at, groups) for node in range(managers)}
 
 
-async def telling(managers: int, groups: int, rounds: int) -> float:
-    """Return CPU seconds of telling and hearing once."""
+async def publishing(managers: int, groups: int, rounds: int) -> float:
+    """Return CPU seconds of publishing and reading once."""
     clock, table = SystemClock(), MemoryTable()
     for each in all_vitals(managers, groups, 1e6).values():
         await VitalsTable(clock, table).publish(each)
@@ -89,9 +89,9 @@ def keeping(managers: int, groups: int, rounds: int) -> tuple[float, float]:
 
 def rows(managers: int, groups: int, rounds: int) -> list[Row]:
     """Return the figures of one deployment."""
-    told = asyncio.run(telling(managers, groups, rounds))
+    published = asyncio.run(publishing(managers, groups, rounds))
     kept, held = keeping(managers, groups, rounds)
-    each_second = 1000 * (told / _TELL_SECONDS + kept / _KEEP_SECONDS)
+    each_second = 1000 * (published / _TELL_SECONDS + kept / _KEEP_SECONDS)
     case = f"{managers} managers, {groups:,} groups"
     return [
         Row(case, "CPU per second", each_second, "ms", target=f"<= {MOST_MS:g} ms", ok=each_second <= MOST_MS),

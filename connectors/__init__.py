@@ -1,4 +1,4 @@
-"""What runs inside the engine processes: asks the manager where blocks of KV lie, and moves their bytes itself.
+"""Clients of the manager inside engine processes: they match and write blocks, and move the bytes themselves.
 
 Works with the base install (grpcio, protobuf, numpy); torch and transformers are needed only by
 `kvcm.connectors.layout`'s tensor functions and by `kvcm.connectors.transformers`.

@@ -1,4 +1,4 @@
-"""The manager's calls: one line each with path and messages, so that both clients make them the same way."""
+"""The manager's calls: path and messages of each, trace ids, and the policy of retries, timeouts and the breaker."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class Call(Generic[AnswerT]):
 
 
 # None of these calls does harm when it is repeated, so all share one retry policy. For those that are not idempotent:
-# * StartWriteCache: when an answer is lost, the blocks are reserved by a session that nobody knows. The repeated call
+# * StartWriteCache: when an answer is lost, the blocks stay reserved by an orphan session. The repeated call
 #   finds them being written and masks them: two writers never get the same address. They stay missing until the lost
 #   session ends; without the repetition they would too.
 # * FinishWriteCache: when an answer is lost, the session is already finished. The repeated call is refused (unknown
-#   session) and we report failure for blocks that were in fact published; whoever matches them next finds them.
+#   session) and we report failure for blocks that were in fact published; the next match finds them.
 # * PinPrefix: when an answer is lost, the repeated call pins a second time. The first pin takes budget until its
-#   deadline; it stands in ListPins under its owner, who can end it.
+#   deadline; ListPins lists it under its owner, so that the owner can end it.
 REGISTER_INSTANCE = Call("register_instance", f"/{_META}/RegisterInstance", meta.RegisterInstanceResponse.FromString)
 MATCH = Call("match", f"/{_META}/GetCacheLocation", meta.GetCacheLocationResponse.FromString)
 MATCH_UNREAD = Call("match", f"/{_META}/GetCacheLocation", unread.UnreadCacheLocations.FromString)
@@ -109,27 +109,23 @@ LIST_PINS = Call("list_pins", f"/{_PIN}/ListPins", pins.ListPinsResponse.FromStr
 REPORT_MISSING = Call("report_missing", f"/{_PIN}/ReportMissing", pins.ReportMissingResponse.FromString)
 REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolResponse.FromString)
 
-# How a call is tried, repeated and given up: the same for both clients, without any I/O.
+# ---- retries, timeouts and the circuit breaker: the same for both clients, without any I/O ----
 #
-# `Policy.converse` is a generator: it yields what to do next (send to an address, or pause), is sent what came of it,
-# and returns the verdict. A client only carries the steps out. Rules:
+# `Policy.steps` is a generator: it yields the next step (send to an address, or pause), receives the step's reply, and
+# returns the verdict. A client only carries the steps out. Invariants:
 #
-# 1. The whole conversation ends within the caller's budget, pauses included.
-# 2. Only what may go away is tried again: gRPC UNAVAILABLE and RESOURCE_EXHAUSTED (the server sheds load), and the
-#   answer
-#    codes SERVICE_NOT_READY and SERVER_NOT_LEADER. A timeout of the whole budget is not.
-# 3. With several addresses each gets a share of what is left, and a failed attempt moves on to the next at once;
-#   after
-#    each full round there is a pause, drawn from 0 to an exponentially growing limit ("full jitter"), so that the
-#      engines
-#    of a cluster do not come back all at the same moment.
-# 4. A manager that turns a request away says when to come back. Who was told so by all managers of a round waits for
-#   that
-#    time (the shortest, plus the drawn pause), once: told so again, or if that is after the deadline, the call ends.
-#    Such managers are alive.
-# 5. After several conversations in a row that ended without an answer the breaker opens: calls are misses at once,
-#    without a byte sent, until a single probe is answered. A dead manager then costs its deadline a few times and not
-#    once per request. Conversations that sent nothing do not count.
+# 1. A call ends within the caller's budget, pauses included.
+# 2. Only transient failures are retried: gRPC UNAVAILABLE and RESOURCE_EXHAUSTED (the server sheds load), and the
+#    answer codes SERVICE_NOT_READY and SERVER_NOT_LEADER. A timeout of the whole budget is final.
+# 3. Each of several addresses gets its share of the remaining budget, and a failed attempt moves on to the next address
+#    at once. After each full round the client pauses, for a time drawn from 0 to an exponentially growing limit ("full
+#    jitter"), so that the engines of a cluster do not come back all at the same moment.
+# 4. A manager that sheds a request says when to retry (pushback). If all managers of a round push back, the client
+#    waits once, for the shortest pushback plus the drawn pause. If they push back again, or the pushback ends after the
+#    deadline, the call ends. Such managers count as alive.
+# 5. After several calls in a row without an answer the breaker opens: calls are misses at once, without a byte sent,
+#    until a single probe is answered. A dead manager then costs its deadline a few times and not once per request.
+#    Calls that sent nothing do not count.
 
 _KNOWN_CODES = frozenset(map(int, ErrorCode))
 _RETRIED_STATUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
@@ -174,13 +170,13 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[AnswerT]):
-    """What came of a `Send`: an answer, or the gRPC status and its details.
+    """The reply to a `Send`: an answer, or the gRPC status and its details.
 
     Attributes:
         answer: None without one.
         status: of gRPC.
         details: its text.
-        pushback_seconds: when the manager wants to be asked again, None when it does not say.
+        pushback_seconds: when the manager wants a retry, None when it does not say.
     """
 
     answer: AnswerT | None
@@ -191,7 +187,7 @@ class Reply(Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Generic[AnswerT]):
-    """How a conversation ended.
+    """How a call ended.
 
     Attributes:
         outcome: ok only with an answer whose code is OK.
@@ -208,7 +204,7 @@ class Verdict(Generic[AnswerT]):
     retries: int = 0
 
 
-# What to do next → what came of it (None after a pause) → how it ended.
+# Next step → its reply (None after a pause) → verdict.
 CallSteps: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, Verdict[AnswerT]]
 
 # With the verdict: whether a manager is alive, None when nothing was sent.
@@ -290,7 +286,7 @@ class Policy:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the breaker is open: who cannot wait for a probe should not ask."""
+        """Whether the breaker is open: calls are misses, except for a probe now and then."""
         return self._breaker.is_open
 
     def steps(self, budget_seconds: float) -> CallSteps[AnswerT]:
@@ -331,7 +327,7 @@ class Policy:
             left_seconds = deadline - self._clock()
             if left_seconds <= 0:
                 break
-            # Asked only now: whoever is let through as the probe also sends it.
+            # Only now: the call that passes as the probe must also send it.
             if attempt == 0 and not self._breaker.allows_call():
                 return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked"), None
             address = (first + position) % self._addresses
@@ -381,9 +377,7 @@ def _name(code: ErrorCode | int) -> str:
     return code.name if isinstance(code, ErrorCode) else f"code {code}"
 
 
-# The correlation id of calls to the manager: that of the request which an engine works on, else a random one.
-#
-# The manager returns it in its answers and writes it to its access log, so a request can be followed through both.
+# ---- trace ids: that of the engine's request, else a random one; the manager's access log holds it, too ----
 
 _MAX_CHARACTERS = 128
 _FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:/-]")

@@ -1,8 +1,8 @@
 """Clients of the manager: one for threads, one for asyncio, with the same methods and the same behaviour.
 
-Towards the engine an error is a miss: no method raises because of the manager or the network. What went wrong is
-counted (`counters`), logged at a bounded rate, and part of the result where there is room for it. A wrong argument is
-the caller's mistake and raises `InvalidArgumentError`, which names it.
+For the engine an error is a miss: no method raises because of the manager or the network. Errors are counted
+(`counters`), logged at a bounded rate, and returned in results that have a `reason`. A wrong argument is the caller's
+mistake and raises `InvalidArgumentError`, which names it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvcm.model.uri import LocationUri
 
 __all__ = ["AsyncManagerClient", "ManagerClient", "error_reply", "parse_addresses", "remaining_seconds"]
 
-# Addresses, channel options and gRPC errors: what both clients need to know about the transport.
+# ---- transport: addresses, channel options, gRPC errors ----
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # a match of a long prompt is bigger than gRPC's default limit of 4 MiB
@@ -92,7 +92,7 @@ def _open_async_channel(address: str, login: CredentialFiles, shown: PresentedCr
 
 
 def remaining_seconds(begin: float, timeout_seconds: float) -> float:
-    """Return what is left of a time that began at `begin`."""
+    """Return the rest of a timeout that began at `begin`."""
     return begin + timeout_seconds - time.monotonic()
 
 
@@ -106,12 +106,10 @@ def error_reply(error: Exception) -> Reply[AnswerT]:
 
 
 def _pushback_seconds(error: Any) -> float | None:
-    """Return when the manager wants to be asked again (gRFC A6), None when it does not say."""
-    told = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms", "")
-    return int(told) / 1000 if isinstance(told, str) and re.fullmatch("[0-9]{1,9}", told) else None
-
-
-# The client for asyncio; the same exchanges and policy as the client for threads, carried out with `await`.
+    """Return when the manager wants a retry (gRFC A6), None when it does not say."""
+    pushback_ms = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms", "")
+    is_number = isinstance(pushback_ms, str) and re.fullmatch("[0-9]{1,9}", pushback_ms)
+    return int(pushback_ms) / 1000 if is_number else None
 
 
 class AsyncManagerClient:
@@ -449,10 +447,9 @@ class ManagerClient:
         read_lease_ms: int = 0,
         timeout_seconds: float | None = None,
     ) -> EncodedMatch:
-        """Ask where blocks can be read, for somebody else: locations are counted here and read where they are used.
+        """Return where blocks can be read, with locations that stay encoded until their reader decodes them.
 
-        Arguments as for `match`. A location that turns out to be malformed, or to lack a part, is found out by who
-        reads it.
+        Arguments as for `match`. The reader finds out whether a location is malformed or lacks a part.
         """
         return self._run(self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds))
 
@@ -514,10 +511,10 @@ class ManagerClient:
         Args:
             session_id: of the grant.
             succeeded: one flag per location of the grant.
-            checksums: none, or per location those of its parts by spec name, as the engine told them
-                (`TransferResult.checksum`); 0 = none. Whoever loads a part then knows its bytes.
+            checksums: none, or per location those of its parts by spec name, from
+                `TransferResult.checksum`; 0 = none. A load compares the bytes of a part with its checksum.
             priority: from -100 to 100; blocks of a lower one are evicted first, those of other writers have 0.
-            ttl_seconds: the blocks go after this time, whatever room there is; 0 = no limit.
+            ttl_seconds: the blocks expire after this time, even if the group has capacity; 0 = no limit.
             timeout_seconds: see the class.
 
         Returns:
@@ -550,12 +547,12 @@ class ManagerClient:
 
         Args:
             keys: block keys of the prefix, in order.
-            owner: who wants it, shown in lists.
+            owner: name of the pin's owner, shown in lists.
             ttl_seconds: for how long, from 1 to 30 days.
             timeout_seconds: see the class.
 
         Returns:
-            What is pinned, nothing if its id is ""; None on error, also when the group's budget is used up.
+            The pin; its id is "" if no block is pinned. None on error, also when the group's budget is used up.
         """
         return self._run(self._exchanges.pin_prefix(keys, owner, ttl_seconds, timeout_seconds))
 
@@ -574,10 +571,10 @@ class ManagerClient:
         corrupt: Sequence[tuple[int, LocationUri | str, int]] = (),
         timeout_seconds: float | None = None,
     ) -> MissingReport | None:
-        """Tell that bytes were not where a location says, or are not those that were saved there.
+        """Report parts whose bytes are missing or corrupt.
 
-        The manager looks for missing ones itself, and forgets what is not there. Corrupt ones it forgets when the
-        checksum is the one that it has recorded.
+        The manager verifies missing parts itself, and removes their locations if the bytes are gone. It removes the
+        location of a corrupt part if the reported checksum is the recorded one.
 
         Args:
             parts: block key and uri of each whose bytes are missing.
@@ -585,7 +582,7 @@ class ManagerClient:
             timeout_seconds: see the class.
 
         Returns:
-            What became of it; None on error.
+            How many locations the manager removed; None on error.
         """
         return self._run(self._exchanges.report_missing(parts, corrupt, timeout_seconds))
 
@@ -599,26 +596,26 @@ class ManagerClient:
         valid_ms: int = 0,
         timeout_seconds: float | None = None,
     ) -> PoolReport | None:
-        """Tell that the memory of a pool is there.
+        """Report that the memory of a pool exists.
 
         Args:
             storage: name of the storage.
             node_id: node that it is on.
             generation: of the memory.
             capacity_bytes: of its data.
-            valid_ms: the pool counts as gone unless it is told of again within this time; 0 = as the last report of
+            valid_ms: the pool counts as gone without another report within this time; 0 = as the last report of
                 this generation said, for good if none did.
             timeout_seconds: see the class.
 
         Returns:
-            What became of it; None on error, also when the storage is not what is told of.
+            Whether the generation is new; None on error, also when the storage is not such a pool.
         """
         return self._run(
             self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
         )
 
     def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
-        """Return who answers and who leads; None on error."""
+        """Return the answering manager and the leader; None on error."""
         return self._run(self._exchanges.cluster_info(timeout_seconds))
 
     def close(self) -> None:

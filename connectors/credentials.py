@@ -1,7 +1,7 @@
-"""How a client shows who it is, and how it knows whom it talks to.
+"""Authentication of a client (API key, client certificate), and verification of the manager's certificate.
 
-Secrets are in files, which are read again when a manager does not know the client any more, or when no connection comes
-about: keys and certificates are replaced while engines run. No text of an error or of a log holds what is in them.
+Secrets are in files. The client reads them again when a manager rejects its credentials or a connection fails: keys
+and certificates are rotated while engines run. No error text and no log line holds a secret.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _Contents = tuple[str, bytes | None, bytes | None, bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class ClientCredentials:
-    """Who a client is, and whom it believes. Without any it talks in plain text and shows nothing.
+    """Credentials of a client. Without any it connects in plain text and unauthenticated.
 
     Attributes:
         key: text of an API key, `kvcm_<id>_<secret>`; "" for none, or that of `key_file`.
         key_file: file with that text.
-        ca_file: certificates of authorities that are believed, PEM; None for those that gRPC brings along.
+        ca_file: certificates of trusted authorities, PEM; None for those that gRPC brings along.
         cert_file: the client's own certificate, PEM.
         cert_key_file: its key.
         has_tls: whether connections are encrypted; they also are when a certificate is named.
@@ -84,7 +84,7 @@ class ClientCredentials:
         return any(path is not None for path in (self.key_file, self.ca_file, self.cert_file, self.cert_key_file))
 
     def check(self) -> None:
-        """Refuse what does not fit together.
+        """Check that the fields fit together.
 
         Raises:
             InvalidArgumentError: naming the fields.
@@ -99,7 +99,7 @@ class ClientCredentials:
 
 @dataclass(frozen=True, slots=True)
 class PresentedCredentials:
-    """What is shown of oneself.
+    """Credentials as calls and channels present them.
 
     Attributes:
         metadata: of each call.
@@ -114,10 +114,10 @@ class CredentialFiles:
     """The credentials of one client, as their files are now. Safe to use from several threads.
 
     Args:
-        credentials: what there is.
+        credentials: where the secrets are.
 
     Attributes:
-        presented: what calls use.
+        presented: credentials that calls use.
 
     Raises:
         InvalidArgumentError: they do not fit together, or a file cannot be used.
@@ -136,11 +136,11 @@ class CredentialFiles:
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def may_have_changed(self, status: grpc.StatusCode) -> bool:
-        """Return whether it is worth asking `has_changed` after a call ended so."""
+        """Return whether to call `reload` after a call ended with this status."""
         return status in _CREDENTIAL_STATUSES and self._credentials.has_files
 
     def reload(self, shown: PresentedCredentials) -> bool:
-        """Return whether to try again at once, since there is something else to show than `shown`. Reads files."""
+        """Return whether there are newer credentials than `shown`, so that the call is retried at once. Reads files."""
         if self.presented is not shown:  # another call found out
             return True
         try:

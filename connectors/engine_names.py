@@ -1,4 +1,4 @@
-"""Names of a package that need an engine, so that the package itself, and what needs none, are imported without it."""
+"""Lazy names of a package that need an engine, so that the package's other modules are imported without it."""
 
 from __future__ import annotations
 

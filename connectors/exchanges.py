@@ -1,6 +1,6 @@
-"""One exchange per method of the clients: its request, and what its verdict means to the engine.
+"""One exchange per method of the clients: its request, and the result that its verdict stands for.
 
-Both clients are thin: they carry an exchange's steps out, with or without `await`, and return what it makes of them.
+Both clients are thin: they carry an exchange's steps out, with or without `await`, and return its result.
 """
 
 from __future__ import annotations
@@ -52,11 +52,9 @@ from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = ["ClientSettings", "Exchange", "Exchanges", "Journal", "StartedWrite"]
 
-# What the verdict of a registration means.
-
 _log = logging.getLogger(__name__)
 
-# Codes that a later registration may not meet again; every other one is a conflict that somebody has to resolve.
+# Codes that a later registration may not meet again; every other one is a conflict that an operator has to resolve.
 _TRANSIENT_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
 
 
@@ -67,22 +65,19 @@ def _ok_answer(verdict: Verdict[AnswerT]) -> AnswerT:
 
 
 def _on_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
-    """Return what a manager's yes means."""
+    """Return the registration that a manager accepted."""
     storages = parse_storage_configs(_ok_answer(verdict).storage_configs)
     return Registration(RegistrationState.OK, storages, verdict.code)
 
 
 def _on_registration_failed(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
-    """Return what a no means, or no answer: whether it is worth trying again."""
+    """Return a registration that failed: rejected by a manager, or unreachable and worth a retry."""
     if verdict.code is None or verdict.code in _TRANSIENT_CODES:
         return Registration(RegistrationState.UNREACHABLE, code=verdict.code, message=verdict.reason)
     _log.error(
         "the manager refuses to register the instance; KV is not reused until this is resolved: %s", verdict.reason
     )
     return Registration(RegistrationState.REFUSED, code=verdict.code, message=verdict.reason)
-
-
-# Counts how calls end and logs why they failed, at a bounded rate.
 
 
 class Journal:
@@ -136,10 +131,10 @@ class ClientSettings:
 
     Attributes:
         timeout_seconds: budget of a call whose caller gives none, retries and pauses included.
-        retry: how patient it is inside the budget.
-        node_id: node of the caller, as `NodeSettings` tells: matches and writes then may name memory pools that are on
+        retry: retries inside the budget.
+        node_id: node of the caller, from `NodeSettings`: matches and writes then may name memory pools that are on
             it. "" for a caller that moves no bytes of pools.
-        credentials: who it is, and whom it believes.
+        credentials: for authentication and TLS.
     """
 
     timeout_seconds: float = 1.0
@@ -150,14 +145,14 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Generic[AnswerT, ResultT]):
-    """A request and the meaning of its verdict.
+    """A request, and its result by verdict.
 
     Attributes:
         call: which remote procedure.
         request: its message.
         budget_seconds: for everything.
-        on_ok: makes the result from the verdict; raises `MalformedAnswerError` on an answer that makes no sense.
-        on_failure: the result when there is no sensible answer.
+        on_ok: makes the result from the verdict; raises `MalformedAnswerError` on a malformed answer.
+        on_failure: the result without a well-formed answer.
     """
 
     call: Call[AnswerT]
@@ -169,7 +164,7 @@ class Exchange(Generic[AnswerT, ResultT]):
 
 @dataclass(frozen=True, slots=True)
 class StartedWrite:
-    """A start that was answered: a grant, or a session that must be aborted because its grant made no sense."""
+    """An answered start: a grant, or an orphan session to abort because its grant was malformed."""
 
     grant: WriteGrant | None = None
     orphan_session_id: str = ""
@@ -211,7 +206,7 @@ class Exchanges:
         return self._journal.counters()
 
     def finish(self, exchange: Exchange[AnswerT, ResultT], verdict: Verdict[AnswerT]) -> ResultT:
-        """Return what the verdict means, count it and log the reason of a miss."""
+        """Return the result for a verdict, count it and log the reason of a miss."""
         if verdict.outcome is Outcome.OK:
             try:
                 result = exchange.on_ok(verdict)

@@ -1,6 +1,6 @@
-"""Where this process runs, as the operator tells every process of a node by its environment.
+"""The node of this process, from environment variables.
 
-Engines and the host agent read the same variables, so that they speak of the same memory without asking anybody.
+Engines and the host agent of a node read the same variables, so that they use the same memory pools.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FLAGS = {"1": True, "0": False}
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What a process has to know of its node.
+    """Settings of a node.
 
     Attributes:
         node_id: name of the node, that of the memory pools on it; "" when it has none that pools could be named by.
         pool_directory: where the memory of pools lies.
-        cluster_id: tells apart the pools of several deployments on one node; "" for a single one.
+        cluster_id: distinguishes the pools of several deployments on one node; "" for a single one.
         creates_pools: whether an engine makes the memory of a pool that is not there.
     """
 
@@ -48,7 +48,7 @@ class NodeSettings:
 
         Args:
             environment: variables; None for those of the process.
-            hostname: asked when no node is named.
+            hostname: returns the host's name; called when no node is named.
 
         Raises:
             InvalidArgumentError: a variable has a value that is not allowed; names it.
@@ -71,6 +71,6 @@ def _node_id(environment: Mapping[str, str], hostname: Callable[[], str]) -> str
     name = hostname()
     try:
         check_storage_name("hostname", name)
-    except InvalidArgumentError:  # nobody chose it, so nobody is to blame: there are no pools on such a host
+    except InvalidArgumentError:  # the operator did not choose it, so it is no error: there are no pools on such a host
         return ""
     return name

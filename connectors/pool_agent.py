@@ -1,10 +1,10 @@
-"""The host agent: keeps the memory of one pool in being and tells the managers of it. Command `kvcm-pool-agent`.
+"""The host agent: creates the memory of one pool, checks it and reports it to the managers. Command `kvcm-pool-agent`.
 
-Engines share the memory without it too, but then it is theirs to make, and nobody notices when the node has gone. The
-agent never touches the bytes of blocks; when it ends, the memory stays.
+Engines share the memory without it too, but then they have to create it, and managers do not notice when the node is
+gone. The agent never touches the bytes of blocks; when it ends, the memory stays.
 
-Exit codes: 0 after SIGTERM or SIGINT; 1 when the memory can be neither used nor made at the start; 2 for arguments.
-Later failures do not end it: the pool is not told of meanwhile, so it takes no writes until it is well again.
+Exit codes: 0 after SIGTERM or SIGINT; 1 when the memory can be neither used nor created at the start; 2 for arguments.
+Later failures do not end it: the agent stops reporting the pool, so it takes no writes until its check passes again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger("kvcm.pool_agent")
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What the agent does.
+    """Settings of the agent.
 
     Attributes:
         storage: name of the pool.
@@ -59,7 +59,7 @@ class AgentSettings:
         interval_seconds: between two reports.
         touches: have all memory mapped before the first report.
         removes_on_exit: take the memory away at the end.
-        credentials: who it is, and whom it believes.
+        credentials: for authentication and TLS.
     """
 
     storage: str
@@ -83,7 +83,7 @@ class PoolAgent:
     Args:
         settings: what to do.
         access: to the segment.
-        report: tells the managers: storage, node, generation, capacity; None on error.
+        report: reports to the managers: storage, node, generation, capacity; None on error.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PoolAgent:
         self._settings = settings
         self._access = access
         self._report = report
-        self._told: int | None = None  # generation that a manager has confirmed last
+        self._confirmed_generation: int | None = None  # the last one that a manager confirmed
         self._trouble = ""
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class PoolAgent:
         )
 
     def tick(self) -> bool:
-        """Look after the memory once and tell of it; return whether a manager has confirmed it."""
+        """Check the memory once and report it; return whether a manager has confirmed it."""
         try:
             segment = self._access.find_or_create()
             is_well = segment.passes_check(secrets.token_bytes(_TOKEN_BYTES))
@@ -129,7 +129,7 @@ class PoolAgent:
         return self._send_report(segment)
 
     def run(self, stop: threading.Event) -> None:
-        """Tick until told to stop."""
+        """Tick until `stop` is set."""
         while True:
             self.tick()
             if stop.wait(self._settings.interval_seconds):
@@ -145,10 +145,10 @@ class PoolAgent:
         answer = self._report(settings.storage, settings.node.node_id, header.generation, header.capacity_bytes)
         if answer is None:
             return self._log_failure("no manager took the report")
-        if self._told != header.generation or self._trouble:
+        if self._confirmed_generation != header.generation or self._trouble:
             news = ", blocks of before are forgotten" if answer.is_new_generation else ""
             _log.info("the managers know of generation %016x%s", header.generation, news)
-        self._told, self._trouble = header.generation, ""
+        self._confirmed_generation, self._trouble = header.generation, ""
         return True
 
     def _log_failure(self, trouble: str) -> bool:
@@ -174,8 +174,14 @@ def parse_arguments(arguments: Sequence[str]) -> AgentSettings:
     if not node.node_id:
         parser.error("--node-id is not given, and the host's name cannot be one: 1 to 128 characters A-Z a-z 0-9 . _ -")
     return AgentSettings(
-        *(found.storage, found.capacity, found.manager, node, found.interval, found.prefault, found.remove_on_exit),
-        credentials,
+        storage=found.storage,
+        capacity_bytes=found.capacity,
+        managers=found.manager,
+        node=node,
+        interval_seconds=found.interval,
+        touches=found.prefault,
+        removes_on_exit=found.remove_on_exit,
+        credentials=credentials,
     )
 
 
@@ -189,8 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = settings.node
     path = segment_path(node.pool_directory, node.cluster_id, settings.storage)
     # No call of the agent is about an instance.
-    as_whom = ClientSettings(credentials=settings.credentials)
-    with ManagerClient(settings.managers, "kvcm-pool-agent", as_whom) as client:
+    client_settings = ClientSettings(credentials=settings.credentials)
+    with ManagerClient(settings.managers, "kvcm-pool-agent", client_settings) as client:
 
         def report(storage: str, node_id: str, generation: int, capacity_bytes: int) -> PoolReport | None:
             timeout = min(settings.interval_seconds, 5.0)

@@ -1,8 +1,8 @@
-"""Tells the manager of the memory pools that an engine has mapped: each generation, and again every minute.
+"""Reports the memory pools that an engine has mapped to the manager: each generation, and again every minute.
 
-A pool that nobody has told of takes no writes, and its blocks count as missing. A manager may forget what it was told:
-it loses its state, or the storage is removed and added again. It cannot ask, so it is told again and again. Where a
-host agent runs, it has told already, and this adds nothing.
+A pool without a report takes no writes, and its blocks count as missing. A manager may lose reports: with its state, or
+when the storage is removed and added again. It cannot request them, so they are repeated. Where a host agent runs, its
+reports suffice, and these add nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class PoolReports:
-    """What the manager was told. `due_pools` and `report` may be called in different threads.
+    """The reports that a manager has. `due_pools` and `report` may be called in different threads.
 
     Args:
         client: of the manager.
@@ -36,7 +36,7 @@ class PoolReports:
         self._reported_at: dict[AttachedPool, float] = {}
 
     def due_pools(self, pools: Sequence[AttachedPool]) -> list[AttachedPool]:
-        """Return the pools to tell of now; they are not due again within a minute unless telling fails."""
+        """Return the pools to report now; they are not due again within a minute unless the report fails."""
         now = self._clock()
         due = [
             pool
@@ -47,26 +47,26 @@ class PoolReports:
         return due
 
     def reset(self) -> None:
-        """Hear that the manager may know nothing any more: all pools are due."""
+        """Make all pools due, since the manager may have lost its reports."""
         self._reported_at = {}
 
     def report(self, pools: Sequence[AttachedPool], timeout_seconds: float) -> None:
-        """Tell of pools; blocks for the timeout per pool at most. Those that no manager takes are due again."""
-        untold = set(pools)
+        """Report pools; blocks for the timeout per pool at most. Those that no manager confirms are due again."""
+        unconfirmed = set(pools)
         try:
             for pool in pools:
                 answer = self._client.report_pool(
                     pool.storage, pool.node_id, pool.generation, pool.capacity_bytes, timeout_seconds=timeout_seconds
                 )
                 if answer is not None:
-                    untold.discard(pool)
+                    unconfirmed.discard(pool)
         finally:
-            for pool in untold:
+            for pool in unconfirmed:
                 self._reported_at.pop(pool, None)
 
 
 class PoolReporter:
-    """Looks after the pools of an engine in a thread of its own: finds or makes them, and tells the manager.
+    """Finds or creates the pools of an engine, and reports them, in a thread of its own.
 
     Args:
         reports: to the manager.
@@ -81,25 +81,25 @@ class PoolReporter:
         self._last: Future[None] | None = None
 
     def report_pools(self, engine: TransferEngine) -> None:
-        """Look after the pools of an engine once, unless that is under way; never blocks. Called before every use.
+        """Report the due pools of an engine, unless that is under way; never blocks. Called before every use.
 
-        Another engine than before, or none since `forget`: then everything is told again.
+        After `reset`, and for another engine than before, all pools are due.
         """
         if not engine.has_pools or (engine is self._engine and self._last is not None and not self._last.done()):
             return
         is_another, self._engine = engine is not self._engine, engine
 
-        def look() -> None:
+        def report_due_pools() -> None:
             if is_another:
                 self._reports.reset()
             self._reports.report(self._reports.due_pools(engine.pools()), self._timeout_seconds)
 
-        self._last = self._thread.submit(PRIORITY_SAVE, look)
+        self._last = self._thread.submit(PRIORITY_SAVE, report_due_pools)
 
     def reset(self) -> None:
-        """Hear that the manager may know nothing any more: everything is told again."""
+        """Make all pools due at the next call, since the manager may have lost its reports."""
         self._engine = None
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Begin nothing more, and wait a little for what is under way."""
+        """Start no more reports, and wait a little for the one in flight."""
         self._thread.close(timeout_seconds)

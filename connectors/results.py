@@ -1,4 +1,4 @@
-"""What the manager's clients answer: values only. An error is never raised; it is an empty answer with its reason."""
+"""Results of the manager's clients: values only. An error is never raised; it is an empty result with its reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MatchMode(StrEnum):
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the answer lists only what was found, in order."""
+        """Whether the answer lists only the blocks found, in order."""
         return self in {MatchMode.PREFIX, MatchMode.PREFIX_WITH_STATE}
 
 
@@ -68,8 +68,8 @@ class Location:
         uris: by spec name; parts that are not there are left out, at least one is.
         storage_type: number of the storage's type.
         checksum: of the block's bytes, 0 when unknown.
-        checksums: of the parts, by spec name, as their writer told them: for `TransferItem.checksum`. Parts without one
-            are left out.
+        checksums: of the parts, by spec name, from their writer: for `TransferItem.checksum`; others are left
+            out.
     """
 
     uris: Mapping[str, LocationUri]
@@ -80,7 +80,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """What a match found.
+    """The result of a match.
 
     Attributes:
         outcome: ok also when nothing was found.
@@ -101,11 +101,11 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMatch:
-    """What a match found, for a process that hands it on to those who load: locations are counted and not read.
+    """The result of a match whose locations stay encoded, for a process that hands them on to the loading processes.
 
     Attributes:
         outcome: ok also when nothing was found.
-        locations: encoded, one per entry of a `MatchResult`; `answers.decode_locations` reads them. In prefix modes
+        locations: encoded, one per entry of a `MatchResult`; `wire.decode_locations` decodes them. In prefix modes
             their number is the number of blocks found.
         lease_id: as in `MatchResult`.
         code: as in `MatchResult`.
@@ -121,7 +121,7 @@ class EncodedMatch:
 
 @dataclass(frozen=True, slots=True)
 class WriteGrant:
-    """Leave to write blocks until the session ends.
+    """Permission to write blocks until the session ends.
 
     Attributes:
         session_id: to finish, renew or abort with.
@@ -145,7 +145,7 @@ class Pin:
         blocks: how many of the keys are pinned, from the first on.
         size_bytes: what they take of the group's budget.
         deadline_ms: when it ends, unix time in ms.
-        owner: who pinned.
+        owner: of the pin, by name.
         last_key: the last block of the prefix; 0 in the answer to `pin_prefix`.
     """
 
@@ -159,7 +159,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class MissingReport:
-    """What became of a report of missing or corrupt bytes.
+    """The answer to a report of missing or corrupt bytes.
 
     Attributes:
         removed_locations: locations that the manager removed.
@@ -172,7 +172,7 @@ class MissingReport:
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What became of a report of a memory pool.
+    """The answer to a report of a memory pool.
 
     Attributes:
         is_new_generation: the manager knew of other memory; blocks that were in it are being forgotten.
@@ -182,7 +182,7 @@ class PoolReport:
 
 
 class RegistrationState(StrEnum):
-    """What became of a registration."""
+    """The state of a registration."""
 
     OK = "ok"
     REFUSED = "refused"  # the manager answered no: a conflict of configuration, not a failure that goes away
@@ -223,7 +223,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """Who answered and who leads; the endpoint is None when no leader is known."""
+    """The answering manager and the leader; the endpoint is None when no leader is known."""
 
     self_node_id: str
     leader_node_id: str

@@ -1,4 +1,7 @@
-"""Builds the requests. Wrong arguments are the caller's mistake and raise; what happens later is an answer."""
+"""Encodes requests and decodes answers.
+
+A wrong argument raises `InvalidArgumentError`, a malformed answer `MalformedAnswerError`.
+"""
 
 from __future__ import annotations
 
@@ -342,7 +345,7 @@ def _number(field: str, value: int) -> int:
     return value
 
 
-# Reads the answers. Whatever a manager sends, what comes out is well formed or a `MalformedAnswerError`.
+# ---- answers ----
 
 
 class MalformedAnswerError(Exception):
@@ -356,7 +359,7 @@ def parse_match_locations(
 
     Args:
         answer: of the manager.
-        mode: of the match; prefix modes list what was found, the others one entry per key.
+        mode: of the match; prefix modes list the blocks found, the others one entry per key.
         asked: most locations there may be.
         spec_names: parts that a block must have to count as found; none = at least one part.
 
@@ -411,7 +414,7 @@ def parse_write_grant(answer: meta.StartWriteCacheResponse, asked: int) -> Write
 
 
 def parse_cluster_info(answer: meta.GetClusterInfoResponse) -> ClusterInfo:
-    """Return who answered and who leads."""
+    """Return the answering manager and the leader."""
     leader = None
     if answer.HasField("leader_endpoint"):
         end = answer.leader_endpoint
@@ -457,7 +460,7 @@ def _mask(mask: meta.BlockMask, count: int) -> tuple[bool, ...]:
     return (True,) * mask.offset + (False,) * (count - mask.offset)
 
 
-# Reads `storage_configs` of a registration: the JSON list of the group's storages (wire.md 4.4).
+# ---- `storage_configs` of a registration: the JSON list of the group's storages (wire.md 4.4) ----
 
 _T = TypeVar("_T")
 _SPECS: dict[str, type[StorageSpec]] = {

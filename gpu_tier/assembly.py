@@ -1,4 +1,20 @@
-"""Puts a coordinator together from settings, the model's geometry and the sizes of the pools."""
+"""Puts a coordinator together from settings, the model's geometry and the sizes of the pools.
+
+The residency that the settings name decides which parts there are:
+
+| residency | algorithms | KV that is not on the device |
+|---|---|---|
+| lru | those that select tokens or pages | host pool, token order |
+| static | snapkv | host pool, if it stays retrievable |
+| stream | full_offload | host pool |
+| device | all but full_offload | none |
+| blocks | retroinfer | `WaveStore`, cluster order |
+| blocks | pqcache | host pool |
+| auto | retroinfer, pqcache | as device or blocks |
+
+The host memory of RetroInfer goes to its store. A host pool in token order is kept beside it only for what needs
+one: prompts that are published or attached, and prompts longer than the device pool; then each gets half.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +49,125 @@ from kvcm.gpu_tier.types import Unit
 
 __all__ = ["HostSplit", "Parts", "Residency", "build", "host_split", "policy_of", "resolved"]
 
-# The residency that the settings name, and the sizes that follow from it.
-#
-# | residency | algorithms | KV that is not on the device |
-# |---|---|---|
-# | lru | those that select tokens or pages | host pool, token order |
-# | static | snapkv | host pool, if it stays retrievable |
-# | stream | full_offload | host pool |
-# | device | all but full_offload | none |
-# | blocks | retroinfer | `WaveStore`, cluster order |
-# | blocks | pqcache | host pool |
-# | auto | retroinfer, pqcache | as device or blocks |
-#
-# The host memory of RetroInfer goes to its store. A host pool in token order is kept beside it only for what needs
-# one: prompts that are published or attached, and prompts longer than the device pool; then each gets half.
-
 Residency = ResidencyPolicy | BlockResidency
 _BLOCKS = ("retroinfer", "pqcache")
+
+
+def build(
+    config: SparseConfig,
+    geometry: KVGeometry,
+    *,
+    num_q_heads: int,
+    sm_scale: float,
+    device_pages: int,
+    max_requests: int,
+    max_tokens: int,
+    device: torch.device | str = "cpu",
+    publishes: bool = False,
+) -> SparseCoordinator:
+    """Return a coordinator with pools of its own.
+
+    Args:
+        config: settings.
+        geometry: of the model's KV; its page size must be that of the settings.
+        num_q_heads: query heads.
+        sm_scale: what scores are multiplied by, 1/sqrt(d) for most models.
+        device_pages: pages of the arena on the device.
+        max_requests: requests at a time.
+        max_tokens: most tokens of a request.
+        device: where attention runs.
+        publishes: whether prompts are to be published, so that all get a host copy.
+
+    Raises:
+        ConfigError: settings contradict each other or the geometry.
+        PoolExhaustedError: the host has too little memory.
+    """
+    _check_geometry(config, geometry, num_q_heads)
+    page = config.page_size
+    max_tokens = -(-max_tokens // page) * page
+    config = resolved(config, device_pages * page, max_requests * max_tokens)
+    runtime = runtime_for(device)
+    arena = DeviceKVPool(geometry, device_pages, runtime)
+    split = host_split(config, geometry, arena.nbytes, publishes=publishes)
+    host = HostKVPool(geometry, split.pages, config.host_layout, runtime)
+    rows = _Rows()
+    total = min(max_requests * max_tokens, split.tokens + device_pages * page)
+    context = AlgorithmContext(
+        geometry=geometry, config=config, num_q_heads=num_q_heads, sm_scale=sm_scale, max_requests=max_requests,
+        max_tokens=max_tokens, total_tokens=total, runtime=runtime, keys=rows,
+    )  # fmt: skip
+    algorithm = registry.make(context)
+    unit = algorithm.unit_tokens or 1  # clusters consist of single tokens
+    tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
+    host_tokens = HostTokens(
+        pool=host, max_requests=max_requests, max_tokens=max_tokens, unit_tokens=unit, device=runtime.device
+    )
+    transfer = KVTransfer(host, arena, runtime, config)
+    parts = Parts(
+        arena=arena, tables=tables, host_tokens=host_tokens, transfer=transfer, rows=rows, store_bytes=split.store_bytes
+    )
+    policy = policy_of(context, algorithm, parts)
+    manager = SparseKVCacheManager(
+        policy=policy, transfer=transfer, tables=tables, host_tokens=host_tokens, runtime=runtime, unit_tokens=unit
+    )
+    rows.reader = manager.reader
+    resident = None
+    if algorithm.skip_layers:
+        resident = ResidentLayers(
+            geometry=geometry,
+            count=algorithm.skip_layers,
+            num_pages=-(-total // page),
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            transfer=transfer,
+            runtime=runtime,
+        )
+    lifecycle = RequestLifecycle(
+        config=config, manager=manager, algorithm=algorithm, resident=resident, max_tokens=max_tokens,
+        publishes=publishes,
+    )  # fmt: skip
+    return SparseCoordinator(
+        config=config, lifecycle=lifecycle, adaptor=_adaptor_of(geometry, algorithm, policy),
+        stream=_stream(config, manager, runtime), runtime=runtime, sm_scale=sm_scale,
+    )  # fmt: skip
+
+
+def _check_geometry(config: SparseConfig, geometry: KVGeometry, num_q_heads: int) -> None:
+    if geometry.page_size != config.page_size:
+        raise ConfigError("geometry.page_size", geometry.page_size, f"must be page_size={config.page_size}")
+    if num_q_heads % geometry.num_kv_heads:
+        allowed = f"must be a multiple of num_kv_heads={geometry.num_kv_heads}"
+        raise ConfigError("num_q_heads", num_q_heads, allowed)
+
+
+def _stream(config: SparseConfig, manager: SparseKVCacheManager, runtime: DeviceRuntime) -> HostStream | None:
+    if not isinstance(config.algo, FullOffloadConfig):
+        return None
+    return HostStream(
+        host=manager.host_tokens,
+        transfer=manager.transfer,
+        chunk_tokens=config.algo.chunk_tokens,
+        runtime=runtime,
+        kernels=config.kernels,
+    )
+
+
+class _Rows:
+    """The reader of KV, which exists only after those that it is given to."""
+
+    reader: KVReader
+
+    def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
+        """See `KeySource`."""
+        return self.reader.keys(layer_id, request, start, stop)
+
+    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """See `KeySource`."""
+        return self.reader.rows(layer_id, request, start, stop)
+
+    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        """See `RawRows`."""
+        return self.reader.raw(layer_id, part, request, start, stop)
 
 
 def resolved(config: SparseConfig, device_tokens: int, total_tokens: int) -> SparseConfig:
@@ -63,13 +181,13 @@ def resolved(config: SparseConfig, device_tokens: int, total_tokens: int) -> Spa
     Raises:
         ConfigError: the algorithm does not have this residency.
     """
-    _check(config)
+    _check_residency(config)
     if config.residency != "auto":
         return config
     return config.replaced(residency="device" if device_tokens >= total_tokens else "blocks")
 
 
-def _check(config: SparseConfig) -> None:
+def _check_residency(config: SparseConfig) -> None:
     residency = config.residency
     if (residency == "stream") != (config.algorithm == "full_offload"):
         raise ConfigError("residency", residency, "stream is that of full_offload, and of no other algorithm")
@@ -111,7 +229,7 @@ def host_split(config: SparseConfig, geometry: KVGeometry, device_bytes: int, *,
 
 
 def _adaptor_of(geometry: KVGeometry, algorithm: BaseSparseAlgorithm, policy: Residency) -> BackendAdaptor:
-    """Return what tells the attention kernel of a residency what to read."""
+    """Return the adaptor of a residency: it makes the metadata that the attention kernel reads."""
     if isinstance(policy, BlockResidency):
         return ExecAdaptor(policy.execution.layer_kv(), policy.execution.table_of, geometry.page_size)
     if algorithm.unit is Unit.PAGE and not algorithm.per_head:
@@ -126,7 +244,7 @@ class Parts:
     Attributes:
         arena: the pool on the device.
         tables: device slots of every token.
-        host_tokens: who holds which host pages.
+        host_tokens: owners of the host pages.
         transfer: between host pool and arena.
         rows: reader of KV as it is stored.
         store_bytes: of the store of clusters.
@@ -183,9 +301,16 @@ def _blocks(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, parts: Pa
         algorithm.sink = on_device
         return BlockResidency(on_device, execution, store)
     policy = WaveBuffer(
-        context.geometry, settings, store, parts.arena, execution, parts.rows, context.runtime,
-        max_requests=context.max_requests, kernels=context.config.kernels,
-    )  # fmt: skip
+        geometry=context.geometry,
+        settings=settings,
+        store=store,
+        arena=parts.arena,
+        execution=execution,
+        rows=parts.rows,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        kernels=context.config.kernels,
+    )
     algorithm.sink = policy
     return BlockResidency(policy, execution, store)
 
@@ -195,20 +320,36 @@ def _wave_on_device(
     parts: Parts,
 ) -> WaveGpuBuffer:  # fmt: skip
     return WaveGpuBuffer(
-        context.geometry, context.settings(RetroInferConfig), store, parts.arena, execution, parts.rows,
-        context.runtime, max_requests=context.max_requests, max_tokens=context.max_tokens,
-        total_tokens=context.total_tokens, max_clusters=algorithm.max_items, kernels=context.config.kernels,
+        geometry=context.geometry,
+        settings=context.settings(RetroInferConfig),
+        store=store,
+        arena=parts.arena,
+        execution=execution,
+        rows=parts.rows,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        max_tokens=context.max_tokens,
+        total_tokens=context.total_tokens,
+        max_clusters=algorithm.max_items,
+        kernels=context.config.kernels,
         debug_checks=context.config.debug_checks,
-    )  # fmt: skip
+    )
 
 
 def _token_blocks(
     context: AlgorithmContext, settings: PQCacheConfig, execution: ExecutionBuffer, parts: Parts
 ) -> TokenBlockPolicy:
     return TokenBlockPolicy(
-        settings, execution, parts.host_tokens, parts.transfer, context.runtime, max_requests=context.max_requests,
-        max_tokens=context.max_tokens, kernels=context.config.kernels, debug_checks=context.config.debug_checks,
-    )  # fmt: skip
+        settings=settings,
+        execution=execution,
+        host_tokens=parts.host_tokens,
+        transfer=parts.transfer,
+        runtime=context.runtime,
+        max_requests=context.max_requests,
+        max_tokens=context.max_tokens,
+        kernels=context.config.kernels,
+        debug_checks=context.config.debug_checks,
+    )
 
 
 def _lru(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, host_tokens: HostTokens) -> LruDiffPolicy:
@@ -231,94 +372,3 @@ def _lru(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, host_tokens:
         kernels=config.kernels,
         debug_checks=config.debug_checks,
     )
-
-
-class _Rows:
-    """The reader of KV, which exists only after those that it is given to."""
-
-    reader: KVReader
-
-    def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
-        """See `KeySource`."""
-        return self.reader.keys(layer_id, request, start, stop)
-
-    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See `KeySource`."""
-        return self.reader.rows(layer_id, request, start, stop)
-
-    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
-        """See `RawRows`."""
-        return self.reader.raw(layer_id, part, request, start, stop)
-
-
-def build(
-    config: SparseConfig,
-    geometry: KVGeometry,
-    *,
-    num_q_heads: int,
-    sm_scale: float,
-    device_pages: int,
-    max_requests: int,
-    max_tokens: int,
-    device: torch.device | str = "cpu",
-    publishes: bool = False,
-) -> SparseCoordinator:
-    """Return a coordinator with pools of its own.
-
-    Args:
-        config: settings.
-        geometry: of the model's KV; its page size must be that of the settings.
-        num_q_heads: query heads.
-        sm_scale: what scores are multiplied by, 1/sqrt(d) for most models.
-        device_pages: pages of the arena on the device.
-        max_requests: requests at a time.
-        max_tokens: most tokens of a request.
-        device: where attention runs.
-        publishes: whether prompts are to be published, so that all get a host copy.
-
-    Raises:
-        ConfigError: settings contradict each other or the geometry.
-        PoolExhaustedError: the host has too little memory.
-    """
-    _assembly_check(config, geometry, num_q_heads)
-    page = config.page_size
-    max_tokens = -(-max_tokens // page) * page
-    config = resolved(config, device_pages * page, max_requests * max_tokens)
-    runtime = runtime_for(device)
-    arena = DeviceKVPool(geometry, device_pages, runtime)
-    split = host_split(config, geometry, arena.nbytes, publishes=publishes)
-    host = HostKVPool(geometry, split.pages, config.host_layout, runtime)
-    rows = _Rows()
-    total = min(max_requests * max_tokens, split.tokens + device_pages * page)
-    context = AlgorithmContext(geometry, config, num_q_heads, sm_scale, max_requests, max_tokens, total, runtime, rows)
-    algorithm = registry.make(context)
-    unit = algorithm.unit_tokens or 1  # clusters consist of single tokens
-    tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
-    host_tokens = HostTokens(host, max_requests, max_tokens, unit, runtime.device)
-    transfer = KVTransfer(host, arena, runtime, config)
-    parts = Parts(arena, tables, host_tokens, transfer, rows, split.store_bytes)
-    policy = policy_of(context, algorithm, parts)
-    manager = SparseKVCacheManager(policy, transfer, tables, host_tokens, runtime, unit)
-    rows.reader = manager.reader
-    resident = None
-    if algorithm.skip_layers:
-        resident = ResidentLayers(
-            geometry, algorithm.skip_layers, -(-total // page), max_requests, max_tokens, transfer, runtime
-        )
-    lifetimes = RequestLifecycle(config, manager, algorithm, resident, max_tokens, publishes)
-    stream = _stream(config, manager, runtime)
-    return SparseCoordinator(config, lifetimes, _adaptor_of(geometry, algorithm, policy), stream, runtime, sm_scale)
-
-
-def _assembly_check(config: SparseConfig, geometry: KVGeometry, num_q_heads: int) -> None:
-    if geometry.page_size != config.page_size:
-        raise ConfigError("geometry.page_size", geometry.page_size, f"must be page_size={config.page_size}")
-    if num_q_heads % geometry.num_kv_heads:
-        allowed = f"must be a multiple of num_kv_heads={geometry.num_kv_heads}"
-        raise ConfigError("num_q_heads", num_q_heads, allowed)
-
-
-def _stream(config: SparseConfig, manager: SparseKVCacheManager, runtime: DeviceRuntime) -> HostStream | None:
-    if not isinstance(config.algo, FullOffloadConfig):
-        return None
-    return HostStream(manager.host_tokens, manager.transfer, config.algo.chunk_tokens, runtime, config.kernels)

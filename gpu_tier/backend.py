@@ -1,4 +1,9 @@
-"""How the attention kernel is told what to read."""
+"""Adaptors: turn a selection and its device slots into the metadata that an attention kernel reads.
+
+An adaptor reads `plan.device_slot` and changes nothing: the metadata that it returns is new, so an engine's own
+stays as it was. Rows that are not sparse keep their dense table, which is in the same arena: one kernel call serves a
+mixed batch.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,6 @@ __all__ = [
     "pad_to",
     "sparse_lengths",
 ]
-
-# How the attention kernel is told what to read.
-#
-# An adaptor turns items and their device slots into the metadata of a kernel. It reads `plan.device_slot` and changes
-# nothing: the metadata that it returns is new, so an engine's own stays as it was. Rows that are not sparse keep their
-# dense table, which is in the same arena; one kernel call serves a mixed batch.
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,13 @@ def pad_to(table: Tensor, width: int) -> Tensor:
 
 
 # The metadata object of an engine whose attention backend reads it in place (FlashAttention's in SGLang and vLLM).
-#
-# Such an engine has one object per step, with a page table and lengths that all layers read. Its fields are kept at
-# the first sparse layer, replaced for each layer, and put back after the last: the engine finds its object as it was.
 
 
 class EngineMetadata:
     """Swaps the fields of an engine's metadata.
+
+    Such an engine has one object per step, with a page table and lengths that all layers read. Its fields are kept at
+    the first sparse layer, replaced for each layer, and put back after the last: the engine finds its object as it was.
 
     Args:
         page_table: name of its field with ``int32 [B, Pmax]`` pages.
@@ -164,13 +163,13 @@ def _running_sums(lengths: Tensor) -> Tensor:
 
 
 # The paged form of FlashAttention: one page table for all heads, pages of the scoring size.
-#
-# Selected pages are ascending, so the last one is the newest and the only one that may be partly filled, which is what
-# `cache_seqlens` can express.
 
 
 class FlashAdaptor(BackendAdaptor):
     """Makes `PagedMeta`; for algorithms that select pages for all heads together.
+
+    Selected pages are ascending, so the last one is the newest and the only one that may be partly filled, which is
+    what `cache_seqlens` can express.
 
     Args:
         page_tokens: tokens of a page of the tables.
@@ -199,13 +198,13 @@ class FlashAdaptor(BackendAdaptor):
 
 
 # Attention over the execution buffer, into which a step's tokens were gathered (RetroInfer and PQCache).
-#
-# Rows that are not sparse have no tokens there. They attend to the arena in a call of their own, whose partial is
-# merged with this one; a batch without such rows makes no such call.
 
 
 class ExecAdaptor(BackendAdaptor):
     """Makes `TokenMeta` over an execution buffer.
+
+    Rows that are not sparse have no tokens there. They attend to the arena in a call of their own, whose partial is
+    merged with this one; a batch without such rows makes no such call.
 
     Args:
         kv: rows of the execution buffer.

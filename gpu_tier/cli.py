@@ -1,4 +1,4 @@
-"""The command `gpu_tier`: what fits on a GPU, before anybody buys one."""
+"""The command `gpu_tier`: capacity plans for a GPU."""
 
 from __future__ import annotations
 
@@ -88,14 +88,20 @@ def _plan(options: argparse.Namespace) -> str:
     dtype = _dtype(options.kv_dtype)
     shape = model_shape(options.model_shape).with_kv(dtype, options.page_size)
     device = Device(
-        options.hbm_gbps * 1e9, options.link_gbps * 1e9, options.tflops * 1e12, options.link_efficiency,
-        options.layer_overhead_us * 1e-6,
-    )  # fmt: skip
+        hbm_bytes_per_second=options.hbm_gbps * 1e9,
+        link_bytes_per_second=options.link_gbps * 1e9,
+        flops_per_second=options.tflops * 1e12,
+        link_efficiency=options.link_efficiency,
+        layer_overhead_seconds=options.layer_overhead_us * 1e-6,
+    )
     latency = None if options.latency_ms is None else options.latency_ms * 1e-3
     limits = Limits(
-        int(options.gpu_gib * _GIB), int(options.host_gib * _GIB), latency, int(options.reserve_gib * _GIB),
-        options.staging_requests,
-    )  # fmt: skip
+        gpu_bytes=int(options.gpu_gib * _GIB),
+        host_bytes=int(options.host_gib * _GIB),
+        latency_seconds=latency,
+        reserve_bytes=int(options.reserve_gib * _GIB),
+        staging_requests=options.staging_requests,
+    )
     config = SparseConfig.parse(_settings(options.algorithm, options.set))
     workload = Workload(options.tokens, options.hit_rate)
     best = plan(shape, device, config, workload, limits)

@@ -1,4 +1,4 @@
-"""What the tier needs of whoever brings KV to it from a storage: values and a Protocol, without torch.
+"""Interface between the tier and a connector to a storage: values and a Protocol, without torch.
 
 A *block* is a page of the host pool: a fixed number of tokens, whose key depends on every token before it. A *spec* is
 a named part of a block: its KV, and the sidecar of an algorithm. The tier hands out pieces of host memory; it never
@@ -7,9 +7,8 @@ talks to a storage.
 Nothing here waits. What takes long begins with one call and is asked for with another, so that a decode step never
 stands still for a network, and a failure is an answer like any other: blocks that are not there.
 
-Why a write is one call and not three (ask for leave, write, publish): each of them waits for somebody else, and a
-session that was begun must end exactly once whatever happens in between; that is best seen to in one place, the
-connector's.
+Why a write is one call and not three (ask for leave, write, publish): each of them waits for another process, and a
+session that was begun must end exactly once in every case; only one place, the connector, ensures that.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class KVFormat:
     Attributes:
         kind: mha or mla.
         model: id of the model.
-        weights: what tells its weights from others under that id.
+        weights: distinguishes its weights from others under that id.
         kv_dtype: how numbers are stored.
         layout: order of the host pool's pages.
         page_tokens: tokens of a block.
@@ -69,7 +68,7 @@ class KVFormat:
             geometry: of the KV that is held here.
             layout: of the pool.
             model: id of the model.
-            weights: what tells its weights from others under that id.
+            weights: distinguishes its weights from others under that id.
             rope: parameters of the rotary embedding.
             first_head: number of the first KV head held here, of a tensor-parallel rank. Blocks of ranks that hold
                 other heads have the same size and must not be taken for each other.
@@ -106,7 +105,7 @@ class PrefixHandle:
     """A lookup: it keeps what it found from being deleted until it is released.
 
     Attributes:
-        number: tells handles of a connector apart.
+        number: identifies the handle within its connector.
         keys: of the blocks asked for.
     """
 
@@ -158,7 +157,7 @@ class PageSrc:
 
 @dataclass(frozen=True, slots=True)
 class LoadTicket:
-    """A load; `number` tells those of a connector apart."""
+    """A load; `number` identifies it within its connector."""
 
     number: int
 
@@ -170,7 +169,7 @@ class LoadProgress:
     Attributes:
         ends: by name of the spec, the first block that is not there: all blocks of the load before it have that spec.
         is_done: nothing more arrives.
-        is_settled: nobody writes to the memory any more. A storage that hangs may do so long after the load is done.
+        is_settled: the memory is no longer written to. A storage that hangs may do so long after the load is done.
         reason: why not all arrived, "" while none failed.
     """
 
@@ -182,7 +181,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class WriteTicket:
-    """A write; `number` tells those of a connector apart."""
+    """A write; `number` identifies it within its connector."""
 
     number: int
 
@@ -209,7 +208,7 @@ class KVConnector(Protocol):
     """
 
     def use_memory(self, memory: Sequence[memoryview]) -> None:
-        """Hear where blocks lie, so that a storage that can moves them without a copy. Called once, before the others.
+        """Register the memory of the blocks, so that a storage can move them without a copy. Called once, first.
 
         Args:
             memory: contiguous; it stays until the connector is closed.
@@ -225,7 +224,7 @@ class KVConnector(Protocol):
         """
 
     def matched(self, handle: PrefixHandle) -> PrefixMatch | None:
-        """Return what was found, None while it is not known."""
+        """Return the result of the lookup, None while it is pending."""
 
     def load(self, handle: PrefixHandle, pages: Sequence[PageDst]) -> LoadTicket:
         """Begin to load blocks that the lookup found, in ascending order and without a gap."""
@@ -251,4 +250,4 @@ class KVConnector(Protocol):
         """Return how far a write is. One that is done is forgotten with this answer."""
 
     def close(self) -> None:
-        """End what is under way; no memory is read or written afterwards, as far as the storages obey."""
+        """Cancel pending operations; no memory is read or written afterwards, as far as the storages obey."""

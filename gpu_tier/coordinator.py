@@ -41,45 +41,6 @@ from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, Paged
 
 __all__ = ["SparseCoordinator", "attend"]
 
-# Runs the attention kernel that a step's metadata asks for, and merges what was computed apart.
-
-
-def attend(
-    q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float, kernels: str = "auto"
-) -> Tensor:
-    """Return the attention of one token per row.
-
-    Args:
-        q: ``[B, Hq, D]`` queries.
-        meta: what to read; None when everything is in `partials`.
-        partials: attention over other tokens.
-        sm_scale: what scores are multiplied by.
-        kernels: implementation.
-
-    Returns:
-        ``f32 [B, Hq, dv]``; 0 for rows without tokens.
-    """
-    parts = [*partials] if meta is None else [_partial_of(q, meta, sm_scale, kernels), *partials]
-    if len(parts) == 1:
-        return parts[0].o
-    o, lse = torch.empty_like(parts[0].o), torch.empty_like(parts[0].lse)
-    lse_merge(torch.stack([p.o for p in parts]), torch.stack([p.lse for p in parts]), o, lse, impl=kernels)
-    return o
-
-
-def _partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
-    """Return the attention over what the metadata names, to be merged; arguments as of `attend`."""
-    o = torch.empty(*q.shape[:2], meta.kv.v_dims, dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if isinstance(meta, PagedMeta):
-        decode_attn_paged(
-            q, meta.kv, meta.page_table, meta.cache_seqlens, meta.page_tokens, sm_scale, o, lse, impl=kernels
-        )
-    else:
-        decode_attn_token(q, meta.kv, meta.token_table, meta.lens, sm_scale, o, lse, impl=kernels)
-    return Partial(o, lse)
-
-
 _LAGGING_STEPS = 3  # a token's host copy is relied on in the third step after its own at the latest
 
 
@@ -100,8 +61,8 @@ class SparseCoordinator:
 
     Args:
         config: settings.
-        lifetimes: the requests.
-        adaptor: how sparse attention is told what to read.
+        lifecycle: the requests.
+        adaptor: makes the metadata that sparse attention reads.
         stream: full attention from the host; None for other residencies.
         runtime: of the device.
         sm_scale: what scores are multiplied by.
@@ -114,7 +75,7 @@ class SparseCoordinator:
     def __init__(
         self,
         config: SparseConfig,
-        lifetimes: RequestLifecycle,
+        lifecycle: RequestLifecycle,
         adaptor: BackendAdaptor,
         stream: HostStream | None,
         runtime: DeviceRuntime,
@@ -123,7 +84,7 @@ class SparseCoordinator:
         self.config = config
         self.runtime = runtime
         self.sm_scale = sm_scale
-        self._lifetimes = lifetimes
+        self._lifecycle = lifecycle
         self._adaptor = adaptor
         self._dense_adaptor = FlashAdaptor(config.page_size)
         self._stream = stream
@@ -136,32 +97,32 @@ class SparseCoordinator:
     @property
     def trackers(self) -> RequestTrackers:
         """The requests."""
-        return self._lifetimes.trackers
+        return self._lifecycle.trackers
 
     @property
     def manager(self) -> SparseKVCacheManager:
         """Pools and residency."""
-        return self._lifetimes.manager
+        return self._lifecycle.manager
 
     @property
     def algorithm(self) -> BaseSparseAlgorithm:
         """What selects."""
-        return self._lifetimes.algorithm
+        return self._lifecycle.algorithm
 
     @property
     def resident(self) -> ResidentLayers | None:
         """Layers that attend densely, None when there are none."""
-        return self._lifetimes.resident
+        return self._lifecycle.resident
 
     @property
     def key_reader(self) -> KVReader:
-        """Reads a request's KV wherever it lies."""
+        """Reads a request's KV from both pools."""
         return self.manager.reader
 
     def close(self) -> None:
         """End threads and give host memory back; nothing may be called afterwards but this again, which does nothing.
 
-        What is left to the garbage collector otherwise.
+        Fallback of the garbage collector.
         """
         self.manager.close()
         self.algorithm.close()
@@ -179,7 +140,7 @@ class SparseCoordinator:
             ConfigError: the prompt or the prefix is too long, or side data that cannot be rebuilt is missing.
             PoolExhaustedError: there is too little memory. In each case nothing is held, the prefix neither.
         """
-        return self._lifetimes.begin(n_prompt, prefix)
+        return self._lifecycle.begin(n_prompt, prefix)
 
     def prompt_finished(self, request: int) -> None:
         """Take note that the last chunk of a prompt was computed.
@@ -187,7 +148,7 @@ class SparseCoordinator:
         Raises:
             StateError: the prompt is not complete.
         """
-        self._lifetimes.prompt_finished(request)
+        self._lifecycle.prompt_finished(request)
 
     def on_request_end(self, request: int, reason: str = "finished") -> None:
         """Release everything of a request; a row that is not in use is passed over.
@@ -197,11 +158,11 @@ class SparseCoordinator:
             reason: finished, aborted or retracted.
 
         A pass that has begun with the request must not go on: its hooks raise StateError, nothing of it counts, and the
-        others' tokens are planned anew.
+        others' tokens are planned again.
         """
         if self._step is not None and request in self._step.batch.requests:
             self._step = None
-        self._lifetimes.end(request, reason)
+        self._lifecycle.end(request, reason)
 
     def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
         """Return the pass that brings the next `extend_lens[i]` prompt tokens of each request.
@@ -211,7 +172,7 @@ class SparseCoordinator:
             StateError: a request's prompt is complete already.
             PoolExhaustedError: the device pool has too few pages; no request lost anything.
         """
-        return self._lifetimes.plan_prefill(requests, extend_lens)
+        return self._lifecycle.plan_prefill(requests, extend_lens)
 
     def plan_decode(self, requests: Sequence[int], pad_to: int = 0) -> ForwardBatch:
         """Return the pass that brings one token of each request, padded to `pad_to` rows.
@@ -221,7 +182,7 @@ class SparseCoordinator:
             StateError: a request's prompt is not complete.
             PoolExhaustedError: a pool has too few pages; no request lost anything, one has to be retracted.
         """
-        return self._lifetimes.plan_decode(requests, pad_to)
+        return self._lifecycle.plan_decode(requests, pad_to)
 
     # A forward pass.
 
@@ -232,7 +193,7 @@ class SparseCoordinator:
             StateError: a request has ended or advanced since the pass was planned.
         """
         self._step = None
-        self._lifetimes.check_fresh(batch)
+        self._lifecycle.check_fresh(batch)
         self.manager.poll()
         if len(self._offloads) == 2:
             # The newest slots of the step before the last are about to be overwritten, and what lay there may have to
@@ -349,11 +310,13 @@ class SparseCoordinator:
         dense = self._dense_part(inputs.q, kv, step) if plan.execution is not None and step.dense.longest else None
         if fetched is not None:
             self.runtime.fence(fetched, "compute")
-        meta = self._adaptor.adapt_for_attn_metadata(selection, plan, step.sparse_mask, batch, kv, step.dense)
+        meta = self._adaptor.adapt_for_attn_metadata(
+            selection=selection, plan=plan, sparse_mask=step.sparse_mask, batch=batch, kv=kv, dense=step.dense
+        )
         return meta, [partial for partial in (dense, estimate) if partial is not None], plan
 
     def _dense_part(self, q: Tensor, kv: LayerKV, step: Step) -> Partial:
-        """Return the attention of the dense rows, which are not in the execution buffer; beside what is fetched."""
+        """Return the attention of the dense rows, which are not in the execution buffer; while misses are fetched."""
         meta = replace(self._dense_adaptor.dense_metadata(kv, step.dense), cache_seqlens=step.dense_lengths)
         return _partial_of(q, meta, self.sm_scale, self.config.kernels)
 
@@ -362,7 +325,9 @@ class SparseCoordinator:
         assert self._stream is not None
         kv = self.manager.device.layer(layer_id)
         newest = step.newest_token
-        meta = self._adaptor.adapt_for_attn_metadata(newest[0], newest[1], step.sparse_mask, step.batch, kv, step.dense)
+        meta = self._adaptor.adapt_for_attn_metadata(
+            selection=newest[0], plan=newest[1], sparse_mask=step.sparse_mask, batch=step.batch, kv=kv, dense=step.dense
+        )
         return meta, self._stream.partials(q, layer_id, self.sm_scale)
 
     def attend(self, q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float) -> Tensor:
@@ -394,10 +359,46 @@ class SparseCoordinator:
         if batch.mode is Mode.DECODE:
             self.sparse_tokens += step.num_sparse
             self.dense_tokens += batch.num_real - step.num_sparse
-        if (ticket := self._lifetimes.offload_pass(batch)) is not None:
+        if (ticket := self._lifecycle.offload_pass(batch)) is not None:
             self._offloads.append(ticket)
         for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
             tracker = self.trackers[request]
-            if self._lifetimes.is_exact(tracker):
+            if self._lifecycle.is_exact(tracker):
                 tracker.exact_tokens += extend
             tracker.seq_len = length
+
+
+def attend(
+    q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float, kernels: str = "auto"
+) -> Tensor:
+    """Return the attention of one token per row.
+
+    Args:
+        q: ``[B, Hq, D]`` queries.
+        meta: what to read; None when everything is in `partials`.
+        partials: attention over other tokens.
+        sm_scale: what scores are multiplied by.
+        kernels: implementation.
+
+    Returns:
+        ``f32 [B, Hq, dv]``; 0 for rows without tokens.
+    """
+    parts = [*partials] if meta is None else [_partial_of(q, meta, sm_scale, kernels), *partials]
+    if len(parts) == 1:
+        return parts[0].o
+    o, lse = torch.empty_like(parts[0].o), torch.empty_like(parts[0].lse)
+    lse_merge(torch.stack([p.o for p in parts]), torch.stack([p.lse for p in parts]), o, lse, impl=kernels)
+    return o
+
+
+def _partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
+    """Return the attention over what the metadata names, to be merged; arguments as of `attend`."""
+    o = torch.empty(*q.shape[:2], meta.kv.v_dims, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if isinstance(meta, PagedMeta):
+        decode_attn_paged(
+            q, meta.kv, meta.page_table, meta.cache_seqlens, meta.page_tokens, sm_scale, o, lse, impl=kernels
+        )
+    else:
+        decode_attn_token(q, meta.kv, meta.token_table, meta.lens, sm_scale, o, lse, impl=kernels)
+    return Partial(o, lse)

@@ -1,11 +1,11 @@
 """Errors of the GPU tier.
 
 GpuTierError
-├── ConfigError        a setting, a shape or an argument is not what is allowed; names the field and the value
+├── ConfigError        a setting, a shape or an argument is not allowed; names the field and the value
 ├── PoolExhaustedError      a pool has too little left; says how much was asked for and how to get more
-├── AllocationError    pages were freed or shared that nobody holds: a defect of the caller
+├── AllocationError    pages were freed or shared that are not held: a defect of the caller
 ├── StateError         a hook was called in a state of the request that does not allow it
-└── KernelUnavailableError  the implementation asked for cannot run here; says what is missing
+└── KernelUnavailableError  the implementation asked for cannot run here; names the missing part
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GpuTierError(Exception):
 
 
 class ConfigError(GpuTierError, ValueError):
-    """A setting, a shape or an argument is not what is allowed.
+    """A setting, a shape or an argument is not allowed.
 
     Args:
         field: the name of the setting or argument.
@@ -51,7 +51,7 @@ class PoolExhaustedError(GpuTierError):
 
 
 class AllocationError(GpuTierError):
-    """Pages were freed or shared that nobody holds."""
+    """Pages were freed or shared that are not held."""
 
 
 class StateError(GpuTierError):

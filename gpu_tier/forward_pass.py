@@ -64,7 +64,7 @@ def _tensor(values: Sequence[int] | Sequence[bool], dtype: torch.dtype, device: 
 
 @dataclass(frozen=True)
 class Step:
-    """What a pass needs beside its batch; what is the same in all layers is made once.
+    """Inputs of a pass beside its batch; values shared by all layers are made once.
 
     Attributes:
         batch: the pass.

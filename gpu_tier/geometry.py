@@ -1,4 +1,4 @@
-"""What the KV of a model is, and where each row lies in a pool of pages.
+"""The KV of a model: formats of its rows, layouts of a pool of pages, and the address of every row.
 
 `KVGeometry` describes the model. `Addressing` gives the byte of every row: each layout is linear in (page, token of the
 page, layer, head), so five strides per part describe all of them and one transfer kernel serves any two pools.
@@ -26,20 +26,6 @@ from kvcm.gpu_tier.errors import ConfigError
 __all__ = ["FP8_MAX", "Addressing", "KVDtype", "KVGeometry", "KVKind", "Layout", "PartStrides", "RowFormat", "Rows"]
 
 # One row of KV: what a token's key (or value, or MLA latent) of one head is as bytes.
-#
-# Every pool holds rows as bytes, so that pools, transfer kernels and storage never ask what is in them; only attention
-# and the representations decode. A row is ``[quantised | scales | plain]``:
-#
-# * plain formats (f32, f16, bf16): `dims` elements, nothing else;
-# * fp8 of MHA: `dims` e4m3 bytes and one f32 scale;
-# * fp8 of MLA: the latent in e4m3 with one f32 scale for each group of 128 dims, then the rope dims in bf16
-#   (512 + 16 + 128 = 656 bytes for DeepSeek's 512 + 64 dims).
-#
-# A scale is ``max|x| / 448`` of its group, 448 being the largest e4m3 number.
-#
-# Rows lie back to back, without padding. A known limit follows: an fp8 row of MHA with 128 dims takes 132 bytes, as an
-# index key of DSA does, so rows begin at multiples of 4 bytes only, and a thread of a GPU can neither load nor copy
-# more than 4 bytes of one at once. bf16 rows of 128 dims, and MLA in fp8 (656 = 41 * 16), are read 16 bytes at a time.
 
 FP8_MAX = 448.0
 _GROUP = 128
@@ -70,6 +56,21 @@ _TORCH = {
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """The bytes of one row.
+
+    Every pool holds rows as bytes, so that pools, transfer kernels and storage do not depend on their content; only
+    attention and the representations decode. A row is ``[quantised | scales | plain]``:
+
+    * plain formats (f32, f16, bf16): `dims` elements, nothing else;
+    * fp8 of MHA: `dims` e4m3 bytes and one f32 scale;
+    * fp8 of MLA: the latent in e4m3 with one f32 scale for each group of 128 dims, then the rope dims in bf16
+      (512 + 16 + 128 = 656 bytes for DeepSeek's 512 + 64 dims).
+
+    A scale is ``max|x| / 448`` of its group, 448 being the largest e4m3 number.
+
+    Rows lie back to back, without padding. A known limit follows: an fp8 row of MHA with 128 dims takes 132 bytes, as
+    an index key of DSA does, so rows begin at multiples of 4 bytes only, and a thread of a GPU can neither load nor
+    copy more than 4 bytes of one at once. bf16 rows of 128 dims, and MLA in fp8 (656 = 41 * 16), are read 16 bytes at a
+    time.
 
     Attributes:
         dims: numbers of a row.
@@ -310,7 +311,14 @@ def _layer_first(g: KVGeometry, pages: int) -> tuple[PartStrides, ...]:
     tokens = pages * g.page_size * g.num_kv_heads
     bases = _bases([row * tokens * g.num_layers for row in rows])
     return tuple(
-        PartStrides(base, row * g.num_kv_heads * g.page_size, row * g.num_kv_heads, row * tokens, row, row)
+        PartStrides(
+            base=base,
+            page=row * g.num_kv_heads * g.page_size,
+            token=row * g.num_kv_heads,
+            layer=row * tokens,
+            head=row,
+            row_bytes=row,
+        )
         for base, row in zip(bases, rows, strict=True)
     )
 
@@ -319,7 +327,14 @@ def _page_first(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
     rows = [part.row_bytes for part in g.parts]
     bases = _bases([row * g.page_size * g.num_layers * g.num_kv_heads for row in rows])
     return tuple(
-        PartStrides(base, g.page_bytes, row * g.num_kv_heads * g.num_layers, row * g.num_kv_heads, row, row)
+        PartStrides(
+            base=base,
+            page=g.page_bytes,
+            token=row * g.num_kv_heads * g.num_layers,
+            layer=row * g.num_kv_heads,
+            head=row,
+            row_bytes=row,
+        )
         for base, row in zip(bases, rows, strict=True)
     )
 
@@ -329,6 +344,6 @@ def _page_head(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
     bases = _bases([row * g.page_size * g.num_layers for row in rows])
     head = g.page_bytes // g.num_kv_heads
     return tuple(
-        PartStrides(base, g.page_bytes, row * g.num_layers, row, head, row)
+        PartStrides(base=base, page=g.page_bytes, token=row * g.num_layers, layer=row, head=head, row_bytes=row)
         for base, row in zip(bases, rows, strict=True)
     )

@@ -1,8 +1,8 @@
-"""What the tier has done and holds, as figures for a scraper.
+"""Metrics of the tier in the text format of Prometheus.
 
 Reading figures waits for the device once, since counters of residency and transfers live there; a scrape every few
 seconds is what they are for, not a step. A hit rate is never a figure here: it depends on the window one looks at, so
-hits and selected items are counters, and whoever asks divides their rates.
+hits and selected items are counters, and queries divide their rates.
 """
 
 from __future__ import annotations

@@ -3,9 +3,14 @@
     REGISTERED → PREFILL → STAGING → SPARSE → FINISHED
                      └───→ DENSE ──→ STAGING
 
-ABORTED is reached from every state but the two ends. A request in STAGING is decoded densely while its KV goes to the
-host; it becomes SPARSE when that copy and the representations exist, and only then its dense pages are released. A
-DENSE request that outgrows the buffer goes through STAGING like a new one.
+ABORTED is reached from every state but the two ends. Invariants:
+
+1. A request in STAGING is decoded densely while its KV goes to the host. It becomes SPARSE when that copy and the
+   representations exist, and only then its dense pages are released: every token keeps a copy that attention can read.
+2. Memory for a whole prompt is held when the request begins, and for a token before its pass is planned: a pass that
+   has begun finds its pages. A request that gets no memory keeps what it had.
+3. A DENSE request that outgrows the buffer goes through STAGING like a new one; without free pages it stays DENSE.
+4. A request that has ended holds nothing, in every state that it ended in.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from kvcm.gpu_tier.manager.sparse_kvcache_manager import KVReader, OffloadTicket
 from kvcm.gpu_tier.types import ForwardBatch, Mode, SteadyRing
 
 __all__ = ["RequestLifecycle", "RequestState", "RequestTrackers", "Tracker"]
+
+_PIECE_TOKENS = 8192  # of a rebuilt index
 
 
 class RequestState(StrEnum):
@@ -136,42 +143,19 @@ class RequestTrackers:
         return tracker
 
 
-# Builds representations from KV that was attached without them: one pass over the keys of each layer.
-
-_PIECE_TOKENS = 8192
-
-
-def _rebuild_representations(
-    algorithm: BaseSparseAlgorithm, reader: KVReader, request: int, start: int, stop: int, device: torch.device
-) -> None:
-    """Add tokens start to stop - 1 of a request to an algorithm's representations, in pieces."""
-    for first in range(start, stop, _PIECE_TOKENS):
-        last = min(first + _PIECE_TOKENS, stop)
-        slots = torch.full((last - first,), -1)
-        batch = make_batch(Mode.PREFILL, BatchPlan((request,), (first,), (last - first,), slots), device)
-        for layer_id in algorithm.context.geometry.layers[algorithm.skip_layers :]:
-            k, v = reader.keys(layer_id, request, first, last), None
-            if algorithm.needs_values:
-                k, v = reader.rows(layer_id, request, first, last)
-            algorithm.construct_representations(layer_id, batch, k, v)
-
-
-# What a request holds in each state, and when its state advances.
-#
-# | state | its KV |
-# |---|---|
-# | PREFILL | dense pages (of a window of the prompt, if set), and a host copy that grows chunk by chunk |
-# | STAGING | dense pages until the host copy is complete; a buffer is set aside from the start |
-# | SPARSE, lru and stream | host pages, a buffer |
-# | SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable, or are published |
-# | SPARSE, device | dense pages |
-# | SPARSE, blocks | a buffer with the steady tokens and the block cache; host pages, or of clusters a store |
-# | DENSE | dense pages; a host copy only if the request is to be published |
-
-
 @dataclass(slots=True)
 class RequestLifecycle:
     """The requests of one engine and what they hold.
+
+    | state | its KV |
+    |---|---|
+    | PREFILL | dense pages (of a window of the prompt, if set), and a host copy that grows chunk by chunk |
+    | STAGING | dense pages until the host copy is complete; a buffer is set aside from the start |
+    | SPARSE, lru and stream | host pages, a buffer |
+    | SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable, or are published |
+    | SPARSE, device | dense pages |
+    | SPARSE, blocks | a buffer with the steady tokens and the block cache; host pages, or of clusters a store |
+    | DENSE | dense pages; a host copy only if the request is to be published |
 
     Attributes:
         config: settings.
@@ -263,7 +247,14 @@ class RequestLifecycle:
             allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
             raise ConfigError("prefix.sidecars", covered, allowed)
         if self.algorithm.represents_keys:
-            _rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
+            _rebuild_representations(
+                algorithm=self.algorithm,
+                reader=manager.reader,
+                request=request,
+                start=covered,
+                stop=cached,
+                device=manager.runtime.device,
+            )
 
     def end(self, request: int, reason: str) -> None:
         """Release a request; one that is not known is passed over."""
@@ -318,7 +309,7 @@ class RequestLifecycle:
             tracker.require(_S.REGISTERED, _S.PREFILL)
             left = tracker.n_prompt - tracker.seq_len
             if not 1 <= extend <= left:
-                raise ConfigError("extend_lens", extend, f"must be 1 to {left}, what is left")
+                raise ConfigError("extend_lens", extend, f"must be 1 to the remaining {left}")
         slots = []
         for tracker, extend in zip(trackers, extend_lens, strict=True):
             start, stop = tracker.seq_len, tracker.seq_len + extend
@@ -358,7 +349,7 @@ class RequestLifecycle:
         """
         for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
             if self.trackers[request].seq_len != length - extend:
-                raise StateError(f"request {request} is not what it was when the pass was planned: plan it anew")
+                raise StateError(f"request {request} is not what it was when the pass was planned: plan it again")
 
     def _trim(self, tracker: Tracker) -> None:
         """Release dense pages of the prompt beyond the window; their tokens are on the host."""
@@ -387,7 +378,7 @@ class RequestLifecycle:
             self.resident.cover(request, n)
 
     def _next_slots(self, trackers: Sequence[Tracker]) -> list[int]:
-        """Return the device slot of each request's next token, and note in the table what is new there."""
+        """Return the device slot of each request's next token, and record new slots in the table."""
         slots, changes = [], []
         for tracker in trackers:
             slot, token = self._next_slot(tracker), tracker.seq_len
@@ -482,6 +473,7 @@ class RequestLifecycle:
         if self.config.residency == "device":
             tracker.set_state(_S.SPARSE)  # its KV stays where it is
             return
+        assert not self._backs_up(tracker) or self.manager.host_tokens.backed_up(request) >= n, "invariant 1"
         if self.manager.blocks is not None:
             self.manager.enter_blocks(request, self._ring(tracker, n), n)
         elif self.config.residency == "static":
@@ -511,3 +503,18 @@ class RequestLifecycle:
             [batch.lengths[i] for i in wanted],
             torch.cat(slots),
         )
+
+
+def _rebuild_representations(
+    algorithm: BaseSparseAlgorithm, reader: KVReader, request: int, start: int, stop: int, device: torch.device
+) -> None:
+    """Add attached tokens to an algorithm's representations: one pass over the keys of each layer, in pieces."""
+    for first in range(start, stop, _PIECE_TOKENS):
+        last = min(first + _PIECE_TOKENS, stop)
+        slots = torch.full((last - first,), -1)
+        batch = make_batch(Mode.PREFILL, BatchPlan((request,), (first,), (last - first,), slots), device)
+        for layer_id in algorithm.context.geometry.layers[algorithm.skip_layers :]:
+            k, v = reader.keys(layer_id, request, first, last), None
+            if algorithm.needs_values:
+                k, v = reader.rows(layer_id, request, first, last)
+            algorithm.construct_representations(layer_id, batch, k, v)

@@ -54,10 +54,10 @@ class DeviceRuntime(ABC):
     def fence(self, event: Event, name: str = "compute") -> None:
         """Let the stream `name` wait for an event; the host does not wait."""
 
-    def used(self, *tensors: Tensor | None) -> None:  # noqa: B027 - a CPU reuses no memory behind anybody's back
+    def used(self, *tensors: Tensor | None) -> None:  # noqa: B027 - a CPU reuses no memory while it is in use
         """Say that the current stream uses tensors that another stream may have made.
 
-        Their memory is not given out again before the stream is done with what was launched so far.
+        Their memory is not given out again before the stream is done with the work launched so far.
         """
 
     def staging(self, nbytes: int) -> Tensor:
@@ -113,7 +113,7 @@ class _CudaEvent(Event):
 
 
 class CudaRuntime(DeviceRuntime):
-    """A GPU. `compute` is whatever stream the engine has made current.
+    """A GPU. `compute` is the stream that the engine has made current.
 
     Raises:
         ConfigError: the GPU is not the current one. torch switches GPUs for its own operations, but kernels of Triton

@@ -54,7 +54,7 @@ class ForwardBatch:
         out_cache_loc: ``int64 [T]`` device slot each token's KV is written to, before `attention_begin`.
         positions: ``int64 [T]`` position of each token in its request.
         num_real_reqs: ``int32 [1]`` rows that are requests.
-        requests: `req_pool_indices` of the real rows on the host, so that nobody waits for the device.
+        requests: `req_pool_indices` of the real rows on the host, without waiting for the device.
         lengths: `seq_lens` of the real rows on the host.
         extend_lens: tokens that each real row brings, on the host; all 1 in decode.
     """
@@ -227,7 +227,8 @@ class ExecutionPlan:
     """How the tokens that a layer attends to are put together in the execution buffer.
 
     Row r's head h attends to the first ``lens[r, h]`` tokens of the row's part of the buffer. Their order depends on
-    the selection alone and never on where they come from: attention adds up in the same order whatever is cached.
+    the selection alone and never on where they come from: attention adds up in the same order for any content of
+    the cache.
 
     Attributes:
         runs: what to copy.

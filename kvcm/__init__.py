@@ -1,17 +1,25 @@
-"""KVCM: the KV-cache manager that lets every engine of a cluster reuse the KV that any of them computed."""
+"""KVCM: the KV-cache manager that lets every engine of a cluster reuse the KV that any of them computed.
 
-from importlib import metadata as _metadata
-from typing import Final
+`kvcm.__version__` is the version of the installed package, which has it from git; `0+unknown` if none is installed.
+"""
+
+from typing import TYPE_CHECKING
 
 __all__ = ["__version__"]
 
+if TYPE_CHECKING:
+    __version__: str
 
-def _installed_version() -> str:
+
+def __getattr__(name: str) -> str:
+    # On demand: importlib.metadata takes milliseconds, and engines import kvcm.connectors below this package.
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
     try:
-        return _metadata.version("kvcm")
-    except _metadata.PackageNotFoundError:  # a bare tree on the path
-        return "0+unknown"
-
-
-__version__: Final = _installed_version()
-"""Of the installed package, which has it from git; `0+unknown` where none is installed."""
+        version = metadata.version("kvcm")
+    except metadata.PackageNotFoundError:  # a bare tree on the path
+        version = "0+unknown"
+    globals()["__version__"] = version
+    return version

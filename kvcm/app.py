@@ -1,4 +1,8 @@
-"""The composition root: the only place that wires rooms, and the life story of a manager."""
+"""The composition root and the life of a manager: open the store, build the components, serve, drain, close.
+
+`Manager.serve` is that life. `ensure_admin_key` makes the first API key, and the last section sets up the C library's
+allocator and Python's garbage collector for a server.
+"""
 
 from __future__ import annotations
 
@@ -52,198 +56,36 @@ from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
 
-__all__ = ["Manager", "ensure_admin_key", "limit_arenas"]
+__all__ = [
+    "Manager",
+    "configure_allocator",
+    "configure_garbage_collector",
+    "ensure_admin_key",
+    "limit_arenas",
+    "trim_memory",
+]
 
-# The first key: without one nobody could make others.
-#
-# Where keys are required, an administrator's key lies in a file of the manager's host, which only its owner can read.
-# A key that is there already is taken over, so that secrets of an orchestrator can be mounted; else one is made,
-# unless the deployment has an administrator. A key that was taken over and has ended since, because it was revoked or
-# rotated, does not come back: somebody has to take it out of the file. Nothing ever writes over a file. The secret is
-# never logged.
-
-_NAME = "admin"
 _log = structlog.get_logger("kvcm")
-
-
-async def ensure_admin_key(registry: Registry, settings: Settings) -> None:
-    """See to it that somebody can administer a deployment that asks for keys.
-
-    Raises:
-        ConfigError: the file cannot be used, or nobody could, and there is no place for a key.
-        StorageIOError: the store cannot be asked.
-    """
-    if not settings.is_auth_required:
-        return
-    path, administrators = _path(settings), _administrators(registry, settings)
-    if path is not None and path.exists():
-        await _adopt(registry, settings, path)
-    elif path is not None and all(key.expires_at for key in administrators):
-        await registry.taken_keys.import_key(_NAME, _write(path))
-        _log.warning("admin_key_made", file=str(path))
-    elif not administrators:
-        raise ConfigError(
-            "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
-            "give --data-dir, or make a key while kvcm.auth.mode is off"
-        )
-
-
-def _path(settings: Settings) -> Path | None:
-    if settings.admin_key_file:
-        return Path(settings.admin_key_file)
-    return Path(settings.data_dir) / "admin.key" if settings.data_dir else None
-
-
-def _administrators(registry: Registry, settings: Settings) -> list[ApiKey]:
-    """Return the keys that are enough to administer: everywhere, without an account that others may remove, and of a
-    certificate only where certificates are asked for."""
-    return [
-        key
-        for key in registry.keys.all()
-        if key.role is Role.ROLE_ADMIN
-        and ALL_GROUPS in key.groups
-        and not key.account
-        and (key.digest or settings.tls_client_ca_file)
-    ]
-
-
-async def _adopt(registry: Registry, settings: Settings, path: Path) -> None:
-    try:
-        key = await registry.taken_keys.import_key(_NAME, _read(path))
-    except InvalidArgumentError as error:
-        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be used: {error}") from error
-    administrators = _administrators(registry, settings)
-    if key in administrators:
-        return
-    reason = "the key in it has ended, or is no administrator's: remove the file, or put a new key into it"
-    if not administrators:
-        raise ConfigError(
-            f"kvcm.auth.admin_key_file {str(path)!r} is of no use, and nobody can administer: {reason}. "
-            "Where there is no file, a new key is made and written there"
-        )
-    _log.warning("admin_key_ended", file=str(path), reason=reason)
-
-
-def _read(path: Path) -> PresentedKey:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-        exposed = is_exposed(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be read: {type(error).__name__}") from None
-    key = PresentedKey.parse(text)
-    if key is None:
-        raise ConfigError(
-            f"kvcm.auth.admin_key_file {str(path)!r} holds no key: it must be one line, kvcm_<id>_<secret>"
-        )
-    if exposed:
-        _log.warning("admin_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
-    return key
-
-
-def _write(path: Path) -> PresentedKey:
-    key = new_key()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{key.text}\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be written: {error.strerror}") from error
-    return key
-
-
-# How the process treats memory that is freed: the C library's allocator, and Python's collector of cycles.
-#
-# Answers take 100 kB and more, and live for a millisecond. By default glibc gives such pieces back to the system when
-# they are freed and asks for new ones, whose pages the system fills with zeros first: a tenth of the CPU time of a
-# lookup of 1,024 blocks, more where answers are texts. So freed memory stays with the process, for the next answer.
-# But what is free between pieces that stay grows with every peak, and would never go back: twice a minute all of it is
-# given back, at the price of ten thousand page faults.
-#
-# By default glibc also makes eight arenas per core, and gives each new thread one of its own, which keeps what its
-# busiest moment took. Threads here mostly wait for the disk or for Python's global lock, and never allocate at the
-# same time in such numbers: a few arenas do. Other C libraries are left as they are.
-#
-# Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write. But
-# gRPC leaves a cycle of five objects behind with every request, with its path and metadata. What waits for its
-# collection has to stay small, and so has the pause for it: 20,000 objects are some 4,000 requests, 2 MB, and a
-# millisecond or two. Each object that lives is looked at twice, however small the first step is: what costs is to look
-# at all of them again.
-
-# <malloc.h>
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
-_LARGEST_PIECE = 32 << 20  # glibc allows no more; larger ones are mapped and given back each time
-_TRIM_THRESHOLD_BYTES = 64 << 20
-_TOP_PAD_BYTES = 4 << 20
-_MAX_ARENAS = 4
-_GIVE_BACK_SECONDS = 30.0
-_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS = 20_000, 50, 100
-
-
-def _configure_allocator() -> bool:
-    """Let the allocator keep up to 64 MiB at the end of its heap; return whether it is one that can be told so."""
-    return _mallopt(
-        (_M_MMAP_THRESHOLD, _LARGEST_PIECE), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES), (_M_TOP_PAD, _TOP_PAD_BYTES)
-    )
-
-
-def limit_arenas() -> bool:
-    """Let threads share a few arenas, those that begin from now on; return whether the allocator can be told so."""
-    return _mallopt((_M_ARENA_MAX, _MAX_ARENAS))
-
-
-def _trim_memory() -> bool:
-    """Give the pages that nothing lies on back to the system; return whether the allocator can be told so. Blocks for
-    milliseconds, without Python's global lock."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return False
-    trim(ctypes.c_size_t(_TOP_PAD_BYTES))
-    return True
-
-
-async def _trim_memory_periodically() -> None:
-    """Do that again and again, beside the event loop."""
-    while True:
-        await asyncio.sleep(_GIVE_BACK_SECONDS)
-        await asyncio.to_thread(_trim_memory)
-
-
-def _configure_garbage_collector() -> None:
-    """Take what there is for permanent, and look for cycles only among what comes."""
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS)
-
-
-def _mallopt(*wanted: tuple[int, int]) -> bool:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    done = [mallopt(option, size) for option, size in wanted]
-    return all(done)
-
-
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PAUSE_SECONDS = 0.5
 _POOL_SHARDS = 16
 
 
 class Manager:
-    """A metadata manager: opens its store, builds its rooms, then starts, serves and stops.
+    """A metadata manager: opens its store, builds its components, serves and stops.
 
     Args:
-        settings: how it is configured.
+        settings: its settings.
         clock: time source.
-        progress: shows rows read and rows there are, inside its block, while metadata is loaded.
-        reread: reads the settings anew, when somebody asks for that; raises ConfigError.
+        progress: shows, inside its block, how many rows of how many are loaded.
+        reread: reads the settings again, for a reload; raises ConfigError.
     """
 
     def __init__(
         self,
         settings: Settings,
         clock: Clock | None = None,
-        progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_missing_storages),
+        progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_show_nothing),
         reread: Callable[[], Settings] | None = None,
     ) -> None:
         self._settings = settings
@@ -251,15 +93,15 @@ class Manager:
         self._progress = progress
         self._reloader = SettingsReloader(settings, reread if reread is not None else lambda: settings)
         self._gate = ServingGate()
-        self._tell_rows: LoadProgress = _missing_storages
+        self._on_loaded_rows: LoadProgress = _show_nothing
         self._stopping = asyncio.Event()
         self._is_starting = True
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the process at once. SIGHUP reads
-        the settings anew.
+        """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the process at once. SIGHUP
+        reloads the settings.
 
         Raises:
             KvcmError: the store or a storage of the startup document cannot be opened, or an address not be bound.
@@ -271,7 +113,7 @@ class Manager:
             try:
                 await self._live()
             except asyncio.CancelledError:
-                if not self._stopping.is_set():  # else it was told to stop before it served
+                if not self._stopping.is_set():  # else a signal stopped it before it served
                     raise
         await log_unfinished_tasks()
         if self._failure:
@@ -280,8 +122,8 @@ class Manager:
 
     async def _live(self) -> None:
         async with self.running() as endpoint:
-            _configure_garbage_collector()
-            _configure_allocator()
+            configure_garbage_collector()
+            configure_allocator()
             _log.info("serving", **_addresses(endpoint))
             _warn_of_risks(self._settings)
             await self._stopping.wait()
@@ -292,13 +134,13 @@ class Manager:
 
         def stop() -> None:
             self._stopping.set()
-            for number in _ENDING:
+            for number in _END_SIGNALS:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_DFL)  # the next one ends the process at once
             if self._is_starting:
                 life.cancel()
 
-        for number in _ENDING:
+        for number in _END_SIGNALS:
             loop.add_signal_handler(number, stop)
         reloads = BackgroundReload(self._reloader, lambda: self._gate.phase is Phase.SERVING)
         loop.add_signal_handler(signal.SIGHUP, reloads.start)
@@ -306,68 +148,70 @@ class Manager:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
-        """Serve inside the block. Yields the endpoint with the ports that are really bound."""
+        """Serve inside the block. Yields the endpoint with the bound ports."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 endpoint = await self._start(stack)
             finally:
-                self._is_starting = False  # what was opened is closed, whatever anybody signals meanwhile
+                self._is_starting = False  # signals no longer interrupt the closing
             yield endpoint
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Endpoint:
-        """Begin to serve; the stack ends it."""
+        """Start to serve; the stack stops it."""
         files, spans = open_tls(self._settings), _open_tracing(self._settings)
-        slow_end = stack.enter_context(ShutdownWatch())
+        shutdown = stack.enter_context(ShutdownWatch())
         if spans is not None:
             stack.push_async_callback(spans.close)
         listeners = Listeners(self._settings, self._gate, files.tls if files is not None else None)
         stack.push_async_callback(listeners.stop)
         await listeners.start()
         self._reloader.subscribe(lambda new, _changed: listeners.apply(new))
-        self._tell_rows = listeners.probes.set_loaded_rows
+        self._on_loaded_rows = listeners.probes.set_loaded_rows
         _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
-        rooms = await stack.enter_async_context(self.opened())
-        stack.push_async_callback(rooms.flush)
-        stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
-        endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
+        components = await stack.enter_async_context(self.opened())
+        stack.push_async_callback(components.flush)
+        stack.push_async_callback(listeners.stop)  # before the components close, even with requests in flight
+        endpoint = listeners.endpoint(components.leadership.node_id, self._settings.bind_address)
         place = ManagerAddress(endpoint, self._clock, lambda: self._gate.phase.value)
         tls = files.tls if files is not None else None
-        interface = ManagerApi.of(rooms, self._settings, self._reloader, place, spans, tls)
+        interface = ManagerApi.of(components, self._settings, self._reloader, place, spans=spans, tls=tls)
         stack.push_async_callback(interface.vitals.withdraw)
-        duties: list[asyncio.Task[None]] = []
-        stack.push_async_callback(end_tasks, duties)
-        stack.callback(slow_end.begin)
-        stack.push_async_callback(self._drain, rooms, listeners)
-        await rooms.leadership.publish(endpoint)
-        await rooms.leadership.tick()
-        await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
-        ask = rooms.metadata.store.table("registry").version
-        watch: BackgroundTask = ("store_watch", partial(listeners.probes.watch_store, ask))
-        trim: BackgroundTask = ("freed_memory", _trim_memory_periodically)
-        certificates: list[BackgroundTask] = [("certificates", files.run)] if files is not None else []
-        vitals: BackgroundTask = ("vitals", interface.vitals.run)
-        every = (*rooms.background_tasks(), watch, trim, vitals, *certificates)
-        duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
+        tasks: list[asyncio.Task[None]] = []
+        stack.push_async_callback(end_tasks, tasks)
+        stack.callback(shutdown.begin)
+        stack.push_async_callback(self._drain, components, listeners)
+        await components.leadership.publish(endpoint)
+        await components.leadership.tick()
+        await components.reclaimer.begin()  # reads every block once, before any request waits
+        check_store = components.metadata.store.table("registry").version
+        background: list[BackgroundTask] = [
+            *components.background_tasks(),
+            ("store_watch", partial(listeners.probes.watch_store, check_store)),
+            ("freed_memory", _trim_memory_periodically),
+            ("vitals", interface.vitals.run),
+        ]
         if files is not None:
+            background.append(("certificates", files.run))
             self._reloader.refresh(files.reload)
+        tasks += [asyncio.create_task(_keep_running(name, run)) for name, run in background]
         self._gate.on_phase_change(interface.vitals.publish_now)
         await listeners.serve(interface)
         await self._gate.enter_phase(Phase.SERVING)
         return endpoint
 
-    async def _drain(self, rooms: Components, listeners: Listeners) -> None:
+    async def _drain(self, components: Components, listeners: Listeners) -> None:
         settings = self._reloader.settings
         if self._gate.phase is Phase.SERVING:
-            sessions = rooms.cache.endings.open_count
+            sessions = components.cache.endings.open_count
             _log.info("draining", open_write_sessions=sessions, in_flight=self._gate.in_flight)
-        # Who never served is in nobody's list, and memory that is ahead of the disk is not to be served from.
+        # No client knows a manager that never served, and one whose memory is ahead of the disk must not serve.
         is_quick = self._failure or self._gate.phase is Phase.STARTING
         delay_seconds = 0.0 if is_quick else settings.drain_delay_ms / 1000
-        await drain(self._gate, rooms.leadership, listeners, delay_seconds, settings.drain_timeout_ms / 1000)
+        await drain(self._gate, components.leadership, listeners, delay_seconds, settings.drain_timeout_ms / 1000)
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Components]:
-        """Open the store and build the rooms, which are closed at the end of the block; nothing is served."""
+        """Open the store and build the components, without ports; the end of the block closes them."""
         settings, self._loop = self._settings, asyncio.get_running_loop()
         document = _startup_document(settings)
         node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
@@ -381,17 +225,23 @@ class Manager:
             pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
             openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}
             storages = StorageDirectory(
-                *(cluster_id, _allowed_roots(settings, document), openers),
+                cluster_id,
+                _allowed_roots(settings, document),
+                openers,
                 allowed_hosts=_allowed_hosts(settings, document),
             )
             stack.callback(storages.close_all)
             audit_log = AuditLog(settings.audit_log_file)
             audit = AuditTrail(audit_log.record, self._clock)
             stack.push_async_callback(audit_log.flushed)
-            flush = partial(_flushed, store.flush, audit_log.flushed)
-            uses = store.table("uses")
             registry = Registry(
-                *(storages, table, flush, metadata.kind, self._clock, uses, audit.changed),
+                storages,
+                table,
+                flush=partial(_flush_all, store.flush, audit_log.flushed),
+                store_kind=metadata.kind,
+                clock=self._clock,
+                uses=store.table("uses"),
+                listener=audit.changed,
             )
             await registry.load()
             await ensure_admin_key(registry, settings)
@@ -404,24 +254,33 @@ class Manager:
                 store.table("nodes"),
                 margin_seconds=settings.loop_interval_ms / 1000,
             )
-            rooms = Components.build(metadata, registry, storages, leadership, self._clock, settings, audit, audit_log)
-            await rooms.cache.load()
-            stack.push_async_callback(rooms.events.close)
-            yield rooms
+            components = Components.build(
+                metadata=metadata,
+                registry=registry,
+                storages=storages,
+                leadership=leadership,
+                clock=self._clock,
+                settings=settings,
+                audit=audit,
+                audit_log=audit_log,
+            )
+            await components.cache.load()
+            stack.push_async_callback(components.events.close)
+            yield components
 
     def _status_line(self, progress: LoadProgress) -> LoadProgress:
-        """Also tell the probes, and end the loading when the manager is told to stop. Called on a thread."""
+        """Return progress that also informs the probes, and ends the loading after a signal. Called on a thread."""
 
-        def tell(done: int, estimated: int) -> None:
+        def show(done: int, estimated: int) -> None:
             if self._stopping.is_set():
                 raise StorageIOError("the manager was told to stop while it loaded metadata")
-            self._tell_rows(done, estimated)
+            self._on_loaded_rows(done, estimated)
             progress(done, estimated)
 
-        return tell
+        return show
 
     def _fail(self, reason: str) -> None:
-        """Memory is ahead of the disk: only a restart makes them agree. Called on a thread of the store."""
+        """Stop, since memory is ahead of the disk and only a restart makes them agree. Called on a thread."""
         _log.error("metadata_store_failed", reason=reason)
         self._failure = reason
         assert self._loop is not None
@@ -429,21 +288,21 @@ class Manager:
 
 
 def _warn_of_risks(settings: Settings) -> None:
-    """Say at start who can reach what."""
+    """Log at start which clients have access without authentication or encryption."""
     if not settings.is_auth_required:
-        log, who = (_log.info, "is on this host") if settings.is_loopback else (_log.warning, "reaches these ports")
-        log("not_authenticated", reason=f"kvcm.auth.mode is off: whoever {who} may do everything")
+        log, clients = (_log.info, "on this host") if settings.is_loopback else (_log.warning, "that reach these ports")
+        log("not_authenticated", reason=f"kvcm.auth.mode is off: all clients {clients} may do everything")
     elif not settings.is_loopback and not settings.tls_cert_file:
         _log.warning("not_encrypted", reason="keys and prompts can be read on the way: set kvcm.tls.cert_file")
 
 
-async def _flushed(*flushes: Callable[[], Awaitable[None]]) -> None:
+async def _flush_all(*flushes: Callable[[], Awaitable[None]]) -> None:
     for flush in flushes:
         await flush()
 
 
 def _open_tracing(settings: Settings) -> SpanExport | None:
-    """Return where spans go, None for that calls are not traced."""
+    """Return the export of spans, None if calls are not traced."""
     if not settings.otlp_endpoint:
         return None
     instance = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}"
@@ -453,12 +312,12 @@ def _open_tracing(settings: Settings) -> SpanExport | None:
         raise ConfigError(f"kvcm.tracing.otlp_endpoint is set: {error}") from None
 
 
-async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
-    """Run a background duty for good: a defect in one round is logged and does not end it."""
+async def _keep_running(name: str, task: Callable[[], Awaitable[None]]) -> None:
+    """Run a background task until cancelled: an error in one round is logged and does not end it."""
     while True:
         try:
-            await duty()
-        except KvcmError as error:  # the store cannot be asked: the next round tries again
+            await task()
+        except KvcmError as error:  # the store is unavailable: the next round retries
             _log.warning("duty_interrupted", duty=name, reason=str(error))
             await asyncio.sleep(_PAUSE_SECONDS)
         except Exception:
@@ -467,14 +326,14 @@ async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
 
 
 def _new_cluster_id(settings: Settings) -> str:
-    """What a store that has no id yet is given: the name of a shared one, else something new (design.md decision 1)."""
+    """Return the id of a store that has none yet: the name of a shared one, else a random id (design.md decision 1)."""
     if settings.registry_storage_uri.startswith("redis"):
         return parse_redis_uri(settings.registry_storage_uri).cluster_name
     return secrets.token_hex(8)
 
 
 async def _add_missing(registry: Registry, document: StartupDocument) -> None:
-    """Add what the startup document names and the store does not know yet."""
+    """Add the storage and the group of the startup document if the store does not have them."""
     try:
         await registry.storages.add(document.storage)
     except DuplicateEntityError:
@@ -486,12 +345,13 @@ async def _add_missing(registry: Registry, document: StartupDocument) -> None:
     _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
 
 
-def _missing_storages(_done: int, _estimated: int) -> None:
-    """Nobody looks."""
+def _show_nothing(_done: int, _estimated: int) -> None:
+    """Show no progress."""
 
 
 def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path, ...] | None:
-    """Any root while only this host can reach the server, else what is configured (design.md decision 12).
+    """Return the roots that storages may have: any while only this host can reach the server, else the configured ones
+    (design.md decision 12).
 
     The startup document comes from the operator's own files, not through the API: its root is always allowed.
     """
@@ -503,7 +363,7 @@ def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path,
 
 
 def _allowed_hosts(settings: Settings, document: StartupDocument) -> AllowedHosts:
-    """The same for hosts that storages name."""
+    """Return the hosts that storages may name, by the same rule."""
     if settings.allowed_hosts is None and settings.is_loopback:
         return AllowedHosts()
     spec = document.storage.spec
@@ -532,3 +392,170 @@ def _addresses(endpoint: Endpoint) -> dict[str, str]:
         "admin_grpc": f"{endpoint.host}:{endpoint.admin_rpc_port}",
         "admin_http": f"{endpoint.host}:{endpoint.admin_http_port}",
     }
+
+
+# The first API key, with which an administrator makes others.
+#
+# If keys are required, an administrator's key is in a file of the manager's host that only its owner can read. The
+# manager adopts a key that is in the file already, so that secrets of an orchestrator can be mounted; else it makes
+# one, unless the deployment has an administrator. An adopted key that was revoked or rotated since does not come back:
+# the operator has to remove it from the file. The manager never overwrites a file, and never logs the secret.
+
+_ADMIN_KEY_NAME = "admin"
+
+
+async def ensure_admin_key(registry: Registry, settings: Settings) -> None:
+    """Ensure that a deployment that requires keys has an administrator's key.
+
+    Raises:
+        ConfigError: the file cannot be used, or there is neither an administrator nor a file for a new key.
+        StorageIOError: the store is unavailable.
+    """
+    if not settings.is_auth_required:
+        return
+    path, administrators = _admin_key_path(settings), _administrators(registry, settings)
+    if path is not None and path.exists():
+        await _adopt_admin_key(registry, settings, path)
+    elif path is not None and all(key.expires_at for key in administrators):
+        await registry.taken_keys.import_key(_ADMIN_KEY_NAME, _write_admin_key(path))
+        _log.warning("admin_key_made", file=str(path))
+    elif not administrators:
+        raise ConfigError(
+            "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
+            "give --data-dir, or make a key while kvcm.auth.mode is off"
+        )
+
+
+def _admin_key_path(settings: Settings) -> Path | None:
+    if settings.admin_key_file:
+        return Path(settings.admin_key_file)
+    return Path(settings.data_dir) / "admin.key" if settings.data_dir else None
+
+
+def _administrators(registry: Registry, settings: Settings) -> list[ApiKey]:
+    """Return the keys that suffice for administration: of all groups, of no account (others may remove it), and of a
+    certificate only if the ports request certificates."""
+    return [
+        key
+        for key in registry.keys.all()
+        if key.role is Role.ROLE_ADMIN
+        and ALL_GROUPS in key.groups
+        and not key.account
+        and (key.digest or settings.tls_client_ca_file)
+    ]
+
+
+async def _adopt_admin_key(registry: Registry, settings: Settings, path: Path) -> None:
+    try:
+        key = await registry.taken_keys.import_key(_ADMIN_KEY_NAME, _read_admin_key(path))
+    except InvalidArgumentError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be used: {error}") from error
+    administrators = _administrators(registry, settings)
+    if key in administrators:
+        return
+    reason = "the key in it has ended, or is no administrator's: remove the file, or put a new key into it"
+    if not administrators:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} is of no use, and there is no other administrator: {reason}. "
+            "If there is no file, the manager makes a new key and writes it there"
+        )
+    _log.warning("admin_key_ended", file=str(path), reason=reason)
+
+
+def _read_admin_key(path: Path) -> PresentedKey:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        exposed = is_exposed(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be read: {type(error).__name__}") from None
+    key = PresentedKey.parse(text)
+    if key is None:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} holds no key: it must be one line, kvcm_<id>_<secret>"
+        )
+    if exposed:
+        _log.warning("admin_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
+    return key
+
+
+def _write_admin_key(path: Path) -> PresentedKey:
+    key = new_key()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{key.text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be written: {error.strerror}") from error
+    return key
+
+
+# Memory of the process: the C library's allocator, and Python's garbage collector.
+#
+# Answers take 100 kB and more, and live for a millisecond. By default glibc returns such chunks to the system when they
+# are freed and requests new ones, whose pages the system zeroes first: a tenth of the CPU time of a lookup of 1,024
+# blocks, more for answers in JSON. So freed memory stays with the process, for the next answer. But free memory between
+# chunks that are in use grows with every peak, and would never be returned: twice a minute the process returns all of
+# it, at the price of ten thousand page faults.
+#
+# By default glibc also makes eight arenas per core, and gives each new thread one of its own, which keeps the memory of
+# its busiest moment. Threads here mostly wait for the disk or for Python's global lock, and never allocate at the
+# same time in such numbers: a few arenas suffice. Other C libraries keep their defaults.
+#
+# Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write. But
+# gRPC leaves a cycle of five objects behind with every request, with its path and metadata. Garbage and the pause for
+# its collection have to stay small: 20,000 objects are some 4,000 requests, 2 MB, and a millisecond or two. Each live
+# object is traversed twice, however small the first generation is; traversing all of them again is the expensive part.
+
+# <malloc.h>
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_LARGEST_CHUNK = 32 << 20  # glibc allows no more; larger ones are mapped and returned each time
+_TRIM_THRESHOLD_BYTES = 64 << 20
+_TOP_PAD_BYTES = 4 << 20
+_MAX_ARENAS = 4
+_TRIM_SECONDS = 30.0
+_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS = 20_000, 50, 100
+
+
+def configure_allocator() -> bool:
+    """Let the allocator keep up to 64 MiB at the end of its heap; return whether it supports that."""
+    return _mallopt(
+        (_M_MMAP_THRESHOLD, _LARGEST_CHUNK), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES), (_M_TOP_PAD, _TOP_PAD_BYTES)
+    )
+
+
+def limit_arenas() -> bool:
+    """Let threads that start from now on share a few arenas; return whether the allocator supports that."""
+    return _mallopt((_M_ARENA_MAX, _MAX_ARENAS))
+
+
+def trim_memory() -> bool:
+    """Return free pages to the system; return whether the allocator supports that. Blocks for milliseconds, without
+    Python's global lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(ctypes.c_size_t(_TOP_PAD_BYTES))
+    return True
+
+
+async def _trim_memory_periodically() -> None:
+    """Trim until cancelled, on a thread."""
+    while True:
+        await asyncio.sleep(_TRIM_SECONDS)
+        await asyncio.to_thread(trim_memory)
+
+
+def configure_garbage_collector() -> None:
+    """Exempt all present objects from collection, and collect later ones less often."""
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS)
+
+
+def _mallopt(*wanted: tuple[int, int]) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    done = [mallopt(option, size) for option, size in wanted]
+    return all(done)

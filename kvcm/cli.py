@@ -1,4 +1,4 @@
-"""The `kvcm` command."""
+"""The `kvcm` command: `serve`, which runs a manager, and the commands of kvcm.commands."""
 
 from __future__ import annotations
 
@@ -10,28 +10,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvcm import __version__
-from kvcm.commands.access import account_app, key_app, login, whoami
-from kvcm.commands.blocks import get, pin_app, trim
-from kvcm.commands.doctor import doctor
-from kvcm.commands.group import group_app, group_usage, quota_app
-from kvcm.commands.index import index_app
-from kvcm.commands.instance import instance_app
-from kvcm.commands.optimize import optimize
-from kvcm.commands.snapshot import snapshot_app
-from kvcm.commands.storage import storage_app
-from kvcm.commands.trace import trace_app
 
 if TYPE_CHECKING:
     from kvcm.app import Manager
 
-__all__ = ["_add_commands", "app", "main"]
+# gRPC logs lines of its own, one for each client that speaks no TLS to a TLS port. It reads this on import.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+try:
+    import structlog
+    import typer
 
-# All commands but `serve`, which opens a manager itself.
+    from kvcm.commands.access import account_app, key_app, login, whoami
+    from kvcm.commands.blocks import get, pin_app, trim
+    from kvcm.commands.doctor import doctor
+    from kvcm.commands.group import group_app, group_usage, quota_app
+    from kvcm.commands.index import index_app
+    from kvcm.commands.instance import instance_app
+    from kvcm.commands.optimize import optimize
+    from kvcm.commands.snapshot import snapshot_app
+    from kvcm.commands.storage import storage_app
+    from kvcm.commands.trace import trace_app
+    from kvcm.config import ConfigError, Settings, load_settings
+    from kvcm.model.errors import KvcmError
+    from kvcm.store.load_progress import shown_progress
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+    from kvcm.terminal.exit_codes import EXIT_CODES
+except ModuleNotFoundError as missing:
+    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
 
-_APPS = (
+__all__ = ["add_commands", "app", "main"]
+
+_GROUPS = (
     storage_app,
     group_app,
     quota_app,
@@ -43,34 +53,15 @@ _APPS = (
     snapshot_app,
     trace_app,
 )
-
-
-def _add_commands(app: typer.Typer) -> None:
-    """Add them to the command line."""
-    for each in _APPS:
-        app.add_typer(each)
-    app.command("usage")(group_usage)
-    app.command("get")(get)
-    app.command("trim")(trim)
-    app.command("login")(login)
-    app.command("whoami")(whoami)
-    app.command("doctor")(doctor)
-    app.command("optimize")(optimize)
-
-
-# gRPC's own lines are no events, and it has one for whoever comes to a TLS port with anything else. Read on import.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-try:
-    import structlog
-    import typer
-
-    from kvcm.config import ConfigError, Settings, load_settings
-    from kvcm.model.errors import KvcmError
-    from kvcm.store.load_progress import shown_progress
-    from kvcm.telemetry.logs import LEVELS, configure_logs
-    from kvcm.terminal.exit_codes import EXIT_CODES
-except ModuleNotFoundError as missing:
-    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+_COMMANDS = {
+    "usage": group_usage,
+    "get": get,
+    "trim": trim,
+    "login": login,
+    "whoami": whoami,
+    "doctor": doctor,
+    "optimize": optimize,
+}
 app = typer.Typer(
     name="kvcm",
     help="KV-cache manager for LLM inference.",
@@ -80,6 +71,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def add_commands(target: typer.Typer) -> None:
+    """Add all commands but `serve` to a command line."""
+    for group in _GROUPS:
+        target.add_typer(group)
+    for name, command in _COMMANDS.items():
+        target.command(name)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -116,18 +115,18 @@ def serve(
         typer.Option("--data-dir", help="Directory for the metadata and, below nfs/, the built-in file storage."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve on all addresses although nobody is authenticated.")
+        bool, typer.Option("--insecure", help="Serve on all addresses although authentication is disabled.")
     ] = False,
     daemon: Annotated[
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
     ] = False,
 ) -> None:
-    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0; SIGHUP reads the settings anew.
+    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0; SIGHUP reloads the settings.
 
     Settings take effect in this order, later ones win: defaults, the config file, -e, environment variables of the same
     dotted name. Ports: kvcm.service.rpc_port (6381), http_port (6382), admin_rpc_port (6491), admin_http_port (6492).
     """
-    # The first of a key wins: what has an option of its own goes before -e.
+    # The first of a key wins: settings with an option of their own go before -e.
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     options += ["kvcm.service.insecure=true"] if insecure else []
     configure_logs(LEVELS["INFO"])
@@ -162,7 +161,7 @@ def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
 
 
 def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager]]:
-    """Import what only a manager needs: most of what there is, and other commands are to begin at once."""
+    """Import the manager, and most of the packages with it: other commands start faster without."""
     try:
         import uvloop
 
@@ -173,7 +172,7 @@ def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager
 
 
 def _changed(settings: Settings) -> dict[str, str]:
-    """Settings that differ from the defaults, with secrets left out."""
+    """Return the settings that differ from the defaults, without secrets."""
     defaults = Settings().described()
     return {key: value for key, value in settings.described().items() if value != defaults[key]}
 
@@ -189,7 +188,7 @@ def _detach() -> None:
     typer.echo(process.pid)
 
 
-_add_commands(app)
+add_commands(app)
 
 
 def main() -> None:

@@ -1,7 +1,10 @@
-"""Where a deployment's metadata is kept, opened as the settings say.
+"""The components of a manager and their wiring: the metadata store, the cache, reclaim, background tasks.
 
-`kvcm.registry_storage.uri` decides (design.md decision 6): a redis uri for a store that managers share, `local:///path`
-for a RocksDB there, nothing for a RocksDB in the data directory, and for the process's memory when there is none.
+`open_metadata` opens the store that the settings name, and `Components.build` builds everything over it and over a
+loaded registry; `kvcm.app` opens, serves and closes. Nothing here knows of ports or calls.
+
+The components form no circle but one: a write reports that its group crossed a watermark, and the reclaimer, which is
+built over the cache, is woken. `WritePressure` is that event; it is connected once, before the first write.
 """
 
 from __future__ import annotations
@@ -60,21 +63,25 @@ from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["BackgroundTask", "Components", "Metadata", "local_directory", "open_metadata"]
+__all__ = ["BackgroundTask", "Components", "Metadata", "WritePressure", "local_directory", "open_metadata"]
+
+
+# The metadata store: `kvcm.registry_storage.uri` decides (design.md decision 6). A redis uri names a store that
+# managers share, `local:///path` a RocksDB there, nothing a RocksDB in the data directory, or memory without one.
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """An opened store and what is built on it.
+    """An opened store and the objects that are built on it.
 
     Attributes:
         kind: memory, rocksdb or redis.
         store: documents.
         new_backend: makes or finds the backend of an index.
-        lease: the right to run the background duties.
-        usage: keeps count of groups.
-        client: of the shared store, None when there is none.
-        closers: what else has to be closed.
+        lease: the right to run the background tasks.
+        usage: usage of the groups.
+        client: of the shared store, None without one.
+        closers: further connections to close.
     """
 
     kind: str
@@ -93,7 +100,7 @@ class Metadata:
         return self.client.times if self.client is not None else {}
 
     async def close(self) -> None:
-        """Make everything durable and let go of files and connections."""
+        """Flush, then close files and connections."""
         await self.store.close()
         for close in self.closers:
             await close()
@@ -113,9 +120,9 @@ async def open_metadata(
         settings: `kvcm.registry_storage.uri`, `kvcm.distributed_lock.uri`, `kvcm.data_dir`, `kvcm.store.*`.
         clock: time source.
         node_id: id of this manager.
-        progress: told while a RocksDB is read.
-        least_timeout_seconds: how long to wait for an answer of redis at least; a command has time, a request has not.
-        on_failure: told when the disk failed and memory is ahead of it: the process has to end.
+        progress: called while a RocksDB is read.
+        on_failure: called when the disk failed and memory is ahead of it: the process has to end.
+        least_timeout_seconds: least timeout of a request to redis; commands can wait longer than requests.
 
     Raises:
         ConfigError: a uri is malformed.
@@ -134,7 +141,13 @@ async def open_metadata(
 
 
 def _in_memory(clock: Clock) -> Metadata:
-    return Metadata("memory", MemoryStore(), lambda _placement: MemoryBackend(), MemoryLease(clock), UsageLedger())
+    return Metadata(
+        kind="memory",
+        store=MemoryStore(),
+        new_backend=lambda _placement: MemoryBackend(),
+        lease=MemoryLease(clock),
+        usage=UsageLedger(),
+    )
 
 
 def _in_rocksdb(
@@ -144,9 +157,15 @@ def _in_rocksdb(
     try:
         index = load_index(store, progress)
     except BaseException:
-        store.log.close_at_once()  # or the directory stays in use
+        store.log.close_at_once()  # or the directory stays locked
         raise
-    return Metadata("rocksdb", store, lambda placement: index.backend(placement.uid), MemoryLease(clock), UsageLedger())
+    return Metadata(
+        kind="rocksdb",
+        store=store,
+        new_backend=lambda placement: index.backend(placement.uid),
+        lease=MemoryLease(clock),
+        usage=UsageLedger(),
+    )
 
 
 async def _in_redis(redis: RedisSettings) -> Metadata:
@@ -160,13 +179,20 @@ async def _in_redis(redis: RedisSettings) -> Metadata:
     def new_backend(placement: Placement) -> IndexBackend:
         return RedisBackend(client, placement.uid, placement.shard_count)
 
-    # Not the node's id: that may be configured, and numbers of reports begin anew with every start.
+    # Not the node's id: that may be configured, and every start numbers its reports from 0 again.
     usage = SharedLedger(QuotaCounters(client), secrets.token_hex(8))
-    return Metadata("redis", RedisStore(client), new_backend, RedisLease(client), usage, client)
+    return Metadata(
+        kind="redis",
+        store=RedisStore(client),
+        new_backend=new_backend,
+        lease=RedisLease(client),
+        usage=usage,
+        client=client,
+    )
 
 
 def _with_lease(metadata: Metadata, settings: Settings, clock: Clock) -> Metadata:
-    """Return the metadata with the lease that the settings name; without one it is kept where the metadata is."""
+    """Return the metadata with the lease that the settings name; by default the lease is in the metadata store."""
     uri = settings.distributed_lock_uri
     if not uri:
         return metadata
@@ -180,9 +206,7 @@ def _with_lease(metadata: Metadata, settings: Settings, clock: Clock) -> Metadat
         lease = FileLease(Path(uri.removeprefix("file://")))
     else:
         lease = MemoryLease(clock)
-    return Metadata(
-        metadata.kind, metadata.store, metadata.new_backend, lease, metadata.usage, metadata.client, closers
-    )
+    return replace(metadata, lease=lease, closers=closers)
 
 
 def _redis_settings(key: str, uri: str, cluster_name: str = "") -> RedisSettings:
@@ -193,37 +217,53 @@ def _redis_settings(key: str, uri: str, cluster_name: str = "") -> RedisSettings
 
 
 def local_directory(settings: Settings) -> Path | None:
-    """Return where the settings have a RocksDB, None when they have none."""
+    """Return the directory of the RocksDB that the settings name, None without one."""
     uri = settings.registry_storage_uri
     if uri.startswith("local://"):
         return Path(uri.removeprefix("local://"))
     return Path(settings.data_dir) / "metadata" if settings.data_dir and not uri else None
 
 
-# The rooms of a running manager, and what they do in the background.
-#
-# Duties of the leader: ending what is overdue, deletions, removals of instances, recounts of usage. Every manager
-# follows the registry and the invalidations of its search caches, probes its storages, and writes down what was read.
+# Wiring. Background tasks of the leader: expiry of write sessions, deletions, removals of instances, recounts of usage.
+# Every manager follows the registry and the invalidations of its search caches, probes its storages, and flushes the
+# accesses that it recorded.
 
 BackgroundTask = tuple[str, Callable[[], Awaitable[None]]]
 """Name and endless coroutine."""
-_ACCESS_FLUSH_SECONDS = 1.0  # what a crash may lose
+_ACCESS_FLUSH_SECONDS = 1.0  # a crash loses no more
 _KEYS_SECONDS = 60.0
 _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
-_SHARED_TASK_SECONDS = 0.5  # a round asks every shard of every instance
+_SHARED_TASK_SECONDS = 0.5  # a round reads every shard of every instance
 _RECOUNT_SECONDS = 1.0
 _POOLS_SECONDS = 2.0
 
 
+class WritePressure:
+    """The event that a write crossed a watermark or found no space, from the cache to the reclaimer."""
+
+    def __init__(self) -> None:
+        self._wakes: WakeBroadcast | None = None
+
+    def connect(self, wakes: WakeBroadcast) -> None:
+        """Connect the writes of a cache with the reclaimer; once, before the first write."""
+        assert self._wakes is None, "connected twice"
+        self._wakes = wakes
+
+    def report(self, group_name: str) -> None:
+        """Wake the reclaimer of the leader. Never waits."""
+        assert self._wakes is not None, "a write came before connect()"
+        self._wakes.request(group_name)
+
+
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What there is to do because other managers work on the same store.
+    """The components of a manager whose store other managers use, too.
 
     Attributes:
-        invalidations: hears of their changes.
-        ledger: tells them of ours.
-        recount: puts right what managers that died did not tell.
-        wakes: wakes the reclaimer of whoever leads.
+        invalidations: changes by other managers, for the search caches.
+        ledger: reports usage to the other managers.
+        recount: corrects usage that managers did not report before they died.
+        wakes: wakes the leader's reclaimer.
     """
 
     invalidations: Invalidations
@@ -235,7 +275,7 @@ class Sharing:
     def of(
         cls, metadata: Metadata, registry: Registry, cache: CacheManager, wakes: WakeBroadcast, clock: Clock
     ) -> Sharing | None:
-        """Return what a shared store needs, None for a store of this manager alone."""
+        """Return the components that a shared store needs, None for a store of this manager alone."""
         if metadata.client is None or not isinstance(metadata.usage, SharedLedger):
             return None
         keys, caches = BlockKeys(metadata.client.prefix), cache.open_caches
@@ -250,7 +290,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class _ComponentFactory:
-    """What rooms are built on, and how each one is built. Attributes are those of `Rooms`, and the time source."""
+    """Builds each component over the store, the registry and the settings."""
 
     metadata: Metadata
     registry: Registry
@@ -259,8 +299,7 @@ class _ComponentFactory:
     clock: Clock
     settings: Settings
 
-    def cache(self, budget: CacheBudget, events: EventLog, on_pressure: Callable[[str], None]) -> CacheManager:
-        """Build the cache, whose writes report when they leave their group above a watermark."""
+    def cache(self, budget: CacheBudget, events: EventLog, pressure: WritePressure) -> CacheManager:
         cache = CacheManager(
             self.registry,
             self.storages,
@@ -270,48 +309,39 @@ class _ComponentFactory:
             usage=self.metadata.usage,
             budget=budget,
             events=events,
-            on_pressure=on_pressure,
+            on_pressure=pressure.report,
         )
-        cache.set_watermark_check(
-            WatermarkCheck(self.registry, cache.usage, cache.open_caches.key_counts).is_above_a_mark
-        )
+        check = WatermarkCheck(self.registry, cache.usage, cache.open_caches.key_counts)
+        cache.set_watermark_check(check.is_above_watermark)
         return cache
 
     def deletions(self, cache: CacheManager, events: EventLog, turns: Pacer) -> DeletionExecutor:
-        """Build what deletes the bytes and the metadata of the cache's blocks."""
         workers, is_configured = self.settings.deletion_workers, self.registry.storages.is_configured
         deletions = DeletionExecutor(self.storages, self.clock, workers, events, is_configured, turns)
         deletions.serve(cache)
         return deletions
 
     def reclaimer(self, cache: CacheManager, on_evicted: Callable[[EvictionRecord], None], turns: Pacer) -> Reclaimer:
-        """Build what keeps usage below the marks."""
         find_group, limits = self.registry.groups.find, partial(_limits, self.registry)
         return Reclaimer(cache.indexes, find_group, limits, self.clock, on_evicted, turns=turns)
 
     def wakes(self, reclaimer: Reclaimer) -> WakeBroadcast:
-        """Build what wakes the reclaimer of whoever leads: the only one there is, over a store of its own."""
         store, leadership = self.metadata.store, self.leadership
+        # Without a shared store this manager's reclaimer is the only one.
         return WakeBroadcast(store.table("wakes"), reclaimer.wake, lambda: leadership.is_leader or not store.is_shared)
 
     def configure_slot_reuse(self) -> None:
-        """Say from when on, and in whose term, slots of packed files are handed out again."""
+        """Set when, and in which leader's term, slots of packed files are allocated again."""
         reuse, leadership = self.storages.slot_reuse, self.leadership
         reuse.grace_seconds = self.settings.slot_reuse_grace_ms / 1000
         reuse.now = self.clock.now
         reuse.term = lambda: leadership.token if leadership.is_leader else None
 
-    def garbage(self, custody: GarbageSource, told: ChangeEvents) -> GarbageCollector:
-        """Build what looks for blocks that nobody can read."""
+    def garbage(self, source: GarbageSource, changes: ChangeEvents) -> GarbageCollector:
         rate = self.settings.garbage_blocks_per_second
-        return GarbageCollector(custody, self.storages, self.clock, blocks_per_second=rate, on_marked=told.removed)
-
-    def scrubber(self, custody: GarbageSource) -> StorageScrubber:
-        """Build what looks for bytes that no metadata knows."""
-        return StorageScrubber(custody, self.storages, self.clock, self.storages.cluster_id)
+        return GarbageCollector(source, self.storages, self.clock, blocks_per_second=rate, on_marked=changes.removed)
 
     def drains(self, cache: CacheManager, remover: Remover, turns: Pacer) -> StorageDrains:
-        """Build what empties storages, and forgets what lay on removed ones."""
         return StorageDrains(
             self.registry,
             cache.open_caches,
@@ -322,49 +352,59 @@ class _ComponentFactory:
             give_way=turns.pause,
         )
 
-    def purges(self, cache: CacheManager, remover: Remover, turns: Pacer) -> PoolPurges:
-        """Build what forgets what lay in memory of pools that is gone."""
-        return PoolPurges(self.storages.pools, cache.open_caches, remover, self.clock, turns.pause)
-
     def leaks(self, cache: CacheManager, scrubber: StorageScrubber) -> PoolLeaks:
-        """Build what frees memory of pools that nobody owns."""
         return PoolLeaks(
             self.storages.pools, lambda name: sum(cache.usage.bytes_on_storage(name).values()), scrubber, self.clock
         )
 
     def prober(self) -> Prober:
-        """Build what looks after the health of storages."""
         interval_ms, timeout_ms = self.settings.probe_interval_ms, self.settings.probe_timeout_ms
         return Prober(self.storages, self.clock, interval_ms / 1000, timeout_ms / 1000)
 
+    def alerts(
+        self, cache: CacheManager, view: UsageView, deletions: DeletionExecutor, drains: StorageDrains, counts: Counts
+    ) -> AlertWatch:
+        sources = AlertSources(
+            cache=cache,
+            registry=self.registry,
+            view=view,
+            storages=self.storages,
+            deletions=deletions,
+            drains=DrainView(drains, self.storages, deletions, self.leadership),
+            leadership=self.leadership,
+            lag_seconds=counts.lag.blocked_seconds,
+            is_shared=self.metadata.store.is_shared,
+        )
+        return AlertWatch(sources, self.clock.now)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What `app` wires.
+    """The components of a manager, without its ports.
 
     Attributes:
         settings: intervals.
         metadata: the store.
-        registry: what is configured.
+        registry: storages, groups, instances, accounts and keys.
         storages: the open storages.
-        leadership: who leads.
-        events: what happens to blocks, for whoever listens.
+        leadership: which manager is the leader.
+        events: events of blocks.
         cache: blocks.
-        reclaimer: keeps usage below the marks.
+        reclaimer: evicts above watermarks.
         deletions: deletes bytes and metadata.
-        garbage: looks for blocks that nobody can read.
-        scrubber: looks for bytes that no metadata knows.
-        drains: empties storages, and forgets what lay on removed ones.
-        purges: forgets what lay in memory of pools that is gone.
-        leaks: frees memory of pools that nobody owns.
-        prober: looks after the health of storages.
-        sharing: what there is to do while other managers work on the store; None while there are none.
-        counts: what is counted all the time.
+        garbage: finds blocks without their prefix or bytes.
+        scrubber: finds orphans: bytes without metadata.
+        drains: empties storages, and forgets the blocks of removed ones.
+        purges: forgets the blocks of memory pools that are gone.
+        leaks: frees orphans in memory pools.
+        prober: probes the health of storages.
+        sharing: for a store that other managers use, too; else None.
+        counts: metrics that are always counted.
         audit: makes entries of the audit log.
-        audit_log: what was changed, and by whom.
+        audit_log: the audit log.
         clock: time source.
-        view: what is used.
-        alerts: tells what is wrong.
+        view: usage and limits.
+        alerts: alerts.
     """
 
     settings: Settings
@@ -393,6 +433,7 @@ class Components:
     @classmethod
     def build(
         cls,
+        *,
         metadata: Metadata,
         registry: Registry,
         storages: StorageDirectory,
@@ -402,56 +443,66 @@ class Components:
         audit: AuditTrail,
         audit_log: AuditLog,
     ) -> Components:
-        """Build the rooms over an opened store and a loaded registry."""
-        ground = _ComponentFactory(metadata, registry, storages, leadership, clock, settings)
+        """Build the components over an opened store and a loaded registry."""
+        factory = _ComponentFactory(metadata, registry, storages, leadership, clock=clock, settings=settings)
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
-        told = ChangeEvents(events)
+        changes, counts = ChangeEvents(events), Counts()
         budget = CacheBudget(settings.search_cache_bytes)
-        turns = Pacer()  # eviction and deletion take theirs by turns, with room for requests between them
-        wakes: WakeBroadcast  # of the reclaimer, which is built over the cache that wakes it
-        cache = ground.cache(budget, events, lambda group_name: wakes.request(group_name))
-        deletions = ground.deletions(cache, events, turns)
-        counts = Counts()
-        on_evicted = partial(_record_eviction, told, counts.evictions, deletions.wake)
-        reclaimer = ground.reclaimer(cache, on_evicted, turns)
-        wakes = ground.wakes(reclaimer)
+        turns = Pacer()  # eviction and deletion run in turns, with time for requests between them
+        pressure = WritePressure()
+        cache = factory.cache(budget, events, pressure)
+        deletions = factory.deletions(cache, events, turns)
+        on_evicted = partial(_record_eviction, changes, counts.evictions, deletions.wake)
+        reclaimer = factory.reclaimer(cache, on_evicted, turns)
+        wakes = factory.wakes(reclaimer)
+        pressure.connect(wakes)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
-            budget.is_coherent = lambda: sharing.invalidations.is_live and settings.search_cache_bytes > 0
-        ground.configure_slot_reuse()
-        custody, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
-        garbage, scrubber = ground.garbage(custody, told), ground.scrubber(custody)
-        drains, purges = ground.drains(cache, remover, turns), ground.purges(cache, remover, turns)
-        leaks, prober = ground.leaks(cache, scrubber), ground.prober()
-        view = UsageView(cache, registry, deletions)
-        drain_view = DrainView(drains, storages, deletions, leadership)
-        lag, rooms = counts.lag.blocked_seconds, (cache, registry, view, storages, deletions, drain_view, leadership)
+            budget.is_coherent = partial(_is_coherent, sharing.invalidations, settings.search_cache_bytes)
+        factory.configure_slot_reuse()
+        source, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
+        scrubber = StorageScrubber(source, storages, clock, storages.cluster_id)
+        drains, view = factory.drains(cache, remover, turns), UsageView(cache, registry, deletions)
         return cls(
-            *(settings, metadata, registry, storages, leadership, events),
-            *(cache, reclaimer, deletions, garbage, scrubber, drains),
-            *(purges, leaks, prober, sharing),
-            *(counts, audit, audit_log),
-            *(clock, view, AlertWatch(AlertSources(*rooms, lag, metadata.store.is_shared), clock.now)),
+            settings=settings,
+            metadata=metadata,
+            registry=registry,
+            storages=storages,
+            leadership=leadership,
+            events=events,
+            cache=cache,
+            reclaimer=reclaimer,
+            deletions=deletions,
+            garbage=factory.garbage(source, changes),
+            scrubber=scrubber,
+            drains=drains,
+            purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
+            leaks=factory.leaks(cache, scrubber),
+            prober=factory.prober(),
+            sharing=sharing,
+            counts=counts,
+            audit=audit,
+            audit_log=audit_log,
+            clock=clock,
+            view=view,
+            alerts=factory.alerts(cache, view, deletions, drains, counts),
         )
 
     def background_tasks(self) -> list[BackgroundTask]:
-        """Return what has to run while the manager serves."""
+        """Return the tasks that run while the manager serves."""
         tick_seconds = self.settings.loop_interval_ms / 1000
-        duty_seconds = _SHARED_TASK_SECONDS if self.metadata.store.is_shared else tick_seconds
-        duties: list[BackgroundTask] = [
+        task_seconds = _SHARED_TASK_SECONDS if self.metadata.store.is_shared else tick_seconds
+        tasks: list[BackgroundTask] = [
             ("election", partial(_every, tick_seconds, self.leadership.tick)),
-            (
-                "registry",
-                partial(_every, _REGISTRY_SECONDS, self._refresh),
-            ),  # and storages that did not open yet
+            ("registry", partial(_every, _REGISTRY_SECONDS, self._refresh)),  # and storages that did not open yet
             ("accesses", partial(_every, _ACCESS_FLUSH_SECONDS, self.cache.accesses.drain)),
-            ("expiry", partial(_every, duty_seconds, self._if_leader(self.cache.expire))),
-            ("removals", partial(_every, duty_seconds, self._if_leader(self.cache.purge_removed))),
+            ("expiry", partial(_every, task_seconds, self._if_leader(self.cache.expire))),
+            ("removals", partial(_every, task_seconds, self._if_leader(self.cache.purge_removed))),
             ("pools", partial(_every, _POOLS_SECONDS, self._if_leader(self._purge_pools))),
-            ("leaks", partial(_every, _POOLS_SECONDS, self._if_leader(self.leaks.check))),  # reads everything at times
-            ("drains", partial(_every, duty_seconds, self._if_leader(self._drain))),
+            ("leaks", partial(_every, _POOLS_SECONDS, self._if_leader(self.leaks.check))),
+            ("drains", partial(_every, task_seconds, self._if_leader(self._drain))),
             ("reclaim", partial(self.reclaimer.run, lambda: self.leadership.is_leader)),
-            ("deletions", partial(self.deletions.run, duty_seconds, lambda: self.leadership.is_leader)),
+            ("deletions", partial(self.deletions.run, task_seconds, lambda: self.leadership.is_leader)),
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
             ("events", self.events.run),
             ("loop_lag", self.counts.lag.run),
@@ -460,20 +511,20 @@ class Components:
             ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
         ]
         if self.settings.probe_interval_ms:
-            duties.append(("probes", self.prober.run))
+            tasks.append(("probes", self.prober.run))
         if self.sharing is not None:
-            duties += [
+            tasks += [
                 ("invalidations", self.sharing.invalidations.run),
                 ("usage", self.sharing.ledger.run),
                 ("wakes", self.sharing.wakes.run),
                 ("recount", partial(_every, _RECOUNT_SECONDS, self._if_leader(self.sharing.recount.check))),
             ]
-        return duties
+        return tasks
 
-    def _if_leader(self, duty: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    def _if_leader(self, task: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
             if self.leadership.is_leader:
-                await duty()
+                await task()
 
         return run
 
@@ -488,24 +539,24 @@ class Components:
         self.reclaimer.on_settings_changed(self.registry.generation)
 
     async def flush(self) -> None:
-        """Write down what is still to be written down, before the manager ends."""
-        with contextlib.suppress(KvcmError):  # what the store does not take now, a recount puts right
+        """Flush accesses and usage, before the manager ends."""
+        with contextlib.suppress(KvcmError):  # a recount corrects usage that the store does not accept now
             await self.cache.accesses.drain()
             if self.sharing is not None:
                 await self.sharing.ledger.flush()
 
     def labels(self, instance_id: str) -> Mapping[str, str]:
-        """Return the labels of an instance's metrics; none when it is not registered."""
+        """Return the labels of an instance's metrics; none if it is not registered."""
         registration = self.registry.instances.by_id.get(instance_id)
         if registration is None:
             return {}
         return {"instance_group": registration.instance.instance_group_name, "instance_id": instance_id}
 
     def refuse_unless_leading(self, plane: Plane) -> None:
-        """Refuse a call while another manager has to answer it.
+        """Reject a call that only the leader may answer.
 
-        Only `kvcm.service.require_leader` asks for that, or a store of this manager's own together with a lock among
-        managers: then only the lock's holder serves (design.md decision 7).
+        That is so with `kvcm.service.require_leader`, and with a store of this manager's own together with a lock among
+        managers: then only the holder of the lock serves (design.md decision 7).
 
         Raises:
             NotLeaderError: naming the leader's address where it is known.
@@ -515,10 +566,15 @@ class Components:
             refuse_unless_leading(self.leadership, plane)
 
 
-async def _every(seconds: float, duty: Callable[[], Awaitable[None]]) -> None:
+async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:
     while True:
-        await duty()
+        await task()
         await asyncio.sleep(seconds)
+
+
+def _is_coherent(invalidations: Invalidations, search_cache_bytes: int) -> bool:
+    """Return whether search caches may keep entries of a shared store."""
+    return invalidations.is_live and search_cache_bytes > 0
 
 
 def _limits(registry: Registry) -> Limits:

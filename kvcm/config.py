@@ -1,8 +1,8 @@
 """Settings: one typed tree, read once at start.
 
 Precedence, lowest to highest: default, config file, `-e key=value`, environment variable of the same dotted name
-(wire.md 3). Keys of the original's format that we do not know are reported with the nearest known one; unknown keys in
-the sections that are ours alone are errors.
+(wire.md 3). Unknown keys in sections of the original's format are reported with the nearest known key; unknown keys in
+the sections that are ours alone are errors. `docs/configuration.md` lists all settings.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from kvcm.model.mooncake import HostRule
 
 __all__ = ["DEBUG_PORT_OFFSET", "ConfigError", "Settings", "is_exposed", "load_settings"]
 
-# Whether a file that holds a secret can be read by others than those who must.
-
 _OTHERS = 0o077
 _OTHER_USERS = 0o007
 
 
 def is_exposed(path: Path) -> bool:
-    """Tell whether others on this host can read a file.
+    """Return whether other users of this host can read a file, which holds a secret.
 
-    What somebody else owns, as orchestrators mount secrets for processes that are not root, this process reads through
+    Orchestrators mount secrets for processes that are not root as files of another owner, which the process reads by
     the file's group. There the group's permission is no exposure.
 
     Raises:
-        OSError: the file cannot be looked at.
+        OSError: the file does not exist, or its directory cannot be read.
     """
     found = path.stat()
     return bool(found.st_mode & (_OTHERS if found.st_uid == os.geteuid() else _OTHER_USERS))
@@ -68,7 +66,7 @@ _LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
 class ConfigError(Exception):
-    """The settings cannot be used; the message names the key, the value and what is allowed."""
+    """The settings cannot be used; the message names the key, the value and the allowed values."""
 
 
 def _text(value: str) -> str:
@@ -139,7 +137,7 @@ def _ratio(value: str) -> float:
 
 
 def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text, *, hot: bool = False) -> Any:
-    """A setting; `hot` ones are taken over by a running manager that is told to reload."""
+    """Return a setting; a reload puts `hot` ones in force in a running manager."""
     return field(default=default, metadata={"key": key, "parse": parse, "hot": hot})
 
 
@@ -153,7 +151,7 @@ _COUNT = _number(0, 1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that can be set. Fields that the original knows keep its keys."""
+    """All settings. Those of the original keep its keys."""
 
     registry_storage_uri: str = _setting("kvcm.registry_storage.uri", "")
     registry_storage_uri_file: str = _setting("kvcm.registry_storage.uri_file", "", _file)
@@ -229,12 +227,12 @@ class Settings:
 
     @property
     def bind_address(self) -> str:
-        """Address to bind: the configured one, else all of them where that is allowed, else loopback."""
+        """Address to bind: the configured one, else all addresses if that is allowed, else loopback."""
         return self.host or ("0.0.0.0" if self.insecure or self.is_auth_required else "127.0.0.1")  # noqa: S104
 
     @property
     def is_auth_required(self) -> bool:
-        """Whether everybody is asked who he is."""
+        """Whether every request needs authentication."""
         return self.auth_mode == "required"
 
     @property
@@ -243,17 +241,17 @@ class Settings:
         return self.bind_address == "localhost" or ip_address(self.bind_address).is_loopback
 
     def without_effect(self) -> list[str]:
-        """Return the keys that are set and, though the original knows them, change nothing here."""
+        """Return the keys of the original that are set and have no effect here."""
         fields = (f for f in dataclasses.fields(self) if f.name in _WITHOUT_EFFECT)
         return [f.metadata["key"] for f in fields if getattr(self, f.name) != f.default]
 
     def described(self) -> dict[str, str]:
-        """Return every setting by its key, with passwords in uris left out."""
+        """Return every setting by its key, without passwords in uris."""
         values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
         return {key: _redacted(_format(value)) for key, value in values}
 
     def changed_fields(self, new: Settings) -> list[dataclasses.Field[Any]]:
-        """Return the fields that `new` has other values for; their metadata has `key` and `hot`."""
+        """Return the fields whose values differ in `new`; their metadata has `key` and `hot`."""
         return [f for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(new, f.name)]
 
 
@@ -273,10 +271,10 @@ def load_settings(
         config_file: `key=value` lines, None for none.
         overrides: `key=value` texts of the command line; the first of a key wins.
         environment: environment variables; non-empty ones named like a key win over everything.
-        warn: told of keys that are ignored.
+        warn: called with a message for each ignored key.
 
     Raises:
-        ConfigError: naming the key, the value and what is allowed.
+        ConfigError: a key or a value is wrong, or values contradict each other.
     """
     values: dict[str, str] = {}
     if config_file is not None:
@@ -331,7 +329,7 @@ def _parsed(key: str, value: str) -> Any:
 
 
 def _with_uri_of_file(settings: Settings) -> Settings:
-    """A uri that holds a password belongs into a file, as orchestrators mount secrets."""
+    """Return the settings with the uri of `uri_file`: orchestrators mount uris with passwords as files."""
     path = settings.registry_storage_uri_file
     if not path:
         return settings
@@ -347,7 +345,7 @@ def _with_uri_of_file(settings: Settings) -> Settings:
 
 
 def _checked(settings: Settings) -> Settings:
-    """Refuse combinations that would not do what they say."""
+    """Return the settings if they fit together; ports that others reach need authentication or --insecure."""
     try:
         loopback = settings.is_loopback
     except ValueError:
@@ -355,12 +353,12 @@ def _checked(settings: Settings) -> Settings:
     may_serve_others = settings.insecure or settings.is_auth_required
     if settings.enable_debug_service and not loopback and not may_serve_others:
         raise ConfigError(
-            "kvcm.service.enable_debug_service lets whoever reaches this server make its calls fail: "
+            "kvcm.service.enable_debug_service lets every client that reaches this server make its calls fail: "
             f"give --insecure to allow that on {settings.host!r}, or leave the host at 127.0.0.1"
         )
     if not loopback and not may_serve_others:
         raise ConfigError(
-            f"kvcm.service.host is {settings.host!r} and nobody is authenticated: set kvcm.auth.mode=required, "
+            f"kvcm.service.host is {settings.host!r} and authentication is disabled: set kvcm.auth.mode=required, "
             "or give --insecure to serve other hosts all the same, or leave the host at 127.0.0.1"
         )
     _check_tls(settings)
@@ -385,7 +383,7 @@ def _check_tls(settings: Settings) -> None:
     if settings.tls_client_ca_file and not settings.tls_cert_file:
         raise ConfigError("kvcm.tls.client_ca_file is set without kvcm.tls.cert_file and kvcm.tls.key_file")
     if settings.tls_client_auth == "required" and not settings.tls_client_ca_file:
-        raise ConfigError("kvcm.tls.client_auth is required: set kvcm.tls.client_ca_file, or nobody could connect")
+        raise ConfigError("kvcm.tls.client_auth is required: set kvcm.tls.client_ca_file, or no client could connect")
 
 
 def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:

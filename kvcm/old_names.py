@@ -1,4 +1,8 @@
-"""The old names of packages: `connectors` and `gpu_tier` are `kvcm.connectors` and `kvcm.gpu_tier`. For one release."""
+"""The old names of packages: `connectors` and `gpu_tier` are `kvcm.connectors` and `kvcm.gpu_tier`, for one release.
+
+An old name is an alias: importing `connectors.client` imports `kvcm.connectors.client`, and both names are the same
+module object, so that classes and module state exist once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ __all__ = ["alias_package"]
 
 
 def alias_package(old: str, new: str) -> None:
-    """Make `import old.x` return the module `new.x`; called by `old/__init__.py` while it is imported."""
+    """Make `import old.x` return the module `new.x`; `old/__init__.py` calls this while it is imported."""
     warnings.warn(
         f"the package {old!r} is called {new!r} now; the old name is removed in the next release",
         DeprecationWarning,

@@ -1,6 +1,6 @@
-"""`python -m kvcm.probe`: whether a manager is ready, as the health check of a container asks it every few seconds.
+"""`python -m kvcm.probe`: the health check of a container, every few seconds: is the manager ready?
 
-It needs neither curl nor the command line's imports, which take ten times as long as the question.
+It needs neither curl nor the command line's imports, which take ten times as long as the request.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SECONDS = 4.0
 
 
 def probe(address: str, page: str, environment: Mapping[str, str]) -> str:
-    """Ask a manager.
+    """Request a health page of a manager.
 
     Args:
         address: of one of its HTTP ports, as in http://127.0.0.1:6492.
         page: readyz, livez or startupz.
-        environment: KVCM_CERT_FILE and KVCM_CERT_KEY_FILE name the certificate to show to a manager that demands one.
+        environment: KVCM_CERT_FILE and KVCM_CERT_KEY_FILE name the certificate for a manager that requires one.
 
     Returns:
-        "" if it answers 200, else why that is not so.
+        "" if it answers 200, else the reason.
     """
     try:
         connection = _connection(address, environment)
@@ -41,7 +41,7 @@ def probe(address: str, page: str, environment: Mapping[str, str]) -> str:
 
 
 def main() -> int:
-    """Ask for the page that is named, else /readyz, at KVCM_MANAGER; 0 is yes, 1 no, 2 a wrong command line."""
+    """Request the page that is named, else /readyz, at KVCM_MANAGER; 0 is yes, 1 no, 2 a wrong command line."""
     page = sys.argv[1] if len(sys.argv) > 1 else _PAGES[0]
     if page not in _PAGES or len(sys.argv) > 2:
         sys.stderr.write(f"python -m kvcm.probe [{' | '.join(_PAGES)}], not {' '.join(sys.argv[1:])!r}\n")

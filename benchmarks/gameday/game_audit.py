@@ -53,7 +53,7 @@ def read_blocks(
 
 
 def _read(engine: TransferEngine, place: Location) -> Found:
-    """Load a block without comparing, and return the checksums of what is there."""
+    """Load a block without comparing, and return the checksums of its bytes."""
     buffers = {spec: bytearray(uri.size) for spec, uri in place.uris.items()}
     items = [TransferItem(uri, [memoryview(buffers[spec])]) for spec, uri in place.uris.items()]
     results = dict(zip(place.uris, engine.load(items, _SECONDS), strict=True))

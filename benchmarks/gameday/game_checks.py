@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from game_site import MANAGERS, Site
-from store_look import Look, look_at, verified
+from store_audit import StoreAudit, audit_store, verified
 
-__all__ = ["EndState", "judge_end", "judge_prompts", "look_at_end", "settle"]
+__all__ = ["EndState", "check_end", "judge_end", "judge_prompts", "settle"]
 
 _LEADER = re.compile(r"^kvcm_leader(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _ORPHAN_AGE_SECONDS = 2
@@ -26,16 +26,16 @@ _ORPHAN_AGE_SECONDS = 2
 
 @dataclass(slots=True)
 class EndState:
-    """What was found at the end.
+    """The findings at the end.
 
     Attributes:
         settled_seconds: from the end of traffic until nothing was open or unfinished any more; None: never, in time.
-        unsettled: what was, then.
+        unsettled: the blocks that were, then.
         ready: managers that say that they are ready.
-        leaders: managers that lead, as their metrics tell.
-        agreed: who leads, as all managers say; "" when they do not agree.
+        leaders: managers that lead, by their metrics.
+        agreed: the leader that all managers name; "" when they do not agree.
         tasks: of the REST resources, that are not done.
-        usage: bytes used by group, as the REST resource tells.
+        usage: bytes used by group, by the REST resource.
         instances: bytes used by group, as the sum of its instances there.
         recounted: bytes used by group, counted from the records.
         verify: what `kvcm index verify` found.
@@ -43,7 +43,7 @@ class EndState:
         orphans: bytes without metadata that are left after a scrub, by storage, in words.
         scrubbed: objects that the scrubs deleted.
         failures: defects in logs of managers.
-        stopped: what engines and managers did wrong when told to end, and processes that ended by themselves.
+        stopped: faults of engines and managers during a stop, and processes that ended by themselves.
         faults: that could not be carried out.
     """
 
@@ -66,7 +66,7 @@ class EndState:
 
 
 def judge_end(end: EndState) -> dict[str, list[str]]:
-    """Return what is wrong, in words, by what was looked at; every look is in it, also where nothing is wrong."""
+    """Return the violations, in words, by check; every check is in it, also one without violations."""
     is_led = end.leaders == [end.agreed]
     instances, recounted = end.instances, end.recounted
     usage = [
@@ -105,8 +105,8 @@ def settle(site: Site, end: EndState, most_seconds: float) -> None:
     """Wait until no session is open, nothing is being written or deleted, and all counters agree with the records."""
     began = time.monotonic()
     while True:
-        look = _looked(site)
-        end.unsettled = _unsettled(look)
+        audit = _audited(site)
+        end.unsettled = _unsettled(audit)
         seconds = time.monotonic() - began
         if not end.unsettled:
             end.settled_seconds = seconds
@@ -116,25 +116,25 @@ def settle(site: Site, end: EndState, most_seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _unsettled(look: Look) -> list[str]:
-    open_sessions = [f"{look.sessions} sessions are open"] if look.sessions else []
-    unfinished = [f"{look.unfinished} locations are writing or deleting"] if look.unfinished else []
-    return [*open_sessions, *unfinished, *look.wrong, *look.groups_off]
+def _unsettled(audit: StoreAudit) -> list[str]:
+    open_sessions = [f"{audit.sessions} sessions are open"] if audit.sessions else []
+    unfinished = [f"{audit.unfinished} locations are writing or deleting"] if audit.unfinished else []
+    return [*open_sessions, *unfinished, *audit.wrong, *audit.groups_off]
 
 
-def _looked(site: Site) -> Look:
-    return asyncio.run(look_at(site.settings))
+def _audited(site: Site) -> StoreAudit:
+    return asyncio.run(audit_store(site.settings))
 
 
-def look_at_end(site: Site, end: EndState) -> None:
+def check_end(site: Site, end: EndState) -> None:
     """Fill in everything that is looked at when nothing happens any more."""
-    look = _looked(site)
-    end.recounted = {name: look.used_bytes[name] for name in look.used_bytes}
+    audit = _audited(site)
+    end.recounted = {name: audit.used_bytes[name] for name in audit.used_bytes}
     end.ready = [name for name in MANAGERS if site.managers[name].probe("readyz")]
     end.leaders = [name for name in end.ready if _leads(site.managers[name].page("metrics"))]
     end.agreed = site.leader()
     try:
-        _look_at_resources(site, end)
+        _check_resources(site, end)
     except (OSError, KeyError, ValueError) as error:
         end.tasks.append(f"the REST resources cannot be asked: {error!r}")
     end.verify = verified(_options(site))
@@ -148,7 +148,7 @@ def _leads(metrics: str) -> bool:
     return any(float(value) for value in _LEADER.findall(metrics))
 
 
-def _look_at_resources(site: Site, end: EndState) -> None:
+def _check_resources(site: Site, end: EndState) -> None:
     manager = site.managers[MANAGERS[0]]
     tasks = json.loads(manager.page("v1/tasks"))["items"]
     end.tasks = [json.dumps(task) for task in tasks if task.get("state") != "done"]
@@ -186,6 +186,6 @@ def _scrub(site: Site, end: EndState, name: str) -> None:
     left = int(json.loads(second.stdout)["orphans"])
     if left:
         end.orphans.append(f"{name}: {left} objects")
-    known = _looked(site).paths
+    known = _audited(site).paths
     unknown = [path for path in site.storages.files(name) if str(path).removesuffix(".deleted") not in known]
     end.orphans += [f"{name}: {path}" for path in unknown]

@@ -1,4 +1,4 @@
-"""An engine of a game: it answers turns of conversations with reuse until it is told to end, and compares every token.
+"""An engine of a game: it answers turns of conversations with reuse until the stop, and compares every token.
 
     python game_engine.py <settings as JSON>
 
@@ -39,14 +39,14 @@ _OLD = 0.25  # of the turns belong to a conversation of before
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is told.
+    """Settings of an engine.
 
     Attributes:
         name: of the engine.
         managers: their addresses, separated by commas; each engine begins with another one.
         group: instance group.
         instance: of the engine.
-        ledger: file for what was acknowledged.
+        ledger: file for acknowledged blocks.
         results: file for what became of prompts.
         expected: file of the tokens.
         conversations: how many there are.
@@ -101,7 +101,7 @@ class LedgerClient(ManagerClient):
         with self._own:
             keys, grant = self._granted.pop(session_id)
         if is_confirmed:
-            self._note(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded))
+            self._record(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded))
         return is_confirmed
 
     def abort_write(self, session_id: str, **arguments: Any) -> bool:
@@ -110,7 +110,7 @@ class LedgerClient(ManagerClient):
             self._granted.pop(session_id, None)
         return super().abort_write(session_id, **arguments)
 
-    def _note(
+    def _record(
         self,
         keys: Sequence[int],
         grant: WriteGrant,
@@ -149,7 +149,7 @@ class Engine:
         self._told_to_end = threading.Event()
 
     def run(self) -> None:
-        """Answer until told to end."""
+        """Answer until the stop."""
         signal.signal(signal.SIGTERM, lambda *_: self._told_to_end.set())
         while not self._told_to_end.wait(self._settings.pause_seconds):
             self._answer(*self._next())

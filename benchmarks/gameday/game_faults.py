@@ -47,7 +47,7 @@ class Faults:
 
     Attributes:
         done: what became of each step that has ended.
-        wrong: what managers and engines did wrong when they were told to end.
+        wrong: faults of managers and engines during a stop.
     """
 
     def __init__(self, site: Site) -> None:
@@ -196,7 +196,7 @@ class Faults:
 
 
 def _pairs(target: str) -> list[tuple[str, str]]:
-    """Return who does not reach whom any more."""
+    """Return the broken connections."""
     is_mutual = "=" in target
     left, right = (hosts_of(side) for side in target.replace(">", "=").split("="))
     pairs = [(one, other) for one in left for other in right if one != other and not _is_between_managers(one, other)]

@@ -73,7 +73,7 @@ class Availability:
 
     @property
     def percent(self) -> float:
-        """Share of good calls; 100 where nobody called."""
+        """Share of good calls; 100 without calls."""
         return 100.0 * self.good / max(1, self.good + self.bad) if self.good + self.bad else 100.0
 
 

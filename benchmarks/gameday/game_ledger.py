@@ -1,7 +1,7 @@
 """Judges a ledger: every block that a manager acknowledged is there with the bytes that were acknowledged, or its
-absence is explained: the game spoiled its bytes, or it was evicted and the manager told so.
+absence is explained: the game spoiled its bytes, or it was evicted and the manager published that.
 
-All functions are pure; what is judged is gathered by `game_audit`.
+All functions are pure; `game_audit` gathers their arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEGAL = {
     "evicted": None,
     "expired": {"ttl"},
 }  # types of events that take a block away for a good reason → their reasons
-_NOTED_SECONDS = 2.0  # at most so long after the manager has carried it out a ledger notes what was acknowledged
+_NOTED_SECONDS = 2.0  # at most so long after the manager has carried it out a ledger records an acknowledgement
 
 
 class Part(NamedTuple):
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Block:
-    """What was acknowledged of a block.
+    """The acknowledgement of a block.
 
     Attributes:
         instance: that it belongs to.
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     Attributes:
         parts: uri and checksum of the bytes that were loaded, by spec name; None for a checksum of bytes that could not
             be loaded. Empty when the manager does not know the block.
-        reason: why bytes could not be loaded, or why nobody could be asked for the block.
+        reason: why bytes could not be loaded, or why no manager could be asked for the block.
     """
 
     parts: Mapping[str, tuple[str, int | None]]
@@ -73,11 +73,11 @@ class Judgement:
 
     Attributes:
         served: blocks that are there with the right bytes.
-        evicted: blocks that were evicted, as events tell.
+        evicted: blocks that were evicted, by the events.
         spoiled: blocks that are not there, or not with the right bytes, since the game damaged them.
         lost: blocks that are not there for no good reason, in words.
         wrong: blocks that are there with other bytes, in words.
-        untold: blocks of instances whose blocks are evicted that are not there, and nobody tells why, perhaps since a
+        untold: blocks of instances whose blocks are evicted that are missing without an event, perhaps since a
             manager was killed, in words.
     """
 
@@ -100,7 +100,7 @@ def blocks_of(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Block
 
 
 def gone_of(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], list[Gone]]:
-    """Return what managers told of blocks that are gone, by instance and key."""
+    """Return the managers' events on blocks that are gone, by instance and key."""
     gone: defaultdict[tuple[str, int], list[Gone]] = defaultdict(list)
     for event in events:
         if event["type"] in {"evicted", "removed", "expired"}:
@@ -123,7 +123,7 @@ def judged(
     Args:
         blocks: of the ledgers.
         found: what a reader gets at the end.
-        gone: what managers told.
+        gone: the managers' events.
         is_spoiled: whether the game damaged bytes at a place.
         evicting: instances whose blocks may be evicted; others are never full.
         kills: unix seconds at which managers were killed: one takes along the events that it had not written yet.
@@ -156,7 +156,7 @@ def _judge_bytes(judgement: Judgement, block: Block, now: Found, is_spoiled: Cal
 
 
 def _judge_eviction(judgement: Judgement, block: Block, since: Sequence[Gone], kills: Sequence[float]) -> None:
-    """Judge a block that is gone and may be; what was told before it was acknowledged last explains nothing."""
+    """Judge a block that is gone and may be; events before its last acknowledgement explain nothing."""
     if any(_is_legal(told) for told in since):
         judgement.evicted += 1
     elif not since and any(kill >= max(block.at) - _NOTED_SECONDS for kill in kills):

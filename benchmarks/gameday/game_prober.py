@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ProberSettings:
-    """What the prober is told.
+    """Settings of the prober.
 
     Attributes:
         managers: their addresses, separated by commas.
@@ -64,7 +64,7 @@ class Prober:
 
     def __init__(self, settings: ProberSettings) -> None:
         self._settings = settings
-        # a client that found nobody for a while asks again after a second at the latest
+        # a client that reached no manager for a while asks again after a second at the latest
         retry = RetrySettings(breaker_seconds=0.2, breaker_max_seconds=1.0)
         self._client = ManagerClient(settings.managers, PROBE_INSTANCE, ClientSettings(_DEADLINE_SECONDS, retry))
         specs = [LocationSpecInfo("kv", _PART_BYTES)]
@@ -78,7 +78,7 @@ class Prober:
         self._told_to_end = threading.Event()
 
     def run(self) -> None:
-        """Begin rounds until told to end."""
+        """Begin rounds until the stop."""
         signal.signal(signal.SIGTERM, lambda *_: self._told_to_end.set())
         period, due = 1.0 / self._settings.rounds_per_second, time.monotonic()
         with ThreadPoolExecutor(_WORKERS) as pool:
@@ -88,8 +88,8 @@ class Prober:
 
     def _round(self, number: int, due: float) -> None:
         late = time.monotonic() - due
-        if late > _DEADLINE_SECONDS:  # nobody was free to ask: it counts as a call without an answer
-            self._note("late", time.time() - late, late, is_good=False, reason="no thread was free")
+        if late > _DEADLINE_SECONDS:  # every thread was busy: it counts as a call without an answer
+            self._record("late", time.time() - late, late, is_good=False, reason="no thread was free")
             return
         first = (number % _KNOWN_CHAINS) * _CHAIN
         self._timed("match", lambda: self._match(range(first, first + _CHAIN)))
@@ -102,7 +102,7 @@ class Prober:
     def _ended(self, asked: Future[None]) -> None:
         error = asked.exception()
         if error is not None:
-            self._note(RAISED, time.time(), 0.0, is_good=False, reason=repr(error))
+            self._record(RAISED, time.time(), 0.0, is_good=False, reason=repr(error))
 
     def _match(self, keys: range) -> tuple[bool, str, None]:
         found = self._client.match(keys)
@@ -125,10 +125,10 @@ class Prober:
     def _timed(self, call: str, ask: Callable[[], tuple[bool, str, _T]]) -> _T:
         at, began = time.time(), time.monotonic()
         is_good, reason, result = ask()
-        self._note(call, at, time.monotonic() - began, is_good=is_good, reason=reason)
+        self._record(call, at, time.monotonic() - began, is_good=is_good, reason=reason)
         return result
 
-    def _note(self, call: str, at: float, seconds: float, *, is_good: bool, reason: str) -> None:
+    def _record(self, call: str, at: float, seconds: float, *, is_good: bool, reason: str) -> None:
         self._samples.add({"call": call, "at": at, "seconds": seconds, "is_good": is_good, "reason": reason})
 
 

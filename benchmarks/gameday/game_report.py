@@ -1,4 +1,4 @@
-"""Tells what a game was: figures as rows, a report for people, and a plot of faults over availability and hits."""
+"""Reports a game: figures as rows, a report for people, and a plot of faults over availability and hits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from game_site import MANAGERS
 from game_watch import whole_since
 from report import Row, is_sound, publish
 
-__all__ = ["Recovery", "recoveries", "rows", "takeovers", "tell"]
+__all__ = ["Recovery", "publish_game", "recoveries", "rows", "takeovers"]
 
 _LEAST_AVAILABILITY = 99.9
 _LEAST_OF_SMOKE = 99.0  # of some thousand calls: a busy machine that is late twice is not to fail a build
@@ -34,7 +34,8 @@ class Recovery:
         count: of them.
         stated_seconds: after which calls must not fail any more.
         calls: seconds after the fault's end until the last call failed, of each.
-        whole: seconds until all managers were ready and agreed on a leader, of each that could be told from others.
+        whole: seconds until all managers were ready and agreed on a leader, of each that could be distinguished from
+            others.
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Recovery:
     whole: Sequence[float]
 
 
-def tell(game: Game) -> bool:
+def publish_game(game: Game) -> bool:
     """Print, write files, and return whether everything holds that must."""
     found = rows(game)
     for what, texts in game.wrong.items():
@@ -85,7 +86,7 @@ def _whole(game: Game, window: Window) -> list[float]:
     """Return how long it took until the managers were whole, nothing where another fault lasted at its end."""
     if any(each.number != window.number and each.began <= window.ended <= each.ended for each in game.windows):
         return []
-    since = whole_since(game.looks, window.ended, MANAGERS)
+    since = whole_since(game.observations, window.ended, MANAGERS)
     return [] if since is None else [since - window.ended]
 
 
@@ -220,7 +221,7 @@ def takeovers(game: Game) -> list[float]:
     for done in game.done:
         if done.step.kind == "leader killed":
             others = [name for name in MANAGERS if name != done.target]
-            since = whole_since(game.looks, done.began, others, not_led_by=done.target)
+            since = whole_since(game.observations, done.began, others, not_led_by=done.target)
             found += [] if since is None else [since - done.began]
     return found
 

@@ -1,4 +1,4 @@
-"""One game from begin to end: everything is started, the plan is carried out, all is looked at, and told."""
+"""One game from begin to end: everything is started, the plan is carried out, everything is checked and reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from game_audit import read_blocks
-from game_checks import EndState, judge_end, judge_prompts, look_at_end, settle
+from game_checks import EndState, check_end, judge_end, judge_prompts, settle
 from game_faults import Done, Faults
 from game_figures import Sample, Window
 from game_ledger import Judgement, blocks_of, gone_of, judged
@@ -23,7 +23,7 @@ from game_processes import waited_for
 from game_prompts import expected_tokens
 from game_site import ENGINES, MANAGERS, Site
 from game_storages import KEYS_PER_FILE, Storages
-from game_watch import Look, Watch
+from game_watch import Observation, Watch
 
 __all__ = ["Game", "GameOptions", "play"]
 
@@ -36,7 +36,7 @@ _EVICTING = frozenset({"churning"})
 
 @dataclass(frozen=True, slots=True)
 class GameOptions:
-    """What a game is told.
+    """Settings of a game.
 
     Attributes:
         seed: of what happens.
@@ -61,7 +61,7 @@ class GameOptions:
 
 @dataclass(slots=True)
 class Game:
-    """What happened, and what was found.
+    """The events and findings of a game.
 
     Attributes:
         options: of the game.
@@ -70,11 +70,11 @@ class Game:
         done: what became of each step.
         samples: of the prober.
         results: of prompts.
-        looks: at the managers.
+        observations: at the managers.
         judgement: of the ledgers.
         acknowledged: blocks in them.
         end: how it was at the end.
-        wrong: what must not be, by what was looked at.
+        wrong: violations, by check.
     """
 
     options: GameOptions
@@ -83,7 +83,7 @@ class Game:
     done: list[Done] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     judgement: Judgement = field(default_factory=Judgement)
     acknowledged: int = 0
     end: EndState = field(default_factory=EndState)
@@ -105,7 +105,7 @@ class Game:
 
 def play(options: GameOptions) -> int:
     """Play a game and return the exit code: 0 when all that must hold holds."""
-    from game_report import tell
+    from game_report import publish_game
 
     folder = options.logs / f"seed-{options.seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +127,7 @@ def play(options: GameOptions) -> int:
         raise
     finally:
         site.end()
-    passed = tell(game)
+    passed = publish_game(game)
     if passed and not options.keeps_logs:
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -149,7 +149,7 @@ def _play(site: Site, game: Game) -> None:
     game.ended = time.time()
     _end_traffic(site, game.end)
     watch.end()
-    game.done, game.looks = faults.done, watch.looks
+    game.done, game.observations = faults.done, watch.observations
     game.end.stopped += faults.wrong
     game.end.faults = [f"step {each.step.number}, {each.step.kind}: {each.error}" for each in faults.done if each.error]
 
@@ -160,7 +160,7 @@ def _has_begun(site: Site) -> bool:
 
 
 def _end_traffic(site: Site, end: EndState) -> None:
-    """Tell engines and prober to end, which they must do well; everything else must still run."""
+    """Stop engines and prober, which must end well; everything else must still run."""
     processes = {**site.engines, "prober": site.prober}
     everything = {**processes, **site.managers, "store": site.store}
     end.stopped += [
@@ -195,7 +195,7 @@ def _gather(site: Site, game: Game) -> None:
         _EVICTING,
         game.kills,
     )
-    look_at_end(site, game.end)
+    check_end(site, game.end)
     game.wrong = {
         **judge_prompts(game.results),
         "calls of the prober that raised": [each.reason for each in game.samples if each.call == RAISED],

@@ -190,13 +190,13 @@ class Site:
         self.prober.start()
 
     def leader(self) -> str:
-        """Return the manager that leads, as they tell; "" when none does or they do not agree."""
+        """Return the leader that all managers name; "" when they name none or do not agree."""
         told = {name: self._led_by(name) for name in MANAGERS}
         leaders = set(told.values())
         return leaders.pop() if len(leaders) == 1 else ""
 
     def any_leader(self) -> str:
-        """Return the manager that leads, as the first one tells who knows."""
+        """Return the leader that the first manager with an answer names."""
         return next((leader for leader in map(self._led_by, MANAGERS) if leader), MANAGERS[0])
 
     def _led_by(self, name: str) -> str:
@@ -260,7 +260,7 @@ class Site:
 
 
 def _startup(storages: Storages) -> dict[str, object]:
-    """Return the document that the first manager begins with: the first storage, and a group that nobody uses."""
+    """Return the document that the first manager begins with: the first storage, and an unused group."""
     spec = {"root_path": f"{storages.roots['disk_a']}/", "key_count_per_file": KEYS_PER_FILE["disk_a"]}
     return {
         "storage_config": {"type": "file", "global_unique_name": "disk_a", "storage_spec": spec},

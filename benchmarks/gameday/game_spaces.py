@@ -52,7 +52,7 @@ def enter(play: Callable[[], int]) -> int:
     """Run a function in a world of its own and return its exit code; SIGINT and SIGTERM end it in order.
 
     Args:
-        play: called as the first process of that world; KeyboardInterrupt tells it to end.
+        play: called as the first process of that world; KeyboardInterrupt ends it.
     """
     _check(_libc.unshare(_NEW_MOUNTS | _NEW_IDS | _NEW_NETWORK), "unshare")
     child = os.fork()
@@ -65,7 +65,7 @@ def enter(play: Callable[[], int]) -> int:
 
 
 def _played(play: Callable[[], int]) -> int:
-    os.setsid()  # a terminal's Ctrl-C reaches the parent alone, which tells us
+    os.setsid()  # a terminal's Ctrl-C reaches the parent alone, which signals us
     _libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

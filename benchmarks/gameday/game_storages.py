@@ -30,7 +30,7 @@ _ANY = (
 )
 _WRITING = ("create", "write", "truncate", "fallocate", "unlink", "mkdir", "rmdir", "rename")
 _FEWEST_BYTES = 1024  # smaller files are no blocks of engines
-_BESIDE = ".deleted"  # what is noted beside a packed file, and goes with it
+_BESIDE = ".deleted"  # of the record beside a packed file, which goes with it
 
 
 def why_no_fuse() -> str:
@@ -49,7 +49,7 @@ class Spoiled:
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, path: str, begin: int, end: int) -> None:
-        """Note that bytes are no longer what was written."""
+        """Record that bytes are no longer the written ones."""
         self.ranges.setdefault(path, []).append((begin, end))
 
     def touches(self, path: str, offset: int, size: int) -> bool:
@@ -84,7 +84,7 @@ class Storages:
         return self._mount
 
     def fill(self, name: str) -> None:
-        """Leave no room on a storage.
+        """Fill a storage.
 
         Raises:
             OSError: others write and remove there all the time.
@@ -188,7 +188,7 @@ class Storages:
                 self.spoiled.add(str(path), 0, 1 << 62)
                 medium.unlink()
             elif how == "cut":
-                self.spoiled.add(str(path), size // 2, 1 << 62)  # also what is appended later begins too early
+                self.spoiled.add(str(path), size // 2, 1 << 62)  # also later appends begin too early
                 os.truncate(medium, size // 2)
             else:
                 self._flip(medium, path, random.randrange(size))

@@ -1,4 +1,4 @@
-"""Looks at every manager all the time: whether it is ready, and who it says leads."""
+"""Looks at every manager all the time: whether it is ready, and which leader it names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from game_site import Manager
 
-__all__ = ["Look", "Watch", "whole_since"]
+__all__ = ["Observation", "Watch", "whole_since"]
 
 _PAUSE_SECONDS = 0.2
 _MOST_SECONDS = 1.0
 
 
-class Look(NamedTuple):
-    """What was seen of a manager.
+class Observation(NamedTuple):
+    """Observations of a manager.
 
     Attributes:
         at: unix seconds, when it was asked.
         manager: name of it.
         is_ready: whether it says so.
-        leader: who it says leads, "" when it does not say.
+        leader: that it names, "" for none.
     """
 
     at: float
@@ -42,18 +42,18 @@ class Watch:
         addresses: `host:port` of their HTTP port, by name.
 
     Attributes:
-        looks: what was seen.
+        observations: observations.
     """
 
     def __init__(self, managers: Mapping[str, Manager], addresses: Mapping[str, str]) -> None:
-        self.looks: list[Look] = []
+        self.observations: list[Observation] = []
         self._managers = managers
         self._addresses = addresses
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._repeat, args=(name,), daemon=True) for name in managers]
 
     def begin(self) -> None:
-        """Begin to look."""
+        """Begin to observe."""
         for thread in self._threads:
             thread.start()
 
@@ -67,7 +67,7 @@ class Watch:
         while not self._is_over.wait(_PAUSE_SECONDS):
             at = time.time()
             is_ready = self._managers[name].probe("readyz")
-            self.looks.append(Look(at, name, is_ready, self._leader(name) if is_ready else ""))
+            self.observations.append(Observation(at, name, is_ready, self._leader(name) if is_ready else ""))
 
     def _leader(self, name: str) -> str:
         address = f"http://{self._addresses[name]}/api/getClusterInfo"
@@ -79,20 +79,22 @@ class Watch:
             return ""
 
 
-def whole_since(looks: Sequence[Look], moment: float, names: Sequence[str], *, not_led_by: str = "") -> float | None:
+def whole_since(
+    observations: Sequence[Observation], moment: float, names: Sequence[str], *, not_led_by: str = ""
+) -> float | None:
     """Return when, from a moment on, all managers were first seen ready and agreeing on a leader; None if never.
 
     Args:
-        looks: in any order.
-        moment: unix seconds; looks that began earlier say nothing.
+        observations: in any order.
+        moment: unix seconds; observations that began earlier say nothing.
         names: of the managers; what others say is not looked at.
         not_led_by: a manager that does not count as a leader, since it is gone.
     """
-    latest: dict[str, Look] = {}
-    for look in sorted(each for each in looks if each.at >= moment and each.manager in names):
-        latest[look.manager] = look
+    latest: dict[str, Observation] = {}
+    for observation in sorted(each for each in observations if each.at >= moment and each.manager in names):
+        latest[observation.manager] = observation
         leaders = {each.leader for each in latest.values()}
         is_whole = len(latest) == len(names) and all(each.is_ready for each in latest.values())
         if is_whole and len(leaders) == 1 and not leaders & {"", not_led_by}:
-            return look.at
+            return observation.at
     return None

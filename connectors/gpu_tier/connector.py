@@ -5,10 +5,10 @@
 
 Invariants:
 
-1. No method of the tier's Protocol waits: threads of this room call the manager and move bytes.
+1. No method of the tier's Protocol waits: the connector's threads call the manager and move bytes.
 2. A lookup holds its read lease until it is released; nothing is read after the lease ends.
-3. A write session that was begun ends once, also when the connector is closed.
-4. Whatever fails is a miss, or blocks that are not stored. What was found lost or corrupt is told to the manager.
+3. A started write session ends once, also when the connector is closed.
+4. A failure is a miss, or blocks that are not stored. Lost and corrupt parts are reported to the manager.
 """
 
 from __future__ import annotations
@@ -54,27 +54,25 @@ from kvcm.model.storages import StorageConfig
 
 __all__ = ["BlockParts", "BlockWrite", "FoundBlocks", "ManagerConnector", "MatchQuery", "PrefixLoad", "TierSettings"]
 
-# How patient the tier's connector is.
-
 # The manager refuses longer read leases.
 _MAX_LEASE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Deadlines and sizes. What takes longer is a miss: the tokens are computed, or not stored.
+    """Deadlines and sizes. After a deadline the tokens are computed, or not stored.
 
     Attributes:
         register_seconds: for the registration when connecting.
         call_seconds: for each call to the manager afterwards.
         load_seconds: for loading all blocks of a prompt; together with `call_seconds` at most 600.
         save_seconds: for saving the blocks of one write session.
-        session_seconds: what an engine that is killed while it saves has reserved is free after this time.
-        shutdown_seconds: for what is under way when the connector is closed.
+        session_seconds: the blocks that a killed engine reserved for its saves are free after this time.
+        shutdown_seconds: for loads and saves in flight when the connector is closed.
         batch_bytes: blocks of so many bytes are loaded together, and become usable together; most of a write session.
         threads: prompts that are looked up, and as many that are loaded, at once.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
-        checksums: tell the checksum of every part that is saved, and do not use what was loaded with another one.
+        checksums: report the checksum of every saved part, and reject loaded parts with another one.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -104,11 +102,11 @@ class TierSettings:
 
     @property
     def lease_seconds(self) -> float:
-        """How long what was found is kept readable."""
+        """Duration of read leases."""
         return self.load_seconds + self.call_seconds
 
 
-# What the tier's blocks are registered as: who may share them, and which parts they have.
+# ---- registration: identity and parts of the tier's blocks ----
 #
 # The identity is that of the KV alone, so engines that run different algorithms over the same KV share its blocks when
 # they register the same parts. Which algorithm with which parameters a sidecar belongs to is in the part's name: for
@@ -145,7 +143,13 @@ class BlockParts:
         infos += [LocationSpecInfo(name, size) for name, size in sorted(self.sidecars.items())]
         groups = [LocationSpecGroup(_KV_GROUP, (KV_SPEC,))] if self.sidecars else []
         groups += [LocationSpecGroup(_group(name), tuple(sorted((KV_SPEC, name)))) for name in sorted(self.sidecars)]
-        return InstanceSpecs(instance_group, kv.page_tokens, infos, _kv_identity(kv).deployment(), groups)
+        return InstanceSpecs(
+            instance_group,
+            block_tokens=kv.page_tokens,
+            parts=infos,
+            deployment=_kv_identity(kv).deployment(),
+            part_groups=groups,
+        )
 
     def group_of(self, parts: Mapping[str, object]) -> str:
         """Return the name of the group of parts that are written together, "" when there are no groups.
@@ -180,17 +184,14 @@ def _group(sidecar: str) -> str:
     return f"{_KV_GROUP}+{sidecar}"
 
 
-# One question to the manager: which leading blocks are there, with which parts.
-
-
 @dataclass(frozen=True, slots=True)
 class MatchQuery:
-    """What is asked for.
+    """A lookup of leading blocks and their parts.
 
     Attributes:
         handle: of the tier's lookup.
-        required: specs without which a block is none.
-        optional: specs that are good to have.
+        required: specs that a block must have to be a hit.
+        optional: specs whose hits are counted apart.
     """
 
     handle: PrefixHandle
@@ -200,14 +201,14 @@ class MatchQuery:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """What the manager answered.
+    """The answer to a `MatchQuery`.
 
     Attributes:
         match: for the tier.
-        locations: of the leading blocks that have all that is required.
+        locations: of the leading blocks that have all required specs.
         lease_id: keeps them readable; "" when there is no lease.
         usable_until: of the clock; nothing may be read later.
-        engine: what loads them, None when nothing was found.
+        engine: loads them; None without a hit.
     """
 
     match: PrefixMatch
@@ -219,7 +220,7 @@ class FoundBlocks:
 
 def _match_blocks(
     link: ManagerLink,
-    question: MatchQuery,
+    query: MatchQuery,
     settings: TierSettings,
     statistics: ReuseStatistics,
     clock: Callable[[], float] = time.monotonic,
@@ -229,24 +230,30 @@ def _match_blocks(
     if engine is None:
         statistics.add(lookups_failed=1)
         return _no_blocks(f"not registered: {link.registration.message}")
-    begun = clock()
-    answer = _match(link.client, question, settings)
-    statistics.observe("lookup_seconds", clock() - begun)
+    started = clock()
+    answer = _match(link.client, query, settings)
+    statistics.observe("lookup_seconds", clock() - started)
     if answer.outcome is not Outcome.OK:
         statistics.add(lookups_failed=1)
         if answer.code == ErrorCode.INSTANCE_NOT_EXIST:
-            link.invalidate()  # the manager lost its state; the next prompt registers anew
+            link.invalidate()  # the manager lost its state; the next prompt registers again
         return _no_blocks(answer.reason or "the manager did not answer")
-    found = _complete_prefix(answer.locations, question.required)
-    statistics.add(lookups=1, lookup_blocks=len(question.handle.keys), hit_blocks=len(found))
-    optional = {name: len(_complete_prefix(found, (name,))) for name in question.optional}
-    # The lease began before its answer came; nothing is begun after it ends.
-    usable_until = begun + settings.lease_seconds
-    return FoundBlocks(PrefixMatch(len(found), optional), found, answer.lease_id, usable_until, engine)
+    found = _complete_prefix(answer.locations, query.required)
+    statistics.add(lookups=1, lookup_blocks=len(query.handle.keys), hit_blocks=len(found))
+    optional = {name: len(_complete_prefix(found, (name,))) for name in query.optional}
+    # The lease began before its answer came; no load starts after it ends.
+    usable_until = started + settings.lease_seconds
+    return FoundBlocks(
+        PrefixMatch(len(found), optional),
+        locations=found,
+        lease_id=answer.lease_id,
+        usable_until=usable_until,
+        engine=engine,
+    )
 
 
-def _match(client: ManagerClient, question: MatchQuery, settings: TierSettings) -> MatchResult:
-    keys: Sequence[BlockKey] = [BlockKey(key) for key in question.handle.keys]
+def _match(client: ManagerClient, query: MatchQuery, settings: TierSettings) -> MatchResult:
+    keys: Sequence[BlockKey] = [BlockKey(key) for key in query.handle.keys]
     match = partial(
         client.match,
         keys,
@@ -254,8 +261,8 @@ def _match(client: ManagerClient, question: MatchQuery, settings: TierSettings) 
         read_lease_ms=int(settings.lease_seconds * 1000),
         timeout_seconds=settings.call_seconds,
     )
-    # With names, blocks that lack one of them are left out: right for what is required, wrong for what is optional.
-    return match() if question.optional else match(spec_names=question.required)
+    # With names, blocks that lack one of them are left out: right for required specs, wrong for optional ones.
+    return match() if query.optional else match(spec_names=query.required)
 
 
 def _complete_prefix(locations: Sequence[Location | None], names: Sequence[str]) -> tuple[Location, ...]:
@@ -272,13 +279,13 @@ def _no_blocks(reason: str) -> FoundBlocks:
     return FoundBlocks(PrefixMatch(0, reason=reason))
 
 
-# One load: the parts of a prefix, straight into the host pool.
+# ---- a load: the parts of a prefix, straight into the host pool ----
 #
-# Why not through staging memory, as engines' connectors do: the tier can wait for a page that a storage hangs on to;
-# it keeps the page until `LoadProgress.is_settled`. So the bytes are written once, where they stay.
+# Why not through staging memory, as engines' connectors do: the tier can wait for a page that a storage may still write
+# to; it keeps the page until `LoadProgress.is_settled`. So the bytes are written once, in place.
 #
-# Blocks are loaded in order, a batch at a time. After the first batch in which a required part failed nothing more is
-# begun: what follows a gap is of no use. An optional part that failed is left out from there on.
+# Blocks are loaded in order, a batch at a time. After the first batch with a failed required part no batch starts:
+# blocks after a gap are of no use. An optional part that failed is left out from there on.
 
 _Part = tuple[int, str]
 
@@ -287,23 +294,23 @@ class PrefixLoad:
     """Loads the blocks of one prefix in the thread that calls `run`; progress may be asked for from any.
 
     Args:
-        question: that was asked.
-        found: what was answered.
+        query: that was asked.
+        found: blocks to load.
         pages: where blocks go, in ascending order and without a gap.
         batch_bytes: most bytes at a time.
-        checksums: whether parts must have the checksums that their locations tell.
+        checksums: whether parts must have the checksums of their locations.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
 
     Attributes:
-        report: what the manager has to hear, once the load is done.
+        report: missing and corrupt parts, for the manager; once the load is done.
         is_refused: whether the engine does not know a storage, or refuses an address.
         has_begun: whether it was run.
     """
 
     def __init__(
         self,
-        question: MatchQuery,
+        query: MatchQuery,
         found: FoundBlocks,
         pages: Sequence[PageDst],
         *,
@@ -315,7 +322,7 @@ class PrefixLoad:
         self.report = LoadReport((), ())
         self.is_refused = False
         self.has_begun = False
-        self._question = question
+        self._query = query
         self._found = found
         self._pages = pages
         self._batch_bytes = batch_bytes
@@ -332,13 +339,13 @@ class PrefixLoad:
         """Load what can be loaded in time."""
         self.has_begun = True
         deadline = min(self._clock() + deadline_seconds, self._found.usable_until)
-        begun = self._clock()
+        started = self._clock()
         try:
             for batch in self._batches():
                 if self._cancel.is_cancelled or not self._load(batch, deadline):
                     break
         finally:
-            self._statistics.observe("load_seconds", self._clock() - begun)
+            self._statistics.observe("load_seconds", self._clock() - started)
             self._is_done = True
 
     def fail(self, reason: str) -> None:
@@ -379,7 +386,7 @@ class PrefixLoad:
         results = engine.load(items, deadline - self._clock(), self._cancel)
         self._record_results(places, items, results)
         self._update_progress(places, results)
-        return not any(name in self._failed for name in self._question.required)
+        return not any(name in self._failed for name in self._query.required)
 
     def _item(self, page: PageDst, name: str) -> TransferItem:
         location = self._found.locations[page.block]
@@ -389,7 +396,7 @@ class PrefixLoad:
     def _record_results(
         self, places: Sequence[_Part], items: Sequence[TransferItem], results: Sequence[TransferResult]
     ) -> None:
-        keys = self._question.handle.keys
+        keys = self._query.handle.keys
         parts = [
             PartToLoad(BlockKey(keys[block]), item.uri, item.checksum)
             for (block, _), item in zip(places, items, strict=True)
@@ -467,7 +474,15 @@ class BlockWrite:
             self.fail(f"not registered: {link.registration.message}")
             return
         for start, stop in self._batches(settings.batch_bytes):
-            saved = self._save(start, stop, engine, sessions, settings, statistics, clock)
+            saved = self._save(
+                start,
+                stop=stop,
+                engine=engine,
+                sessions=sessions,
+                settings=settings,
+                statistics=statistics,
+                clock=clock,
+            )
             leading = next((i for i, is_stored in enumerate(saved.stored) if not is_stored), len(saved.stored))
             self._progress = WriteProgress(False, start + leading)
             if saved.reason or leading < stop - start:
@@ -500,11 +515,11 @@ class BlockWrite:
         parent = BlockKey(self._pages[start - 1].key) if start else self._parent
         return save_blocks(
             sessions,
-            engine,
-            [BlockKey(page.key) for page in pages],
-            parent,
-            lambda index, name: pages[index].parts[name],
-            settings.save_seconds,
+            engine=engine,
+            keys=[BlockKey(page.key) for page in pages],
+            parent=parent,
+            memory_of=lambda index, name: pages[index].parts[name],
+            deadline_seconds=settings.save_seconds,
             part_groups=self._groups[start:stop] if self._parts.sidecars else (),
             cancel=self._cancel,
             statistics=statistics,
@@ -516,22 +531,22 @@ _log = logging.getLogger(__name__)
 
 
 class _PendingMatch:
-    """A question, and its answer once it is there. Whoever comes second, answer or release, gives the lease back."""
+    """A query, and its answer once there is one. The second of answer and release returns the lease to give back."""
 
-    def __init__(self, question: MatchQuery) -> None:
-        self.question = question
+    def __init__(self, query: MatchQuery) -> None:
+        self.query = query
         self.found: FoundBlocks | None = None
         self._is_released = False
         self._lock = threading.Lock()
 
     def resolve(self, found: FoundBlocks) -> str:
-        """Take the answer; returns the lease that nobody needs any more, "" when it is needed or there is none."""
+        """Set the answer; return the lease to give back, "" when it is needed or there is none."""
         with self._lock:
             self.found = found
             return found.lease_id if self._is_released else ""
 
     def release(self) -> str:
-        """Hear that the answer is not needed any more; returns as `answer` does."""
+        """Drop the answer; return the lease to give back, "" when there is none."""
         with self._lock:
             self._is_released = True
             return self.found.lease_id if self.found is not None else ""
@@ -568,7 +583,9 @@ class ManagerConnector:
         self._clock = clock
         self._memory: tuple[memoryview, ...] = ()
         specs = parts.specs(kv, instance_group)
-        self._link = ManagerLink(client, specs, settings.call_seconds, self._make_engine, clock)
+        self._link = ManagerLink(
+            client, specs=specs, call_seconds=settings.call_seconds, make_engine=self._make_engine, clock=clock
+        )
         session = SessionSettings(settings.session_seconds, call_seconds=settings.call_seconds)
         self._sessions = WriteSessions(client, session, clock)
         self._lookups = WorkerPool(settings.threads, "kvcm-tier-lookup")
@@ -605,8 +622,8 @@ class ManagerConnector:
         Raises:
             InvalidArgumentError: an argument, or a variable of `NodeSettings` or `ClientCredentials`, is malformed.
 
-        A manager that refuses the registration (another format under this instance id) is no exception: it is logged
-        as an error, `registration` tells, and every lookup is a miss.
+        A rejected registration (another format under this instance id) raises nothing: it is logged as an error,
+        `registration` holds the reason, and every lookup is a miss.
         """
         settings = settings or TierSettings()
         node_id = NodeSettings.from_environment().node_id
@@ -622,7 +639,7 @@ class ManagerConnector:
 
     @property
     def registration(self) -> Registration:
-        """What the manager last said to the registration."""
+        """Last answer of the manager to the registration."""
         return self._link.registration
 
     @property
@@ -637,7 +654,7 @@ class ManagerConnector:
     def use_memory(self, memory: Sequence[memoryview]) -> None:
         """See `KVConnector`."""
         self._memory = tuple(memory)
-        engine = self._link.engine_if_ready()  # one that is made later is told when it is made
+        engine = self._link.engine_if_ready()  # one that is made later registers the memory then
         if engine is not None:
             self._register_memory(engine)
 
@@ -659,10 +676,10 @@ class ManagerConnector:
     def load(self, handle: PrefixHandle, pages: Sequence[PageDst]) -> LoadTicket:
         """See `KVConnector`."""
         lookup = self._by_handle[handle.number]
-        assert lookup.found is not None  # the tier loads what it was told of
+        assert lookup.found is not None  # the tier loads only hits of `matched`
         ticket = LoadTicket(next(self._numbers))
         load = self._loads[ticket.number] = PrefixLoad(
-            lookup.question,
+            lookup.query,
             lookup.found,
             pages,
             batch_bytes=self._settings.batch_bytes,
@@ -727,7 +744,13 @@ class ManagerConnector:
 
     def _run_match(self, lookup: _PendingMatch) -> None:
         try:
-            found = _match_blocks(self._link, lookup.question, self._settings, self.statistics, self._clock)
+            found = _match_blocks(
+                self._link,
+                query=lookup.query,
+                settings=self._settings,
+                statistics=self.statistics,
+                clock=self._clock,
+            )
         except Exception as error:  # a miss, whatever it is
             _log.exception("a lookup went wrong")
             found = FoundBlocks(PrefixMatch(0, reason=repr(error)))

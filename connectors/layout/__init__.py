@@ -1,7 +1,7 @@
 """Describes blocks of KV in engine memory and in storage, and copies between the two where memory cannot be described.
 
-What is exported here is plain Python. `tensors`, `staging`, `sequence`, `engine_kv`, `gather` and `rows` need torch,
-`rows_triton` needs Triton as well; they are imported by name.
+The exports here are plain Python. `tensors`, `gather` and `rows_triton` need torch, `rows_triton` needs Triton as well;
+they are imported by name.
 """
 
 from kvcm.connectors.layout.paged import PagedKv

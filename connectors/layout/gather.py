@@ -40,9 +40,7 @@ __all__ = [
     "widen",
 ]
 
-# The paged KV of one rank, as tensors in one form whatever the engine's own form is.
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EngineKv:
@@ -60,7 +58,7 @@ class EngineKv:
             whole blocks of the engine; blocks of an engine that are larger than the stored ones are refused.
 
     Attributes:
-        blocks: of the engine, that every tensor has room for.
+        blocks: capacity of every tensor, in blocks.
         blocks_per_stored: blocks of the engine that make a stored block.
         kv_apart: whether K and V are tensors of their own.
         device: of all tensors.
@@ -177,18 +175,15 @@ class EngineKv:
 def _view(tensor: torch.Tensor, axes: Sequence[str], block_tokens: int | None) -> torch.Tensor:
     """Return the tensor's memory as [block, kv, head, token, dim]."""
     paged = PagedKv.named(axes, tensor.shape, tensor.stride(), dtype_name(tensor.dtype), block_tokens)
-    numbers = tensor.detach().view(_SAME_SIZE[tensor.element_size()])
+    numbers = tensor.detach().view(_INTEGERS[tensor.element_size()])
     return numbers.as_strided(paged.shape, paged.strides, int(numbers.storage_offset()))
 
 
-# Copies blocks of a paged tensor to stored blocks and back.
+# ---- copies between blocks of a paged tensor and stored blocks ----
 #
 # A block is a row here. `gather_rows` and `scatter_rows` of this file work on every device and are the reference;
-# those of `kvcm.connectors.layout.rows_triton` have the same signature, move the same bits, and are taken for GPUs
+# those of `kvcm.connectors.layout.rows_triton` have the same signature, move the same bits, and are used for GPUs
 # where Triton is installed.
-
-_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 _FEW_VALUES = 64  # of a row; for more of them a turn of Python per row is quicker than indexing with all rows
 
@@ -240,7 +235,7 @@ def widen(paged: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torc
     numbers = [int(paged.shape[-1])]
     for tensor in (paged, packed):
         numbers += [*tensor.stride()[:-1], int(tensor.storage_offset()), tensor.data_ptr() // item]
-    number = _NUMBERS[item * math.gcd(8 // item, *numbers)]
+    number = _INTEGERS[item * math.gcd(8 // item, *numbers)]
     return paged.view(number), packed.view(number)
 
 

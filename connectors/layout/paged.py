@@ -34,7 +34,7 @@ class PagedKv:
     """One tensor of paged KV.
 
     Attributes:
-        block: blocks that the tensor has room for.
+        block: capacity of the tensor, in blocks.
         kv: 2 for K and V, 1 for either of them or for MLA's latent KV.
         head: KV heads of this rank; 1 for MLA.
         token: tokens per block.
@@ -82,7 +82,7 @@ class PagedKv:
             block_tokens: tokens per block, needed with `slot`.
 
         Raises:
-            InvalidArgumentError: the names do not describe such a tensor; the message says what is missing.
+            InvalidArgumentError: the names do not describe such a tensor; names the missing ones.
         """
         found = _by_name(axes, shape, strides)
         block, token = _block_and_token(found, block_tokens)

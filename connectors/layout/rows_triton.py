@@ -1,4 +1,4 @@
-"""The kernel behind `kvcm.connectors.layout.rows` for GPUs.
+"""The kernel of `gather_rows_on` and `scatter_rows_on` (`kvcm.connectors.layout.gather`) for GPUs.
 
 One kernel does both directions. A program copies one tile of one row: it splits the number of each element into kv,
 head, token and dim and finds the element on both sides by strides, so no layout is a special case. Neighbouring

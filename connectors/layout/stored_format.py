@@ -1,4 +1,7 @@
-"""Bytes per element of the types that KV is kept in."""
+"""The stored format of a block: axes, shards of ranks, byte ranges, and its text in registrations.
+
+Plain Python, without torch: the manager's clients and tests compute with formats in processes that have no tensors.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def item_bytes(dtype: str) -> int:
     return _ITEM_BYTES[dtype]
 
 
-# Which bytes of memory a strided array covers, as contiguous runs.
+# ---- the bytes that a strided array covers, as contiguous runs ----
 #
 # Plain Python on purpose: a block has tens of runs, and numpy's cost per call is that of tens of additions.
 
@@ -127,7 +130,7 @@ def coalesce(bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-# Which part of a model's KV something holds: a rank, a spec, or what one of them needs of the other.
+# ---- shards: the part of a model's KV that a rank or a spec holds ----
 #
 # A part is a range of layers times a range of KV heads. Pipeline stages cut the layers, tensor parallelism cuts the
 # heads, and two parts have in common what both ranges have in common.
@@ -224,7 +227,7 @@ def rank_heads(heads: int, rank: int, ranks: int) -> RankHeads:
     return RankHeads(IndexRange(first, first + share), rank % replicas)
 
 
-# How a stored block looks.
+# ---- the stored block ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +294,13 @@ class BlockLayout:
         )
 
 
-# How the KV of a block lies in storage when ranks share the work, and who reads which bytes of it.
+# ---- the stored format of a block, and the bytes of it that a rank reads ----
 #
 # A block of the whole model is a box with five axes: layer, kv, head, token, dim. It is cut into specs, one per layer
 # range and head range, and a spec is the contiguous array of its part of the box, without a header, little endian. The
-# order of the axes is part of the format. Everything else follows from it: what a reader wants is a smaller box, and
-# the bytes of a box inside a box are runs that strides tell. Those runs, one behind the other, are the contiguous
-# array of the smaller box in the same order, so what was read is again something that this format describes.
+# order of the axes is part of the format. Everything else follows from it: a reader's part is a smaller box, and the
+# strides give the byte runs of a box inside a box. Those runs, one after the other, are the contiguous array of the
+# smaller box in the same order, so the bytes read are in this format again.
 #
 # Two orders have names for their use. `LAYER_FIRST` has a range of layers in one run. `PAGE_HEAD` has a range of heads
 # in one run, so that any number of ranks can share. An engine whose own blocks are in some other order may store in
@@ -484,10 +487,10 @@ def _row_major(shape: Mapping[str, int]) -> dict[str, int]:
     return {axis: math.prod(sizes[position + 1 :]) for position, axis in enumerate(shape)}
 
 
-# The stored format as one line of text, for the registration of an instance.
+# ---- the stored format as one line of text, for the registration of an instance ----
 #
-# Engines share blocks exactly when their texts are equal, so there is one text per format, and what is not that text
-# is refused instead of read with good will.
+# Engines share blocks exactly when their texts are equal, so there is one text per format, and parsing rejects every
+# other text.
 
 _NUMBER = "([1-9][0-9]{0,6})"
 _TEXT = re.compile(

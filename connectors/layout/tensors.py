@@ -1,4 +1,4 @@
-"""Memory of torch tensors as iovecs, without a copy."""
+"""Memory of torch tensors as iovecs, without a copy where possible, and staging buffers where not."""
 
 from __future__ import annotations
 
@@ -70,11 +70,10 @@ def _storage_address(piece: torch.Tensor) -> int:
     return piece.untyped_storage().data_ptr()
 
 
-# Buffers in host memory for blocks whose own memory cannot be handed to a storage.
+# ---- staging buffers, for memory on another device and memory in more pieces than one system call takes ----
 #
-# That is memory on another device, and memory in more pieces than one system call takes. Such a block is gathered
-# before a save and scattered after a load, through one reusable buffer that is page-locked when the device is a CUDA
-# one. All other blocks go straight from and to their memory.
+# Such a block is gathered before a save and scattered after a load, through one reusable buffer that is page-locked if
+# the device is a CUDA one. All other blocks go straight from and to their memory.
 
 _MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
 
@@ -178,7 +177,7 @@ def _direct_iovec(pieces: Sequence[torch.Tensor]) -> list[memoryview] | None:
     return iovec(pieces)
 
 
-# Blocks of a KV cache that keeps a whole sequence per layer, as `transformers` does.
+# ---- blocks of a KV cache with one tensor per layer and sequence, as in `transformers` ----
 
 
 def sequence_block(

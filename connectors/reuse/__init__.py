@@ -1,6 +1,6 @@
-"""What every engine's connector needs: who shares, registration, lookups, write sessions, loads, saves, counts.
+"""The parts of every engine's connector: identity, registration, lookups, write sessions, loads, saves, statistics.
 
-Engine connectors (`kvcm.connectors.vllm`, `kvcm.connectors.sglang`, `kvcm.connectors.transformers`) are thin over
-this room: they know
-when an engine wants KV and where it keeps it. This room works with the base install; it never imports an engine.
+Engine connectors (`kvcm.connectors.vllm`, `kvcm.connectors.sglang`, `kvcm.connectors.transformers`) are thin over this
+package: they know when an engine wants KV and where it keeps it. The package works with the base install; it never
+imports an engine.
 """

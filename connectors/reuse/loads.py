@@ -1,9 +1,8 @@
-"""Host memory that parts are loaded into before they reach an engine's memory.
+"""Loads of parts through staging memory on the host, from which they are copied to the engine's memory.
 
-Why not load straight into the engine's blocks: a storage that hangs may write to the memory that it was given at any
-later time. The engine cannot wait for that, and gives its blocks to the next request. Here a tray that a storage may
-still write to is left to it, and the next load gets another one, as long as not too many are lost that way. It comes
-back once nothing hangs any more in the engine that moved its bytes.
+Why not straight into the engine's blocks: a storage that hangs may write to its target memory at any later time. The
+engine cannot wait for that, and gives its blocks to the next request. Here a tray that a storage may still write to is
+abandoned, and the next load gets another one, up to a limit. A tray is reclaimed once no access to it is in flight.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class StagingTrays:
     Args:
         tray_bytes: of each.
         trays: most that are lent at once.
-        most_lost: trays that are replaced while storages hang on to them; more than these are missing until then.
+        most_lost: abandoned trays that are replaced; more than these are missing until they are reclaimed.
         allocate: makes memory, page-locked for an accelerator.
     """
 
@@ -76,7 +75,7 @@ class StagingTrays:
 
     @property
     def abandoned(self) -> int:
-        """Trays that storages hang on to."""
+        """Trays that storages may still write to."""
         return len(self._lost)
 
     def acquire(self, timeout_seconds: float) -> StagingTray | None:
@@ -91,7 +90,7 @@ class StagingTrays:
         return StagingTray(self._allocate(self.tray_bytes))
 
     def release(self, tray: StagingTray) -> None:
-        """Take a tray back that nothing is written to any more."""
+        """Return a tray that no storage writes to any more."""
         with self._changed:
             self._free.append(tray)
             self._changed.notify()
@@ -101,7 +100,7 @@ class StagingTrays:
 
         Args:
             tray: it.
-            may_change: whether that is still so; asked before the next tray is lent.
+            may_change: whether that is still so; called before the next tray is lent.
         """
         with self._changed:
             self._lost.append(_AbandonedTray(tray, may_change))
@@ -124,7 +123,7 @@ class StagingTrays:
                 self._changed.notify()
 
 
-# Loads parts of blocks through staging memory, and hands on those whose bytes are all there.
+# ---- loads of parts, and delivery of those that arrived whole ----
 
 Deliver: TypeAlias = Callable[[Bytes, Sequence[int]], None]
 """Takes rows of bytes, [row, byte], and which of the parts they are; must have copied them when it returns."""
@@ -147,7 +146,7 @@ class PartToLoad(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """Parts to tell the manager of, as `ManagerClient.report_missing` takes them.
+    """Parts to report to the manager, as arguments of `ManagerClient.report_missing`.
 
     Attributes:
         lost: key and uri of parts whose bytes are gone.
@@ -176,9 +175,9 @@ def load_parts(
     Args:
         engine: moves the bytes.
         trays: memory in between.
-        parts: what to load.
+        parts: to load.
         part_bytes: of each, or of its piece; a part of another size is refused.
-        deliver: is called in this thread, once per tray, with what arrived.
+        deliver: called in this thread, once per tray, with the parts that arrived.
         deadline_seconds: for everything; nothing is delivered after it.
         cancel: ends the call as its deadline does.
         clock: seconds of a clock that never runs backwards.
@@ -207,7 +206,7 @@ def load_parts(
             good = [row for row, result in enumerate(moved) if result.ok]
             if good:
                 deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
-        finally:  # also when whoever takes the bytes raises
+        finally:  # also when `deliver` raises
             if is_reusable:
                 trays.release(tray)
             else:
@@ -219,7 +218,7 @@ def load_parts(
 def missing_report(
     parts: Sequence[PartToLoad], results: Sequence[TransferResult], statistics: ReuseStatistics
 ) -> LoadReport:
-    """Count how parts were loaded, and return what the manager has to hear."""
+    """Count how parts were loaded, and return the report for the manager, None without one."""
     outcomes = list(zip(parts, results, strict=True))
     lost = tuple((part.key, part.uri) for part, result in outcomes if result.failure is Failure.LOST)
     corrupt = tuple(

@@ -1,13 +1,13 @@
-"""Lookups that an engine's scheduler does not wait for: begun early, asked for later, given up in time.
+"""Lookups that an engine's scheduler does not wait for: started early, polled later, a miss when late.
 
 Invariants:
 
-1. No method blocks: the calls to the manager are made by threads of this room.
-2. A lookup that is not answered by its deadline is a miss, and so is one begun while no manager answers: then not even
-   a thread is troubled, but one that probes.
-3. Every read lease is released when the last request that found through it is forgotten, and nothing is handed out that
-   might outlive its lease.
-4. Requests that ask for the same within a moment share one call.
+1. No method blocks: threads of `Lookups` call the manager.
+2. A lookup without an answer by its deadline is a miss, and so is one that starts while the breaker is open: then no
+   thread is used, except by the probe.
+3. Every read lease is released when the last request that uses it ends, and no prefix is returned that might outlive
+   its lease.
+4. Requests with the same keys share one call for `share_seconds`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["FoundPrefix", "LookupPlan", "LookupSettings", "Lookups"]
 
 _MAX_LEASE_SECONDS = 600.0
 _MAX_QUEUEING = 4  # times what an answer may take
-_RELEASE_SECONDS = 0.1  # in which leases gather that are released with one call
+_RELEASE_SECONDS = 0.1  # leases that end within it are released with one call
 
 
 class LookupPlan(NamedTuple):
-    """What a block must have, to be of use.
+    """The parts that a block must have to be a hit.
 
     Attributes:
         parts: needed of every block.
-        window_parts: needed of the last `window` blocks alone: what sliding-window layers keep.
-        window: blocks that a sliding window reaches back from the end of what is found; 0 without `window_parts`.
+        window_parts: needed of the last `window` blocks alone: the KV that sliding-window layers keep.
+        window: blocks that a sliding window reaches back from the end of the prefix; 0 without `window_parts`.
         state_parts: needed of the last block alone: linear-attention state.
     """
 
@@ -61,7 +61,7 @@ class FoundPrefix:
         window_locations: of the last ones, with `window_parts`.
         is_answered: whether a manager answered; if not, nothing is known, and there is nothing to save to either.
         usable_until: of the clock; nothing may be read later.
-        lease_ids: what keeps it readable until then.
+        lease_ids: read leases that keep it readable until then.
     """
 
     blocks: int = 0
@@ -78,12 +78,12 @@ _UNKNOWN_INSTANCE = FoundPrefix(is_answered=False, usable_until=0.0)
 
 @dataclass(frozen=True, slots=True)
 class LookupSettings:
-    """How patient lookups are.
+    """Deadlines of lookups.
 
     Attributes:
         lookup_seconds: for the answer.
-        load_seconds: for loading what was found; the lease lasts a little longer.
-        share_seconds: how long an answer is shared with requests that ask for the same.
+        load_seconds: for loading the prefix; the lease lasts a little longer.
+        share_seconds: how long an answer is shared with requests with the same keys.
         threads: calls at once.
     """
 
@@ -99,8 +99,8 @@ _LookupKey: TypeAlias = tuple[int, BlockKey]
 @dataclass(slots=True)
 class _Lookup:
     key: _LookupKey
-    begun_at: float
-    asked_at: float | None = None  # when a thread began with it
+    started_at: float
+    called_at: float | None = None  # when a thread called the manager
     users: set[str] = field(default_factory=set)
     found: FoundPrefix | None = None
     is_shared: bool = True
@@ -111,8 +111,8 @@ class Lookups:
 
     Args:
         link: to the manager.
-        plan: what blocks must have.
-        settings: how patient to be.
+        plan: parts that blocks must have.
+        settings: deadlines.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
     """
@@ -132,7 +132,7 @@ class Lookups:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_request: dict[str, _Lookup] = {}
-        self._by_question: dict[_LookupKey, _Lookup] = {}
+        self._by_key: dict[_LookupKey, _Lookup] = {}
         self._calls = WorkerPool(settings.threads, "kvcm-lookup")
         self._releases = WorkerPool(1, "kvcm-release")
         self._to_release: list[str] = []
@@ -141,18 +141,18 @@ class Lookups:
         self.answered = threading.Event()
 
     def start(self, request_id: str, keys: Sequence[BlockKey]) -> None:
-        """Begin a lookup for a request, unless one is under way or answered. Without keys there is nothing to find."""
-        question = (len(keys), keys[-1]) if keys else (0, BlockKey(0))
+        """Start a lookup for a request, unless it has one. Without keys it finds nothing."""
+        key = (len(keys), keys[-1]) if keys else (0, BlockKey(0))
         with self._lock:
             if request_id in self._by_request:
                 return
-            lookup = self._shared(question) if keys else None
+            lookup = self._shared(key) if keys else None
             if lookup is None:
-                lookup = _Lookup(question, self._clock())
+                lookup = _Lookup(key, self._clock())
                 if not keys:
                     lookup.found = FoundPrefix()
                 elif self._can_start():
-                    self._by_question[question] = lookup
+                    self._by_key[key] = lookup
                     self._calls.submit(PRIORITY_LOAD, partial(self._run_lookup, lookup, tuple(keys), request_id))
                 else:
                     lookup.found = _NO_ANSWER
@@ -160,7 +160,7 @@ class Lookups:
             self._by_request[request_id] = lookup
 
     def poll(self, request_id: str) -> FoundPrefix | None:
-        """Return what was found, None while it is not known. A lookup that was never begun found nothing."""
+        """Return the prefix found, None while the lookup is pending. A request without a lookup has found nothing."""
         with self._lock:
             lookup = self._by_request.get(request_id)
             if lookup is None:
@@ -170,26 +170,28 @@ class Lookups:
             if not self._is_late(lookup):
                 return None
             self._statistics.add(lookups_late=1)
-            # Whoever asks for the same anew gets a call of his own; the answer, when it comes, is released.
+            # The next request with these keys makes a call of its own; the late answer's lease is released.
             self._remove_user(request_id, lookup)
-            self._by_request[request_id] = _Lookup(lookup.key, lookup.begun_at, None, {request_id}, _NO_ANSWER)
+            self._by_request[request_id] = _Lookup(
+                lookup.key, started_at=lookup.started_at, called_at=None, users={request_id}, found=_NO_ANSWER
+            )
             return _NO_ANSWER
 
     def release(self, request_id: str) -> None:
-        """Hear that a request needs its answer no more: it has loaded, or it has ended."""
+        """Release a request's answer: it has loaded, or it has ended."""
         with self._lock:
             lookup = self._by_request.pop(request_id, None)
             if lookup is not None:
                 self._remove_user(request_id, lookup)
 
     def clear(self) -> None:
-        """Forget all answers that are shared."""
+        """Stop sharing answers."""
         with self._lock:
-            for lookup in list(self._by_question.values()):
+            for lookup in list(self._by_key.values()):
                 self._stop_sharing(lookup)
 
     def close(self, timeout_seconds: float) -> None:
-        """Begin nothing more; release what can be released in time, the rest ends by itself."""
+        """Start no more lookups; release leases within the timeout, the others expire."""
         self._calls.close(timeout_seconds / 2)
         self.clear()
         self._is_closing.set()
@@ -197,10 +199,10 @@ class Lookups:
         self._release_batch(timeout_seconds / 4)
 
     def _is_late(self, lookup: _Lookup) -> bool:
-        """Return whether to wait no longer: for the answer, or for a thread that asks when many requests arrive."""
-        if lookup.asked_at is None:
-            return self._clock() - lookup.begun_at >= _MAX_QUEUEING * self._settings.lookup_seconds
-        return self._clock() - lookup.asked_at >= self._settings.lookup_seconds
+        """Return whether to wait no longer: for the answer, or for a thread, when many requests arrive."""
+        if lookup.called_at is None:
+            return self._clock() - lookup.started_at >= _MAX_QUEUEING * self._settings.lookup_seconds
+        return self._clock() - lookup.called_at >= self._settings.lookup_seconds
 
     def _can_start(self) -> bool:
         if not self._link.is_ready():
@@ -221,14 +223,16 @@ class Lookups:
         found = _NO_ANSWER
         try:
             with self._lock:
-                lookup.asked_at = self._clock()
-                if not lookup.users:  # nobody waits for it any more
+                lookup.called_at = self._clock()
+                if not lookup.users:  # all requests have ended or given up
                     return
             settings = self._settings
             with use_trace_id(request_id):
-                found = _match_usable_prefix(self._link.client, keys, self._plan, settings, self._clock)
+                found = _match_usable_prefix(
+                    self._link.client, keys=keys, plan=self._plan, settings=settings, clock=self._clock
+                )
             if found is _UNKNOWN_INSTANCE:
-                self._link.invalidate()  # the manager lost its state; the next request registers anew
+                self._link.invalidate()  # the manager lost its state; the next request registers again
             self._record(lookup, keys, found)
         finally:
             with self._lock:
@@ -238,19 +242,19 @@ class Lookups:
             self.answered.set()
 
     def _record(self, lookup: _Lookup, keys: Sequence[BlockKey], found: FoundPrefix) -> None:
-        self._statistics.observe("lookup_seconds", self._clock() - lookup.begun_at)
+        self._statistics.observe("lookup_seconds", self._clock() - lookup.started_at)
         if found.is_answered:
             self._statistics.add(lookups=1, lookup_blocks=len(keys), hit_blocks=found.blocks)
         else:
             self._statistics.add(lookups_failed=1)
 
-    def _shared(self, question: _LookupKey) -> _Lookup | None:
+    def _shared(self, key: _LookupKey) -> _Lookup | None:
         """Return a lookup of the same that is fresh enough."""
         now = self._clock()
-        for lookup in list(self._by_question.values()):
-            if now - lookup.begun_at > self._settings.share_seconds:
+        for lookup in list(self._by_key.values()):
+            if now - lookup.started_at > self._settings.share_seconds:
                 self._stop_sharing(lookup)
-        return self._by_question.get(question)
+        return self._by_key.get(key)
 
     def _remove_user(self, request_id: str, lookup: _Lookup) -> None:
         lookup.users.discard(request_id)
@@ -258,13 +262,13 @@ class Lookups:
             self._release(lookup.found)
 
     def _stop_sharing(self, lookup: _Lookup) -> None:
-        del self._by_question[lookup.key]
+        del self._by_key[lookup.key]
         lookup.is_shared = False
         if not lookup.users and lookup.found is not None:
             self._release(lookup.found)
 
     def _release(self, found: FoundPrefix) -> None:
-        """Give leases back soon, together with those of others. Under the lock."""
+        """Release leases soon, in one batch with others. Under the lock."""
         if found.lease_ids and not self._to_release:
             self._releases.submit(PRIORITY_SAVE, self._release_after_delay)
         self._to_release += found.lease_ids
@@ -287,12 +291,12 @@ def _match_usable_prefix(
     settings: LookupSettings,
     clock: Callable[[], float] = time.monotonic,
 ) -> FoundPrefix:
-    """Ask the manager for the longest prefix that can be used; blocks for `lookup_seconds` at most."""
+    """Return the longest prefix that can be used; blocks for `lookup_seconds` at most."""
     deadline = clock() + settings.lookup_seconds
     lease_seconds = min(settings.load_seconds + settings.lookup_seconds, _MAX_LEASE_SECONDS)
     usable_until = clock() + lease_seconds
 
-    def ask(keys: Sequence[BlockKey], mode: MatchMode, parts: Sequence[str], window: int = 0) -> EncodedMatch:
+    def match(keys: Sequence[BlockKey], mode: MatchMode, parts: Sequence[str], window: int = 0) -> EncodedMatch:
         return client.match_encoded(
             keys,
             mode,
@@ -303,20 +307,41 @@ def _match_usable_prefix(
         )
 
     mode = MatchMode.PREFIX_WITH_STATE if plan.state_parts else MatchMode.PREFIX
-    prefix = ask(keys, mode, plan.parts + plan.state_parts)
+    prefix = match(keys, mode, plan.parts + plan.state_parts)
     if prefix.outcome is not Outcome.OK:
         return _UNKNOWN_INSTANCE if prefix.code == ErrorCode.INSTANCE_NOT_EXIST else _NO_ANSWER
-    found = FoundPrefix(len(prefix.locations), prefix.locations, (), True, usable_until, _leases(prefix))
+    found = FoundPrefix(
+        len(prefix.locations),
+        locations=prefix.locations,
+        window_locations=(),
+        is_answered=True,
+        usable_until=usable_until,
+        lease_ids=_leases(prefix),
+    )
     if not plan.window_parts or not found.blocks:
         return found
     window = min(plan.window, found.blocks)
-    run = ask(keys[: found.blocks], MatchMode.SLIDING_WINDOW, plan.window_parts, window)
+    run = match(keys[: found.blocks], MatchMode.SLIDING_WINDOW, plan.window_parts, window)
     leases = found.lease_ids + _leases(run)
     present = [index for index, location in enumerate(run.locations) if location]
     if run.outcome is not Outcome.OK or not present:
-        return FoundPrefix(0, (), (), run.outcome is Outcome.OK, usable_until, leases)
+        return FoundPrefix(
+            0,
+            locations=(),
+            window_locations=(),
+            is_answered=run.outcome is Outcome.OK,
+            usable_until=usable_until,
+            lease_ids=leases,
+        )
     end = present[-1] + 1
-    return FoundPrefix(end, found.locations[:end], run.locations[end - window : end], True, usable_until, leases)
+    return FoundPrefix(
+        end,
+        locations=found.locations[:end],
+        window_locations=run.locations[end - window : end],
+        is_answered=True,
+        usable_until=usable_until,
+        lease_ids=leases,
+    )
 
 
 def _leases(match: EncodedMatch) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Reads a connector's options, as an engine hands them over: a mapping of names to values from JSON.
 
-A misspelt option is an error that names the nearest known one: silence would leave somebody without what he configured.
+A misspelt option is an error that names the nearest known one: otherwise an option would silently have no effect.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def parse_options(kind: type[_T], given: Mapping[str, object], others: Collectio
     """Return an options dataclass, whose fields are of type int, float, bool or str.
 
     Args:
-        kind: the dataclass; what its fields allow is checked by its `__post_init__`.
+        kind: the dataclass; its `__post_init__` checks the values.
         given: the options.
-        others: names that are somebody else's, and are passed over.
+        others: names of other readers' options, which are ignored.
 
     Raises:
         InvalidArgumentError: an option is unknown, missing or of the wrong type; names it.

@@ -1,8 +1,7 @@
-"""The registration of one instance with the manager, and the storages that come with it.
+"""Registration of one instance with the manager, the storages that come with it, and the identity of its KV.
 
-Registers when first needed, and again when the manager has forgotten the instance. A manager that is absent at the
-start is tried again with every use, at a bounded pace; one that refused is not, since a conflict of configuration does
-not go away by itself.
+An instance registers at its first use, and again when the manager has lost it. With an unreachable manager every use
+retries, at a bounded rate. A rejected registration is not retried: an operator has to resolve the conflict.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ __all__ = ["InstanceSpecs", "KvIdentity", "ManagerLink", "weights_fingerprint"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
-_TRIES = 30  # in the background; then it is tried again when somebody asks
+_TRIES = 30  # in the background; then the next use tries again
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpecs:
-    """What an instance registers as.
+    """Registration data of an instance.
 
     Attributes:
         instance_group: existing group whose quota and storages are used.
@@ -57,13 +56,13 @@ class ManagerLink:
 
     Args:
         client: of the manager; closed with the link.
-        specs: what to register.
+        specs: registration data.
         call_seconds: for each call to the manager.
-        make_engine: makes what moves bytes, of the group's storages; None in a process that moves none.
+        make_engine: makes the transfer engine for the group's storages; None in a process without transfers.
         clock: seconds of a clock that never runs backwards.
 
     Attributes:
-        registration: what the manager last said.
+        registration: last answer of the manager.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class ManagerLink:
         return self.registration.ok
 
     def is_ready(self) -> bool:
-        """Return whether the instance is registered, never blocking: if it is not, it is being seen to."""
+        """Return whether the instance is registered, without blocking; if not, register in the background."""
         if self.registration.ok:
             if self._engine is not None:
                 self._pool_reporter.report_pools(self._engine)
@@ -111,7 +110,7 @@ class ManagerLink:
         return False
 
     def engine(self, timeout_seconds: float | None = None) -> TransferEngine | None:
-        """Return what moves bytes, None while the instance is not registered. Blocks for the timeout at most."""
+        """Return the transfer engine, None while the instance is not registered. Blocks for the timeout at most."""
         return self._engine if self.register(timeout_seconds) else None
 
     def engine_if_ready(self) -> TransferEngine | None:
@@ -124,7 +123,7 @@ class ManagerLink:
             self.registration = Registration(RegistrationState.UNREACHABLE, message="to be registered again")
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Close client and storages; what hangs longer than the timeout is left behind."""
+        """Close client and storages; accesses that hang longer than the timeout are abandoned."""
         seconds = self._call_seconds if timeout_seconds is None else timeout_seconds
         deadline = self._clock() + seconds
         self._is_closed.set()
@@ -135,7 +134,7 @@ class ManagerLink:
             self._engine.close(deadline - self._clock())
 
     def _register_in_background(self) -> None:
-        """Try for a while: an engine that starts beside its manager should be registered at its first request."""
+        """Retry for a while, so that an engine that starts beside its manager is registered at its first request."""
         try:
             for _ in range(_TRIES):
                 self.register()
@@ -166,14 +165,14 @@ class ManagerLink:
                 if before is not None:
                     before.close()
         if answer.ok:
-            self._pool_reporter.reset()  # a manager that asks for another registration lost what it was told
+            self._pool_reporter.reset()  # a manager that needs another registration has lost its reports
         self.registration = answer
 
 
-# Who may share KV: the identity of a deployment, as it is registered and as it enters every block key.
+# ---- identity of the KV ----
 #
-# KV may be shared exactly when the same tokens give the same bytes. Whatever that depends on besides the tokens is
-# named here, registered with the manager, which refuses an engine that differs, and part of the namespace of the keys.
+# Engines may share KV exactly when the same tokens give the same bytes. Everything else that the bytes depend on is
+# registered with the manager, which rejects an engine that differs, and is part of the namespace of the block keys.
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ class KvIdentity:
 
     Attributes:
         model: name of the model, for people.
-        weights: what tells its weights from others under that name: a revision, or a digest.
+        weights: identifies its weights among others of that name: a revision, or a digest.
         engine: family of the engine and version of its layout: two engines' KV is not interchangeable.
         dtype: of K and V, quantisation included.
         hashing: algorithm and seed of the block keys.
@@ -191,7 +190,7 @@ class KvIdentity:
         pp_size: ranks that share the layers.
         cp_size: ranks that share the tokens of a context.
         use_mla: whether KV is MLA's latent one.
-        extra: what else counts for this engine.
+        extra: other settings that this engine's KV depends on.
 
     Raises:
         InvalidArgumentError: a text is empty, or a size is not positive; names it.
@@ -218,7 +217,7 @@ class KvIdentity:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be > 0")
 
     def deployment(self) -> ModelDeployment:
-        """Return what is registered with the manager."""
+        """Return the registration data of the model."""
         return ModelDeployment(
             model_name=self.model,
             dtype=self.dtype,
@@ -241,17 +240,17 @@ class KvIdentity:
 
     @property
     def namespace(self) -> bytes:
-        """What every block key depends on."""
+        """Bytes that every block key depends on."""
         deployment = self.deployment()
         sizes = f"tp{self.tp_size}.pp{self.pp_size}.mla{int(self.use_mla)}"
         return "\n".join([deployment.model_name, deployment.dtype, sizes, deployment.extra]).encode()
 
 
-# Tells the weights of a model from others of the same shape and name, without reading all of them.
+# ---- fingerprint of weights, from samples of the files ----
 #
-# Of every tensor in the model's safetensors files a piece in its middle is read: training, fine-tuning and merged
+# A piece in the middle of every tensor of the model's safetensors files is read: training, fine-tuning and merged
 # adapters change it, and a thousand tensors take milliseconds. Files in other formats count by name, size and pieces
-# at even distances. The configuration counts as a whole. Who needs more certainty than that names the weights himself.
+# at even distances. The configuration counts as a whole. For more certainty an operator names the weights.
 
 _PIECE_BYTES = 256
 _PIECES_PER_FILE = 256

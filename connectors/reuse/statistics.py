@@ -1,4 +1,4 @@
-"""What a connector counts, in plain numbers: engines sum them over ranks and show them in their own way.
+"""Counters and times of a connector, as plain numbers: engines sum them over ranks and export them in their own way.
 
 A snapshot is a mapping `name → number` for counters and `name → [accesses per bucket …, sum of seconds]` for times, so
 that it can be sent as JSON or msgpack, and added up by `merged`.
@@ -15,7 +15,7 @@ __all__ = ["BUCKETS_SECONDS", "COUNTERS", "TIMES", "ReuseStatistics", "Snapshot"
 
 Snapshot: TypeAlias = dict[str, int | list[float]]
 BUCKETS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Upper ends of the buckets; one more bucket holds what took longer."""
+"""Upper ends of the buckets; one more bucket holds longer times."""
 COUNTERS: Mapping[str, str] = {
     "lookups": "Lookups that the manager answered",
     "lookups_failed": "Lookups without an answer: a miss",
@@ -47,35 +47,35 @@ class ReuseStatistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: Snapshot = {}
-        self._fresh: Snapshot = {}
+        self._drained: Snapshot = {}
+        self._pending: Snapshot = {}
 
     def add(self, **counts: int) -> None:
         """Add to counters, by name; see `COUNTERS`."""
         with self._lock:
             for name, count in counts.items():
                 if count:
-                    self._fresh = _add(self._fresh, name, count)
+                    self._pending = _add(self._pending, name, count)
 
     def observe(self, name: str, seconds: float) -> None:
-        """Note how long something took; see `TIMES`."""
+        """Record a duration; see `TIMES`."""
         sample = [0.0] * (len(BUCKETS_SECONDS) + 2)
         sample[bisect_left(BUCKETS_SECONDS, seconds)] = 1.0
         sample[-1] = seconds
         with self._lock:
-            self._fresh = _add(self._fresh, name, sample)
+            self._pending = _add(self._pending, name, sample)
 
     def total(self) -> Snapshot:
         """Return everything counted so far."""
         with self._lock:
-            return merged(self._taken, self._fresh)
+            return merged(self._drained, self._pending)
 
     def drain(self) -> Snapshot:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
-            fresh, self._fresh = self._fresh, {}
-            self._taken = merged(self._taken, fresh)
-            return fresh
+            pending, self._pending = self._pending, {}
+            self._drained = merged(self._drained, pending)
+            return pending
 
 
 def merged(first: Snapshot, second: Snapshot) -> Snapshot:

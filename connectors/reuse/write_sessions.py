@@ -1,11 +1,11 @@
-"""Write sessions of one engine process: each is begun, kept alive while its blocks are written, and ended once.
+"""Write sessions of one engine process: each is started, renewed while its blocks are written, and ended once.
 
 Invariants:
 
-1. A session that was begun ends: finished with one flag per block, or aborted. `close` aborts what is still open.
-2. While it is open it is renewed, at a third of its time, until `most_seconds` after its begin; then it expires in the
-   manager, whose blocks were never readable. A writer that hangs does not hold its blocks for ever.
-3. A session is ended by whoever takes it out of the table, so nobody ends it twice.
+1. Every started session ends: finished with one flag per block, or aborted. `close` aborts the open ones.
+2. While it is open it is renewed, at a third of its time, until `max_seconds` after its start; then it expires in the
+   manager, whose blocks were never readable. A writer that hangs does not reserve its blocks forever.
+3. The thread that removes a session from the table ends it, so it ends once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SessionSettings:
     """How long sessions live.
 
     Attributes:
-        session_seconds: time that the manager is asked for at a time; what a killed engine reserves is free after it.
+        session_seconds: of each start and renewal; the blocks that a killed engine reserved are free after it.
         max_seconds: a session that is open for longer is not renewed any more.
         call_seconds: for each call.
     """
@@ -43,12 +43,12 @@ class SessionSettings:
 
 @dataclass(slots=True)
 class _OpenSession:
-    begun_at: float
+    started_at: float
     renew_at: float
 
 
 class WriteSessions:
-    """Begins and ends write sessions; safe to use from several threads.
+    """Starts and ends write sessions; safe to use from several threads.
 
     Args:
         client: of the manager.
@@ -67,7 +67,7 @@ class WriteSessions:
         self._clock = clock
         self._open: dict[str, _OpenSession] = {}
         self._changed = threading.Condition()
-        self._keeper: threading.Thread | None = None
+        self._renewer: threading.Thread | None = None
         self._is_closed = False
 
     @property
@@ -78,7 +78,7 @@ class WriteSessions:
     def start(
         self, keys: Sequence[BlockKey], parent: BlockKey | None, part_groups: Sequence[str] = ()
     ) -> WriteGrant | None:
-        """Ask for leave to write blocks; None: write nothing.
+        """Start a session; None: write nothing.
 
         Args:
             keys: consecutive block keys.
@@ -125,7 +125,7 @@ class WriteSessions:
             self._client.abort_write(session_id, timeout_seconds=self._settings.call_seconds)
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Begin nothing more and abort what is open, as far as the time allows; the rest expires in the manager."""
+        """Start no more sessions and abort the open ones within the timeout; the rest expires in the manager."""
         with self._changed:
             self._is_closed = True
             left, self._open = list(self._open), {}
@@ -143,9 +143,9 @@ class WriteSessions:
             if self._is_closed:
                 return False
             self._open[session_id] = _OpenSession(now, now + self._settings.session_seconds / 3)
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._renew_loop, name="kvcm-sessions", daemon=True)
-                self._keeper.start()
+            if self._renewer is None:
+                self._renewer = threading.Thread(target=self._renew_loop, name="kvcm-sessions", daemon=True)
+                self._renewer.start()
             self._changed.notify()
         return True
 
@@ -169,12 +169,12 @@ class WriteSessions:
                 )
 
     def _due_sessions(self) -> list[str]:
-        """Return the sessions to renew now, and note when the next time is."""
+        """Return the sessions to renew now, and schedule their next renewal."""
         now, settings = self._clock(), self._settings
         due = [session_id for session_id, session in self._open.items() if session.renew_at <= now]
         for session_id in due:
             session = self._open[session_id]
-            is_too_old = now - session.begun_at >= settings.max_seconds
+            is_too_old = now - session.started_at >= settings.max_seconds
             session.renew_at = float("inf") if is_too_old else now + settings.session_seconds / 3
         return [session_id for session_id in due if self._open[session_id].renew_at != float("inf")]
 
@@ -183,18 +183,18 @@ class WriteSessions:
         return None if soonest == float("inf") else max(0.0, soonest - self._clock())
 
 
-# Saves blocks from begin to end in the thread that calls: leave to write, bytes, publication.
+# ---- saves in the calling thread: start, bytes, finish ----
 
 MemoryOf = Callable[[int, str], Sequence[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBlocks:
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
-        stored: one flag per key: the block is stored, now or before, or another writer is at it. All false when the
-            manager gave no leave, or did not confirm the publication.
+        stored: one flag per key: the block is stored, now or before, or another session is writing it. All false if
+            the manager rejected the start, or did not confirm the finish.
         saved: blocks that were saved now.
         saved_bytes: of them.
         reason: why not all blocks are stored, "" when they are.
@@ -222,20 +222,20 @@ def save_blocks(
     """Save the blocks that the manager does not have, and publish them. The session ends on every path.
 
     Args:
-        sessions: where the write session is begun and ended.
+        sessions: for the write session.
         engine: moves the bytes.
         keys: consecutive block keys.
         parent: key before the first one, None when they begin a chain.
         memory_of: returns the memory of a part of a block, by the block's position in `keys` and the part's name; it
             must stay as it is until the call returns.
-        deadline_seconds: for the bytes; what is late is not published.
+        deadline_seconds: for the bytes; late blocks are not published.
         part_groups: none, or per key the name of the group of parts to write.
         cancel: ends the call as its deadline does.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
     """
     statistics = statistics or ReuseStatistics()
-    begun = clock()
+    started = clock()
     grant = sessions.start(keys, parent, part_groups)
     if grant is None:
         statistics.add(dropped_save_blocks=len(keys))
@@ -246,11 +246,13 @@ def save_blocks(
     written: list[bool] = []
     checksums: list[Mapping[str, int]] = []
     try:
-        written, checksums, reason = _write(engine, grant, memory_of, deadline_seconds, cancel)
+        written, checksums, reason = _write(
+            engine, grant=grant, memory_of=memory_of, deadline_seconds=deadline_seconds, cancel=cancel
+        )
     finally:
-        is_published = _finish(sessions, grant, written, checksums, statistics)
-    statistics.observe("save_seconds", clock() - begun)
-    return _saved_blocks(grant, written, is_published, reason, statistics)
+        is_published = _finish(sessions, grant=grant, written=written, checksums=checksums, statistics=statistics)
+    statistics.observe("save_seconds", clock() - started)
+    return _saved_blocks(grant, written=written, is_published=is_published, reason=reason, statistics=statistics)
 
 
 def _write(
@@ -299,7 +301,7 @@ def _saved_blocks(
         reason = "the write session was not confirmed"
     flags = iter(written)
     stored = [is_masked or (next(flags) and is_published) for is_masked in grant.mask]
-    if grant.refusal:  # of what is masked behind the last block to write, something does not fit
+    if grant.refusal:  # a masked block behind the last block to write does not fit
         end = len(grant.mask) - grant.mask[::-1].index(False)
         stored[end:] = [False] * (len(stored) - end)
     sizes = [sum(uri.size for uri in location.uris.values()) for location in grant.locations]

@@ -1,4 +1,4 @@
-"""What a storage backend has to know of the SGLang server that it is part of."""
+"""The dynamic storage backend of SGLang's hierarchical cache, and its view of the SGLang server."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class ServerState:
     Attributes:
         model_path: a directory, or a name on the hub.
         revision: of the name.
-        weight_version: as whoever updates weights tells it.
-        settings: what else KV depends on.
+        weight_version: as SGLang's API for weight updates sets it.
+        settings: others that KV depends on.
     """
 
     model_path: str
@@ -77,7 +77,7 @@ class ServerState:
         return cls(str(_read(model, "model_path")), _read(model, "revision") or None, version, settings)
 
     def has_changed(self) -> bool:
-        """Return whether the server has other weights than when this was noted, as far as it says so."""
+        """Return whether the server has other weights than when this state was read, by path and version."""
         model, serving = runtime_context.get_model(), runtime_context.get_serving()
         return (
             str(_read(model, "model_path")) != self.model_path
@@ -89,9 +89,7 @@ def _read(settings: Any, name: str) -> Any:
     return getattr(settings, name, _MISSING)
 
 
-# Pages and bandwidth of single loads and saves, as SGLang shows them.
-
-_MAX_OPERATIONS = 4096  # nobody may ask, and then old ones are of no use
+_MAX_OPERATIONS = 4096  # SGLang may never drain them, and then old ones are of no use
 
 
 class TransferFigures(NamedTuple):
@@ -107,7 +105,7 @@ class TransferFigures(NamedTuple):
 
 
 class _OperationStats:
-    """Collects operations until they are taken; safe to use from several threads."""
+    """Pages and bandwidth of operations until they are drained; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,11 +113,11 @@ class _OperationStats:
         self._saves: deque[TransferFigures] = deque(maxlen=_MAX_OPERATIONS)
 
     def record_load(self, pages: int, size_bytes: int, seconds: float) -> None:
-        """Note a load; one without pages does not count."""
+        """Record a load; one without pages does not count."""
         self._add(self._loads, pages, size_bytes, seconds)
 
     def record_save(self, pages: int, size_bytes: int, seconds: float) -> None:
-        """Note a save; one without pages does not count."""
+        """Record a save; one without pages does not count."""
         self._add(self._saves, pages, size_bytes, seconds)
 
     def drain(self) -> tuple[list[TransferFigures], list[TransferFigures]]:
@@ -136,11 +134,10 @@ class _OperationStats:
                 operations.append(TransferFigures(pages, size_bytes / seconds / 1e9))
 
 
-# Shows what a rank's reuse counts in the metrics of the SGLang server.
+# ---- statistics as metrics of the SGLang server ----
 #
 # SGLang collects the metrics of its processes through files, which only counters and histograms of `prometheus_client`
-# write. They are made when a process is told to have metrics, and brought up to date whenever SGLang asks a storage
-# for its figures.
+# write. They are made in a process with metrics enabled, and updated whenever SGLang calls `get_stats`.
 
 _PREFIX = "sglang:kvcm_"
 _made: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {}  # a process registers a name once
@@ -150,7 +147,7 @@ class ReuseMetrics:
     """Counters and histograms of one rank.
 
     Args:
-        statistics: what is shown.
+        statistics: to export.
         labels: of the rank.
     """
 
@@ -164,7 +161,7 @@ class ReuseMetrics:
         self._times = {name: time.labels(**labels) for name, time in times.items()}
 
     def update(self) -> None:
-        """Add what was counted since the last call."""
+        """Add the counts since the last call."""
         for name, value in self._statistics.drain().items():
             if isinstance(value, list):
                 self._observe(name, value)
@@ -187,21 +184,18 @@ def _make(labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     return counters, times
 
 
-# The storage backend that SGLang makes: its interface on one side, a `PageStore` on the other.
-#
-# SGLang calls it from its storage threads, and never expects an exception for a page: everything that goes wrong is a
-# miss. What cannot work, an unknown option or a pool whose pages cannot be stored, is said when the backend is
-# attached.
-
 T = TypeVar("T")
 
 
 class KVCMStorage(HiCacheStorage):
-    """Stores pages of KV where the manager says.
+    """SGLang's storage backend: HiCache's interface on one side, a `PageStore` on the other.
+
+    SGLang calls it from its storage threads, and never expects an exception for a page: every error is a miss. Wrong
+    options, and pools whose pages cannot be stored, raise when the backend is attached.
 
     Args:
         storage_config: of the rank.
-        kwargs: what else SGLang gives to dynamic backends; nothing of it is used.
+        kwargs: further arguments of dynamic backends, unused.
 
     Raises:
         InvalidArgumentError: an option is wrong, or ranks are laid out in a way that is not supported.
@@ -219,7 +213,7 @@ class KVCMStorage(HiCacheStorage):
         self._is_stale = False
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Hear of a pool. Pages of others than KV cannot be stored.
+        """Register a host pool. Only pages of the KV pool can be stored.
 
         Raises:
             InvalidArgumentError: see `on_host_pools_registered`.
@@ -231,7 +225,7 @@ class KVCMStorage(HiCacheStorage):
                 _log.error("pool %s cannot be stored, so no KV is reused from now on", host_pool_name)
 
     def on_host_pools_registered(self) -> None:
-        """Register with the manager, now that all pools are known. Without a manager it is done later.
+        """Register with the manager, now that all pools are known; retry later if no manager answers.
 
         Raises:
             InvalidArgumentError: the model has pools that cannot be stored.
@@ -321,14 +315,14 @@ class KVCMStorage(HiCacheStorage):
         return False
 
     def clear(self) -> None:
-        """Forget what was looked up. What is stored belongs to all engines of the instance: its operator removes it."""
+        """Drop matched pages. Stored pages belong to all engines of the instance: an operator removes them."""
         if self._store is not None:
             self._store.clear()
         instance_id = stage_instance(self._options.instance_id, self._config)
         _log.warning("stored pages stay, since engines share them: `kvcm trim %s` removes them", instance_id)
 
     def get_stats(self) -> StorageMetrics:
-        """Return what moved since the last call."""
+        """Return the transfers since the last call."""
         if self._metrics is not None:
             self._metrics.update()
         loads, saves = self._figures.drain()
@@ -340,7 +334,7 @@ class KVCMStorage(HiCacheStorage):
         )
 
     def close(self) -> None:
-        """Abort what is being saved and close all connections, within a deadline."""
+        """Abort saves and close all connections, within a deadline."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -350,7 +344,13 @@ class KVCMStorage(HiCacheStorage):
         server = self._server
         weights = weights_of(options, server.model_path, server.revision)
         identity = page_identity(
-            options, config, memory.format, _hashing(), weights, server.model_path, server.settings
+            options,
+            config=config,
+            page_format=memory.format,
+            hashing=_hashing(),
+            weights=weights,
+            model_path=server.model_path,
+            extra=server.settings,
         )
         client = ManagerClient(
             options.manager,
@@ -363,16 +363,18 @@ class KVCMStorage(HiCacheStorage):
         )
         specs = InstanceSpecs(
             options.instance_group,
-            memory.format.tokens,
-            self._parts.infos(memory.page_bytes),
-            identity.deployment(),
-            self._parts.groups,
+            block_tokens=memory.format.tokens,
+            parts=self._parts.infos(memory.page_bytes),
+            deployment=identity.deployment(),
+            part_groups=self._parts.groups,
         )
         make_engine = partial(
             TransferEngine.for_storages, threads=options.transfer_threads or None, checksums=options.checksums
         )
         link = ManagerLink(client, specs, options.call_seconds, make_engine)
-        return PageStore(link, memory, PageKeys(identity.namespace), self._parts, options), link
+        return PageStore(
+            link, memory=memory, keys=PageKeys(identity.namespace), parts=self._parts, options=options
+        ), link
 
     def _usable_store(self) -> PageStore | None:
         """Return the store, None when its pages are not those of this model any more."""
@@ -402,7 +404,7 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
 
 
 def _or_miss(missed: T, task: Callable[[], T]) -> T:
-    """Return what the task returns, or else a miss: whatever goes wrong here must not reach the engine."""
+    """Return the task's result, or a miss after an exception: no error may reach the engine."""
     try:
         return task()
     except Exception:

@@ -8,8 +8,8 @@ one with MLA's latent rows ("mla") there is one tensor only. Inside, by the layo
     page_head                         [head][token][layer][dim]
 
 `layer_first` keeps the layers of a page apart; they are stored one behind the other, so that such an engine and one
-with `page_first_direct` read each other's pages. Engines whose orders differ are told apart by `PageFormat.text`, which
-is part of what an instance registers as.
+with `page_first_direct` read each other's pages. Engines whose orders differ have different `PageFormat.text`s, which
+are part of the registration of an instance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may share pages: what a rank registers as, made of what SGLang tells a storage and of its own settings."""
+"""Identity of a rank's pages, from SGLang's storage config and server settings: equal identities share pages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def page_identity(
         options: of the connector.
         config: SGLang's storage config of the rank.
         page_format: how a page is stored.
-        hashing: what page hashes are, a hash of known tokens for example.
-        weights: what tells the weights from others.
-        model_path: as SGLang was told it.
-        extra: what else counts.
+        hashing: identifies the algorithm of page hashes: the hash of known tokens.
+        weights: identifies the weights.
+        model_path: of SGLang's server.
+        extra: other settings that KV depends on.
 
     Raises:
         InvalidArgumentError: the model has no name.
@@ -55,11 +55,11 @@ def page_identity(
 
 
 def weights_of(options: SglangOptions, model_path: str, revision: str | None) -> str:
-    """Return what tells the weights from others: what the operator says, or a fingerprint of the files.
+    """Return a text that identifies the weights: option `weights`, or a fingerprint of the files.
 
     Args:
         options: of the connector.
-        model_path: as SGLang was told it: a directory, or a name on the hub.
+        model_path: of SGLang's server: a directory, or a name on the hub.
         revision: of the name, if any.
     """
     if options.weights:
@@ -73,7 +73,7 @@ def weights_of(options: SglangOptions, model_path: str, revision: str | None) ->
 
 
 def _directory(model_path: str, revision: str | None) -> Path:
-    """Return where the files of a model are; what is not there is not fetched."""
+    """Return the local directory of a model's files; nothing is downloaded."""
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import snapshot_download  # SGLang brings it along

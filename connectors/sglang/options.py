@@ -1,4 +1,4 @@
-"""What can be set in `--hicache-storage-backend-extra-config`."""
+"""Options of the storage backend: `--hicache-storage-backend-extra-config`."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _THREAD_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SglangOptions:
-    """Where the manager is, who shares, and how patient reuse is. What takes longer is a miss.
+    """Manager, identity, deadlines and sizes. After a deadline a page is a miss.
 
     Attributes:
         manager: `host:port` of each manager, separated by commas.
         instance_id: shared by all engines that run this model in this way; a pipeline stage appends its number.
         instance_group: existing group whose quota and storages are used.
         model_name: for people; "" for the name that SGLang serves it under.
-        weights: what tells its weights from others, a revision for example; "" for a fingerprint of the files.
+        weights: identifies its weights, a revision for example; "" for a fingerprint of the files.
         publish: store new KV; false only loads.
-        checksums: tell the checksum of every page that is saved, and compute anew what was loaded with another one.
+        checksums: report the checksum of every saved page, and compute pages again that load with another one.
         register_seconds: for the registration at the start; without an answer the engine starts all the same.
         call_seconds: for each call to the manager.
         load_seconds: for loading up to 128 pages, which is what SGLang asks for at once.
         save_seconds: for saving as many.
         lease_seconds: how long pages that were found are kept readable for the load that follows.
-        session_seconds: what an engine that is killed while it saves has reserved is free after this time.
-        shutdown_seconds: for what is under way when the engine ends.
+        session_seconds: the pages that a killed engine reserved for its saves are free after this time.
+        shutdown_seconds: for loads and saves in flight when the engine ends.
         staging_bytes: memory that pages are loaded into before they reach the host pool.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
 

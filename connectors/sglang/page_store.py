@@ -1,7 +1,7 @@
-"""What SGLang asks of a storage, answered by the manager and its storages: which pages are there, load them, save them.
+"""The pages of one rank in the manager and its storages: matches, loads and saves.
 
-One rank's view: a page is there when every rank saved its part of it, and a rank moves only its own. Nobody waits for
-another rank. Nothing here raises because of the manager, the network or a storage: an error is a miss.
+A page is a hit when every rank has saved its part of it, and a rank moves only its own part. No rank waits for another.
+Nothing here raises because of the manager, the network or a storage: an error is a miss.
 """
 
 from __future__ import annotations
@@ -43,16 +43,6 @@ __all__ = [
     "stage_instance",
 ]
 
-# Where the pages lie that were found, until they are loaded.
-#
-# SGLang asks first how many pages of a prompt are there and loads them a little later, 128 at a time and perhaps not
-# all: ranks agree on the shortest prefix, and the host pool may be full. In between a read lease keeps them readable.
-# Rules:
-#
-# 1. A lease is given back when no page under it is left in the book and no load of its pages is under way.
-# 2. What is not loaded is dropped when the lease is about to end, or when there are too many pages in the book.
-# 3. A page that is found again is under the newer lease.
-
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
@@ -60,7 +50,7 @@ class ReadLease:
 
     Attributes:
         id: of the manager; "" for none.
-        ends_at: of the book's clock.
+        ends_at: of the cache's clock.
     """
 
     id: str
@@ -69,10 +59,10 @@ class ReadLease:
 
 @dataclass(frozen=True, slots=True)
 class FoundPages:
-    """Pages that were taken out of the book; give them to `done` when they are loaded.
+    """Pages popped from the cache; pass them to `release` when they are loaded.
 
     Attributes:
-        locations: of the leading pages that were asked for.
+        locations: of the leading pages.
         leases: that they are under, with the number of pages.
         ends_at: when the first of the leases ends.
     """
@@ -83,10 +73,18 @@ class FoundPages:
 
 
 class MatchCache:
-    """Keeps what was found; safe to use from several threads.
+    """Locations of matched pages until they are loaded; safe to use from several threads.
+
+    SGLang first counts the hits of a prompt (`batch_exists`) and loads them a little later, 128 at a time and perhaps
+    not all: ranks agree on the shortest prefix, and the host pool may be full. In between a read lease keeps them
+    readable. Invariants:
+
+    1. A lease is released when no page under it is left in the cache and no load of its pages is in flight.
+    2. Pages that are not loaded are dropped when their lease is about to end, or when there are too many.
+    3. A page that is matched again is under the newer lease.
 
     Args:
-        release: gives a lease back; is called without the lock and must not block.
+        release: releases a lease; called without the lock and must not block.
         clock: seconds of a clock that never runs backwards.
         most: pages to keep.
     """
@@ -103,7 +101,7 @@ class MatchCache:
         return len(self._pages)
 
     def add(self, keys: Sequence[BlockKey], locations: Sequence[Location], lease: ReadLease) -> None:
-        """Note where pages lie.
+        """Add the locations of pages.
 
         Args:
             keys: of the pages.
@@ -123,7 +121,7 @@ class MatchCache:
         self._release_leases(unused)
 
     def pop(self, keys: Sequence[BlockKey]) -> FoundPages:
-        """Take the leading pages that are known out of the book."""
+        """Remove the leading pages that are in the cache, and return them."""
         now = self._clock()
         locations: list[Location] = []
         leases: Counter[ReadLease] = Counter()
@@ -138,7 +136,7 @@ class MatchCache:
         return FoundPages(tuple(locations), leases, min((lease.ends_at for lease in leases), default=now))
 
     def release(self, found: FoundPages) -> None:
-        """Hear that pages that were taken are loaded, or will not be."""
+        """Release popped pages: they are loaded, or will not be."""
         with self._lock:
             unused = self._decrement(found.leases)
         self._release_leases(unused)
@@ -165,7 +163,7 @@ class MatchCache:
 
     def _decrement(self, dropped: Counter[ReadLease]) -> list[ReadLease]:
         """Count fewer uses, and return the leases that have none left."""
-        self._uses -= dropped  # keeps what is positive
+        self._uses -= dropped  # keeps positive counts
         return [lease for lease in dropped if lease not in self._uses]
 
     def _release_leases(self, leases: Sequence[ReadLease]) -> None:
@@ -175,16 +173,13 @@ class MatchCache:
                 self._release(lease.id)
 
 
-# Which page comes before which, as far as it was seen.
-#
-# SGLang saves the pages of one node of its tree at a time and says what comes before them only when
-# `hicache_storage_pass_prefix_keys` is set. A prompt that was looked up shows whole chains, though, and what is
-# computed of it is saved soon after. A page whose parent is not known is stored as the head of a chain: it is found
-# all the same, and only evicted in a less clever order.
-
-
 class PageParents:
-    """Remembers the parents of the pages that were seen last; safe to use from several threads.
+    """Parents of recent pages; safe to use from several threads.
+
+    SGLang saves the pages of one node of its tree at a time and passes their prefix only with
+    `hicache_storage_pass_prefix_keys`. A lookup has whole chains, though, and its computed pages are saved soon after.
+    A page without a known parent is stored as the head of a chain: it is found all the same, and only evicted in a less
+    suitable order.
 
     Args:
         most: pages to remember.
@@ -211,8 +206,6 @@ class PageParents:
             return self._parents.get(key)
 
 
-# Block keys from SGLang's page hashes.
-#
 # A page hash is a SHA-256 over the hash of the page before it and the page's tokens, as 64 hexadecimal digits; it also
 # covers the request's cache salt, adapter and images. Its first 64 bits, exclusive-or a number of the namespace, are
 # the key.
@@ -245,8 +238,6 @@ class PageKeys:
         return [BlockKey(((int(text[:_DIGITS], 16) ^ mask) ^ _SIGN) - _SIGN) for text in page_hashes]
 
 
-# Which parts a page has, and which of them a rank moves.
-#
 # Every tensor-parallel rank saves its own heads: a page has a part `tp0`, `tp1`… per rank. MLA's latent rows are the
 # same on all ranks: there is one part, which the first one saves and all load. The stages of a pipeline have different
 # layers of different sizes, and register as instances of their own.
@@ -281,16 +272,16 @@ class RankParts:
         return cls(names, "tp0" if config.is_mla_model else f"tp{config.tp_rank}")
 
     def infos(self, part_bytes: int) -> list[LocationSpecInfo]:
-        """Return what is registered of the parts, which are all of one size."""
+        """Return the registration data of the parts, which are all of one size."""
         return [LocationSpecInfo(name, part_bytes) for name in self.names]
 
     @property
     def groups(self) -> list[LocationSpecGroup]:
-        """One group per part, so that a rank asks for leave to write its own only."""
+        """One group per part, so that a rank starts write sessions for its own only."""
         return [LocationSpecGroup(name, (name,)) for name in self.names] if len(self.names) > 1 else []
 
     def groups_of(self, pages: int) -> list[str]:
-        """Return the group that is asked for, for every page."""
+        """Return the group of every page in a write session."""
         return [self.name] * pages if len(self.names) > 1 else []
 
 
@@ -307,7 +298,7 @@ _MAX_KEYS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TransferSummary:
-    """What became of pages that were to be loaded or saved.
+    """The result of a load or save of pages.
 
     Attributes:
         flags: one per page; a page that counts is there with every byte.
@@ -361,7 +352,7 @@ class PageStore:
 
     @property
     def abandoned_trays(self) -> int:
-        """Staging memory that was left to storages that hang."""
+        """Staging trays abandoned to storages that hang."""
         return self._trays.abandoned
 
     def exists(self, page_hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
@@ -369,7 +360,7 @@ class PageStore:
 
         Args:
             page_hashes: consecutive pages.
-            prefix_hashes: of the pages before them, as far as SGLang tells.
+            prefix_hashes: of the pages before them, if SGLang passes them.
         """
         keys = self._keys.keys(page_hashes)
         self._parents.record_chain([*self._keys.keys(prefix_hashes[-1:]), *keys])
@@ -416,7 +407,7 @@ class PageStore:
         Args:
             page_hashes: consecutive pages.
             host_indices: where they are, as SGLang gives them.
-            prefix_hashes: of the pages before them, as far as SGLang tells.
+            prefix_hashes: of the pages before them, if SGLang passes them.
         """
         begun = self._clock()
         keys = self._keys.keys(page_hashes)
@@ -426,11 +417,11 @@ class PageStore:
         pages = self._memory.pages(host_indices)
         saved = save_blocks(
             self._sessions,
-            engine,
-            keys,
-            self._parent(keys[0], prefix_hashes),
-            lambda index, _: [piece.data for piece in pages[index]],
-            self._options.save_seconds,
+            engine=engine,
+            keys=keys,
+            parent=self._parent(keys[0], prefix_hashes),
+            memory_of=lambda index, _: [piece.data for piece in pages[index]],
+            deadline_seconds=self._options.save_seconds,
             part_groups=self._parts.groups_of(len(keys)),
             statistics=self.statistics,
             clock=self._clock,
@@ -439,11 +430,11 @@ class PageStore:
         return TransferSummary(list(saved.stored), saved.saved, saved.saved_bytes, self._clock() - begun)
 
     def clear(self) -> None:
-        """Forget what was found."""
+        """Drop the matched pages."""
         self._matches.clear()
 
     def close(self) -> None:
-        """Abort what is being saved, give leases back and close everything, within the deadline."""
+        """Abort saves, release leases and close everything, within the deadline."""
         deadline = self._clock() + self._options.shutdown_seconds
         self._matches.clear()
         self._sessions.close(self._options.shutdown_seconds / 2)
@@ -472,7 +463,7 @@ class PageStore:
             self._link.invalidate()  # the manager lost its state
 
     def _locate(self, keys: Sequence[BlockKey]) -> FoundPages:
-        """Return where the leading pages lie: those that were just looked up, or else what the manager says now."""
+        """Return the locations of the leading pages: from the last lookup, else from the manager."""
         found = self._matches.pop(keys)
         missing = keys[len(found.locations) :]
         if not missing:
@@ -496,9 +487,17 @@ class PageStore:
             for row, index in zip(rows, arrived, strict=True):
                 self._memory.fill(pages[index], row)
 
-        # Nothing is begun after the lease: what was deleted since then may be somebody else's.
+        # No load starts after the lease ends: an evicted page's bytes may be another page's by then.
         seconds = min(self._options.load_seconds, found.ends_at - self._clock())
-        results = load_parts(engine, self._trays, parts, self._memory.page_bytes, deliver, seconds, clock=self._clock)
+        results = load_parts(
+            engine,
+            trays=self._trays,
+            parts=parts,
+            part_bytes=self._memory.page_bytes,
+            deliver=deliver,
+            deadline_seconds=seconds,
+            clock=self._clock,
+        )
         report = missing_report(parts, results, self.statistics)
         if report:
             _log.warning("%d pages are gone and %d have other bytes", len(report.lost), len(report.corrupt))

@@ -1,4 +1,4 @@
-"""Leaves a failing storage alone for a while, so that calls cost nothing instead of their deadlines.
+"""Circuit breaker of a storage: while it fails, calls fail at once and do not cost their deadlines.
 
 Closed: calls go through, and so many failed ones in a row open it. Open: no call goes through until a pause is over.
 Then one call, the trial, does; when it succeeds the breaker closes, when it fails the next pause is twice as long.

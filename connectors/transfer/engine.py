@@ -1,4 +1,4 @@
-"""One entrance for all storages: every item goes to the lane of its storage, and comes back by one deadline.
+"""Transfers to all storages of an engine: every item goes to the lane of its storage, with one deadline for all.
 
 * Storages move at the same time and independently: each has threads, a queue and breakers of its own (`lane.py`).
 * Bytes in flight are bounded over all of them, and loads go first (`gate.py`).
@@ -96,7 +96,7 @@ class TransferEngine:
         threads: most groups of items at once per storage; default is the number of cores, at most 4.
         budget_bytes: most bytes in flight over all storages; a storage holds at most an equal share of them. A larger
             item moves alone.
-        checksums: whether saves tell the checksums of what they saved. Loads compare with those of their items always.
+        checksums: whether saves return checksums. Loads always compare with those of their items.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -113,7 +113,14 @@ class TransferEngine:
         self._gate = TransferAdmission(ByteBudget(budget_bytes, [storage for _, storage in movers]))
         threads = threads or min(4, os.cpu_count() or 1)
         self._lanes = {
-            address: StorageLane(address[1], mover, _threads_of(mover, threads), self._gate, clock, checksums=checksums)
+            address: StorageLane(
+                address[1],
+                mover=mover,
+                threads=_threads_of(mover, threads),
+                gate=self._gate,
+                clock=clock,
+                checksums=checksums,
+            )
             for address, mover in movers.items()
         }
         self._misaddressed_items = 0
@@ -195,7 +202,7 @@ class TransferEngine:
         return self._transfer(Direction.SAVE, items, deadline_seconds, cancel)
 
     def statistics(self) -> EngineStatistics:
-        """Return what was moved so far, and what is in flight."""
+        """Return counts of the bytes moved so far and in flight."""
         with self._gate.lock:
             storages = {storage: lane.statistics() for (_, storage), lane in self._lanes.items()}
             return EngineStatistics(storages, self._misaddressed_items)
@@ -211,15 +218,15 @@ class TransferEngine:
         return bool(self._pools)
 
     def pools(self) -> list[AttachedPool]:
-        """Return the memory pools that are mapped here, so that the manager can be told of them.
+        """Return the memory pools that are mapped here, for reports to the manager.
 
-        Those that are not are looked for, or made, which takes seconds per 10 GiB: call it where nobody waits. Nothing
-        is saved to a pool that the manager was not told of, so a pool that was away comes back by this call alone.
+        Finds or creates the others, which takes seconds per 10 GiB: call it in the background. Nothing is saved to a
+        pool without a report, so a lost pool comes back by this call alone.
         """
         return [pool for pool in (mover.attach() for mover in self._pools) if pool is not None]
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Begin nothing more, and end the threads; what moves now ends first, unless it takes longer."""
+        """Start no more transfers, and end the threads; transfers in flight end first, within the timeout."""
         with self._gate.lock:
             for lane in self._lanes.values():
                 lane.close()

@@ -2,7 +2,7 @@
 
 Bytes go straight between the file and the engine's memory with positioned vectored calls. Items that are neighbours in
 a packed file go with one call. A file may be shared by other blocks and other ranks (packing), so it is never truncated
-and only the items' own ranges are touched. A file is closed before its results are told: network file systems make a
+and only the items' own ranges are touched. A file is closed before its results return: network file systems make a
 write visible to others, and report that it failed, on close.
 """
 
@@ -79,7 +79,7 @@ class FileMover:
     Args:
         roots: root directory of each storage, by the storage's name; items elsewhere are refused.
         schemes: scheme of each storage's uris, by the storage's name, `file` where none is given; others are refused.
-        file_mode: mode of files made here; the default keeps KV, which tells the prompt, from other users.
+        file_mode: mode of files made here; the default keeps KV, which reveals the prompt, from other users.
         directory_mode: mode of directories made here.
         coalesce: move neighbours with one call; False is for comparison.
         clock: seconds of a clock that never runs backwards.

@@ -1,7 +1,7 @@
-"""How many bytes may be in flight, over all storages of an engine and for each of them.
+"""Scheduling of transfers: one budget of bytes in flight, and per storage a lane of threads, queue and breaker.
 
-Memory in flight is neither free nor the engine's own: a storage may still write to it. A storage that hangs keeps what
-it holds for as long as it hangs, so no storage may hold more than its share: the others always have room.
+`StorageLane.submit` queues groups of items; a thread of the lane acquires bytes with `TransferAdmission.try_acquire`,
+moves a group, and fills its results in the `TransferCall`. The invariants stand at the classes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ __all__ = [
 
 
 class ByteBudget:
-    """Counts bytes in flight. Not locked: its owner does that.
+    """Counts bytes in flight, over all storages of an engine and for each of them. Not locked: its owner does that.
+
+    Memory in flight is neither free nor the engine's own: a storage may still write to it. A storage that hangs keeps
+    its bytes for as long as it hangs, so no storage may hold more than its share: the others always have capacity.
 
     Invariant: not more than `limit_bytes` are in flight, or one single piece that is larger than that.
 
@@ -62,11 +65,11 @@ class ByteBudget:
         self._held_bytes = dict.fromkeys(storages, 0)
 
     def held_bytes(self, storage: str) -> int:
-        """Return what a storage holds now."""
+        """Return the bytes in flight of a storage."""
         return self._held_bytes[storage]
 
     def fits_total(self, size_bytes: int) -> bool:
-        """Return whether a piece of this size fits beside all that is in flight; alone every piece does."""
+        """Return whether a piece of this size fits beside all bytes in flight; alone every piece does."""
         return self.total_bytes + size_bytes <= self.limit_bytes or not self.total_bytes
 
     def fits_share(self, storage: str, size_bytes: int) -> bool:
@@ -75,7 +78,7 @@ class ByteBudget:
         return held_bytes + size_bytes <= self.share_bytes or not held_bytes
 
     def acquire(self, storage: str, size_bytes: int) -> None:
-        """Count a piece in; the owner asked `has_room` and `has_share` before."""
+        """Count a piece in; the owner asked `fits_budget` and `has_share` before."""
         self.total_bytes += size_bytes
         self._held_bytes[storage] += size_bytes
 
@@ -86,14 +89,11 @@ class ByteBudget:
         assert self._held_bytes[storage] >= 0
 
 
-# Decides which group may begin: the one place where the storages of an engine meet.
-#
-# Invariants: (1) no group begins that the budget has no room for; (2) while a load waits for room, no save begins; (3)
-# whoever was turned away is woken when room is made; (4) a storage that waits for its own share holds up nobody else.
-
-
 class TransferAdmission:
-    """The lock of an engine and its budget. All methods are called under the lock.
+    """Admits groups of all storages of an engine: its lock and its budget. All methods are called under the lock.
+
+    Invariants: (1) a group starts only within the budget; (2) while a load waits for the budget, no save starts; (3) a
+    rejected thread is woken when bytes are released; (4) a storage that waits for its own share blocks no other.
 
     Args:
         budget: of bytes in flight.
@@ -106,27 +106,27 @@ class TransferAdmission:
         self._waiting: dict[str, threading.Condition] = {}
 
     def try_acquire(self, storage: str, direction: Direction, size_bytes: int, wake: threading.Condition) -> bool:
-        """Take room for a group, or be woken when trying again is worth while."""
-        has_room = self.budget.fits_total(size_bytes)
+        """Acquire a group's bytes; if that fails, `wake` is notified when a retry is worth while."""
+        fits_budget = self.budget.fits_total(size_bytes)
         has_share = self.budget.fits_share(storage, size_bytes)
         is_load = direction is Direction.LOAD
-        if is_load and has_share and not has_room:
+        if is_load and has_share and not fits_budget:
             self._loads_waiting.add(storage)
-        elif is_load:  # it goes now, or room would not help it
+        elif is_load:  # it starts now, or waits for its share, not for the budget
             self.unblock_saves(storage)
-        if has_room and has_share and (is_load or not self._loads_waiting):
+        if fits_budget and has_share and (is_load or not self._loads_waiting):
             self.budget.acquire(storage, size_bytes)
             return True
         self._waiting[storage] = wake
         return False
 
     def release(self, storage: str, size_bytes: int) -> None:
-        """Give the room of a group back."""
+        """Release a group's bytes."""
         self.budget.release(storage, size_bytes)
         self._notify_all()
 
     def unblock_saves(self, storage: str) -> None:
-        """Let saves go on: the storage's load has got its room, or room is not what it needs."""
+        """Let saves go on: the storage's load does not wait for the budget any more."""
         if storage in self._loads_waiting:
             self._loads_waiting.remove(storage)
             self._notify_all()
@@ -137,12 +137,12 @@ class TransferAdmission:
         self._waiting.clear()
 
 
-# One call of the engine, cut into what its threads take.
+# ---- one call of the engine, as groups and batches for its threads ----
 #
 # A group is what a storage gets in one access: one item, or several of one packed file. A batch is what a thread takes
 # at once: groups whose bytes are counted together, so that small files do not cost a turn of the engine's lock each.
 #
-# Who gets a group is decided by one atomic `popleft` or `pop`: the thread that begins it, another thread that takes
+# One atomic `popleft` or `pop` decides which thread gets a group: the thread that begins it, another thread that takes
 # work over, or the caller that leaves. So a group that its caller has got back never begins.
 
 _MAX_ITEMS = 512
@@ -213,7 +213,7 @@ class StorageTransfer:
         self.groups = groups
         self.size_bytes = sum([group.size_bytes for group in groups])
         self.batches: list[Batch] = []
-        self.has_checksums = False  # that its loads must have, or its saves have to tell
+        self.has_checksums = False  # of its loads, to compare, or of its saves, to return
         self.passage: CallAdmission | None = None  # None: the breaker did not let it through
 
 
@@ -243,7 +243,7 @@ class Batch:
         return other
 
     def next_group(self) -> ItemGroup | None:
-        """Take the next group; nobody else gets it."""
+        """Pop the next group, atomically."""
         try:
             return self.groups.popleft()
         except IndexError:
@@ -299,18 +299,18 @@ def _chunks(sizes: Sequence[int], group_bytes: int) -> Iterator[tuple[int, int, 
     yield start, len(sizes), size_bytes
 
 
-# The threads, the queue and the breakers of one storage, so that storages do not wait for each other.
+# ---- the threads, the queue and the breaker of one storage, so that storages do not wait for each other ----
 #
 # Why threads of our own and no `ThreadPoolExecutor`: the interpreter joins the executor's threads at exit, so one read
-# that hangs in a dead mount would keep the engine process from ending; and what a thread takes next depends on room
-# that other storages make.
+# that hangs in a dead mount would keep the engine process from ending; and a thread's next group depends on bytes
+# that other storages release.
 #
 # Invariants: (1) at most `threads` groups move at once; (2) loads begin before saves, equal ones in order of arrival;
 # (3) after its caller has left, a group does not begin; (4) bytes are counted until the storage has ended with them,
 # also when the caller has left before; (5) no group waits for a thread that hangs while another one is idle.
 
 _MIN_GROUP_BYTES = 1 << 20
-_MAX_GROUP_BYTES = 16 << 20  # what a load may have to wait for when a save was first
+_MAX_GROUP_BYTES = 16 << 20  # a load may have to wait for so many bytes of a save
 _HUNG_SECONDS = 1.0  # an abandoned access that takes longer is taken for one that hangs
 _log = logging.getLogger(__name__)
 _Access = tuple[float, list[TransferResult]]
@@ -326,7 +326,7 @@ class StorageLane:
         threads: most groups at once, > 0; they are started when first needed.
         gate: of the engine.
         clock: seconds of a clock that never runs backwards.
-        checksums: whether saves tell the checksums of what they saved.
+        checksums: whether saves return checksums.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class StorageLane:
     ) -> StorageTransfer:
         """Cut a transfer's items for this storage into groups, without beginning them."""
         size_bytes = sum([items[position].size_bytes for position in positions])
-        shares = 2 * self._limit if self._limit > 1 else 1  # one thread has nobody to share with
+        shares = 2 * self._limit if self._limit > 1 else 1  # a single thread shares with no other
         wanted = min(max(size_bytes // shares, _MIN_GROUP_BYTES), self._group_bytes)
         most_bytes = self._gate.budget.share_bytes
         visit = StorageTransfer(transfer, positions, list(group_items(items, positions, min(wanted, most_bytes))))
@@ -412,7 +412,7 @@ class StorageLane:
     def record_outcomes(
         self, visit: StorageTransfer, outcomes: Mapping[str, tuple[int, int]], is_cancelled: bool
     ) -> None:
-        """Count how a visit ended and tell the breaker. Under the engine's lock."""
+        """Count how a visit ended, also in the breaker. Under the engine's lock."""
         direction = visit.transfer.direction
         self._counts[direction].add_items(outcomes)
         if visit.passage is not None:
@@ -444,7 +444,7 @@ class StorageLane:
         self._mover.close()
 
     def _is_stuck(self, visit: StorageTransfer, now: float) -> bool:
-        """Whether accesses that hang, and that nobody waits for any more, leave a visit no thread or no bytes."""
+        """Whether abandoned accesses that hang leave a visit no thread or no bytes."""
         hung = [batch for batch in self._moving if batch.is_abandoned and now - batch.begun >= _HUNG_SECONDS]
         hung_bytes = sum(batch.size_bytes for batch in hung)
         has_share = not hung or hung_bytes + visit.batches[0].size_bytes <= self._gate.budget.share_bytes
@@ -459,7 +459,7 @@ class StorageLane:
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the process has no room for one: items wait for the threads that there are
+        except RuntimeError as error:  # too many threads in the process: items wait for the existing ones
             _log.warning("no thread for storage %s: %s", self._storage, error)
             return
         self._threads.append(thread)
@@ -559,7 +559,7 @@ class StorageLane:
             yield group
 
     def _drop_empty(self) -> None:
-        """Drop batches that their callers have taken back; what was behind them may be able to begin."""
+        """Drop batches that their callers have cancelled; batches behind them may be able to start."""
         for direction, queue in self._queues.items():
             if not all(batch.groups for batch in queue):
                 self._queues[direction] = deque(batch for batch in queue if batch.groups)

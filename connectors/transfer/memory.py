@@ -58,8 +58,8 @@ def item_views(item: TransferItem, direction: Direction) -> list[memoryview]:
     """Return an item's memory as flat bytes, empty pieces left out.
 
     Raises:
-        InvalidArgumentError: the lengths of the pieces do not add up to what is to be moved, or that is no part of what
-            is stored.
+        InvalidArgumentError: the lengths of the pieces do not add up to the bytes to move, or the range lies outside
+            the part.
         TypeError: a piece is not contiguous.
     """
     views = byte_views(item.buffers)
@@ -207,7 +207,7 @@ def span_of(memory: memoryview) -> MemorySpan:
 
 
 def groups_that_fit(things: Sequence[T], size_of: Callable[[T], int], room_bytes: int) -> Iterator[list[T]]:
-    """Yield the things in order, in groups that fit the room; those that are larger are left out."""
+    """Yield the things in order, in groups that fit the memory; those that are larger are left out."""
     group: list[T] = []
     left = room_bytes
     for thing in things:
@@ -231,7 +231,7 @@ def gather_bytes(views: Sequence[memoryview], place: memoryview) -> None:
 
 
 def scatter_bytes(place: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy what lies at one place to pieces of memory; all are flat bytes."""
+    """Copy one piece of memory to several; all are flat bytes."""
     source, start = np.frombuffer(place, np.uint8), 0
     for view in views:
         np.frombuffer(view, np.uint8)[:] = source[start : start + view.nbytes]

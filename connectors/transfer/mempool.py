@@ -1,4 +1,4 @@
-"""Mover of memory pools: memory of this node that all engines on it share; how that is safe stands in `pool_segment`.
+"""Mover of memory pools: memory of this node that all engines on it share; `pool_segment` explains why that is safe.
 
 A pool's memory may be missing, or other memory than before (a new generation). Loads are lost then; the next save makes
 it again, unless only the host agent may. Nothing ever waits: pages that another writer has locked are busy at once.
@@ -24,7 +24,7 @@ from kvcm.model.uri import LocationUri
 
 __all__ = ["AttachedPool", "ItemChecks", "MemPoolMover", "Part", "PoolPiece", "PoolRun", "adjacent_runs"]
 
-# What an item of a memory pool must be, so that nobody reads or writes what no manager has handed out.
+# ---- checks of items, so that only extents that a manager allocated are read and written ----
 
 _STAMPS_END = 1 << 64
 
@@ -98,18 +98,18 @@ class ItemChecks:
             )
 
 
-# Parts that follow each other in a memory pool: locked, compared and copied as if they were one.
+# ---- runs: adjacent parts of a memory pool, locked, compared and copied as one ----
 #
-# Engines bring blocks as rows of one memory, and the manager hands extents out in order. What is next to each other on
-# both sides is copied as one piece: a copy of some MiB costs Python once, and lets other threads run meanwhile. Each
-# part keeps an answer of its own: a run that is not as it should be is looked at again part by part.
+# Engines bring blocks as rows of one memory, and the manager hands extents out in order. Parts that are adjacent on
+# both sides are copied as one piece: a copy of some MiB costs Python once, and lets other threads run meanwhile. Each
+# part has a result of its own: a run that fails is repeated part by part.
 #
 # Invariants: (1) extents of a run are neighbours, ascending, without gap or overlap; (2) a run has at most
-# `_RUN_BYTES`, or one part, so that deadlines are looked at in between; (3) a piece of several parts is of memory that
+# `_RUN_BYTES`, or one part, so that deadlines are checked in between; (3) a piece of several parts is of memory that
 # is writable and contiguous, and that cannot be freed as long as the piece is there.
 #
-# Why addresses: nothing else in Python says that the memory of two views is adjacent. That of read-only memory is told
-# too slowly to be worth it, so each such part is copied by itself.
+# Why addresses: nothing else in Python says that the memory of two views is adjacent. Finding the
+# address of read-only memory is too slow to be worth it, so each such part is copied by itself.
 
 _RUN_BYTES = 8 << 20
 _BYTES_PER_STAMP_BYTE = PAGE_BYTES // 8
@@ -124,7 +124,7 @@ class PoolPiece:
 
     Args:
         part: the first one.
-        holder: what tells where its memory is and keeps it there, None where that is not known.
+        holder: has the address of its memory and keeps it alive; None if the address is not known.
 
     Attributes:
         offset: first byte to move, in the pool.
@@ -196,7 +196,7 @@ def adjacent_runs(
     Args:
         items: of one call.
         checks: of them.
-        refuse: is told the position of an item that cannot be moved, and why; it is in no run.
+        refuse: called with the position of an item that cannot be moved, and the reason; it is in no run.
     """
     pieces: list[PoolPiece] = []
     end = limit = memory_end = _NOWHERE
@@ -255,7 +255,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttachedPool:
-    """A pool whose memory is mapped here, as the manager wants to be told.
+    """A pool whose memory is mapped here, as reports to the manager describe it.
 
     Attributes:
         storage: name of the storage.
@@ -375,11 +375,11 @@ class MemPoolMover:
         results: list[TransferResult] = [_LATE] * len(items)
         try:
             segment = self._access.find_or_create()
-            with segment.write_lock() as claim:
+            with segment.write_lock() as lock:
                 for run in self._runs(items, Direction.SAVE, results):
                     if self._clock() >= deadline:
                         break
-                    _save_run(segment, claim, run, results)
+                    _save_run(segment, lock, run, results)
         except (StorageIOError, OSError) as error:
             failed = not_moved(Failure.ERROR, str(error))
             return [failed if result.ok or result is _LATE else result for result in results]
@@ -439,16 +439,16 @@ def _confirm(segment: PoolSegment, run: PoolRun, results: list[TransferResult]) 
         results[run.parts[0][0]] = _OTHER_BYTES
 
 
-def _save_run(segment: PoolSegment, claim: WriteLock, run: PoolRun, results: list[TransferResult]) -> None:
+def _save_run(segment: PoolSegment, lock: WriteLock, run: PoolRun, results: list[TransferResult]) -> None:
     """Write parts that are neighbours under one lock, or, where one of them cannot be written, each under its own."""
     failure = _LOCKED
-    if claim.lock(run.offset, run.end - run.offset):
+    if lock.lock(run.offset, run.end - run.offset):
         if segment.newest_stamp(run.offset, run.end - run.offset) <= run.oldest_stamp:
             _write(segment, run, results)
             return
         failure = _NEWER
     for single in run.split():
-        _save_run(segment, claim, single, results)
+        _save_run(segment, lock, single, results)
     if run.is_single:
         results[run.parts[0][0]] = failure
 

@@ -5,9 +5,9 @@ front (`register`) moves without a copy; anything else goes through a staging me
 registered once, and over tcp also what lies in several pieces.
 
 An object is written once: a put of a name that exists answers 0 and writes nothing, also while the first writer is
-still at it. So what this mover did not see through is looked at again before a later try counts as stored.
+still at it. So a put that this mover did not see succeed is verified before a later try counts as stored.
 
-An engine lends no memory to the store by default, since what lies in it is gone with the engine: let processes that
+An engine lends no memory to the store by default, since the objects in it are lost with the engine: let processes that
 live longer own the segments (`mooncake_client`). With `segment_bytes` this process owns one too.
 """
 
@@ -37,7 +37,7 @@ from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 
 __all__ = ["Call", "ItemPlan", "MooncakeMover", "MooncakeSettings"]
 
-# What a Mooncake client is asked for a batch of items, and what its answers mean for each of them.
+# ---- plans: the client's calls for a batch of items, and the results by its answers ----
 
 # The client queues some 2000 transfers to one peer. More of them fail, and were seen to break the connection for later
 # ones too.
@@ -122,7 +122,7 @@ def _plan_of(position: int, item: TransferItem, direction: Direction) -> ItemPla
         raise InvalidArgumentError(f"uri {str(uri)!r} is not mooncake://<storage>/?key=<name>&size=<bytes>")
     views = writable_views(item, direction)
     spans = [span_of(views[0])] if len(views) == 1 else _joined([span_of(view) for view in views])
-    return ItemPlan(position, uri.key, item.size_bytes, views, spans, item.start)
+    return ItemPlan(position, key=uri.key, size_bytes=item.size_bytes, views=views, spans=spans, start=item.start)
 
 
 def _joined(spans: Sequence[MemorySpan]) -> list[MemorySpan]:
@@ -177,7 +177,7 @@ _LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was be
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """What an engine brings to a store.
+    """Settings of an engine's client of a store.
 
     Attributes:
         local_hostname: name of this host for the other clients; "" for that of the storage, which all hosts share.
@@ -227,8 +227,8 @@ class MooncakeMover:
         self._is_closed = False
         self._memory = RegisteredMemory()
         self._staging = StagingMemory(self._settings.staging_bytes)
-        self._turn = threading.Lock()  # of who calls the client, also past an engine
-        self._unsure: dict[str, None] = {}  # names whose put began and was not seen to succeed, oldest first
+        self._turn = threading.Lock()  # one caller of the client at a time, also past an engine
+        self._unsure: dict[str, None] = {}  # names whose put started and was not seen to succeed, oldest first
 
     @classmethod
     def for_storages(cls, storages: Sequence[StorageConfig], settings: MooncakeSettings | None = None) -> MooncakeMover:
@@ -240,7 +240,7 @@ class MooncakeMover:
         """Let items in this memory move without a copy, until the mover is closed. It must outlive the mover.
 
         Raises:
-            InvalidArgumentError: it is not contiguous or overlaps what was registered before; the client refuses it.
+            InvalidArgumentError: it is not contiguous or overlaps registered memory; the client rejects it.
         """
         span = span_of(memory)
         with self._opening:
@@ -330,13 +330,13 @@ class MooncakeMover:
     def _move(
         self, client: MooncakeClient, direction: Direction, plans: Sequence[ItemPlan], deadline: float
     ) -> dict[int, TransferResult]:
-        """Move what is registered from where it lies, the rest through the staging memory."""
+        """Move registered memory in place, other memory through the staging memory."""
         direct = [plan for plan in plans if self._goes_directly(plan)]
         results = self._call(client, direction, direct, deadline)
         waiting = [plan for plan in plans if plan.position not in results]
         for batch in self._staging.batches(waiting, lambda plan: plan.size_bytes):
             with self._staging.slot(lambda: deadline - self._clock()) as slot:
-                results |= self._move_staged(client, direction, batch, slot, deadline)
+                results |= self._move_staged(client, direction=direction, plans=batch, slot=slot, deadline=deadline)
         too_large = f"more than {self._staging.slot_bytes} bytes of memory that is not registered: register it"
         return {plan.position: not_moved(Failure.REFUSED, too_large) for plan in waiting} | results
 
@@ -352,7 +352,14 @@ class MooncakeMover:
             return {plan.position: _LATE for plan in plans}
         places = _cut(slot, plans)
         staged = [
-            ItemPlan(plan.position, plan.key, plan.size_bytes, [place], [span_of(place)], plan.start)
+            ItemPlan(
+                plan.position,
+                key=plan.key,
+                size_bytes=plan.size_bytes,
+                views=[place],
+                spans=[span_of(place)],
+                start=plan.start,
+            )
             for plan, place in zip(plans, places, strict=True)
         ]
         if direction is Direction.SAVE:
@@ -417,7 +424,7 @@ class MooncakeMover:
         return results
 
     def _start_puts(self, keys: Sequence[str]) -> list[str]:
-        """Note what is put now, and return what was begun before and not seen to succeed."""
+        """Record the names that are put now, and return those whose earlier put was not seen to succeed."""
         with self._lock:
             again = [key for key in keys if key in self._unsure]
             self._unsure |= dict.fromkeys(keys)

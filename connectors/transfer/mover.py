@@ -1,4 +1,4 @@
-"""What every mover is and what it takes and returns."""
+"""The Protocol of movers, their items and results, and checksums of parts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class TransferItem:
         buffers: contiguous pieces of memory that together are the part, in order (an iovec); writable for a load. Their
             lengths must add up to `uri.size`.
         start: byte of the part from which on the buffers are filled, for a load of some layers only: they may then be
-            shorter than what is left of the part. None for the whole part. A part is saved whole, and what is loaded of
-            it in pieces is not verified: its checksum is that of the whole.
+            shorter than the rest of the part. None for the whole part. A part is saved whole, and loads of pieces of it
+            are not verified: its checksum is that of the whole.
         checksum: that the bytes of a load must have, 0 for any; see `checksums.checksum_of`. A save does not look at
             it.
     """
@@ -165,15 +165,14 @@ class RegisteringMover(Mover, Protocol):
         """Let items in this memory move without a copy, until the mover is closed. It must outlive the mover.
 
         Raises:
-            InvalidArgumentError: it is not contiguous or overlaps what was registered before; the storage refuses it.
+            InvalidArgumentError: it is not contiguous or overlaps registered memory; the storage rejects it.
         """
 
 
-# Items that load some bytes of a part only: a few layers of a block, or the heads of one rank.
+# ---- loads of byte ranges of a part: a few layers of a block, or the heads of one rank ----
 #
-# Which bytes those are, `connectors/layout` says (`StoredFormat.reads`); one behind the other in memory they are again
-# what a stored format describes. An engine that begins with layer 0 while the others still come asks for the layers in
-# groups, one call each.
+# `StoredFormat.reads` in `connectors/layout` gives the ranges; concatenated in memory they are in a stored format
+# again. An engine that starts with layer 0 while the others still load makes one call per group of layers.
 #
 # A part that is loaded in ranges is not verified, since its checksum is that of the whole.
 
@@ -208,15 +207,15 @@ def range_items(
     return items
 
 
-# Checksums of parts: taken of what a caller saves, compared with what a caller loads.
+# ---- checksums of parts: returned by saves, compared by loads ----
 #
-# XXH3 with 64 bits and seed 0 over the bytes in order, however many pieces of memory they lie in. A digest of 0 is
-# told as 1, since 0 means that there is none. It finds bytes that changed by accident (a bit that flipped, a slot that
-# another writer overwrote, zeros of a hole); it is no proof against somebody who makes up bytes.
+# XXH3 with 64 bits and seed 0 over the bytes in order, however many pieces of memory they lie in. A digest of 0 becomes
+# 1, since 0 means that there is none. It detects accidents (a flipped bit, a slot that another writer overwrote, zeros
+# of a hole); it does not protect against forged bytes.
 #
 # Both are done by the thread that moves the bytes, without the interpreter's lock for large pieces: parts of several
 # threads are hashed at the same time. A part is hashed before it is written, so memory that changes in between is
-# found out when it is loaded, and not believed.
+# detected by the load.
 
 Move = Callable[[Sequence[TransferItem], float], list[TransferResult]]
 """Either half of a mover: items and deadline in seconds from now; a result per item."""
@@ -252,7 +251,7 @@ def verify_loads(load: Move) -> Move:
 
 
 def record_checksums(save: Move, clock: Callable[[], float]) -> Move:
-    """Return a save that tells the checksums of what it saved; the time that they take counts, too."""
+    """Return a save that returns checksums; their time counts, too."""
 
     def save_recorded(items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         begun = clock()

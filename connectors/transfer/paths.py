@@ -7,9 +7,9 @@ the operator's and may be a link. That costs a microsecond or two per component 
 
 Most files are opened in one call instead: the kernel walks the whole path and refuses any link (`direct_open.py`). A
 path below the root, without `..` and without links, cannot lead outside. Where that does not work, because something is
-missing, the root is a link, or the kernel is old, the walk above is done; it alone says what is wrong.
+missing, the root is a link, or the kernel is old, the walk above is done; its errors name the cause.
 
-Who opens many files of one folder opens the folder like that, and each file by its name alone, not through a link: a
+With many files of one folder the folder is opened like that, and each file by its name alone, not through a link: a
 shorter path for the kernel, and Python has that call itself. The folder stays open for that long and not longer.
 """
 
@@ -106,8 +106,8 @@ def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: in
     """Open the regular file `root/components` and return its descriptor.
 
     The root and the first component are never made: the manager made them when the storage was configured. Where they
-    are missing the storage is not mounted, and a file made in their place would be on a local disk, where nobody else
-    sees it.
+    are missing the storage is not mounted, and a file made in their place would be on a local disk, which no other
+    host sees.
 
     Args:
         root: directory of the storage.
@@ -203,7 +203,7 @@ def _open_regular(name: str, parent: int, flags: int, mode: int) -> int:
 
 
 def _regular(descriptor: int, name: str) -> int:
-    """Return the descriptor of a regular file; any other is closed, also one that cannot be told."""
+    """Return the descriptor of a regular file; any other is closed, also one that cannot be examined."""
     is_regular = False
     try:
         is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
@@ -215,12 +215,12 @@ def _regular(descriptor: int, name: str) -> int:
     return descriptor
 
 
-# Folders that stay open while one thread moves one batch.
+# ---- folders that stay open while one thread moves one batch ----
 #
 # Blocks of one prompt lie beside each other, so the way to their folder is walked once per batch, and each file is
 # opened by its name in it (`paths.py`). Nothing outlives the batch: an open folder keeps its mount from being taken
-# away, and a folder that was replaced meanwhile would be another one. What is not found in an open folder is looked
-# for from the root, which alone can tell a lost file from a storage that is not mounted, and makes what a save needs.
+# away, and a folder that was replaced meanwhile would be another one. A file that is missing in an open folder is
+# opened from the root again: only that distinguishes a lost file from an unmounted storage, and creates folders.
 
 _MAX_FOLDERS = 16
 _NO_NAMES = frozenset({"", ".", ".."})
@@ -266,7 +266,7 @@ class OpenFolders:
         components = _components_below(root, path)
         try:
             folder = _open_folder_below(root, components[:-1])
-        except OSError:  # what is wrong, or is to be made, is found out on the way to the file
+        except OSError:  # `open_below` raises the exact error, or creates the folders
             return open_below(root, components, flags, self._file_mode, self._directory_mode)
         if len(self._folders) >= _MAX_FOLDERS:
             self.close()

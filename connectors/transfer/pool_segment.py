@@ -1,11 +1,11 @@
-"""The shared memory of a pool, mapped into this process: its data, its stamps, and who writes.
+"""The shared memory of a pool, mapped into this process: its data, its stamps, and its writers' locks.
 
-Why nobody ever reads wrong bytes, although extents are handed out again at once, and writers and readers of before may
-still be about:
+Why no reader gets wrong bytes, although extents are reused at once, while earlier writers and readers may still be
+running. Invariants:
 
 1. Every page of data has a stamp: that of the allocation whose writer wrote it last. Stamps of a page only grow.
 2. A writer locks its pages, refuses if one has a larger stamp, sets all to its own, and only then copies. So a page
-   with stamp S holds bytes of S, or of a copy to S that did not end; nobody is told of S before one ended well.
+   with stamp S holds bytes of S, or of a copy to S that did not end; S is published only after one ended well.
 3. A reader compares the stamps after its copy. If all are those of its address, no newer writer had begun before.
 4. The lock ends with its process, and only then: a writer that is stopped in its copy keeps others away from its pages,
    one that is killed writes no more. A child that is forked meanwhile lets go of what it inherits of the lock, which
@@ -18,7 +18,7 @@ waits for all stores before it; on ARMv8 a release followed by an acquire lets n
 stamps are copied as bytes does no harm: a stamp that is read half is not the one that was asked for.
 
 The locks are those of open file descriptions (F_OFD_SETLK), since ordinary ones are one per process and go with any
-descriptor of the file that is closed. So every claim has a descriptor of its own, made from the file and not its name.
+descriptor of the file that is closed. So every lock has a descriptor of its own, made from the file and not its name.
 A description lives as long as any process has a descriptor of it: hence the children that close theirs. One that is
 forked behind the interpreter's back, by native code that does not run its hooks, and neither ends nor executes another
 program, keeps its parent's pages locked after its parent's death.
@@ -98,7 +98,7 @@ class SegmentHeader:
 
     @classmethod
     def new(cls, generation: int, capacity_bytes: int) -> SegmentHeader:
-        """Return the header of a segment that is made now, with room for at least `capacity_bytes`' whole pages."""
+        """Return the header of a new segment, with capacity for at least `capacity_bytes`' whole pages."""
         return cls(generation, pool_bytes(capacity_bytes), boot_id())
 
     @property
@@ -154,7 +154,7 @@ class SegmentHeader:
 
 @cache
 def boot_id() -> bytes:
-    """Return what tells the host's boots apart; zeros where the kernel does not say."""
+    """Return an id of the host's boot; zeros where the kernel has none."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))[:16].ljust(16, b"\0")
@@ -202,7 +202,7 @@ class PoolSegment:
         status = os.fstat(descriptor)
         self._identity = (status.st_dev, status.st_ino)
         self._memory = mmap.mmap(descriptor, status.st_size)
-        with suppress(OSError):  # most kernels are told not to do it for shared memory
+        with suppress(OSError):  # most kernels have it disabled for shared memory
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._stamps_offset = header.stamps_offset
         end = header.data_offset + header.capacity_bytes
@@ -227,7 +227,7 @@ class PoolSegment:
         return self._memory[start : start + len(stamps)] == stamps
 
     def write_stamps(self, offset: int, stamps: bytes) -> None:
-        """Set the stamps of the pages from `offset` on. Under a claim."""
+        """Set the stamps of the pages from `offset` on. Under a lock."""
         start = self._stamps_offset + (offset >> _OFFSET_TO_STAMP)
         self._memory[start : start + len(stamps)] = stamps
 
@@ -271,7 +271,7 @@ class PoolSegment:
         try:
             yield WriteLock(descriptor, self.header.data_offset)
         finally:
-            if os.getpid() == process:  # a child has nothing to give back, and must not unlock what is its parent's
+            if os.getpid() == process:  # a child has nothing to release, and must not unlock its parent's pages
                 _lock(descriptor, fcntl.F_UNLCK, 0, 0)
                 self._descriptors.release(descriptor)
 
@@ -293,18 +293,18 @@ class PoolSegment:
         Raises:
             OSError: reading failed.
         """
-        with self.write_lock() as claim:
-            if not claim.lock(_CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
+        with self.write_lock() as lock:
+            if not lock.lock(_CHECK_OFFSET - self.header.data_offset, PAGE_BYTES):
                 return True  # another process is at it
             self._memory[_CHECK_OFFSET : _CHECK_OFFSET + len(token)] = token
-            return os.pread(claim.descriptor, len(token), _CHECK_OFFSET) == token
+            return os.pread(lock.descriptor, len(token), _CHECK_OFFSET) == token
 
 
 class WriteLock:
     """Locks pages of a segment for one writer until it ends; never waits.
 
     Args:
-        descriptor: of an open file description that nobody else uses.
+        descriptor: of an open file description of its own.
         data_offset: first byte of the data.
     """
 
@@ -343,7 +343,7 @@ class _Descriptors:
 
     def acquire(self) -> int:
         """Lend a descriptor."""
-        if self._process != os.getpid():  # a fork that we were not told of
+        if self._process != os.getpid():  # a fork without Python's hooks
             self._free, self._locking, self._process = [], [], os.getpid()
         try:
             return self._free.pop()
@@ -354,9 +354,9 @@ class _Descriptors:
             return descriptor
 
     def after_fork(self) -> None:
-        """Hear that this is a child: close what the parent locks with, and unlock nothing."""
+        """In a forked child, close the descriptors of the parent's locks, and unlock nothing."""
         for descriptor in self._locking:
-            with suppress(OSError):  # whoever forked may have closed everything
+            with suppress(OSError):  # the forking code may have closed everything
                 os.close(descriptor)
         self._free, self._locking, self._process = [], [], os.getpid()
 
@@ -401,8 +401,8 @@ def _lock(descriptor: int, kind: int, start: int, size_bytes: int) -> None:
 # that is being made is locked by its maker, so of several makers one goes on, memory is never taken twice, and what a
 # maker leaves that is killed is used by the next one.
 #
-# All memory is taken at once: a segment that is not wholly backed would kill whoever touches a page for which the file
-# system has no room (SIGBUS).
+# All memory is taken at once: a segment that is not wholly backed would kill a process (SIGBUS) at its first access to
+# a page that the full file system cannot allocate.
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _FALLOCATE_BYTES = 256 << 20  # a signal interrupts one step, not hours of work
@@ -428,7 +428,7 @@ def open_segment(path: Path, capacity_bytes: int) -> PoolSegment | None:
         The segment, None when there is none, or only one from before the host was booted.
 
     Raises:
-        StorageIOError: what is there must not or cannot be used; names it and says why.
+        StorageIOError: the file must not or cannot be used; names it and the reason.
     """
     with _with_path(path):
         try:
@@ -455,7 +455,7 @@ def create_segment(path: Path, capacity_bytes: int, new_generation: Callable[[],
         new_generation: draws 64 random bits.
 
     Raises:
-        StorageIOError: there is no room, another process is making it, or what is there cannot be used.
+        StorageIOError: there is no space, another process is creating it, or the file cannot be used.
     """
     draft = path.with_name(f".{path.name}.new")
     with _with_path(path):
@@ -518,10 +518,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _fill(descriptor: int, path: Path, header: SegmentHeader) -> None:
     """Give a file its memory and its header."""
-    os.ftruncate(descriptor, 0)  # what a killed maker left; nobody has mapped it
+    os.ftruncate(descriptor, 0)  # left by a killed maker, and mapped by no process
     unit_bytes = os.fstatvfs(descriptor).f_bsize  # a huge page, in a file system of those
     length = header.segment_bytes(unit_bytes)
-    _check_room(descriptor, path, length)
+    _check_free_space(descriptor, path, length)
     os.ftruncate(descriptor, length)
     for start in range(0, length, _FALLOCATE_BYTES):
         os.posix_fallocate(descriptor, start, min(_FALLOCATE_BYTES, length - start))
@@ -530,7 +530,7 @@ def _fill(descriptor: int, path: Path, header: SegmentHeader) -> None:
         memory[: len(encoded)] = encoded
 
 
-def _check_room(descriptor: int, path: Path, length: int) -> None:
+def _check_free_space(descriptor: int, path: Path, length: int) -> None:
     """Refuse at once what would fail after a long while."""
     room = os.fstatvfs(descriptor)
     free_bytes = room.f_bavail * room.f_frsize
@@ -605,7 +605,7 @@ class PoolAccess:
         """Return the segment that is there, None when there is none.
 
         Raises:
-            StorageIOError: what is there cannot be used.
+            StorageIOError: the file cannot be used.
         """
         segment = self._attached
         if segment is not None and segment.is_at(self.path):
@@ -620,7 +620,7 @@ class PoolAccess:
         """Return the segment that is there, or a new one; a failure is remembered for a second.
 
         Raises:
-            StorageIOError: there is none and none could be made, or what is there cannot be used.
+            StorageIOError: there is none and none could be created, or the file cannot be used.
         """
         segment = self.find()
         if segment is None:

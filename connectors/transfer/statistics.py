@@ -1,4 +1,4 @@
-"""What an engine counts: per storage and direction, items and bytes by outcome, and how long the storage took."""
+"""Statistics of an engine: per storage and direction, items and bytes by outcome, and time of the storage."""
 
 from __future__ import annotations
 
@@ -110,4 +110,6 @@ class DirectionCounts:
     def snapshot(self, breaker: BreakerState) -> DirectionStatistics:
         """Return the counts so far."""
         outcomes = MappingProxyType(dict(self._outcomes))
-        return DirectionStatistics(outcomes, sum(self._buckets), self._seconds, tuple(self._buckets), breaker)
+        return DirectionStatistics(
+            outcomes, accesses=sum(self._buckets), seconds=self._seconds, buckets=tuple(self._buckets), breaker=breaker
+        )

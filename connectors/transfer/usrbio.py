@@ -1,11 +1,11 @@
 """Mover of `hf3fs` storages through USRBIO, the interface of 3FS that goes round the kernel. **UNTESTED against 3FS.**
 
-Not one byte has gone through a real 3FS with it: its binding, `hf3fs_fuse`, comes with 3FS and was not at hand. What
-was tested is this mover over a stand-in of `_Rings`. So it is never the default: `hf3fs` moves through the mount, and who
-wants to try this hands `UsrbioMover` to `TransferEngine` himself.
+Not one byte has gone through a real 3FS with it: its binding, `hf3fs_fuse`, comes with 3FS and was not at hand. Only
+this mover over a stand-in of `_Rings` is tested. So it is never the default: `hf3fs` moves through the mount, and users
+pass `UsrbioMover` to `TransferEngine` to try it.
 
 Files are opened in the mount as ever, and nothing else goes through the kernel: requests name a descriptor that was
-registered, and memory that is shared with the client of 3FS. What is to be moved goes through that memory, by one copy.
+registered, and memory that is shared with the client of 3FS. Bytes go through that memory, by one copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 class _Rings(Protocol):
-    """What is needed of USRBIO: memory that is registered once, and a ring each for reads and writes.
+    """The used part of USRBIO: memory that is registered once, and a ring each for reads and writes.
 
     Attributes:
         memory: flat bytes, registered.
@@ -149,7 +149,7 @@ class UsrbioMover:
         return Request(descriptor, item.offset, place, item.size_bytes)
 
     def _exchange(self, requests: Sequence[Request], *, is_read: bool) -> Sequence[int]:
-        """Return the answers to requests. Without one for each nobody knows which of them may still be under way."""
+        """Return the answers to requests. If one is missing, any of them may still be in flight."""
         code = errno.EIO
         try:
             self._rings.submit(requests, is_read=is_read)

@@ -2,7 +2,7 @@
 
 Why not `concurrent.futures.ThreadPoolExecutor`: the interpreter joins its threads at exit, so one read that hangs in a
 dead network mount would keep the engine process from ending; and it serves in order of arrival, where a load (a user
-waits) must overtake queued saves (nobody does).
+waits) must overtake queued saves.
 
 Invariants: (1) at most `threads` tasks run at once; (2) a task of a lower priority number starts first, equal ones in
 order of arrival; (3) after `close` no task starts.
@@ -49,7 +49,7 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 future.cancel()
-                future.set_running_or_notify_cancel()  # wakes whoever waits for it
+                future.set_running_or_notify_cancel()  # wakes its waiters
                 return future
             self._tasks.put((priority, next(self._arrival), future, task))
             self._unfinished += 1

@@ -33,10 +33,10 @@ KVMemory = tuple[torch.Tensor, torch.Tensor]
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """KV of one layer, `[batch, kv_head, token, head_dim]`, in a buffer with room for `capacity_tokens` tokens.
+    """KV of one layer, `[batch, kv_head, token, head_dim]`, in a buffer for `capacity_tokens` tokens.
 
     Args:
-        capacity_tokens: room at first; it doubles when it does not suffice.
+        capacity_tokens: of the first buffer; it doubles when it does not suffice.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -56,7 +56,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate room for states like these."""
+        """Allocate a buffer for states like these."""
         self._use((self._empty(key_states), self._empty(value_states)))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> KVMemory:
@@ -82,7 +82,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = self._between(0, tokens)
 
     def buffers(self) -> KVMemory:
-        """Return K and V with all their room."""
+        """Return the whole buffers of K and V."""
         assert self._buffers is not None  # lazy_initialization comes first
         return self._buffers
 
@@ -128,7 +128,7 @@ class WindowLayer(PreallocatedLayer):  # type: ignore[no-untyped-call]
     much as the next token may see, and as a block that is not complete yet may need to be saved.
 
     Args:
-        capacity_tokens: room at first, for the prompt.
+        capacity_tokens: of the first buffer, for the prompt.
         window: tokens.
         kept_tokens: how many of the last tokens stay readable for saving, whatever the window is.
     """
@@ -194,7 +194,7 @@ class _HybridLayer(PreallocatedLayer, LinearAttentionAndFullAttentionLayer):  # 
     """A layer with attention and linear attention side by side: preallocated KV, and a state.
 
     Args:
-        capacity_tokens: room for KV at first.
+        capacity_tokens: of the first buffer.
         states: how many states the layer has.
     """
 
@@ -206,7 +206,7 @@ class _HybridLayer(PreallocatedLayer, LinearAttentionAndFullAttentionLayer):  # 
         LinearAttentionLayer.__init__(self, number_of_states=states)
 
     def lazy_initialization(self, *states: torch.Tensor, **linear: Any) -> None:  # type: ignore[override]
-        """Make room for KV like `states`, or for the linear attention's state that is named."""
+        """Allocate buffers for KV like `states`, or for the named state of linear attention."""
         if states:
             PreallocatedLayer.lazy_initialization(self, *states)
         else:
@@ -270,7 +270,7 @@ class CallCache(Protocol):
         """Of a block."""
 
     def memory(self, row: Row) -> BlockMemory:
-        """Return where a row's KV is now; what is filled of it does not change."""
+        """Return where a row's KV is now; its filled part does not change."""
 
     def row_cache(self, row: Row, tokens: int) -> Cache:
         """Return a cache of one row, without its padding, whose first tokens are filled.
@@ -311,7 +311,7 @@ class BatchCache:
     Args:
         kv: what the model's KV looks like.
         rows: at least one; all end in the same column.
-        spare_tokens: room for new tokens; more make the cache grow.
+        spare_tokens: capacity for new tokens; more make the cache grow.
 
     Attributes:
         layers: as transformers uses them.

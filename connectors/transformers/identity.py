@@ -1,8 +1,8 @@
-"""Which models may share KV.
+"""Identity of a model: models with equal identities share KV.
 
-KV may be shared exactly when the same tokens give the same KV: same architecture and configuration, same weights, same
-dtype, same stored layout. All of that is registered with the manager, which refuses an engine that differs, and is also
-part of every block key.
+Models may share KV exactly when the same tokens give the same KV: same architecture and configuration, same weights,
+same dtype, same stored layout. All of that is registered with the manager, which rejects an engine that differs, and is
+also part of every block key.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from kvcm.connectors.transformers.model_kv import ModelParts
 
 __all__ = ["model_identity", "tensor_checksum"]
 
-# Exact checksums of tensors: one pass where the tensor lies, and the same result on every device and in every layout.
+# ---- exact checksums of tensors: one pass in place, the same result on every device and in every layout ----
 #
 # The bytes are read as signed 32-bit words, chunk by chunk. Of each chunk two sums are kept, in 64-bit integers that
 # wrap around, so that the order of addition does not matter: the plain one, and one weighted by position.
 #
 # 1. One changed word changes the plain sum.
-# 2. Two swapped words of one chunk change the weighted sum: words differ by at most 31 factors of 2, and so do
-#   weights,
+# 2. Two swapped words of one chunk change the weighted sum: words differ by at most 31 factors of 2, and so do weights,
 #    whose lower halves are a permutation; the product has less than the 64 that would make it wrap to 0. Swapped
-#      between
-#    chunks, they change both plain sums.
+#    between chunks, they change both plain sums.
 # 3. Everything else (rows, permutations, other training) is caught like by a random hash of 64 bits: the weights look
 #    random. Weights that grow evenly would not do: swapping two rows of equal sums would leave the sum as it is.
 #
-# Not against forgers: whoever can choose weights can make two models with equal sums.
+# No protection against forgery: an attacker can choose weights of two models with equal sums.
 
 # Small enough for the caches of a core, large enough that starting the operations costs little. Part of the result.
 _CHUNK_WORDS = 1 << 18
@@ -107,7 +105,7 @@ _IRRELEVANT_SETTINGS = frozenset(
 
 
 def model_identity(model: PreTrainedModel, parts: ModelParts, model_name: str | None) -> KvIdentity:
-    """Return what the KV of given tokens depends on.
+    """Return the settings that the KV of given tokens depends on.
 
     Args:
         model: whose configuration and weights count.
@@ -142,6 +140,6 @@ def _weights_digest(model: PreTrainedModel) -> str:
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
             digest.update(tensor_checksum(value))
-        else:  # what a module returns from `get_extra_state`
+        else:  # returned by a module's `get_extra_state`
             digest.update(f"{name} {json.dumps(value, sort_keys=True, default=str)}\n".encode())
     return digest.hexdigest()[:32]

@@ -1,8 +1,8 @@
-"""Which parts a stored block of a model has, and how far a prefix goes whose parts are known.
+"""The parts of a model's stored blocks, detected by a probe, and the length of a prefix by its stored parts.
 
 Layers that keep KV in the same way and shape are one part: those with full attention, and those with a sliding window.
-What linear-attention layers remember of all tokens so far, their state, is another part; only blocks where somebody
-stopped computing have it. Whoever goes on behind block `n` needs
+The state of linear-attention layers after a token is another part; only blocks at whose end a computation stopped have
+it. A computation that continues after block `n` needs
 
 1. the full-attention parts of all `n` blocks,
 2. a window's part of as many blocks before `n` as the window reaches back,
@@ -180,7 +180,7 @@ class ModelParts:
 
     @property
     def spec_groups(self) -> list[LocationSpecGroup]:
-        """What is written together, to be registered: everything, unless some blocks have no state."""
+        """The sets of parts that are written together: all parts, and without the state for blocks that have none."""
         if not self.state:
             return []
         names = tuple(part.name for part in self.kv)
@@ -188,7 +188,7 @@ class ModelParts:
 
     @property
     def reach_blocks(self) -> int | None:
-        """Blocks before a block boundary that whoever goes on needs; None for all, or when there is a state."""
+        """Blocks before a block boundary that the next token needs; None for all, or when there is a state."""
         reaches = [part.window_blocks for part in self.kv]
         known = [reach for reach in reaches if reach is not None]
         return None if self.state is not None or len(known) < len(reaches) else max([1, *known])
@@ -237,7 +237,7 @@ def _runs(part: KVPart, has: Callable[[str, int], bool], blocks: int) -> tuple[S
     return runs, part.window_blocks or 0
 
 
-# Takes the state of linear-attention layers out of a cache, as stored bytes, and puts it back in.
+# ---- the state of linear-attention layers as stored bytes ----
 
 
 def _state_tensors(layers: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
@@ -293,7 +293,7 @@ def _places(part: StatePart, memory: torch.Tensor) -> Iterator[tuple[torch.Tenso
         yield place, tensor
 
 
-# Lets a model compute some tokens of a sequence, as `generate` does.
+# ---- computation of some tokens of a sequence, as `generate` does it ----
 
 
 def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last_only: bool = True) -> torch.Tensor:
@@ -316,7 +316,7 @@ def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last
     return logits[0]
 
 
-# Finds out what a model's KV looks like, and whether it can be taken apart, by letting it compute a few tokens.
+# ---- detection of a model's KV, by computing a few tokens ----
 
 _FULL_PART = "tp0"  # one process holds all heads; named as engines name their first rank
 _KINDS = frozenset(
@@ -325,7 +325,7 @@ _KINDS = frozenset(
 # More than a convolution reaches back; the second step is short, so that a lost state shows.
 _PROBE_TOKENS, _PROBE_SPLIT = 24, 16
 # Logits of a state that is carried on differ by rounding: by no more than what steps of other lengths make, several
-# times over, or than the type can tell. Random models that lost theirs differ by 0.002 and more.
+# times over, or than the type resolves. Random models that lost theirs differ by 0.002 and more.
 _MAX_NOISE_FACTOR = 4.0
 _MIN_DIFFERENCE = 1e-3
 _Shape = tuple[int | None, int, int, torch.dtype]
@@ -345,7 +345,7 @@ class ModelKV:
 
 
 def probe_model(model: PreTrainedModel, block_tokens: int) -> ModelKV:
-    """Return what the model's KV looks like, found by computing a few tokens.
+    """Return the format of the model's KV, found by computing a few tokens.
 
     Args:
         model: a causal language model.
@@ -399,11 +399,22 @@ def _kv_parts(layers: Sequence[Any], block_tokens: int) -> tuple[KVPart, ...]:
             shapes.setdefault(_shape_of(index, layer), []).append(index)
     parts: list[KVPart] = []
     for (window, heads, head_dim, dtype), indices in shapes.items():
-        layout = BlockLayout(len(indices), heads, head_dim, block_tokens, dtype_name(dtype))
+        layout = BlockLayout(
+            len(indices), kv_heads=heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype_name(dtype)
+        )
         devices = tuple(layers[index].keys.device for index in indices)
         name = _FULL_PART if window is None else f"window{window}"
         taken = sum(part.window == window for part in parts)
-        parts.append(KVPart(f"{name}-{taken}" if taken else name, tuple(indices), layout, dtype, devices, window))
+        parts.append(
+            KVPart(
+                f"{name}-{taken}" if taken else name,
+                layers=tuple(indices),
+                layout=layout,
+                dtype=dtype,
+                devices=devices,
+                window=window,
+            )
+        )
     return tuple(parts)
 
 
@@ -419,7 +430,7 @@ def _shape_of(index: int, layer: Any) -> _Shape:
 
 def _state_part(layers: Sequence[Any]) -> StatePart | None:
     tensors = tuple(
-        StateTensor(layer, kind, index, tuple(value.shape[1:]), value.dtype, value.device)
+        StateTensor(layer, kind=kind, index=index, shape=tuple(value.shape[1:]), dtype=value.dtype, device=value.device)
         for layer, kind, index, value in _state_tensors(layers)
     )
     return StatePart(tensors) if tensors else None

@@ -1,11 +1,11 @@
-"""KV blocks of one process, in memory of a fixed size: lent to sequences, and kept afterwards while nobody needs them.
+"""KV blocks of one process, in memory of a fixed size: used by sequences, and cached afterwards until reused.
 
-Each block has room for the KV of `block_tokens` tokens of one sequence, in all layers. Invariants:
+Each block holds the KV of `block_tokens` tokens of one sequence, in all layers. Invariants:
 
-1. A block is free, held by one or more sequences, or idle: nobody holds it, and its content is kept under its key.
+1. A block is free, held by one or more sequences, or idle: without a holder, and with its content cached under its key.
 2. A block with a key is full and never changes; a block without one is held by one sequence.
-3. `take` gives free blocks first, then the idle ones that nobody has used for the longest time.
-4. A block that a storage may still write to is never given back.
+3. `acquire` returns free blocks first, then the least recently used idle ones.
+4. A block that a storage may still write to is never released.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BlockPool:
             return len(self._free) + len(self._idle)
 
     def acquire(self, count: int) -> list[int] | None:
-        """Lend blocks whose content is nobody's; None when there are not as many."""
+        """Return unused blocks; None when there are not as many."""
         with self._lock:
             if count > len(self._free) + len(self._idle):
                 return None
@@ -90,7 +90,7 @@ class BlockPool:
             return found
 
     def keep(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """Say what the blocks that somebody holds contain; a key that is known has its block already."""
+        """Assign keys to held blocks by their content; a known key keeps its block."""
         with self._lock:
             for key, block in zip(keys, blocks, strict=True):
                 assert self._holders[block]
@@ -116,10 +116,10 @@ class BlockPool:
         return block
 
 
-# The cache of one call of generate in blocks of a pool: a table of blocks per row, freed and used again.
+# ---- the cache of one call of generate in blocks of a pool: a table of blocks per row ----
 #
 # Attention of transformers wants the KV of a sequence in one piece, so every step gathers the rows' blocks, which
-# copies twice what `DynamicLayer` copies when it appends. What stays is the pool's memory and no more.
+# copies twice what `DynamicLayer` copies when it appends. Only the pool's memory stays allocated.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,11 @@ class PagedMemory:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """KV of one layer in blocks of a pool. Padding has none: its KV reads as zeros, and nobody looks at it.
+    """KV of one layer in blocks of a pool. Padding has none: its KV reads as zeros, which attention masks.
 
     Args:
         memory: K and V of the pool's layer, each `[block, kv_head, token, head_dim]`.
-        tables: of the rows; with room for all tokens to come.
+        tables: of the rows; with blocks for all new tokens.
         columns: that are filled.
     """
 
@@ -218,8 +218,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
         _, heads, size, head_dim = pool.shape
         counts = [max(0, -(-(self._columns - table.padding) // size)) for table in self._tables]
-        room = max(table.padding + count * size for table, count in zip(self._tables, counts, strict=True))
-        gathered = pool.new_empty((len(self._tables), heads, room, head_dim))
+        columns = max(table.padding + count * size for table, count in zip(self._tables, counts, strict=True))
+        gathered = pool.new_empty((len(self._tables), heads, columns, head_dim))
         for row, (table, count) in enumerate(zip(self._tables, counts, strict=True)):
             gathered[row, :, : table.padding].zero_()
             tokens = gathered[row, :, table.padding : table.padding + count * size]
@@ -233,10 +233,10 @@ class PagedBatch:
     """Blocks for all rows of a call. `close` gives them back.
 
     Args:
-        kv: what the model's KV looks like.
+        kv: format of the model's KV.
         pool: of blocks.
         rows: at least one; all end in the same column.
-        tables: of the rows, with room for all tokens to come; held by this batch from now on.
+        tables: of the rows, with blocks for all new tokens; held by this batch from now on.
 
     Attributes:
         layers: as transformers uses them.
@@ -255,13 +255,13 @@ class PagedBatch:
     def open(
         cls, kv: ModelKV, pool: BlockPool, rows: Sequence[Row], local: Sequence[Sequence[int]], new_tokens: int
     ) -> PagedBatch | None:
-        """Return a batch whose first blocks are in the pool already; None when the pool has no room for the others.
+        """Return a batch whose first blocks are in the pool already; None when the pool has too few for the others.
 
         Args:
-            kv: what the model's KV looks like.
+            kv: format of the model's KV.
             pool: of blocks.
             rows: at least one.
-            local: the first blocks of each row, found in the pool: given back when there is no room.
+            local: the first blocks of each row, found in the pool: released when it has too few.
             new_tokens: most tokens that are generated.
         """
         size = kv.parts.block_tokens
@@ -315,11 +315,11 @@ class PagedBatch:
         return copy
 
     def keep(self, row: Row, keys: Sequence[BlockKey]) -> None:
-        """Say what the first blocks of a row contain, for the next calls."""
+        """Assign keys to the first blocks of a row, for the next calls."""
         self._pool.keep(keys, self._tables[row.index].blocks[: len(keys)])
 
     def close(self) -> None:
-        """Give the blocks back; nobody may read or write them through this batch any more."""
+        """Release the blocks; this batch must not be used any more."""
         for blocks in self._held:
             self._pool.release(blocks)
         self._held = []

@@ -1,4 +1,4 @@
-"""Loads the parts of a row's prefix into its cache, as far as there is a prefix that can be gone on from."""
+"""Looks up prefixes of prompts and loads them into the cache, up to a block from whose end the model can continue."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PrefixLoad:
         memory: of the row.
         locations: of the blocks, in order; None where nothing is known.
         present_blocks: leading blocks whose KV is in memory already.
-        checksums: whether parts must have the checksums that their locations tell.
+        checksums: whether parts must have the checksums of their locations.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -90,7 +90,7 @@ class PrefixLoad:
         self._state: torch.Tensor | None = None
 
     def run(self, deadline_seconds: float) -> LoadedPrefix:
-        """Load what the longest prefix needs, and return what is there at the end."""
+        """Load the parts that the longest prefix needs, and return the result."""
         deadline = self._clock() + deadline_seconds
         while True:
             blocks = self._parts.usable_blocks(self._may_be_used, len(self._locations))
@@ -167,12 +167,11 @@ def _reason(part: PartOfBlock, result: TransferResult) -> str:
     return f"block {block}: {f'{name}: ' if name == STATE else ''}{result.reason}"
 
 
-# Asks the manager for the longest known prefix of each row, and loads it.
+# ---- lookup and load of the longest prefix of each row ----
 #
-# A model with full attention in some layer asks for the prefix and sees from the parts of its blocks how far it can go
-# on: the same answer also tells where a longer prefix is known than could be gone on from. When all layers have a
-# sliding window, the blocks before the last ones are not needed, and may be gone: then the right-most run that fills
-# the window is asked for.
+# With full attention in some layer a prefix match is used: the parts of its blocks show from which block the model can
+# continue, and whether a longer prefix is stored. When all layers have a sliding window, the blocks before the last
+# ones are not needed, and may be evicted: then the right-most run that fills the window is matched.
 
 # The manager refuses longer read leases.
 _MAX_LEASE_SECONDS = 600.0
@@ -180,17 +179,17 @@ _MAX_LEASE_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RowPrefix:
-    """What is known of a row when the prefill begins.
+    """The result of a row's lookup and load, before the prefill.
 
     Attributes:
         keys: of the prompt's full blocks.
         local_blocks: whose KV was in memory already.
-        locations: of its first blocks; None where nothing is known.
-        matched_blocks: that could be gone on from.
-        known_blocks: whose KV is known from the first one on.
-        loaded: what was loaded of them.
+        locations: of its first blocks; None for misses.
+        matched_blocks: from whose end the model can continue.
+        known_blocks: leading blocks that are stored.
+        loaded: parts that were loaded.
         lease_id: keeps the locations readable.
-        reason: why nothing is known, "" when the manager answered.
+        reason: why there is no answer, "" when the manager answered.
     """
 
     keys: Sequence[BlockKey]
@@ -219,14 +218,14 @@ class RowPrefix:
 
 
 class PrefixLookup:
-    """Looks prompts up and loads what is known of them.
+    """Looks prompts up and loads their prefixes.
 
     Args:
         link: to the manager.
         chain: computes keys.
         parts: of a block.
         settings: deadlines.
-        background: where the manager is told what was found out: the first token does not wait for it.
+        background: reports to the manager run there: the first token does not wait for them.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
     """
@@ -262,8 +261,8 @@ class PrefixLookup:
             local: leading blocks of each row that are in the batch already.
 
         Returns:
-            What became of each row, and what its blocks may be published with: None when the manager cannot tell what
-            is there, since it will hardly take more.
+            The result of each row, and the transfer engine to publish with: None when the manager did not answer, since
+            it will hardly accept writes.
         """
         rows = batch.rows
         engine = self._link.engine(self._settings.call_seconds)
@@ -324,12 +323,19 @@ class PrefixLookup:
         has = partial(_has, locations)
         matched = self._parts.usable_blocks(has, len(locations))
         known = self._parts.without_state.usable_blocks(has, len(locations))
-        return RowPrefix(keys, 0, locations, matched, known, lease_id=match.lease_id)
+        return RowPrefix(
+            keys,
+            local_blocks=0,
+            locations=locations,
+            matched_blocks=matched,
+            known_blocks=known,
+            lease_id=match.lease_id,
+        )
 
     def _engine_after_failed_match(self, match: MatchResult) -> TransferEngine | None:
         if match.code != ErrorCode.INSTANCE_NOT_EXIST:
             return None
-        self._link.invalidate()  # the manager lost its state: begin anew, and this prompt can be the first
+        self._link.invalidate()  # the manager lost its state: register again, and this prompt can be the first
         return self._link.engine(self._settings.call_seconds)
 
     def _load(self, row: Row, prefix: RowPrefix, engine: TransferEngine, batch: CallCache, seconds: float) -> RowPrefix:
@@ -337,10 +343,10 @@ class PrefixLookup:
         if prefix.matched_blocks:
             load = PrefixLoad(
                 engine,
-                self._staging,
-                self._parts,
-                batch.memory(row),
-                prefix.locations,
+                staging=self._staging,
+                parts=self._parts,
+                memory=batch.memory(row),
+                locations=prefix.locations,
                 present_blocks=prefix.local_blocks,
                 checksums=self._settings.checksums,
                 clock=self._clock,
@@ -350,7 +356,7 @@ class PrefixLookup:
         return replace(prefix, loaded=loaded, reason=prefix.reason or loaded.reason)
 
     def _report_missing(self, prefix: RowPrefix, loaded: LoadedPrefix) -> None:
-        """Tell the manager what was found out, and count it."""
+        """Report missing and corrupt parts to the manager, and count them."""
         client = self._link.client
         if prefix.lease_id:
             self._background.submit(PRIORITY_SAVE, partial(_call_quietly, client.release_lease, prefix.lease_id))

@@ -3,8 +3,8 @@
 One `Publication` belongs to one row of one call of generate, and one chain of blocks. Rules:
 
 1. Blocks are published in order, each once, beginning behind those that were loaded.
-2. A session ends in every case: finished with what was saved, or aborted.
-3. After a failure nothing more of this chain is published: what follows a gap could not be matched.
+2. A session ends in every case: finished with the saved blocks, or aborted.
+3. After a failure nothing more of this chain is published: blocks after a gap could not be matched.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was published so far, and why not more."""
+    """The blocks published so far, and the reason for those that are not."""
 
     blocks: int = 0
     bytes: int = 0
@@ -124,11 +124,11 @@ class BlockPublisher:
 
         saved = save_blocks(
             self.sessions,
-            self.engine,
-            run.keys,
-            run.parent,
-            memory_of,
-            self.settings.save_seconds,
+            engine=self.engine,
+            keys=run.keys,
+            parent=run.parent,
+            memory_of=memory_of,
+            deadline_seconds=self.settings.save_seconds,
             part_groups=groups if self.parts.state else (),
             statistics=self.statistics,
             clock=self.clock,
@@ -165,7 +165,7 @@ class RowPublication:
             self._jobs.append(self._pool.submit(PRIORITY_SAVE, partial(self._publish, part)))
 
     def finish(self, timeout_seconds: float) -> Published:
-        """Wait for the saves and return what was published by then."""
+        """Wait for the saves and return the blocks published by then."""
         _, late = wait(self._jobs, timeout_seconds)
         with self._lock:
             published = self._published
@@ -184,7 +184,7 @@ class RowPublication:
             self._published += added
 
 
-# Watches generation token by token.
+# ---- progress of generation, token by token ----
 #
 # A stopping criterion is the one public hook that transformers calls after every step with all tokens so far, whatever
 # the sampling is. It sees the moment of the first token, and a full block as soon as its last token's KV is computed.
@@ -259,7 +259,9 @@ class RowProgress:
         first = self._publication.next_block
         if full > first:
             parent = self._keys[first - 1] if first else None
-            self._publication.add(BlockRun(first, self._keys[first:full], parent, memory, self._states))
+            self._publication.add(
+                BlockRun(first, keys=self._keys[first:full], parent=parent, memory=memory, states=self._states)
+            )
 
 
 class GenerationProgress(StoppingCriteria):
@@ -314,7 +316,7 @@ class GenerationProgress(StoppingCriteria):
         return [self._input_ids[row.index, row.padding : columns].tolist() for row in self._batch.rows]
 
     def finish(self) -> None:
-        """Publish what was held to the end."""
+        """Publish the blocks that were held back to the end."""
         for row in self._rows:
             if row is not None:
                 row.finish()

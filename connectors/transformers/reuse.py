@@ -7,8 +7,8 @@ One call of generate: keys of the prompts' full blocks → match → load the lo
 the rest → first token → publish the new blocks while further tokens are generated, and the blocks that those fill. At
 most all but one token of a prompt are loaded, since the model needs one to compute.
 
-Tokens are right in every case: whatever fails (manager, storage, a single block) is a miss, and what was not loaded is
-computed. Blocks behind one that failed to load are computed too, from a cache without gaps, and may be published.
+Tokens are right in every case: a failure (manager, storage, a single block) is a miss, and blocks that were not loaded
+are computed. Blocks behind one that failed to load are computed too, from a cache without gaps, and may be published.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from kvcm.model.storages import StorageConfig
 
 __all__ = ["KVReuse", "Prefill", "end_tokens"]
 
-# Checks what is asked of `KVReuse.generate`: sequences, token by token, each from its first token on.
+# ---- checks of the arguments of `KVReuse.generate` ----
 
 # Each of these brings KV of its own, or makes KV depend on more than the tokens before it.
 _REFUSED_ARGUMENTS = (
@@ -93,7 +93,7 @@ def _parse_rows(
         pad_token_id: with several rows it says that they have padding.
 
     Raises:
-        InvalidArgumentError: naming the argument and what is allowed.
+        InvalidArgumentError: names the argument and the allowed values.
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise InvalidArgumentError(f"input_ids has shape {tuple(input_ids.shape)}, must be (rows, tokens)")
@@ -143,14 +143,15 @@ def end_tokens(config: GenerationConfig) -> frozenset[int]:
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
-# Computes what is missing of prompts whose prefixes were loaded, so that generation can begin in one column.
+# ---- prefill of prompts whose prefixes were loaded, so that generation can start in one column ----
 #
-# The rows of a batch are known to different lengths. Each that is behind is computed by itself, in the batch's memory,
-# until all are in the column where the one that is known longest begins; from there on transformers computes all of
-# them together. Never more is computed than without reuse: a row computed by itself has no padding.
+# The rows of a batch have prefixes of different lengths. Each shorter row is computed by itself, in the batch's memory,
+# up to the column where the longest prefix ends; from there on transformers computes all rows together. Never more is
+# computed than without reuse: a row computed by itself has no padding.
 #
-# A model with state leaves it where it stops. So its rows stop at the last block boundary that another prompt can use,
-# and where a longer prefix is known than could be gone on from: there prompts part, and the next one will come by.
+# A model with state stores it only where a computation stops. So its rows stop at the last block boundary that another
+# prompt can use, and where a longer prefix is stored than the model can continue from: there prompts diverge, and the
+# next one can start.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class Prefill:
 
     Args:
         model: that computes.
-        batch: its cache, with what was loaded.
+        batch: its cache, with the loaded blocks.
         starts: of the rows, in order.
         keeps_states: whether rows stop where their state is worth saving.
 
@@ -231,9 +232,9 @@ class Prefill:
         return None if self._state is None else pack_state(self._state, cache.layers, 0)
 
 
-# Room for new tokens that is allocated at once; longer answers make the cache grow.
+# Capacity for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
-_POOL_FULL = "the pool had no room for this call"
+_POOL_FULL = "the pool had too few free blocks for this call"
 
 
 class _Call(NamedTuple):
@@ -278,14 +279,26 @@ class KVReuse:
         identity = model_identity(model, self.parts, model_name)
         self._chain = KeyChain(identity.namespace, block_tokens)
         specs = InstanceSpecs(
-            instance_group, block_tokens, self.parts.spec_infos, identity.deployment(), self.parts.spec_groups
+            instance_group,
+            block_tokens=block_tokens,
+            parts=self.parts.spec_infos,
+            deployment=identity.deployment(),
+            part_groups=self.parts.spec_groups,
         )
-        self._link = ManagerLink(client, specs, settings.call_seconds, partial(_engine, settings), clock)
+        self._link = ManagerLink(
+            client, specs=specs, call_seconds=settings.call_seconds, make_engine=partial(_engine, settings), clock=clock
+        )
         session = SessionSettings(call_seconds=settings.call_seconds)
         self._sessions = WriteSessions(client, session, clock)
         self._background = WorkerPool(1, "kvcm-publish")
         self._lookup = PrefixLookup(
-            self._link, self._chain, self.parts, settings, self._background, self.statistics, clock
+            self._link,
+            chain=self._chain,
+            parts=self.parts,
+            settings=settings,
+            background=self._background,
+            statistics=self.statistics,
+            clock=clock,
         )
         self._pool = BlockPool(self.parts, settings.pool_blocks) if settings.pool_blocks else None
         # The thread that saves has staging buffers of its own.
@@ -327,7 +340,7 @@ class KVReuse:
                 variable of `NodeSettings` or `ClientCredentials`, is malformed.
 
         A manager that refuses the registration (another model under this instance id) is no exception: it is logged as
-        an error, `registration` tells, and generation goes on without reuse.
+        an error, `registration` has the reason, and generation goes on without reuse.
         """
         settings = settings or ReuseSettings()
         node_id = NodeSettings.from_environment().node_id
@@ -370,7 +383,7 @@ class KVReuse:
 
         Args:
             input_ids: prompts of shape (rows, tokens), the shorter ones padded at their left.
-            **arguments: of `model.generate`: greedy search and sampling. `attention_mask` tells what is padding.
+            **arguments: of `model.generate`: greedy search and sampling. `attention_mask` marks padding.
 
         Returns:
             What `model.generate` returns; `last_report` holds the figures.
@@ -385,18 +398,25 @@ class KVReuse:
         batch, local = self._open_batch(rows, keys, config)
         paged = batch if isinstance(batch, PagedBatch) else None
         try:
-            call = self._run(batch, keys, local, input_ids, {**arguments, "attention_mask": mask}, end_tokens(config))
+            call = self._run(
+                batch,
+                keys=keys,
+                local=local,
+                input_ids=input_ids,
+                arguments={**arguments, "attention_mask": mask},
+                ends=end_tokens(config),
+            )
             if paged is not None and paged is call.batch:
                 self._keep(paged, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
         published = self._finish_publications(call.publications, closed)
-        has_no_room = self._pool is not None and paged is None and not config.return_dict_in_generate
-        self.last_report = self._report(call, published, started, _POOL_FULL if has_no_room else "")
+        is_pool_full = self._pool is not None and paged is None and not config.return_dict_in_generate
+        self.last_report = self._report(call, published, started, _POOL_FULL if is_pool_full else "")
         return call.output
 
     def close(self) -> None:
-        """Finish what is being saved, within its deadlines, and close all connections."""
+        """Finish saves in flight, within their deadlines, and close all connections."""
         self._background.close(self._settings.save_seconds)
         self._sessions.close(self._settings.call_seconds)
         self._link.close()
@@ -443,11 +463,13 @@ class KVReuse:
             batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
         publications = self._publications(found, publisher)
         prefill = self._prefill(batch, found, keeps_states=bool(publications))
-        watched = _with_progress(batch.rows, found, publications, prefill, self._chain)
+        watched = _with_progress(batch.rows, found=found, publications=publications, prefill=prefill, chain=self._chain)
         progress = GenerationProgress(batch, watched, ends, self._clock)
         output = self._generate(input_ids, prefill.run(), progress, arguments)
         progress.finish()
-        return _Call(batch, found, publications, progress, loaded_at, output)
+        return _Call(
+            batch, found=found, publications=publications, progress=progress, loaded_at=loaded_at, output=output
+        )
 
     def _generate(
         self, input_ids: torch.Tensor, cache: Cache, progress: GenerationProgress, arguments: dict[str, Any]
@@ -467,7 +489,13 @@ class KVReuse:
         if not self._publish or engine is None:
             return []
         saver = BlockPublisher(
-            self._sessions, engine, self._save_staging, self.parts, self._settings, self.statistics, self._clock
+            self._sessions,
+            engine=engine,
+            staging=self._save_staging,
+            parts=self.parts,
+            settings=self._settings,
+            statistics=self.statistics,
+            clock=self._clock,
         )
         return [RowPublication(saver, self._background, prefix.stored_blocks) for prefix in found]
 
@@ -478,7 +506,7 @@ class KVReuse:
             wait([closed], max(0.0, deadline - self._clock()))  # so that the next call finds the blocks
         return sum(published, start=Published())
 
-    def _report(self, call: _Call, published: Published, started: float, no_room: str) -> GenerationReport:
+    def _report(self, call: _Call, published: Published, started: float, pool_reason: str) -> GenerationReport:
         finished, found = self._clock(), call.found
         rows = tuple(self._row_report(row, prefix) for row, prefix in zip(call.batch.rows, found, strict=True))
         return GenerationReport(
@@ -494,7 +522,7 @@ class KVReuse:
             bytes_saved=published.bytes,
             blocks_saved=published.blocks,
             blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
-            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
+            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or pool_reason,
             rows=rows,
         )
 
@@ -518,7 +546,7 @@ def _with_progress(
     if not publications:
         return [None] * len(rows)
     return [
-        RowProgress(row, chain, prefix.keys, publication, states)
+        RowProgress(row, chain=chain, prompt_keys=prefix.keys, publication=publication, states=states)
         for row, prefix, publication, states in zip(rows, found, publications, prefill.states, strict=True)
     ]
 

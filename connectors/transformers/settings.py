@@ -1,4 +1,4 @@
-"""How patient reuse is."""
+"""Deadlines and sizes of reuse, and the report of one call of generate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["GenerationReport", "ReuseSettings", "RowReport"]
 
 @dataclass(frozen=True, slots=True)
 class ReuseSettings:
-    """Deadlines and sizes. What takes longer is a miss: the tokens are computed, or not stored.
+    """Deadlines and sizes. After a deadline the tokens are computed, or not stored.
 
     Attributes:
         register_seconds: for the registration when connecting.
@@ -21,10 +21,10 @@ class ReuseSettings:
         save_batch_bytes: most bytes of one write session.
         staging_blocks: blocks in the buffer for models that are not on the CPU.
         pool_blocks: blocks of a pool that the KV of all calls lies in, each for `block_tokens` tokens in all layers.
-            What a call leaves there, the next ones need not load. 0: each call has memory of its own; so has one that
-            finds no room for its prompts and `max_new_tokens` in the pool, and one that returns its cache.
+            The next calls need not load blocks that a call leaves there. 0: each call has memory of its own; so has one
+            whose prompts and `max_new_tokens` do not fit the pool, and one that returns its cache.
         transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
-        checksums: tell the checksum of every block that is saved, and compute anew what was loaded with another one.
+        checksums: report the checksum of every saved block, and compute blocks again that load with another one.
     """
 
     register_seconds: float = 5.0
@@ -37,9 +37,6 @@ class ReuseSettings:
     pool_blocks: int = 0
     transfer_threads: int | None = None
     checksums: bool = True
-
-
-# What one call of generate did.
 
 
 @dataclass(frozen=True, slots=True)

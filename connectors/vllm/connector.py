@@ -1,7 +1,7 @@
-"""The class that vLLM makes, once in its scheduler and once per rank: it passes calls on to one side or the other.
+"""The class that vLLM instantiates, once in its scheduler and once per rank: each hook belongs to one side.
 
-Nothing that goes wrong with the manager or a storage reaches vLLM as an exception; what is configured wrongly does,
-when the engine starts.
+Errors of the manager or a storage never reach vLLM as exceptions; errors of the configuration do, when the engine
+starts.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["KVCMConnector", "KvcmPromMetrics", "KvcmStats", "identity_of"]
 
-# Who may share KV with a vLLM engine.
+# ---- identity: engines with the same identity share KV ----
 #
-# Only what vLLM leaves as it is goes in here: model code changes the configuration of a model, and the type of its
-# cache, while weights are loaded. The model's own files stay what they are, and say the same in every process.
+# Only settings that vLLM leaves unchanged count: model code changes the configuration of a model, and the type of its
+# cache, while weights are loaded. The model's own files stay unchanged, and are the same in every process.
 
 _LAYOUT_VERSION = "vllm/1"
 
@@ -64,7 +64,7 @@ def identity_of(config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -
         options: of the connector.
 
     Raises:
-        InvalidArgumentError: its hashes are its own, or its weights cannot be told from others.
+        InvalidArgumentError: its hashes differ in every process, or its weights cannot be identified.
     """
     model = config.model_config
     return KvIdentity(
@@ -86,7 +86,7 @@ def _format(group: KvCacheGroup) -> str:
 
 
 def _kernels() -> str:
-    """Return whose kernels write KV: those for CPUs arrange the elements of a block as their instructions want them."""
+    """Return the kernels that write KV: those for CPUs arrange the elements of a block for their instructions."""
     device = current_platform.device_type
     if device != "cpu":
         return str(device)
@@ -95,7 +95,7 @@ def _kernels() -> str:
 
 
 def _extra(config: VllmConfig) -> Mapping[str, str]:
-    """Return what else the KV of given tokens depends on."""
+    """Return the other settings that the KV of given tokens depends on."""
     model, attention = config.model_config, getattr(config, "attention_config", None)
     extra = {
         "model_dtype": str(model.dtype),
@@ -115,7 +115,7 @@ def _text_of(overrides: Any) -> str:
 
 
 def _hashing(config: VllmConfig) -> str:
-    """Return what engines must agree on, to give the same blocks the same hashes."""
+    """Return the settings that block hashes depend on."""
     name = config.cache_config.prefix_caching_hash_algo
     seed = os.environ.get("PYTHONHASHSEED")
     if "sha256" not in name and seed is None:
@@ -138,7 +138,7 @@ def _weights(config: VllmConfig) -> str:
 
 
 def _weights_in(model: str, commit: str | None) -> str:
-    """Return what tells weights apart: a look into their files, or the commit that they were downloaded of."""
+    """Return a text that identifies weights: a fingerprint of their files, or the commit of their download."""
     reason = "they are neither in a directory nor of a known commit"
     if Path(model).is_dir():
         try:
@@ -152,28 +152,28 @@ def _weights_in(model: str, commit: str | None) -> str:
     )
 
 
-# The connector's counters, as vLLM logs them and shows them to Prometheus (`vllm:kvcm_...`).
+# ---- statistics, as vLLM logs them and exports them to Prometheus (`vllm:kvcm_...`) ----
 
 _PREFIX = "vllm:kvcm_"
 
 
 @dataclass
 class KvcmStats(KVConnectorStats):
-    """What was counted in one interval, over all ranks and the scheduler; `data` is a snapshot of `ReuseStatistics`."""
+    """Counts of one interval, over all ranks and the scheduler; `data` is a snapshot of `ReuseStatistics`."""
 
     data: Snapshot = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvcmStats:
-        """Add what others have counted."""
+        """Add the counts of others."""
         self.data = merged(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM writes to its log: counters, and mean times in ms."""
+        """Return the values for vLLM's log: counters, and mean times in ms."""
         reduced: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, list):
@@ -183,7 +183,7 @@ class KvcmStats(KVConnectorStats):
         return reduced
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to tell."""
+        """Return whether there are no counts."""
         return not self.data
 
 
@@ -209,7 +209,7 @@ class KvcmPromMetrics(KVConnectorPromMetrics):
             self._enter(name, metric)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted in an interval."""
+        """Add the counts of an interval."""
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name][engine_idx]
             if isinstance(value, list):
@@ -222,7 +222,7 @@ class KvcmPromMetrics(KVConnectorPromMetrics):
 
 
 def _add_samples(histogram: Any, value: list[float]) -> None:
-    """Add samples that are known by bucket and sum: each as the mean of all, or what of its bucket is next to it."""
+    """Add samples that are known by bucket and sum: each as the mean of all, clipped to its bucket."""
     count = sum(value[:-1])
     if not count:
         return
@@ -262,10 +262,18 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
             events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
             mode = EngineMode.from_config(vllm_config, plan, options)
             keys = HashKeys(identity.namespace)
-            self._scheduler = KvcmScheduler(plan, options, mode, link, keys, self._statistics, events)
+            self._scheduler = KvcmScheduler(
+                plan, options=options, mode=mode, link=link, hash_keys=keys, statistics=self._statistics, events=events
+            )
         else:
             storages = RankStorages(_client(options), options)
-            self._worker = KvcmWorker(plan, get_tensor_model_parallel_rank(), options, storages, self._statistics)
+            self._worker = KvcmWorker(
+                plan,
+                rank=get_tensor_model_parallel_rank(),
+                options=options,
+                storages=storages,
+                statistics=self._statistics,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -390,7 +398,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(extra_config.get("layerwise"))
 
     def shutdown(self) -> None:
-        """End what is under way, within the time that is configured."""
+        """End loads and saves in flight, within `shutdown_seconds`."""
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._worker is not None:
@@ -408,9 +416,9 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _connector_meta(self) -> KvcmConnectorMetadata:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, KvcmConnectorMetadata)
-        return orders
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvcmConnectorMetadata)
+        return metadata
 
 
 def _publishes_events(config: VllmConfig) -> bool:
@@ -425,6 +433,6 @@ def _client(options: VllmOptions) -> ManagerClient:
     return ManagerClient(options.manager, options.instance_id, settings)
 
 
-# vLLM's MultiConnector asks for the classes of its parts by name, and knows only those that are registered.
+# vLLM's MultiConnector looks the classes of its parts up by name, and knows only those that are registered.
 if "KVCMConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector("KVCMConnector", "kvcm.connectors.vllm.connector", "KVCMConnector")

@@ -1,6 +1,6 @@
-"""What scheduler and workers tell each other, through vLLM's own channel: once per step in each direction.
+"""Messages between scheduler and workers through vLLM's own channel: one per step in each direction.
 
-Several ranks answer in one step; vLLM adds their answers up with `aggregate`. A load has failed where any rank failed;
+Several ranks answer in one step; vLLM merges their answers with `aggregate`. A load has failed where any rank failed;
 a block is saved when all ranks have saved their part.
 """
 
@@ -50,8 +50,8 @@ class LoadJob:
 
     Attributes:
         request_id: of the request.
-        groups: what to load.
-        seconds: time for it, from when the workers hear of it.
+        groups: blocks by group of layers.
+        seconds: time for it, from when the workers receive it.
     """
 
     request_id: str
@@ -79,7 +79,7 @@ class SaveJob:
     Attributes:
         id: number of the job.
         blocks: in the order of the session's locations.
-        seconds: time for it, from when the workers hear of it.
+        seconds: time for it, from when the workers receive it.
     """
 
     id: int
@@ -89,7 +89,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What became of a save job on some ranks.
+    """The result of a save job on some ranks.
 
     Attributes:
         ranks: how many have answered.
@@ -104,7 +104,7 @@ class SaveResult:
     reason: str = ""
 
     def combine(self, other: SaveResult) -> SaveResult:
-        """Return what these ranks and the others did."""
+        """Return the result of these ranks and the others."""
         return SaveResult(
             self.ranks + other.ranks,
             tuple(mine and theirs for mine, theirs in zip(self.written, other.written, strict=True)),
@@ -115,11 +115,11 @@ class SaveResult:
 
 @dataclass
 class KvcmConnectorMetadata(KVConnectorMetadata):
-    """What the workers do in a step.
+    """Work of the workers in a step.
 
     Attributes:
         loads: to begin.
-        cancelled: ids of requests whose loads nobody waits for any more.
+        cancelled: ids of requests that ended before their loads.
         saves: to begin; their blocks do not change until they are answered.
         waits: whether the step must wait for its loads.
         storages: to use from now on, None for those that are in use.
@@ -134,12 +134,12 @@ class KvcmConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvcmWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended on the workers since the last step.
+    """Loads and saves that ended on the workers since the last step.
 
     Attributes:
         saves: by number of the job.
         failed_loads: ids of requests of which not everything was loaded.
-        reports: parts that were not as the manager said.
+        reports: missing and corrupt parts.
         has_unknown_storage: whether a part lies on a storage that a rank does not know.
     """
 

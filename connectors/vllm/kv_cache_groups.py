@@ -1,4 +1,4 @@
-"""What vLLM's KV cache looks like to us: groups of layers, and how a block of each is stored.
+"""vLLM's KV cache as groups of layers, and the stored format of a block of each group.
 
 vLLM keeps layers in groups, each with block tables of its own. A stored block covers the same tokens in every group,
 and has one part per group and tensor-parallel rank. A hit needs the parts of full-attention groups for every block,
@@ -64,7 +64,7 @@ class KvCacheGroup:
         block_tokens: tokens per block.
         prefix: of the names of its parts.
         window_tokens: that a layer looks back at most, 0 for all.
-        is_state: whether its layers keep a state, not KV: what is behind the last token of a block.
+        is_state: whether its layers keep a state, not KV: the one after the last token of a block.
         quantization: of KV, as vLLM calls it.
     """
 
@@ -118,7 +118,7 @@ class KvCacheLayout:
         """Return the plan of an engine.
 
         Raises:
-            InvalidArgumentError: this kind of model, or this way to run it, is not supported; says what is.
+            InvalidArgumentError: this kind of model, or this way to run it, is not supported; names the supported ones.
         """
         _check_parallel(config)
         ranks = config.parallel_config.tensor_parallel_size
@@ -147,7 +147,7 @@ class KvCacheLayout:
 
     @property
     def lookup(self) -> LookupPlan:
-        """What a block must have, to be of use."""
+        """The parts that a block must have to be a hit."""
         whole, window, state = (
             tuple(name for group in groups for name in group.part_names)
             for groups in (
@@ -159,7 +159,7 @@ class KvCacheLayout:
         return LookupPlan(whole, window, max(group.window_blocks for group in self.groups), state)
 
     def specs(self, instance_group: str, identity: KvIdentity) -> InstanceSpecs:
-        """Return what is registered with the manager."""
+        """Return the registration data of the instance."""
         parts = [
             LocationSpecInfo(group.prefix + spec.name, spec.size_bytes, _LINEAR if group.is_state else _FULL)
             for group in self.groups
@@ -169,7 +169,13 @@ class KvCacheLayout:
         part_groups = [LocationSpecGroup(ALL_PARTS, tuple(sorted(part.name for part in parts)))]
         if plan.window_parts or plan.state_parts:
             part_groups.append(LocationSpecGroup(FULL_PARTS, tuple(sorted(plan.parts))))
-        return InstanceSpecs(instance_group, self.block_tokens, parts, identity.deployment(), part_groups)
+        return InstanceSpecs(
+            instance_group,
+            block_tokens=self.block_tokens,
+            parts=parts,
+            deployment=identity.deployment(),
+            part_groups=part_groups,
+        )
 
 
 def _check_parallel(config: VllmConfig) -> None:
@@ -183,7 +189,7 @@ def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) 
     group = cache.kv_cache_groups[group_id]
     prefix = f"g{group_id}." if len(cache.kv_cache_groups) > 1 else ""
     if isinstance(group.kv_cache_spec, MambaSpec):
-        return _state_group(group_id, group.layer_names, group.kv_cache_spec, ranks, prefix)
+        return _state_group(group_id, layers=group.layer_names, spec=group.kv_cache_spec, ranks=ranks, prefix=prefix)
     spec = _attention(group.kv_cache_spec, group.layer_names)
     is_latent = isinstance(spec, MLAAttentionSpec)
     heads = 1 if is_latent else config.model_config.get_total_num_kv_heads()
@@ -208,7 +214,15 @@ def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) 
     )
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
     names, quantization = tuple(group.layer_names), spec.kv_quant_mode.name
-    return KvCacheGroup(group_id, names, stored, spec.block_size, prefix, window, quantization=quantization)
+    return KvCacheGroup(
+        group_id,
+        layer_names=names,
+        stored=stored,
+        block_tokens=spec.block_size,
+        prefix=prefix,
+        window_tokens=window,
+        quantization=quantization,
+    )
 
 
 def _state_group(group_id: int, layers: Sequence[str], spec: MambaSpec, ranks: int, prefix: str) -> KvCacheGroup:
@@ -228,7 +242,9 @@ def _state_group(group_id: int, layers: Sequence[str], spec: MambaSpec, ranks: i
         dtype="int8",
         order=KV_PACKED,
     )
-    return KvCacheGroup(group_id, tuple(layers), stored, spec.block_size, prefix, is_state=True)
+    return KvCacheGroup(
+        group_id, layer_names=tuple(layers), stored=stored, block_tokens=spec.block_size, prefix=prefix, is_state=True
+    )
 
 
 def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:

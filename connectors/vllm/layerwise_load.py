@@ -1,8 +1,8 @@
 """Loads layer by layer: attention waits for the KV of its own layer alone, and computes while the next one arrives.
 
 The checksum of a part is that of all its bytes, and a part has its layers one behind the other. So it is taken on the
-way, and what turns out to be wrong is found after the last layer: before the step ends, which is early enough, since a
-step's tokens of requests whose blocks have failed are dropped.
+way, and a mismatch is found after the last layer: before the step ends, which is early enough, since vLLM drops a
+step's tokens of requests whose blocks have failed.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class LayerProgress:
         self._done = [0] * jobs  # layers of each job
 
     def advance(self, job: int, layers: int) -> None:
-        """Hear that the first layers of a job are there, or never will be."""
+        """Record that the first layers of a job have loaded or failed."""
         with self._changed:
             self._done[job] = layers
             self._changed.notify_all()
 
     def finish(self, job: int, _load: Future[None]) -> None:
-        """Hear that a job has ended, in whatever way."""
+        """Record that a job has ended, with or without an error."""
         self.advance(job, len(self._layers))
 
     def wait(self, layer_name: str) -> None:
@@ -88,7 +88,7 @@ def load_layers(
         block_ids: of the engine, one per part.
         parts: whole ones, with their checksums.
         load: loads pieces of them.
-        on_layers: is told after each layer how many are done.
+        on_layers: called after each layer with the number of layers done.
 
     Returns:
         One result per part, in order.
@@ -121,7 +121,7 @@ def load_layers(
 
 
 def _expected(part: PartToLoad, part_bytes: int) -> TransferResult:
-    """Return what becomes of a part when all of its pieces arrive. Of the wrong part pieces might arrive, too."""
+    """Return the result of a part whose pieces all arrive. Pieces of a part of the wrong size might arrive, too."""
     if part.uri.size == part_bytes:
         return moved(part_bytes)
     return not_moved(Failure.REFUSED, f"the part has {part.uri.size} bytes, must have {part_bytes}")

@@ -15,20 +15,20 @@ __all__ = ["VllmOptions"]
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What can be configured.
+    """Options of the connector.
 
     Attributes:
         manager: `host:port` of each manager, separated by commas.
         instance_group: existing group whose quota and storages are used.
         instance_id: shared by all engines that serve this model in this way.
         model_name: for people; "" for the name that vLLM serves it under.
-        weights: what tells the model's weights from others of that name; "" for a digest of the files, or the revision.
+        weights: identifies the weights among others of that name; "" for a digest of the files, or the revision.
         load_async: load between steps, while other requests are computed; otherwise a step waits for its loads.
         layerwise: of a step that waits for its loads, a layer waits for its own KV alone; only where `load_async` is
             false.
         publish: save new KV; false only loads.
         keep_on_reset: go on sharing when vLLM resets its caches, as its sleep mode does: the weights stay the same.
-        checksums: tell those of saved parts, and compare those of loaded ones.
+        checksums: report those of saved parts, and compare those of loaded ones.
         lookup_seconds: how long a request waits for the manager's answer; then it is a miss.
         call_seconds: for every other call to the manager.
         load_seconds: for loading one request's blocks.
@@ -40,7 +40,7 @@ class VllmOptions:
         pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
-        shutdown_seconds: for what is under way when the engine ends; vLLM kills what takes longer than 5 s.
+        shutdown_seconds: for loads and saves in flight when the engine ends; vLLM kills the process after 5 s.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -97,7 +97,7 @@ class VllmOptions:
 
     @property
     def lookups(self) -> LookupSettings:
-        """How patient lookups are."""
+        """Deadlines of lookups."""
         return LookupSettings(self.lookup_seconds, self.load_seconds)
 
     @property

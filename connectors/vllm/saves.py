@@ -1,8 +1,8 @@
-"""Saves of one engine, seen by its scheduler: from a computed block to one that every engine can read.
+"""Saves of one engine, on its scheduler's side: from a computed block to a published one.
 
-pinned → leave to write (a call to the manager, in a thread) → job for the ranks → their answers → published (a call
-again) → unpinned. A block is unpinned on every path, as soon as no rank reads it any more. Everything but the calls
-happens in the scheduler's thread.
+reserved and pinned → computed → write session started (a call to the manager, in a thread) → job for the ranks → their
+results → session finished (a call again) → unpinned. A block is unpinned on every path, as soon as no rank reads it any
+more. Everything but the calls happens in the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -29,50 +29,47 @@ from kvcm.model.keys import BlockKey
 
 __all__ = ["BlockPins", "BlockRun", "Reservations", "ReservedBlock", "SaveQueue", "TrackedRequest"]
 
-# Blocks of the engine that are kept from being freed, because their KV is still to be saved.
-#
-# A pin is a reference in vLLM's block pool, as a request's is: the block cannot be given to anybody else, be its
-# request finished, preempted or moved on with its window. Used by the scheduler's thread alone.
-#
-# When vLLM forgets its cache, because its weights change for example, it wants all blocks back at once and tells
-# nobody before. So the pool's method for that is wrapped: pins that are all that is in the way are given up first.
-
 
 class BlockPins:
-    """Pins blocks, up to a share of the pool.
+    """Pins blocks whose KV is still to be saved, up to a share of the pool. Used by the scheduler's thread alone.
+
+    A pin is a reference in vLLM's block pool, as a request's is: vLLM does not reuse the block, even if its request is
+    finished, preempted or past its window. When vLLM resets its prefix cache (its weights change, for example), it
+    wants all blocks back at once, without a hook before. So the pool's method is wrapped: if pins are the only
+    references, they are released first.
 
     Args:
-        most_fraction: of all blocks.
+        max_fraction: of all blocks.
     """
 
-    def __init__(self, most_fraction: float) -> None:
-        self._most_fraction = most_fraction
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
         self._pool: Any = None
-        self._most = 0
+        self._max_pinned = 0
         self._pinned: Counter[int] = Counter()
         self.count = 0
 
-    def bind_gpu_block_pool(self, pool: Any, give_up: Callable[[], None]) -> None:
-        """Take vLLM's block pool.
+    def bind_gpu_block_pool(self, pool: Any, release_pins: Callable[[], None]) -> None:
+        """Pin blocks of vLLM's block pool from now on.
 
         Args:
-            pool: it.
-            give_up: releases all pins; called when the pool is reset and they alone are in the way.
+            pool: of vLLM.
+            release_pins: releases all pins; called when the pool is reset and they are the only references.
         """
         self._pool = pool
-        self._most = int(pool.num_gpu_blocks * self._most_fraction)
+        self._max_pinned = int(pool.num_gpu_blocks * self._max_fraction)
         reset = pool.reset_prefix_cache
 
         def reset_without_pins() -> bool:
             if self._pinned and self._are_only_references:
-                give_up()
+                release_pins()
             return bool(reset())
 
         pool.reset_prefix_cache = reset_without_pins
 
     def try_pin(self, block_ids: Collection[int]) -> bool:
-        """Pin blocks that somebody holds now; False, and nothing pinned, when that would be too many."""
-        if self._pool is None or self.count + len(block_ids) > self._most:
+        """Pin blocks that have a reference now; False, and nothing pinned, when that would be too many."""
+        if self._pool is None or self.count + len(block_ids) > self._max_pinned:
             return False
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
         self._pinned.update(block_ids)
@@ -90,17 +87,14 @@ class BlockPins:
 
     @property
     def are_scarce(self) -> bool:
-        """Whether more than half of what may be pinned is."""
-        return 2 * self.count > self._most
+        """Whether more than half of the allowed pins are in use."""
+        return 2 * self.count > self._max_pinned
 
     @property
     def _are_only_references(self) -> bool:
         held = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()  # one block stands for dropped ones
         blocks = self._pool.blocks
         return held == len(self._pinned) and all(blocks[each].ref_cnt == pins for each, pins in self._pinned.items())
-
-
-# What the scheduler's side knows of one request of vLLM.
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +119,11 @@ class TrackedRequest:
     Attributes:
         request: vLLM's own object, which goes on changing.
         hash_keys: makes block keys of vLLM's hashes.
-        found: what the manager knows of it, None before it has answered.
+        found: prefix found by its lookup, None while that is pending.
         has_lookup: whether a lookup is under way or its lease is held.
         may_load: false after a load failed: a second one would most likely fail too, and then again.
         may_save: whether the manager answered, and there is no gap.
-        has_gap: whether a block was dropped: what follows it cannot be found.
+        has_gap: whether a block was dropped: blocks after it cannot be found.
         is_loading: whether its blocks are being loaded.
         local_tokens: that vLLM's own cache had when it last asked for more.
         promised_tokens: that were found beyond those.
@@ -162,7 +156,7 @@ class TrackedRequest:
         hashes = self.request.block_hashes
         end, known = min(end, len(hashes)), len(self._keys)
         if known and (known > len(hashes) or hashes[known - 1] != self._last_hash):
-            self._keys, known = [], 0  # vLLM takes hashes back when a streamed prompt goes on otherwise
+            self._keys, known = [], 0  # vLLM changes hashes when a streamed prompt goes on otherwise
         if end > known:
             self._keys += self.hash_keys.keys(hashes[known:end])
             self._last_hash = hashes[end - 1]
@@ -191,8 +185,8 @@ class TrackedRequest:
                 break
             count += 1
         count = count if count >= least else 0
-        taken, self.reserved = self.reserved[:count], self.reserved[count:]
-        return taken
+        popped, self.reserved = self.reserved[:count], self.reserved[count:]
+        return popped
 
 
 _log = logging.getLogger(__name__)
@@ -223,11 +217,11 @@ class BlockRun:
         return [
             BlockRun(
                 self.tracked,
-                self.first + start,
-                self.keys[start - 1] if start else self.parent,
-                self.keys[start : start + size],
-                self.block_ids[start : start + size],
-                self.part_groups[start : start + size],
+                first=self.first + start,
+                parent=self.keys[start - 1] if start else self.parent,
+                keys=self.keys[start : start + size],
+                block_ids=self.block_ids[start : start + size],
+                part_groups=self.part_groups[start : start + size],
             )
             for start in range(0, len(self.keys), size)
         ]
@@ -252,7 +246,7 @@ class SaveQueue:
         batch_blocks: most blocks of a job.
         save_seconds: for the bytes of a job.
         statistics: where to count.
-        on_published: is told which blocks of a run were published, in a thread of this queue.
+        on_published: called with the published blocks of a run, in a thread of this queue.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -276,41 +270,41 @@ class SaveQueue:
         self._on_published = on_published
         self._clock = clock
         self._pending: deque[BlockRun] = deque()
-        self._abandoned = 0  # of those that are asked for, the first ones
+        self._abandoned = 0  # number of abandoned runs, the first ones of the pending
         self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
         self._jobs: dict[int, _SaveJobState] = {}
         self._publications: deque[Future[None]] = deque()
         self._next_id = 0
-        # One thread each, so that blocks are begun in their order; ends wait for no begin.
+        # One thread each, so that sessions start in order of their blocks, and a finish waits for no start.
         self._start_thread = WorkerPool(1, "kvcm-begin")
         self._finish_thread = WorkerPool(1, "kvcm-end")
 
     @property
     def is_busy(self) -> bool:
-        """Whether blocks are on their way: the engine has to go on stepping, so that they arrive."""
+        """Whether saves are in flight: the engine has to go on stepping, so that they end."""
         while self._publications and self._publications[0].done():  # one thread ends them in their order
             self._publications.popleft()
         return bool(self._pending or self._answers or self._jobs or self._publications)
 
     def add(self, run: BlockRun) -> None:
-        """Save a run; its blocks are unpinned when that has ended, in whatever way."""
+        """Save a run; its blocks are unpinned when that has ended, with or without an error."""
         for batch in run.batches(self._batch_blocks):
             self._pending.append(batch)
             self._start_thread.submit(PRIORITY_SAVE, partial(self._start_session, batch))
 
     def run_before_starts(self, task: Callable[[], None]) -> None:
-        """Run a task in the thread that asks for leave to write, before all that it has not asked for yet."""
+        """Run a task in the thread that starts write sessions, before all pending starts."""
         self._start_thread.submit(PRIORITY_LOAD, task)
 
     def drain_jobs(self) -> list[SaveJob]:
-        """Return the jobs that there is leave for since the last call."""
+        """Return the jobs of the sessions that started since the last call."""
         jobs: list[SaveJob] = []
         while self._answers:
             run, grant, answered_at = self._answers.popleft()
-            asked = self._pending.popleft()
-            assert asked is run  # one thread asks, in the order of the runs
+            pending = self._pending.popleft()
+            assert pending is run  # one thread starts the sessions, in the order of the runs
             if grant is not None and (self._abandoned or self._clock() - answered_at > self._save_seconds):
-                self._abort(grant.session_id)  # nobody wants it any more, or the engine stood still for long
+                self._abort(grant.session_id)  # abandoned, or the engine made no step for long
                 grant = None
             if self._abandoned:
                 self._abandoned -= 1  # nothing of it is pinned any more
@@ -319,7 +313,7 @@ class SaveQueue:
         return jobs
 
     def on_save_results(self, results: Mapping[int, SaveResult]) -> None:
-        """Hear what ranks did."""
+        """Handle results of ranks."""
         for number, result in results.items():
             job = self._jobs.get(number)
             if job is None:
@@ -337,7 +331,7 @@ class SaveQueue:
                 )
 
     def cancel_pending(self) -> None:
-        """Give up what has not begun yet; what the ranks are busy with ends by itself."""
+        """Drop the saves that have not started; those on the ranks end by themselves."""
         for job in self.drain_jobs():
             self.on_save_results({job.id: SaveResult(self._ranks, (False,) * len(job.blocks), ({},) * len(job.blocks))})
 
@@ -352,7 +346,7 @@ class SaveQueue:
             job.is_abandoned = True
 
     def close(self, timeout_seconds: float) -> None:
-        """Publish what has ended, give up the rest."""
+        """Finish the sessions whose saves have ended, abort the rest."""
         self._start_thread.close(timeout_seconds / 4)
         self._finish_thread.close(timeout_seconds / 4)
         self._sessions.close(timeout_seconds / 4)
@@ -412,87 +406,89 @@ class SaveQueue:
             _log.warning("%d of %d blocks were not saved: %s", count - saved, count, result.reason)
 
 
-# Blocks that are pinned in the step that computes them, and saved once they are computed for certain.
-#
-# A step has been processed when vLLM has heard its outcome. Steps may overlap, and a block may be computed for one
-# request while another one counts it as its own already (vLLM shares blocks as soon as they are given out). Hence:
-#
-# 1. Of a request that a step is still busy with only that is saved which was reserved in steps that have been
-#   processed.
-# 2. What turns out not to be computed (a load failed, a speculation was rejected, the request was preempted) goes
-#   back;
-#    it is reserved again when it is computed again.
-# 3. A prompt's blocks are saved step by step, so that others find them at once; new tokens' are gathered first, since
-#   a
-#    write session costs the same for one block and for many.
-# 4. Nothing stays reserved of a request that is not part of a step: an engine may stop stepping.
-
 _NULL_BLOCK = 0  # stands in block tables where a group has dropped its block
 
 
 class Reservations:
-    """Reserves the blocks of one engine. Used by its scheduler's thread alone.
+    """Pins blocks in the step that computes them, and saves them once they are certainly computed.
+
+    A step is processed once vLLM has its outcome. Steps may overlap, and a block may be computed for one request while
+    another request counts it as its own already (vLLM shares blocks as soon as they are allocated). Invariants:
+
+    1. If a step of a request is in flight, only blocks that were reserved in processed steps are saved.
+    2. A block that is not computed after all (a load failed, a speculation was rejected, the request was preempted) is
+       unpinned; it is reserved again when it is computed again.
+    3. A prompt's blocks are saved step by step, so that others find them at once; blocks of new tokens are saved in
+       batches, since a write session costs the same for one block and for many.
+    4. A request that is not part of a step has no reserved blocks: an engine may stop stepping.
+
+    Used by the scheduler's thread alone.
 
     Args:
         plan: how KV is stored.
         pins: of the engine's blocks.
         saves: where computed blocks go.
-        gathered: blocks of new tokens to save at once.
+        decode_batch_blocks: blocks of new tokens to save at once.
         statistics: where to count.
     """
 
     def __init__(
-        self, plan: KvCacheLayout, pins: BlockPins, saves: SaveQueue, gathered: int, statistics: ReuseStatistics
+        self,
+        plan: KvCacheLayout,
+        pins: BlockPins,
+        saves: SaveQueue,
+        decode_batch_blocks: int,
+        statistics: ReuseStatistics,
     ) -> None:
         self._plan = plan
         self._pins = pins
         self._saves = saves
-        self._gathered = gathered
+        self._decode_batch_blocks = decode_batch_blocks
         self._statistics = statistics
-        self._holding: dict[str, TrackedRequest] = {}
+        self._reserving: dict[str, TrackedRequest] = {}
         self._step = 0
         self._processed = 0
 
     @property
     def has_reserved(self) -> bool:
-        """Whether something is reserved, which the next step saves or gives back."""
-        return bool(self._holding)
+        """Whether blocks are reserved, which the next step saves or unpins."""
+        return bool(self._reserving)
 
     def on_step(self, tracked: Sequence[tuple[TrackedRequest, int]], state: Any) -> None:
-        """Save what is computed by now, and reserve what a step computes.
+        """Save the blocks that are computed by now, and reserve those that a step computes.
 
         Args:
             tracked: requests of the step, and how many of their tokens it computes.
             state: vLLM's `KVConnectorBlockState`.
         """
         self._step += 1
-        idle = self._holding.keys() - {request.id for request, _ in tracked}
+        idle = self._reserving.keys() - {request.id for request, _ in tracked}
         for request_id in idle:
-            self.finish(self._holding[request_id])
+            self.finish(self._reserving[request_id])
         for request, tokens in tracked:
             self._save_computed(request, self._min_blocks(request))
             self._reserve(request, tokens, state)
 
     def on_step_processed(self) -> None:
-        """Hear that vLLM has heard the outcome of the oldest step that was under way."""
+        """Count a step as processed: vLLM has the outcome of the oldest step in flight."""
         self._processed += 1
 
     def finish(self, tracked: TrackedRequest) -> None:
-        """Save what is computed of a request, and give the rest back."""
+        """Save the computed blocks of a request, and unpin the rest."""
         self._save_computed(tracked, least=1)
         self.release(tracked)
 
     def release(self, tracked: TrackedRequest) -> None:
-        """Unpin what is not known to be computed."""
-        self._holding.pop(tracked.id, None)
+        """Unpin the reserved blocks of a request."""
+        self._reserving.pop(tracked.id, None)
         if tracked.reserved:
             tracked.next_block = tracked.reserved[0].index
             self._pins.unpin([block_id for block in tracked.reserved for block_id in block.block_ids.values()])
             tracked.reserved = []
 
     def release_all(self) -> None:
-        """Unpin everything that is reserved."""
-        for tracked in list(self._holding.values()):
+        """Unpin all reserved blocks."""
+        for tracked in list(self._reserving.values()):
             self.release(tracked)
 
     def _reserve(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
@@ -516,10 +512,10 @@ class Reservations:
             return
         tracked.reserved += wanted
         tracked.next_block = end
-        self._holding[tracked.id] = tracked
+        self._reserving[tracked.id] = tracked
 
     def _reserved(self, index: int, table: Sequence[Sequence[int]], *, has_state: bool) -> ReservedBlock:
-        """Return what there is of a block; a state belongs to it only when the step ends with it."""
+        """Return a block with the groups that have it; a state belongs to it only when the step ends with it."""
         ids = {
             group.id: table[group.id][index]
             for group in self._plan.groups
@@ -529,13 +525,13 @@ class Reservations:
 
     def _min_blocks(self, tracked: TrackedRequest) -> int:
         """Return how many blocks are worth a write session."""
-        may_gather = tracked.reserved and tracked.is_decoding(self._plan.block_tokens) and not self._pins.are_scarce
-        return self._gathered if may_gather else 1
+        may_batch = tracked.reserved and tracked.is_decoding(self._plan.block_tokens) and not self._pins.are_scarce
+        return self._decode_batch_blocks if may_batch else 1
 
     def _save_computed(self, tracked: TrackedRequest, least: int) -> None:
         blocks = tracked.pop_computed(self._plan.block_tokens, self._processed, least)
         if not tracked.reserved:
-            self._holding.pop(tracked.id, None)
+            self._reserving.pop(tracked.id, None)
         if not blocks:
             return
         first = blocks[0].index
@@ -544,10 +540,10 @@ class Reservations:
         self._saves.add(
             BlockRun(
                 tracked,
-                first,
-                keys[first - 1] if first else None,
-                keys[first:],
-                [block.block_ids for block in blocks],
-                [ALL_PARTS if is_whole else FULL_PARTS for is_whole in has_all],
+                first=first,
+                parent=keys[first - 1] if first else None,
+                keys=keys[first:],
+                block_ids=[block.block_ids for block in blocks],
+                part_groups=[ALL_PARTS if is_whole else FULL_PARTS for is_whole in has_all],
             )
         )

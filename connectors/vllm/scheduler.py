@@ -1,6 +1,11 @@
-"""The scheduler's side: what a request can load, what the ranks do in a step, which blocks are saved.
+"""The scheduler's side of the connector: hits of a request, work of the ranks in a step, blocks to save.
 
-No method waits for the manager. After a failed load a request loads nothing any more: it is computed.
+In the order of vLLM's calls: `on_new_request` starts the lookup, `get_num_new_matched_tokens` polls it,
+`update_state_after_alloc` makes the load job, `build_connector_meta` sends jobs to the ranks,
+`update_connector_output` handles their results, `request_finished` releases everything. Invariants:
+
+1. No method waits for the manager.
+2. After a failed load a request loads nothing any more: it is computed.
 """
 
 from __future__ import annotations
@@ -34,8 +39,7 @@ from kvcm.protocol.meta_service_pb2 import ST_3FS, ST_MOONCAKE, ST_NFS, ST_TAIRM
 
 __all__ = ["EngineMode", "KvcmScheduler", "StoredEvents"]
 
-# Which of vLLM's tiers a stored block counts as.
-
+# vLLM's tier of a stored block, by type of the storage.
 _SOURCES: Mapping[int, CacheHitSource] = {
     ST_NFS: CacheHitSource.DISK,
     ST_3FS: CacheHitSource.DISK,
@@ -60,30 +64,29 @@ def _external_cache_hit_sources(locations: Sequence[bytes], block_tokens: int) -
     return dict(tokens)
 
 
-# KV events: what this engine stored, for routers that send a request to where its prefix is.
-#
-# They are made only when vLLM is configured to publish KV events. The medium is vLLM's name for storage; which blocks
-# the manager evicts is not known here, so consumers have to treat them as hints.
-
 _MAX_EVENTS = 10_000
 
 
 class StoredEvents:
-    """Collects events until vLLM takes them; safe to use from several threads.
+    """KV events for the blocks that this engine stored, until vLLM takes them; safe to use from several threads.
+
+    They are made only when vLLM is configured to publish KV events, for routers that send a request to the engine with
+    its prefix. The medium is vLLM's name for storage. The engine does not know which blocks the manager evicts, so
+    consumers have to treat events as hints.
 
     Args:
-        is_wanted: whether anybody takes them.
+        is_enabled: whether vLLM publishes KV events.
         block_tokens: tokens per block.
     """
 
-    def __init__(self, is_wanted: bool, block_tokens: int) -> None:
-        self._is_wanted = is_wanted
+    def __init__(self, is_enabled: bool, block_tokens: int) -> None:
+        self._is_enabled = is_enabled
         self._block_tokens = block_tokens
         self._events: deque[BlockStored] = deque(maxlen=_MAX_EVENTS)
 
     def on_stored(self, request: Any, blocks: Sequence[int]) -> None:
-        """Note that blocks of a request, by their positions, are stored now."""
-        if not self._is_wanted:
+        """Record that blocks of a request, by their positions, are stored now."""
+        if not self._is_enabled:
             return
         hashes, size = request.block_hashes, self._block_tokens
         lora = request.lora_request
@@ -104,14 +107,12 @@ class StoredEvents:
         return [self._events.popleft() for _ in range(len(self._events))]
 
 
-# What an engine lets the connector do: how it was configured, and what vLLM cannot cope with.
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMode:
-    """What the connector does in an engine.
+    """The connector's mode in an engine.
 
     Attributes:
         loads: whether KV is loaded.
@@ -125,7 +126,7 @@ class EngineMode:
 
     @classmethod
     def from_config(cls, config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -> EngineMode:
-        """Return the mode of an engine, and say in the log what is not as somebody may expect."""
+        """Return the mode of an engine; log a warning where it differs from the configuration."""
         transfer = config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             _log.warning(
@@ -133,8 +134,8 @@ class EngineMode:
                 " 'recompute' computes it",
                 transfer.kv_load_failure_policy,
             )
-        # With several groups vLLM can be told of a failed request only, and only of one that is loaded between steps.
-        # With overlapping steps it would keep a token that the next step computed of KV that was not loaded.
+        # With several groups vLLM accepts failures of whole requests only, and only of those that load between steps.
+        # With overlapping steps it would keep a token that the next step computed from KV that was not loaded.
         must_be_async = len(plan.groups) > 1 or config.max_concurrent_batches > 1
         if must_be_async and not options.load_async:
             _log.warning("load_async is false, which this engine cannot do safely: KV is loaded between steps")
@@ -155,12 +156,12 @@ class KvcmScheduler:
 
     Args:
         plan: how KV is stored.
-        options: what is configured.
-        mode: what of it this engine can do.
+        options: of the connector.
+        mode: of this engine.
         link: to the manager.
         hash_keys: makes block keys of vLLM's hashes.
         statistics: where to count.
-        events: where to note what was stored.
+        events: of stored blocks.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -185,18 +186,24 @@ class KvcmScheduler:
         self._hash_keys = hash_keys
         self._requests: dict[str, TrackedRequest] = {}
         self._pins = BlockPins(options.pinned_fraction)
-        self._lookups = Lookups(link, plan.lookup, options.lookups, statistics, clock)
+        self._lookups = Lookups(link, plan=plan.lookup, settings=options.lookups, statistics=statistics, clock=clock)
         self._saves = SaveQueue(
             WriteSessions(link.client, options.sessions, clock),
-            self._pins,
-            plan.ranks,
-            max(1, options.save_batch_bytes // plan.block_bytes),
-            options.save_seconds,
-            statistics,
-            self._on_published,
-            clock,
+            pins=self._pins,
+            ranks=plan.ranks,
+            batch_blocks=max(1, options.save_batch_bytes // plan.block_bytes),
+            save_seconds=options.save_seconds,
+            statistics=statistics,
+            on_published=self._on_published,
+            clock=clock,
         )
-        self._reservations = Reservations(plan, self._pins, self._saves, options.decode_batch_blocks, statistics)
+        self._reservations = Reservations(
+            plan,
+            pins=self._pins,
+            saves=self._saves,
+            decode_batch_blocks=options.decode_batch_blocks,
+            statistics=statistics,
+        )
         self._sent_storages: Sequence[StorageConfig] | None = None
         self._is_off = False
         self._loads: list[LoadJob] = []
@@ -206,11 +213,11 @@ class KvcmScheduler:
         link.is_ready()  # registers in the background
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool."""
+        """Pin blocks of vLLM's block pool from now on."""
         self._pins.bind_gpu_block_pool(block_pool, self._abandon_saves)
 
     def on_new_request(self, request: Any) -> None:
-        """Hear of a new request: its lookup begins now, so that it is answered when the request is scheduled."""
+        """Start the lookup of a new request, so that it is answered when the request is scheduler_output."""
         if self._is_off:
             return
         tracked = self._requests[request.request_id] = TrackedRequest(request, self._hash_keys)
@@ -229,7 +236,7 @@ class KvcmScheduler:
         return tracked.promised_tokens, self._mode.load_async and tracked.promised_tokens > 0
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
-        """Hear that a request has its blocks, of which `tokens` tokens are to be loaded."""
+        """Make the load job of a request whose blocks are allocated, of which `tokens` tokens are to be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.is_loading:
             return
@@ -240,25 +247,25 @@ class KvcmScheduler:
         self._loading.add(tracked.id)
         self._loads.append(self._load_job(tracked, tracked.found, block_ids, tokens))
 
-    def build_connector_meta(self, scheduled: Any) -> KvcmConnectorMetadata:
-        """Return what the ranks do in a step.
+    def build_connector_meta(self, scheduler_output: Any) -> KvcmConnectorMetadata:
+        """Return the work of the ranks in a step.
 
         Args:
-            scheduled: vLLM's `SchedulerOutput`.
+            scheduler_output: of vLLM.
         """
         self._finish_sync_loads()
-        for request_id in scheduled.preempted_req_ids or ():
+        for request_id in scheduler_output.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
                 self._reservations.release(tracked)
-        taking_part = [
+        step_requests = [
             (tracked, tokens)
-            for request_id, tokens in scheduled.num_scheduled_tokens.items()
+            for request_id, tokens in scheduler_output.num_scheduled_tokens.items()
             if (tracked := self._requests.get(request_id)) is not None
         ]
-        self._reservations.on_step(taking_part, scheduled.kv_connector_block_state)
-        if not scheduled.total_num_scheduled_tokens:
+        self._reservations.on_step(step_requests, scheduler_output.kv_connector_block_state)
+        if not scheduler_output.total_num_scheduled_tokens:
             self._wait_while_idle()
-        orders = KvcmConnectorMetadata(
+        metadata = KvcmConnectorMetadata(
             self._loads,
             self._cancelled,
             self._saves.drain_jobs(),
@@ -268,10 +275,10 @@ class KvcmScheduler:
         if not self._mode.load_async:
             self._ended_sync = {job.request_id for job in self._loads}
         self._loads, self._cancelled = [], set()
-        return orders
+        return metadata
 
     def update_connector_output(self, ended_loads: Sequence[str], results: KvcmWorkerMetadata | None) -> None:
-        """Hear what ended on the ranks.
+        """Handle loads and saves that ended on the ranks.
 
         Args:
             ended_loads: ids of requests whose loads have ended on all ranks.
@@ -292,7 +299,7 @@ class KvcmScheduler:
             self._on_load_finished(request_id)
 
     def request_finished(self, request: Any) -> None:
-        """Hear that a request has ended, before its blocks are freed."""
+        """Release everything of a request, before its blocks are freed."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -304,7 +311,7 @@ class KvcmScheduler:
         self._release_lookup(tracked)
 
     def get_external_cache_hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
-        """Return where the tokens to load come from."""
+        """Return how many of the tokens to load come from which tier."""
         tracked = self._requests.get(request.request_id)
         if not tokens or tracked is None or tracked.found is None:
             return {}
@@ -313,12 +320,12 @@ class KvcmScheduler:
         return _external_cache_hit_sources(blocks, self._plan.block_tokens)
 
     def take_events(self) -> Iterable[BlockStored]:
-        """Return what was stored since the last call."""
+        """Return the events since the last call."""
         return self._events.take_events()
 
     @property
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on stepping without requests, so that saves arrive."""
+        """Whether the engine has to go on stepping without requests, so that saves end."""
         return self._saves.is_busy or self._reservations.has_reserved
 
     def reset_cache(self) -> None:
@@ -335,7 +342,7 @@ class KvcmScheduler:
             self._reservations.release(tracked)
 
     def shutdown(self) -> None:
-        """Publish what has ended, give up the rest, within the time that is configured."""
+        """Finish the saves that have ended, abort the rest, within `shutdown_seconds`."""
         deadline = self._clock() + self._options.shutdown_seconds / 2  # the ranks had the other half
         self._saves.close(deadline - self._clock())
         self._lookups.close(deadline - self._clock())
@@ -347,7 +354,7 @@ class KvcmScheduler:
         tracked.has_lookup = True
 
     def _poll_lookup(self, tracked: TrackedRequest) -> FoundPrefix | None:
-        """Return what was found, if there is time enough to load it, and ask anew otherwise."""
+        """Return the prefix found, if there is time enough to load it; start another lookup otherwise."""
         if not tracked.has_lookup:
             self._start_lookup(tracked)
         found = self._lookups.poll(tracked.id)
@@ -360,7 +367,7 @@ class KvcmScheduler:
         return found
 
     def _apply_lookup(self, tracked: TrackedRequest, found: FoundPrefix) -> None:
-        """Go by a new answer: blocks that are not stored any more have to be saved again."""
+        """Use a new answer: blocks that are not stored any more have to be saved again."""
         tracked.found = found
         if found.is_answered and not tracked.has_gap:
             tracked.may_save = self._mode.saves
@@ -373,7 +380,10 @@ class KvcmScheduler:
         first = tracked.local_tokens // self._plan.block_tokens
         end = first + -(-tokens // self._plan.block_tokens)
         keys = tracked.keys(found.blocks)
-        groups = [self._group_load(group, found, keys, block_ids[group.id], first, end) for group in self._plan.groups]
+        groups = [
+            self._group_load(group, found=found, keys=keys, block_ids=block_ids[group.id], first=first, end=end)
+            for group in self._plan.groups
+        ]
         seconds = min(self._options.load_seconds, found.usable_until - self._clock())
         return LoadJob(tracked.id, groups, seconds)
 
@@ -426,7 +436,7 @@ class KvcmScheduler:
             self._lookups.release(tracked.id)
 
     def _on_published(self, run: BlockRun, numbers: Sequence[int]) -> None:
-        self._lookups.clear()  # what was answered a moment ago is out of date
+        self._lookups.clear()  # shared answers are stale
         self._events.on_stored(run.tracked.request, [run.first + number for number in numbers])
 
     def _new_storages(self) -> Sequence[StorageConfig] | None:

@@ -1,7 +1,12 @@
-"""What a rank does: loads its parts into blocks that the scheduler named, and saves its parts of others.
+"""A rank's side of the connector: loads its parts into blocks that the scheduler named, and saves its parts of others.
 
-Loads go through staging memory, so that nothing can reach a block after its load was answered. Saves read blocks where
-they lie: the scheduler keeps them from being freed until they are answered. Whatever fails is an answer.
+A load: `start_load_kv` → `_load` → `_load_group` → `reuse.loads.load_parts` → `GroupMemory.put`. With option
+`layerwise` `layerwise_load.load_layers` calls the last two per layer, and attention waits in `wait_for_layer_load`.
+Invariants:
+
+1. Loads go through staging memory, so that no byte reaches a block after the result of its load.
+2. Saves read blocks in place: the scheduler pins them until it has the result.
+3. Every job has a result; a failure is one, too.
 """
 
 from __future__ import annotations
@@ -45,20 +50,18 @@ from kvcm.model.storages import StorageConfig
 
 __all__ = ["GroupMemory", "KvcmWorker", "RankStorages"]
 
-# The storages of one rank: it does not register itself, the scheduler tells what the manager said.
-#
-# One registration per engine: whatever vLLM changes in its configuration inside a worker, all ranks of an engine store
-# and load under one identity.
-
 _log = logging.getLogger(__name__)
 
 
 class RankStorages:
-    """Makes what moves bytes, in the background, and again when the group's storages change.
+    """Makes the transfer engine of a rank, in the background, and again when the group's storages change.
+
+    A rank does not register: the scheduler sends the storages. With one registration per engine all ranks store and
+    load under one identity, even if vLLM changes its configuration inside a worker.
 
     Args:
-        client: of the manager, which is told of memory pools that are mapped here; closed with the storages.
-        options: what is configured.
+        client: of the manager, for reports of mapped memory pools; closed with the storages.
+        options: of the connector.
     """
 
     def __init__(self, client: ManagerClient, options: VllmOptions) -> None:
@@ -67,26 +70,26 @@ class RankStorages:
         self._changed = threading.Condition()
         self._engine: TransferEngine | None = None
         self._maker = WorkerPool(1, "kvcm-storages")
-        self._pool_teller = PoolReporter(PoolReports(client), options.call_seconds)
+        self._pool_reporter = PoolReporter(PoolReports(client), options.call_seconds)
 
     def set_storages(self, storages: Sequence[StorageConfig]) -> None:
-        """Move bytes to and from these storages from now on."""
+        """Use these storages from now on."""
         self._maker.submit(PRIORITY_LOAD, partial(self._use, storages))
 
     def engine(self, timeout_seconds: float) -> TransferEngine | None:
-        """Return what moves bytes, None when there is nothing in time."""
+        """Return the transfer engine, None when there is none in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._engine is not None, max(0.0, timeout_seconds))
             engine = self._engine
         if engine is not None:
-            self._pool_teller.report_pools(engine)
+            self._pool_reporter.report_pools(engine)
         return engine
 
     def close(self, timeout_seconds: float) -> None:
-        """Close everything; what hangs longer is left behind."""
+        """Close everything; accesses that hang longer are abandoned."""
         deadline = time.monotonic() + timeout_seconds
         self._maker.close(deadline - time.monotonic())
-        self._pool_teller.close(deadline - time.monotonic())
+        self._pool_reporter.close(deadline - time.monotonic())
         self._client.close()
         if self._engine is not None:
             self._engine.close(deadline - time.monotonic())
@@ -98,15 +101,13 @@ class RankStorages:
         except Exception:  # a storage's client may raise anything; the engine that we serve goes on
             _log.exception("the storages of the group cannot be used here, KV is not reused")
             return
-        self._pool_teller.report_pools(engine)
+        self._pool_reporter.report_pools(engine)
         with self._changed:
             before, self._engine = self._engine, engine
             self._changed.notify_all()
         if before is not None:
             before.close()
 
-
-# The KV of one rank, group by group, as memory that blocks are saved from and loaded into.
 
 _PACKED = ("block", "head", "token", "kv_dim")
 _LATENT = ("block", "head", "token", "dim")
@@ -141,7 +142,7 @@ class GroupMemory:
         self.part = part
         self.part_bytes = group.stored.shard_bytes(part.shard)
         self._kv = EngineKv(group.stored, part.shard, [[caches[name]] for name in group.layer_names], axes)
-        self._pieces = self._found_pieces()
+        self._pieces = self._pieces_of_block_0()
 
     def memory_of(self, block_id: int) -> Sequence[memoryview]:
         """Return the bytes of a block in stored order: the engine's own memory where that is possible, else a copy."""
@@ -189,10 +190,10 @@ class GroupMemory:
         first = whole.layers.first + layer
         return Shard(IndexRange(first, first + 1), whole.heads)
 
-    def _found_pieces(self) -> list[_Piece] | None:
+    def _pieces_of_block_0(self) -> list[_Piece] | None:
         """Return where the pieces of block 0 lie, when those of every other block lie a fixed distance further on.
 
-        A twentieth of the time of `block_memory`, which has to ask torch for every piece of every block.
+        A twentieth of the time of `block_memory`, which makes a tensor per piece of every block.
         """
         last = self._kv.blocks - 1
         first, end = (block_memory(self._kv, [block], self.part.shard) for block in (0, last))
@@ -228,7 +229,7 @@ class KvcmWorker:
     Args:
         plan: how KV is stored.
         rank: of the tensor-parallel group.
-        options: what is configured.
+        options: of the connector.
         storages: of the rank; closed with it.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
@@ -259,7 +260,7 @@ class KvcmWorker:
         self._failed_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._results = KvcmWorkerMetadata()
-        # Loads wait for nobody's saves.
+        # Threads of their own: loads wait for no saves.
         self._load_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-load")
         self._save_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-save")
         part_bytes = max(group.stored.shard_bytes(group.part_of(rank, plan.ranks).shard) for group in plan.groups)
@@ -267,7 +268,7 @@ class KvcmWorker:
         self._trays = StagingTrays(tray_bytes, max(_LEAST_TRAYS, options.staging_bytes // tray_bytes))
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's KV memory.
+        """Use the engine's KV memory.
 
         Raises:
             InvalidArgumentError: it is not as the plan says.
@@ -275,48 +276,48 @@ class KvcmWorker:
         for group in self._plan.groups:
             self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
 
-    def start_load_kv(self, orders: KvcmConnectorMetadata) -> None:
-        """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to.
+    def start_load_kv(self, metadata: KvcmConnectorMetadata) -> None:
+        """Start the loads of a step, and cancel those of ended requests; wait for them when the step has to.
 
-        Layer by layer that is done by `wait_for_layer`.
+        With `layerwise`, `wait_for_layer_load` waits instead.
         """
-        if orders.storages is not None:
-            self._storages.set_storages(orders.storages)
+        if metadata.storages is not None:
+            self._storages.set_storages(metadata.storages)
         with self._lock:
-            cancelled = [self._loads[request] for request in orders.cancelled if request in self._loads]
+            cancelled = [self._loads[request] for request in metadata.cancelled if request in self._loads]
         for token in cancelled:
             token.cancel()
-        self._progress = self._new_progress(orders)
-        begun = []
-        for number, job in enumerate(orders.loads):
+        self._progress = self._new_progress(metadata)
+        started = []
+        for number, job in enumerate(metadata.loads):
             token = CancelToken()
             with self._lock:
                 self._loads[job.request_id] = token
-            deadline = self._clock() + job.seconds  # which goes on while the job waits for its turn
+            deadline = self._clock() + job.seconds  # time in the queue counts
             on_layers = partial(self._progress.advance, number) if self._progress else None
-            task = partial(self._load, job, token, deadline, on_layers, is_waited_for=orders.waits)
-            begun.append(self._load_threads.submit(PRIORITY_LOAD, task))
+            task = partial(self._load, job, token, deadline, on_layers, is_waited_for=metadata.waits)
+            started.append(self._load_threads.submit(PRIORITY_LOAD, task))
             if self._progress is not None:
-                begun[-1].add_done_callback(partial(self._progress.finish, number))
-        if orders.waits:
-            self._waited_for = begun
+                started[-1].add_done_callback(partial(self._progress.finish, number))
+        if metadata.waits:
+            self._waited_for = started
         if self._progress is None:
             self._wait_for_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until this step's loads have brought a layer, where layers wait for them."""
+        """Wait until this step's loads of a layer have ended, with `layerwise`."""
         if self._progress is not None:
             self._progress.wait(layer_name)
 
-    def start_saves(self, orders: KvcmConnectorMetadata) -> None:
-        """Begin the saves of a step, after its forward."""
-        for job in orders.saves:
+    def start_saves(self, metadata: KvcmConnectorMetadata) -> None:
+        """Start the saves of a step, after its forward."""
+        for job in metadata.saves:
             self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job, self._clock() + job.seconds))
 
     def get_transfer_results(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that have failed.
 
-        Asked at the end of a step: whatever it waited for has ended then.
+        Called at the end of a step: the loads that it waited for have ended then.
         """
         self._wait_for_loads()
         with self._lock:
@@ -325,19 +326,19 @@ class KvcmWorker:
             return ended, failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were not loaded since the last call; asked after `take_ended_loads`."""
+        """Return the blocks that were not loaded since the last call; called after `get_transfer_results`."""
         with self._lock:
             failed, self._failed_block_ids = self._failed_block_ids, set()
             return failed
 
     def build_connector_worker_meta(self) -> KvcmWorkerMetadata | None:
-        """Return what the scheduler has to hear, None for nothing."""
+        """Return the results for the scheduler, None for nothing."""
         with self._lock:
             results, self._results = self._results, KvcmWorkerMetadata()
         return results if results else None
 
     def shutdown(self) -> None:
-        """Begin nothing more, and give up what is under way: no step will hear of it.
+        """Start no more jobs, and cancel those in flight: no step reads their results.
 
         The scheduler's side is closed after the ranks, and needs its half of the time to end the write sessions.
         """
@@ -350,11 +351,11 @@ class KvcmWorker:
             threads.close(deadline - self._clock())
         self._storages.close(deadline - self._clock())
 
-    def _new_progress(self, orders: KvcmConnectorMetadata) -> LayerProgress | None:
-        """Return how far the loads of a step will be, where layers wait for them: it has one group of layers then."""
-        if not (self._options.layerwise and orders.waits and orders.loads):
+    def _new_progress(self, metadata: KvcmConnectorMetadata) -> LayerProgress | None:
+        """Return the progress of a step's loads with `layerwise`, else None. There is one group of layers then."""
+        if not (self._options.layerwise and metadata.waits and metadata.loads):
             return None
-        return LayerProgress(self._plan.groups[0].layer_names, len(orders.loads))
+        return LayerProgress(self._plan.groups[0].layer_names, len(metadata.loads))
 
     def _wait_for_loads(self) -> None:
         for future in self._waited_for:
@@ -370,7 +371,7 @@ class KvcmWorker:
         *,
         is_waited_for: bool,
     ) -> None:
-        begun = self._clock()
+        started = self._clock()
         failed: set[int] = set()
         reports: list[LoadReport] = []
         loaded = 0
@@ -383,7 +384,7 @@ class KvcmWorker:
         except Exception:
             _log.exception("a load failed; request %s is computed", job.request_id)
             failed = {block_id for group in job.groups for block_id in group.block_ids}
-        self._statistics.observe("load_seconds", self._clock() - begun)
+        self._statistics.observe("load_seconds", self._clock() - started)
         self._statistics.add(loaded_blocks=0 if failed and len(job.groups) > 1 else loaded)
         with self._lock:
             del self._loads[job.request_id]
@@ -398,26 +399,35 @@ class KvcmWorker:
     def _load_group(
         self, group: GroupLoad, deadline: float, token: CancelToken, on_layers: Callable[[int], None] | None
     ) -> tuple[set[int], LoadReport | None]:
-        """Load one group's blocks; return the ids of those that are not there, and what the manager has to hear."""
+        """Load one group's blocks; return the ids of those that failed, and the report for the manager."""
         memory = self._memory[group.group]
         engine = self._storages.engine(min(self._options.call_seconds, deadline - self._clock()))
         if engine is None:
             return set(group.block_ids), None
         name = memory.part.name
         found = decode_locations(group.locations, [name])
-        places = [index for index, location in enumerate(found) if location is not None]
+        present = [index for index, location in enumerate(found) if location is not None]
         parts: list[PartToLoad] = []
-        for index in places:
+        for index in present:
             location = found[index]
             assert location is not None
             checksum = location.checksums.get(name, 0) if self._options.checksums else 0
             parts.append(PartToLoad(group.keys[index], location.uris[name], checksum))
 
-        block_ids = [group.block_ids[index] for index in places]
+        block_ids = [group.block_ids[index] for index in present]
 
         def load(parts: Sequence[PartToLoad], size_bytes: int, deliver: Deliver) -> list[TransferResult]:
             seconds = deadline - self._clock()
-            return load_parts(engine, self._trays, parts, size_bytes, deliver, seconds, token, self._clock)
+            return load_parts(
+                engine,
+                trays=self._trays,
+                parts=parts,
+                part_bytes=size_bytes,
+                deliver=deliver,
+                deadline_seconds=seconds,
+                cancel=token,
+                clock=self._clock,
+            )
 
         def deliver(rows: Bytes, positions: Sequence[int]) -> None:
             memory.put([block_ids[position] for position in positions], rows)
@@ -425,21 +435,21 @@ class KvcmWorker:
         if on_layers is None:
             results = load(parts, memory.part_bytes, deliver)
         else:
-            results = load_layers(memory, block_ids, parts, load, on_layers)
+            results = load_layers(memory, block_ids=block_ids, parts=parts, load=load, on_layers=on_layers)
         self._check_refusals(results)
         good = {block_id for block_id, result in zip(block_ids, results, strict=True) if result.ok}
         return set(group.block_ids) - good, missing_report(parts, results, self._statistics)
 
     def _save(self, job: SaveJob, deadline: float) -> None:
-        result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not begun")
-        begun = self._clock()
+        result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not started")
+        started = self._clock()
         try:
             engine = self._storages.engine(self._options.call_seconds)
             result = self._save_blocks(job, engine, deadline) if engine else result
         except Exception as error:
             _log.exception("a save failed; %d blocks are not stored", len(job.blocks))
             result = SaveResult(1, result.written, result.checksums, repr(error))
-        self._statistics.observe("save_seconds", self._clock() - begun)
+        self._statistics.observe("save_seconds", self._clock() - started)
         with self._lock:
             self._results.saves[job.id] = result
 
@@ -452,7 +462,7 @@ class KvcmWorker:
                 uri = block.uris.get(memory.part.name)
                 if uri is None or not memory.part.is_writer:
                     continue
-                if group_id not in block.block_ids:  # never promise what nobody writes
+                if group_id not in block.block_ids:  # its part is not written
                     written[number] = False
                     continue
                 items.append(TransferItem(uri, memory.memory_of(block.block_ids[group_id])))

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Makes the keys of Prometheus and of the demo's engine, once: the job `keys` runs it when a manager is ready. A key that
-# the managers do not know, because the store was emptied, is made anew.
+# the managers do not know, because the store was emptied, is made again.
 set -eu
 umask 077
 
-# key FILE GROUP NAME OPTION…: GROUP also reads FILE, "" for nobody else.
+# key FILE GROUP NAME OPTION…: GROUP also reads FILE, "" for no group.
 key() {
   file=$1 group=$2 name=$3
   shift 3

@@ -1,7 +1,7 @@
 """Makes the secrets of docker-compose.yml, once: the job `setup` runs it before anything else starts.
 
-Everything lies in one volume. Who may read what is decided by owner and group of each file, since the services have
-users of their own and none is root. What is there already stays.
+Everything lies in one volume. Access is decided by owner and group of each file, since the services have
+users of their own and none is root. Existing files stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUPS = {"valkey.conf": 10010, "valkey.password": 10010, "grafana.password": 10
 
 
 def make_secrets(directory: Path) -> None:
-    """Make what is missing, and what follows from the store's password.
+    """Make the missing files, and those that follow from the store's password.
 
     Args:
         directory: the volume.
@@ -39,7 +39,7 @@ def _kept(path: Path, text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears complete, for those who may read it."""
+    """Write a file that appears complete, for the users that may read it."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "w") as file:

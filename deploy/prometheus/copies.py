@@ -38,7 +38,7 @@ def copies(rules: str) -> Mapping[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the copies, or with --check tell whether they are what they have to be."""
+    """Write the copies, or with --check compare them."""
     wanted = copies(RULES.read_text(encoding="utf-8"))
     if arguments == ["--check"]:
         stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -40,7 +40,7 @@ class Shot(NamedTuple):
         name: of its file.
         path: of the page.
         width: of the window in pixels.
-        height: of what is shown of it.
+        height: of the part shown.
         scheme: light or dark.
     """
 
@@ -63,7 +63,7 @@ SHOTS = (
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -3,8 +3,8 @@
     python docs/examples/traffic.py [--managers HOST:HTTP_PORT,…] [--admin HOST:ADMIN_HTTP_PORT] [--seconds N]
 
 Makes a storage and five groups, and asks for prefixes of conversations that come back as conversations do. No bytes
-of KV are written: managers never see them. `chat` evicts all the time; `code` has room; `pinned` is full of pins, so
-that writes are refused; `batch` is full of what waits for its deletion; `idle` does nothing.
+of KV are written: managers never see them. `chat` evicts all the time; `code` has free space; `pinned` is full of pins,
+so that writes are refused; `batch` is full of blocks that wait for deletion; `idle` does nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Port:
         """Send JSON and return the decoded answer.
 
         Raises:
-            OSError: nobody answers.
+            OSError: no manager answers.
             http.client.HTTPException: what answers does not speak HTTP, or ended meanwhile.
         """
         self._connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
@@ -59,7 +59,7 @@ class Port:
         return json.loads(text) if text else {}
 
     def call(self, name: str, **fields: Any) -> Any:
-        """Make a call; return nothing, a second later, where nobody answers: managers may come and go."""
+        """Make a call; return nothing, a second later, where no manager answers: managers may come and go."""
         try:
             return self.ask("POST", f"/api/{name}", {"trace_id": "traffic", **fields})
         except (OSError, http.client.HTTPException):
@@ -109,7 +109,7 @@ def key_of(place: str) -> str:
 
 
 def write(port: Port, instance: str, keys: list[str], *, is_finished: bool) -> None:
-    """Write what is missing of a conversation."""
+    """Write the missing blocks of a conversation."""
     begun = port.call("startWriteCache", instance_id=instance, block_keys=keys, write_timeout_seconds=30)
     session = begun.get("write_session_id")
     if session and is_finished:

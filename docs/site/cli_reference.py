@@ -1,4 +1,4 @@
-"""The reference of the command line: every command with its arguments and options, as `--help` tells them."""
+"""The reference of the command line: every command with its arguments and options, as in `--help`."""
 
 from __future__ import annotations
 

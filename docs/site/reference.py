@@ -27,7 +27,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write what differs, or tell it."""
+    """Write the pages that differ, or list them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail instead of writing")
     check = parser.parse_args().check

@@ -36,7 +36,7 @@ class Served:
 
     Attributes:
         calls: by full name of the service and name.
-        resources: OpenAPI document of what is below /v1.
+        resources: OpenAPI document of the resources below /v1.
     """
 
     calls: dict[tuple[str, str], ServedCall]
@@ -61,7 +61,7 @@ def ask() -> Served:
 
 
 def _serving(process: subprocess.Popen[bytes], log: IO[bytes]) -> dict[str, str]:
-    """Return its addresses as soon as it tells them."""
+    """Return its addresses as soon as it prints them."""
     name = Path(log.name)
     waits = 0
     while True:

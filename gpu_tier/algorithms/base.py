@@ -1,4 +1,4 @@
-"""What an algorithm is: a small representation of every key on the device, from which it picks what to attend to."""
+"""Interface of an algorithm: a small representation of every key on the device, from which it selects tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _Settings = TypeVar("_Settings", bound=AlgorithmConfig)
 
 
 class KeySource(Protocol):
-    """Reads a request's KV wherever it is; for algorithms that need all of it at times."""
+    """Reads a request's KV from both pools; for algorithms that need all of it at times."""
 
     def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
         """Return the keys (latents of MLA) of tokens start to stop - 1, ``f32 [n, H, d]`` on the device."""
@@ -221,7 +221,7 @@ class BaseSparseAlgorithm(ABC):
         """Allocate the representations of `context.total_tokens` tokens."""
 
     def reserve(self, request: int, n_tokens: int) -> None:  # noqa: B027 - a baseline has none
-        """Make room for the representations of a request of `n_tokens` tokens; more than before or the same.
+        """Allocate the representations of a request of `n_tokens` tokens; more than before or the same.
 
         Raises:
             PoolExhaustedError: there is none; what the request had stays.
@@ -255,7 +255,7 @@ class BaseSparseAlgorithm(ABC):
         return True
 
     def become_sparse(self, request: int, n_tokens: int) -> None:  # noqa: B027 - most need not know
-        """Build what is missing of the representations of a request that becomes sparse; again after `finish_prompt`.
+        """Build the missing representations of a request that becomes sparse; again after `finish_prompt`.
 
         All of its KV can be read. A request that was short until now comes here without `finish_prompt` having built
         anything.
@@ -346,13 +346,14 @@ class BaseSparseAlgorithm(ABC):
 
 
 # Sidecars of algorithms whose representations are pages of fixed bytes: a page's sidecar is its pages, one by one.
-#
-# A page of the KV pools is a whole number of the representation's pages, so sidecars of neighbouring pages
-# concatenate.
 
 
 def export_pages(pool: RepresentationPool, page_size: int, request: int, start: int, stop: int) -> Sidecar:
-    """Return the representations of the whole pages in [start, stop); waits for the device."""
+    """Return the representations of the whole pages in [start, stop); waits for the device.
+
+    A page of the KV pools is a whole number of the representation's pages, so sidecars of neighbouring pages
+    concatenate.
+    """
     first, end = -(-start // page_size), stop // page_size
     end = max(first, end)
     per_page = page_size // pool.page_tokens

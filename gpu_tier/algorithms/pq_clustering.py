@@ -2,7 +2,7 @@
 
 A layer is one job: its H·m problems are batched, and layers do not depend on each other. On the CPU jobs run in threads
 of their own, one core each; keys are copied to host memory first, so that a job needs neither the pools nor the device,
-and a request that ends meanwhile leaves a job whose result nobody takes. Only so many jobs are under way at a time as
+and a request that ends meanwhile leaves a job whose result is dropped. Only so many jobs are under way at a time as
 keep all threads busy: each holds the keys of a layer in f32.
 """
 
@@ -46,18 +46,6 @@ __all__ = [
 ]
 
 # How many iterations of k-means fit beside the computation of a layer (PQCache, equations 1 to 3).
-#
-#     t_clus(s, T) = α1 + β1·s·T + δ·s        clustering the keys of a layer of s tokens in T iterations
-#     t_comp(s)    = α2 + β2·s + γ2·s²        computing one layer over a prompt of s tokens
-#     T_max(s)     = (t_comp(s) − α1 − δ·s) / (β1·s), within the limits of the settings
-#
-# The document has no δ; reading and encoding keys costs as much per token however many iterations there are, and fits
-# are better with it. The coefficients are fitted by least squares of relative errors to a few measurements. They
-# belong to a machine, its device, a number of threads and the shapes of a model: a profile on disk names them all.
-#
-# A profile that is asked for and does not exist is measured and written. One that is damaged or belongs to something
-# else is refused: an operator named it, and neither wrong numbers nor another machine's file overwritten are what was
-# meant.
 
 _CLUSTER_SIZES, _CLUSTER_ITERATIONS = (1024, 2048, 4096), (1, 3, 6)
 _LAYER_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -69,11 +57,22 @@ Fingerprint = Mapping[str, str | int]
 class CostModel:
     """The coefficients, in seconds.
 
+        t_clus(s, T) = α1 + β1·s·T + δ·s        clustering the keys of a layer of s tokens in T iterations
+        t_comp(s)    = α2 + β2·s + γ2·s²        computing one layer over a prompt of s tokens
+        T_max(s)     = (t_comp(s) − α1 − δ·s) / (β1·s), within the limits of the settings
+
+    The document has no δ; reading and encoding keys costs as much per token however many iterations there are, and fits
+    are better with it. The coefficients are fitted by least squares of relative errors to a few measurements. They
+    belong to a machine, its device, a number of threads and the shapes of a model: a profile on disk names them all.
+
+    A profile that is asked for and does not exist is measured and written. One that is damaged or belongs to something
+    else is refused: an operator named it, and meant neither wrong numbers nor another machine's file overwritten.
+
     Attributes:
-        alpha1: clustering, whatever its size.
+        alpha1: constant part of clustering.
         beta1: per token and iteration.
         delta: per token, once.
-        alpha2: a layer, whatever its size.
+        alpha2: constant part of a layer.
         beta2: per token.
         gamma2: per square of the tokens.
     """
@@ -169,7 +168,12 @@ def fit(clustering: Sequence[tuple[int, int, float]], layers: Sequence[tuple[int
     """Return the profile of measurements."""
     (alpha1, beta1, delta), clustering_r2 = _fit_clustering(clustering)
     (alpha2, beta2, gamma2), layer_r2 = fit_layer(layers)
-    return Profile(of, CostModel(alpha1, beta1, delta, alpha2, beta2, gamma2), clustering_r2, layer_r2)
+    return Profile(
+        of,
+        CostModel(alpha1=alpha1, beta1=beta1, delta=delta, alpha2=alpha2, beta2=beta2, gamma2=gamma2),
+        clustering_r2,
+        layer_r2,
+    )
 
 
 def measure(
@@ -180,7 +184,7 @@ def measure(
     Args:
         cluster: clusters a layer of so many tokens in so many iterations and returns the seconds that a layer takes.
         layer: computes one layer over so many tokens and returns the seconds.
-        of: what is measured.
+        of: the subject of the measurement.
         fewest: tokens from which there is an index.
     """
     sizes = [max(tokens, (i + 1) * fewest) for i, tokens in enumerate(_CLUSTER_SIZES)]
@@ -196,7 +200,7 @@ def measure(
 
 
 def save(path: Path, profile: Profile) -> None:
-    """Write a profile; whoever reads meanwhile sees the old one or the new one."""
+    """Write a profile atomically: a concurrent reader sees the old one or the new one."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.write_text(json.dumps(asdict(profile), indent=2) + "\n")
     fresh.replace(path)
@@ -216,7 +220,7 @@ def load(path: Path, of: Fingerprint) -> Profile:
             name for name in {*of, *profile.fingerprint} if of.get(name) != profile.fingerprint.get(name)
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        allowed = f"no profile of clustering can be read there ({error}); delete it to have it measured anew"
+        allowed = f"no profile of clustering can be read there ({error}); delete it to measure again"
         raise ConfigError("profile", str(path), allowed) from error
     if differing:
         now = {name: of.get(name) for name in differing}
@@ -272,10 +276,6 @@ def place_of(path: str) -> Path:
 
 
 # How long one layer of a model computes over a prompt: attention and the products around it, of random numbers.
-#
-# A stand-in for engines that do not say how long their layers take: a hidden size of all query heads, three products
-# of a gated feed-forward part 3.5 times as wide, causal attention. It is measured on the device that attention runs
-# on.
 
 _WIDER = 3.5
 
@@ -308,7 +308,12 @@ class _Layer:
 def dense_layer_seconds(
     geometry: KVGeometry, num_q_heads: int, runtime: DeviceRuntime, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int], float]:
-    """Return a function that computes a layer over so many tokens and returns the seconds it took."""
+    """Return a function that computes a layer over so many tokens and returns the seconds it took.
+
+    A stand-in for engines that do not say how long their layers take: a hidden size of all query heads, three products
+    of a gated feed-forward part 3.5 times as wide, causal attention. It is measured on the device that attention runs
+    on.
+    """
     dims = geometry.v_head_dim
     hidden = num_q_heads * dims
     wide = int(_WIDER * hidden)

@@ -7,8 +7,8 @@ residencies it holds all of them.
 
 When a layer's prompt is complete its middle is clustered, beside the layers that follow; the request waits for that
 when it becomes sparse. From then on every token gets its codes with the step that computes it, so that they are there
-when it leaves the window; centroids stay as they are, unless `rebuild_every` says when all is clustered anew. What a
-request holds is in `pq_requests`, the codes' way from host memory in `kvcm.gpu_tier.pools.code_pages`.
+when it leaves the window; centroids stay as they are, unless `rebuild_every` says when all tokens are clustered
+again. The codes' way from host memory is in `kvcm.gpu_tier.pools.code_pages`.
 
 A prompt that continues an attached prefix finds the prefix's codes and codebook in its sidecars. New tokens get codes
 of it (`turns="extend"`) or, if they are enough, a codebook of their own (`per_turn`); with `rebuild` nothing is stored.
@@ -53,13 +53,6 @@ __all__ = [
 ]
 
 # What PQCache knows of its requests on the host: windows and budgets, and which codes exist.
-#
-# A request's tokens are `init` first ones, a middle, and a window of the last `local` ones; the middle's tokens are
-# scored by their codes and the best `k` attended to. Window and k are fixed once, from the prompt's length; a request
-# whose prompt was too short to be sparse takes them from the length at which requests may become sparse.
-#
-# While the middle is too short for an index, all of it is attended to: the request is dense by another way. The middle
-# is clustered by the step that makes it long enough.
 
 _LEAST_LOCAL = 2
 """The current token and the one before, whose copy to the host may still be on its way."""
@@ -153,6 +146,13 @@ class Build:
 class PQRequest:
     """One request.
 
+    A request's tokens are `init` first ones, a middle, and a window of the last `local` ones; the middle's tokens are
+    scored by their codes and the best `k` attended to. Window and k are fixed once, from the prompt's length; a request
+    whose prompt was too short to be sparse takes them from the length at which requests may become sparse.
+
+    While the middle is too short for an index, all of it is attended to: the request is dense by another way. The
+    middle is clustered by the step that makes it long enough.
+
     Attributes:
         request: its row in the per-request tables.
         layers: layers that have codes.
@@ -166,7 +166,7 @@ class PQRequest:
         clustered: tokens that the request had when each layer was last clustered, 0 for never.
         jobs: clustering under way, by layer.
         build: what the jobs are for.
-        taken: what was taken over of sidecars.
+        taken: tokens that were imported from side data.
         is_finished: whether its prompt is complete.
         is_sparse: whether it attends sparsely.
     """
@@ -212,7 +212,7 @@ class PQRequest:
         return min(self.clustered) + settings.rebuild_every if settings.rebuild_every else math.inf
 
     def cancel_jobs(self) -> None:
-        """Drop what is being clustered."""
+        """Drop the running clustering."""
         for job in self.jobs.values():
             job.cancel()
         self.jobs.clear()
@@ -220,9 +220,6 @@ class PQRequest:
 
 
 # What all layers of a decode step of PQCache have in common: made on the host once, and uploaded.
-#
-# Nothing here waits for the device: what the host knows of requests says which rows have codes, how many tokens they
-# look at and what is due; the sparse mask is applied on the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +241,9 @@ class CodebookRange:
 class PQStep:
     """What all layers of a step ask for.
 
+    Nothing here waits for the device: what the host knows of requests says which rows have codes, how many tokens they
+    look at and which requests are due; the sparse mask is applied on the device.
+
     Attributes:
         tokens: ``int32 [B]`` tokens of the rows that select, 0 for the others.
         first: ``int32 [B]`` first token of the window, 0 for rows that do not select.
@@ -252,10 +252,10 @@ class PQStep:
         k: ``int32 [B]`` how many of them each row selects; None when `most` is right for all.
         most: the most that a row selects.
         most_local: tokens of the largest window.
-        width: tokens that scores have room for.
+        width: tokens that the scores can hold.
         table: ``int32 [B, P]`` pages of the codes.
         window: of the codes.
-        spans: what is scored with which codebook, one or two.
+        spans: ranges of tokens by the codebook that scores them, one or two.
     """
 
     tokens: Tensor
@@ -278,7 +278,7 @@ class Newest:
     Attributes:
         where: places of their codes; None when no row has codes.
         slots: ``int64 [B]`` codebook of each row.
-        due: requests to be clustered anew, with their tokens and the tokens at which that was due.
+        due: requests to be clustered again, with their tokens and the tokens at which that was due.
     """
 
     where: Appending | None
@@ -320,7 +320,7 @@ def make_step(
     ]
     middles = [max(0, row.first - init) for row in rows]
     most = max((min(row.k, middle) for row, middle in zip(rows, middles, strict=True)), default=0)
-    alike = all(min(row.k, middle) == min(most, middle) for row, middle in zip(rows, middles, strict=True))
+    is_uniform = all(min(row.k, middle) == min(most, middle) for row, middle in zip(rows, middles, strict=True))
     numbers = _upload([[row.tokens, row.first, row.k, row.slot, row.border, row.second_slot] for row in rows], batch)
     tokens, first, k, _, border, _ = torch.where(sparse_mask, numbers, 0).unbind(0)
     width = max((row.first for row in rows), default=0)
@@ -330,7 +330,7 @@ def make_step(
         first=first,
         firsts=tuple(row.first for row in rows),
         middle=(first - init).clamp_min(0),
-        k=None if alike else k,
+        k=None if is_uniform else k,
         most=most,
         most_local=max((row.tokens - row.first for row in rows), default=0),
         width=width,
@@ -460,7 +460,7 @@ class PQCache(BaseSparseAlgorithm):
 
     @property
     def pool(self) -> RepresentationPool:
-        """Who holds which pages of codes."""
+        """Owners of the pages of codes."""
         return self.codes.pool
 
     def _layer_seconds(self) -> Callable[[int], float]:
@@ -590,7 +590,7 @@ class PQCache(BaseSparseAlgorithm):
             self._encode_rest(held, n_tokens)
 
     def _plan(self, held: PQRequest, n_tokens: int) -> None:
-        """Decide what is to be clustered of a request of so many tokens."""
+        """Plan the clustering of a request of so many tokens."""
         if held.build is not None or any(held.clustered):
             return
         held.local, held.k = self.budgets.tokens(held.n_prompt)
@@ -610,7 +610,7 @@ class PQCache(BaseSparseAlgorithm):
         held.jobs[layer] = self.clusterer.start(keys, build.train_first - build.first, build.train_stop - build.first)
 
     def _complete(self, held: PQRequest) -> None:
-        """Take what was clustered, and cluster what was not."""
+        """Import finished clusters, and cluster the remaining layers."""
         build = held.build
         if build is None:
             return
@@ -648,7 +648,7 @@ class PQCache(BaseSparseAlgorithm):
     def update_representations(
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
     ) -> None:
-        """Give each row's token codes, and cluster a request's layer anew if it is time."""
+        """Give each row's token codes, and cluster a request's layer again if it is due."""
         layer, step = self.context.geometry.layer_index(layer_id), self._newest.of(batch)
         if step.where is not None:
             row = self.context.geometry.parts[0]
@@ -688,7 +688,12 @@ class PQCache(BaseSparseAlgorithm):
         if not self._is_in_blocks:
             return Selection(self.unit, 1, *merged(indices, lengths, asked, self.settings.init, self.max_items), always)
         return Selection(
-            self.unit, 1, indices, lengths, always, SteadyZone(self.settings.init, asked.first, asked.firsts)
+            unit=self.unit,
+            unit_tokens=1,
+            indices=indices,
+            lengths=lengths,
+            always=always,
+            steady=SteadyZone(self.settings.init, asked.first, asked.firsts),
         )
 
     def _make_step(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> PQStep:

@@ -91,7 +91,7 @@ class _StepPages:
         tokens: ``int32 [B]`` tokens of the sparse rows, 0 for the others.
         pages: ``int32 [B]`` their scoring pages.
         complete: ``int32 [B]`` those before the page that is being written.
-        always: ``bool [B, 1, P]`` pages that are selected whatever their score.
+        always: ``bool [B, 1, P]`` pages that are selected at any score.
         table: ``int32 [B, P]`` pages of the bounds.
     """
 
@@ -226,7 +226,7 @@ class Quest(BaseSparseAlgorithm):
         if settings.sparsity_ratio is not None:
             indices, lengths = keep_best(indices, lengths, scores, self._share(tokens, pages))
         always = TokenRanges(settings.sink_pages * settings.page, settings.recent_pages * settings.page)
-        return Selection(self.unit, settings.page, indices, lengths, always)
+        return Selection(unit=self.unit, unit_tokens=settings.page, indices=indices, lengths=lengths, always=always)
 
     def _share(self, tokens: Tensor, pages: Tensor) -> Tensor:
         assert self.settings.sparsity_ratio is not None
@@ -243,7 +243,9 @@ class Quest(BaseSparseAlgorithm):
         page = torch.arange(width, device=tokens.device)
         always = (page >= (pages - settings.recent_pages)[:, None]) | (page < settings.sink_pages)
         table = self.pool.table[batch.req_pool_indices, :width]
-        return _StepPages(tokens, pages, (pages - 1).clamp_min(0), always[:, None], table)
+        return _StepPages(
+            tokens=tokens, pages=pages, complete=(pages - 1).clamp_min(0), always=always[:, None], table=table
+        )
 
     def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, step: _StepPages) -> Tensor:
         """Return ``f32 [B, Hs, P]``; -inf for the page that is being written and behind it."""

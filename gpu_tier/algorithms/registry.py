@@ -1,4 +1,4 @@
-"""Which class is which algorithm."""
+"""Maps the names of algorithms to their classes."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ are attended to exactly, of the next ``round(estimation · m)`` attention is est
 values, and steady tokens are always attended to. What differs from the paper:
 
 * The softmax is normalised over exactly these three sets. Equation 2 of the paper has the estimates of all clusters in
-  the denominator, of those too that the numerator leaves out; here what is left out is in neither, as if it did not
+  the denominator, of those too that the numerator leaves out; here omitted clusters are in neither, as if they did not
   exist. With ``estimation = 1`` nothing is left out and both agree.
 * Both counts follow from m at every step. The paper adds ``max(1, round(ratio · 64))`` with every update: with 64
   clusters an update 1 instead of 1.152 retrieved and 15 instead of 14.848 estimated ones.
 
 What the host knows of the index are numbers: the boundary and m of each layer. Steps never wait for the device, but
-where a segment is clustered whoever keeps its KV (`sink`) may.
+where a segment is clustered the owner of its KV (`sink`) may.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ from kvcm.gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, St
 
 __all__ = ["Indexed", "RetroInfer", "SegmentJob"]
 
-# Clusters segments of requests and keeps account of what is clustered, for RetroInfer.
-#
-# In each layer the segments of a request follow each other from the first token behind the sinks, and their clusters
-# are numbered through. The host knows of a layer how far it is clustered and into how many clusters; nothing here
-# reads what the device computed, except whoever keeps the KV of clusters (`sink`).
+# Clusters segments of requests and keeps account of them, for RetroInfer.
 
 _TOGETHER_TOKENS = 32768  # tokens that are clustered in one call; bounds the memory that it takes
 
@@ -87,11 +83,12 @@ class SegmentJob:
 class _SegmentBuilder:
     """The clustered segments of all layers and requests of one engine.
 
+    In each layer the segments of a request follow each other from the first token behind the sinks, and their clusters
+    are numbered through. The host knows of a layer how far it is clustered and into how many clusters; nothing here
+    reads what the device computed, except the owner of the clusters' KV (`sink`).
+
     Args:
-        context: of the algorithm.
-        settings: of the algorithm.
-        index: where clusters are kept.
-        tell: is called with layer, request and segment when one was clustered or taken over.
+        on_segment: is called with layer, request and segment when one was clustered or imported.
 
     Attributes:
         built: segments clustered so far, each layer counted.
@@ -99,13 +96,13 @@ class _SegmentBuilder:
 
     def __init__(
         self, context: AlgorithmContext, settings: RetroInferConfig, index: MetaIndex,
-        tell: Callable[[int, int, WaveSegment], None],
+        on_segment: Callable[[int, int, WaveSegment], None],
     ) -> None:  # fmt: skip
         self._context = context
         self._settings = settings
         self._index = index
         self._indexed: dict[int, list[Indexed]] = {}
-        self._tell = tell
+        self._on_segment = on_segment
         self.built = 0
 
     def open(self, request: int) -> None:
@@ -192,20 +189,15 @@ class _SegmentBuilder:
         self._index.write(layer, job.request, state.clusters, centroids, value_sums, sizes)
         segment = WaveSegment(job.segment.start, state.clusters, sizes, members)
         state.boundary, state.clusters = job.segment.stop, state.clusters + segment.clusters
-        self._tell(job.layer_id, job.request, segment)
+        self._on_segment(job.layer_id, job.request, segment)
 
 
 # Sidecars of RetroInfer: whole segments of prompts, in slices beside the pages of their tokens (`wave_sidecar`).
-#
-# A segment is taken over only if every page's slice is there, all agree, and the request's prompt is so long that it
-# would have been clustered as a whole. Segments are numbered through, so those behind a missing one wait until that
-# has been clustered from KV, layer by layer. In a conversation each turn leaves such a gap: its last pages were stored
-# before the segment that they begin was complete.
 
 
 @dataclass(slots=True)
 class _RequestSegments:
-    """What is kept of a request on the host.
+    """State of a request on the host.
 
     Attributes:
         n_tokens: tokens that it is known to have.
@@ -221,13 +213,15 @@ class _RequestSegments:
 
 
 class _SegmentSidecars:
-    """Hears of clustered segments, and exports and imports whole ones.
+    """Receives clustered segments, and exports and imports whole ones.
+
+    A segment is taken over only if every page's slice is there, all agree, and the request's prompt is so long that it
+    would have been clustered as a whole. Segments are numbered through, so those behind a missing one wait until that
+    has been clustered from KV, layer by layer. In a conversation each turn leaves such a gap: its last pages were
+    stored before the segment that they begin was complete.
 
     Args:
-        context: of the algorithm.
-        settings: of the algorithm.
-        index: where clusters are kept.
-        builder: who keeps account of segments.
+        builder: keeps account of segments.
 
     Attributes:
         rows: the format; it has no rows where there is no sidecar.
@@ -246,7 +240,7 @@ class _SegmentSidecars:
         self.imported = 0
 
     def reserve(self, request: int, n_tokens: int) -> None:
-        """Hear of the tokens of a request."""
+        """Record the tokens of a request."""
         known = self._known.setdefault(request, _RequestSegments())
         known.n_tokens = max(known.n_tokens, n_tokens)
 
@@ -255,7 +249,7 @@ class _SegmentSidecars:
         number, beside = divmod(segment.start - self._settings.sink, self._settings.segment)
         if beside or segment.tokens != self._settings.segment:
             return
-        # Into pinned memory and without waiting: who reads it, reads the meta index before, which waits.
+        # Into pinned memory and without waiting: a reader reads the meta index before it, which waits.
         members = segment.members.to(self.rows.index_dtype).to("cpu", non_blocking=True)
         sizes = segment.sizes.to("cpu", non_blocking=True)
         self._known[request].segments.setdefault(number, {})[layer_id] = segment.first_cluster, sizes, members
@@ -359,7 +353,7 @@ class _SegmentSidecars:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is asked of the rows of a step; `indexed` are boundary and clusters of the real ones."""
+    """The query for the rows of a step; `indexed` are boundary and clusters of the real ones."""
 
     batch: ForwardBatch
     sparse_mask: Tensor
@@ -373,7 +367,7 @@ class RetroInfer(BaseSparseAlgorithm):
 
     Attributes:
         index: the clusters on the device.
-        segments: what is clustered of each request.
+        segments: the clustered segments of each request.
         sidecars: whole segments as they are stored beside KV.
     """
 
@@ -424,7 +418,7 @@ class RetroInfer(BaseSparseAlgorithm):
 
     @property
     def exec_overflow(self) -> int:
-        """Clusters of the retrieval zones that did not fit the room and were estimated; waits for the device."""
+        """Clusters of the retrieval zones that did not fit the buffer and were estimated; waits for the device."""
         return int(self._overflow)
 
     @property
@@ -497,7 +491,7 @@ class RetroInfer(BaseSparseAlgorithm):
         return [SegmentJob(layer_id, request, segment) for segment in missing]
 
     def finish_prompt(self, request: int, n_prompt: int) -> None:
-        """Cluster what is left of the prompt up to its last `local` tokens."""
+        """Cluster the remaining prompt up to its last `local` tokens."""
         layers = self.context.geometry.layers
         if not self._needs_whole_prompt:
             self._index_whole([(layer_id, request, n_prompt) for layer_id in layers])
@@ -563,7 +557,7 @@ class RetroInfer(BaseSparseAlgorithm):
         return zones
 
     def _step(self, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor) -> _Step:
-        """Return what is asked; what was uploaded for one layer serves all in which as much is indexed."""
+        """Return the query; an upload for one layer serves all layers in which as much is indexed."""
         states = [self.segments.of(layer_id, request) for request in batch.requests]
         indexed = tuple((state.boundary, state.clusters) for state in states)
         kept = self._kept
@@ -581,7 +575,15 @@ class RetroInfer(BaseSparseAlgorithm):
         numbers = upload(torch.tensor(rows, dtype=torch.int32).T.contiguous(), device)
         numbers = torch.where(sparse_mask & real_rows(batch), numbers, 0)
         most = [max(column) for column in zip(*rows, strict=True)]
-        asked = ZoneSizes(numbers[1], numbers[2], numbers[3], numbers[4], most[1], most[2], most[3])
+        asked = ZoneSizes(
+            clusters=numbers[1],
+            retrieved=numbers[2],
+            ranked=numbers[3],
+            capacity=numbers[4],
+            most_clusters=most[1],
+            most_retrieved=most[2],
+            most_ranked=most[3],
+        )
         firsts = tuple(boundary for boundary, _ in indexed)
         steady = SteadyZone(self.settings.sink, numbers[0], firsts)
         return _Step(batch, sparse_mask, indexed, asked, steady)

@@ -6,8 +6,8 @@ them and the window itself. From then on a head attends to this set and to every
 Order is part of the contract: the ids of a selection are the set, ascending, and behind it the new tokens as they came.
 A residency that never moves anything may therefore take the place in the selection for the place in the buffer.
 
-With `reselect_every` = R the last queries, now those of the decode steps, vote anew as soon as R tokens were generated:
-the set then is the best of all tokens so far and the window.
+With `reselect_every` = R the last queries, now those of the decode steps, vote again as soon as R tokens were
+generated: the set then is the best of all tokens so far and the window.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ from kvcm.gpu_tier.types import ForwardBatch, Selection, Unit
 __all__ = ["ObservationWindows", "SnapKV", "votes"]
 
 # The last queries of each request, for algorithms in which they vote.
-#
-# A window is a ring: the query of position p is at place ``p % width``. Positions are taken once, in order: a chunk
-# that comes again changes nothing, and behind a gap (tokens whose queries nobody saw, as those of an attached prefix)
-# the window begins anew.
 
 
 @dataclass(slots=True)
@@ -43,6 +39,10 @@ class _Window:
 
 class ObservationWindows:
     """The last `width` queries of requests in each layer.
+
+    A window is a ring: the query of position p is at place ``p % width``. Positions are taken once, in order: a chunk
+    that comes again changes nothing, and behind a gap (tokens whose queries were not observed, as those of an attached
+    prefix) the window starts again.
 
     Args:
         num_layers: layers.
@@ -172,7 +172,12 @@ class SnapKV(BaseSparseAlgorithm):
         self._chosen: dict[tuple[int, int], tuple[int, int]] = {}  # the same on the host: (kept, since)
         dtype = torch.bfloat16 if geometry.dtype is KVDtype.FP8 else geometry.dtype.torch_dtype
         self._windows = ObservationWindows(
-            layers, self.settings.w_obs, context.num_q_heads, geometry.head_dim, dtype, device
+            num_layers=layers,
+            width=self.settings.w_obs,
+            heads=context.num_q_heads,
+            dims=geometry.head_dim,
+            dtype=dtype,
+            device=device,
         )
 
     @property
@@ -187,12 +192,12 @@ class SnapKV(BaseSparseAlgorithm):
 
     @property
     def max_items(self) -> int:
-        """The set and what is generated until the next choice. Selections are narrower and grow up to it."""
+        """The set and the tokens generated until the next choice. Selections are narrower and grow up to it."""
         longest = self.context.max_tokens
         return min(longest, self.widest_set + self.settings.reselect_every) if self.settings.reselect_every else longest
 
     def reserve(self, request: int, n_tokens: int) -> None:
-        """Make room for the last queries, of which there are as many however long the request is."""
+        """Allocate memory for the last queries, of which there are as many however long the request is."""
         if (0, request) not in self._chosen:
             self._windows.open(request)
 
@@ -221,9 +226,9 @@ class SnapKV(BaseSparseAlgorithm):
         if not positions or positions.stop != n_tokens:
             raise StateError(f"request {request}: no query of token {n_tokens - 1} in layer {layer_id} was seen")
         kept, window = self.settings.kept(n_tokens), min(self.settings.w_obs, n_tokens)
-        recent = torch.arange(n_tokens - window, n_tokens, dtype=torch.int32, device=queries.device)
+        window_tokens = torch.arange(n_tokens - window, n_tokens, dtype=torch.int32, device=queries.device)
         best = self._best(layer_id, request, positions, queries, n_tokens - window, kept - window)
-        chosen = torch.cat([best, recent.expand(best.shape[0], -1)], dim=1)
+        chosen = torch.cat([best, window_tokens.expand(best.shape[0], -1)], dim=1)
         self._sets[layer, request, :, :kept] = chosen
         self._kept[layer, request] = kept
         self._since[layer, request] = n_tokens
@@ -275,11 +280,11 @@ class SnapKV(BaseSparseAlgorithm):
         return Selection(self.unit, 1, torch.where(place < lengths[..., None], ids, -1), lengths)
 
     def _width(self, layer: int, batch: ForwardBatch) -> int:
-        """Return the set's width and room for the generated tokens; doubled, so that shapes seldom change."""
+        """Return the set's width, generated tokens included; doubled, so that shapes seldom change."""
         since = [self._chosen.get((layer, request), (0, length))[1] for request, length in _lengths(batch)]
         generated = max((length - start for (_, length), start in zip(_lengths(batch), since, strict=True)), default=0)
-        room = 1 << max(4, (generated - 1).bit_length())
-        return min(self.widest_set + room, self.max_items)
+        generated_places = 1 << max(4, (generated - 1).bit_length())
+        return min(self.widest_set + generated_places, self.max_items)
 
     def _reselect(self, layer_id: int, layer: int, batch: ForwardBatch, queries: Tensor) -> None:
         self._windows.record(layer, batch, queries)

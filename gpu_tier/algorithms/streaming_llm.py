@@ -57,7 +57,9 @@ class StreamingLLM(BaseSparseAlgorithm):
         lengths = sinks + (pages - first)
         indices = torch.where(place < lengths, ids, -1).int()
         always = TokenRanges(self.sink_pages * self.page, self.window)
-        return Selection(self.unit, self.page, indices[:, None], lengths.int(), always)
+        return Selection(
+            unit=self.unit, unit_tokens=self.page, indices=indices[:, None], lengths=lengths.int(), always=always
+        )
 
     def representation_bytes(self, n_tokens: int) -> int:
         """See `BaseSparseAlgorithm`."""

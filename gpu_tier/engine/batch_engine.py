@@ -79,7 +79,7 @@ class BatchEngine:
         return tuple(self._running)
 
     def tokens(self, request: int) -> list[int]:
-        """Return a request's prompt and what was generated."""
+        """Return a request's prompt and generated tokens."""
         return list(self._resolve(request).tokens)
 
     def add(self, prompt_ids: Sequence[int], prefix: Any = None) -> int:
@@ -90,7 +90,7 @@ class BatchEngine:
             prefix: KV of the prompt's beginning that the coordinator attaches.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing is held.
+            PoolExhaustedError: the pools are full; nothing is held.
         """
         if not prompt_ids:
             raise ConfigError("prompt_ids", prompt_ids, "must have at least one token")
@@ -104,7 +104,7 @@ class BatchEngine:
         """Compute the next pass of every request and return the token that each got.
 
         Raises:
-            PoolExhaustedError: there is no room for another token; nothing has changed. Ending a request makes room.
+            PoolExhaustedError: there is no page for another token; nothing has changed. Ending a request frees pages.
         """
         self.logits = {}
         prompts = [request for request, running in self._running.items() if running.in_prompt]
@@ -125,7 +125,7 @@ class BatchEngine:
             self._end(request, "aborted")
 
     def retract(self, request: int) -> list[int]:
-        """End a request to make room, and return its tokens: they are the prompt of the one that goes on with it."""
+        """End a request to free its pages, and return its tokens: the prompt with which it resumes."""
         tokens = self.tokens(request)
         self._end(request, "retracted")
         return tokens
@@ -154,13 +154,13 @@ class BatchEngine:
         return self._run(batch, lens)
 
     def _chunks(self, requests: list[int]) -> Iterator[tuple[int, int]]:
-        room = self._chunk_tokens
+        tokens_left = self._chunk_tokens
         for request in requests:
             running = self._running[request]
-            take = min(running.n_prompt - running.computed, room)
+            take = min(running.n_prompt - running.computed, tokens_left)
             if not take:
                 return
-            room -= take
+            tokens_left -= take
             yield request, take
 
     def _run(self, batch: ForwardBatch, lens: dict[int, int]) -> dict[int, int]:
@@ -195,7 +195,7 @@ def generate(
 ) -> list[list[int]]:
     """Return the greedy continuation of each prompt; one that ended by a stop token has it as its last.
 
-    Prompts that do not fit wait. When the pools run out, the youngest request gives way and is computed anew later.
+    Prompts that do not fit wait. When the pools run out, the youngest request is retracted and recomputed later.
 
     Args:
         engine: runs nothing else meanwhile.
@@ -262,7 +262,7 @@ class _Generation:
     def _retract_youngest(self) -> None:
         request, index = self._running.popitem()
         self._waiting.appendleft((index, self._engine.retract(request)))
-        self._must_wait = True  # until somebody ends: otherwise it would come back only to be retracted again
+        self._must_wait = True  # until a request ends: otherwise it would come back only to be retracted again
 
     def _append_token(self, request: int, token: int) -> None:
         output = self._outputs[self._running[request]]

@@ -19,7 +19,7 @@ __all__ = ["DecodeEngine", "LayerDriver"]
 
 
 class LayerDriver:
-    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.interfaces.PassRunner`.
 
     Args:
         model: whose attention the coordinator computes.
@@ -80,7 +80,7 @@ class DecodeEngine(BatchEngine):
         device: of the model.
         chunk_tokens: most prompt tokens of a step.
         piece_tokens: most keys of a request that prefill has decoded at a time.
-        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `kvcm.gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention: exact, flash or `BlockSparse`; see `kvcm.gpu_tier.engine.layer_attention`.
         pad_to: rows of a decode pass at least.
         layers: ids of the layers that are computed here, see `LayerDriver`.
     """
@@ -97,6 +97,6 @@ class DecodeEngine(BatchEngine):
         pad_to: int = 0,
         layers: range | None = None,
     ) -> None:
-        runner = LayerDriver(model, coordinator, piece_tokens, prefill, layers)
+        runner = LayerDriver(model=model, hooks=coordinator, piece_tokens=piece_tokens, prefill=prefill, layers=layers)
         super().__init__(runner, coordinator, device=device, chunk_tokens=chunk_tokens, pad_to=pad_to)
         self.is_exact = not isinstance(prefill, BlockSparse)

@@ -1,4 +1,4 @@
-"""The pieces that the models here are made of."""
+"""Small decoders whose attention the coordinator computes: one of Llama's shape and one of DeepSeek-V3.2's."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ def _swiglu(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
 
 
 # A decoder of Llama's shape: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-#
-# Weights carry the names of Hugging Face's Llama, so that a checkpoint of that shape can be handed in as it is.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,10 @@ class LlamaShape:
 
 
 class LlamaDecoder:
-    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.interfaces.DecoderModel`.
+
+    Weights carry the names of Hugging Face's Llama, so that a checkpoint of that shape can be handed in as it is.
+    """
 
     kind = KVKind.MHA
 
@@ -184,11 +185,6 @@ def _norms(shape: LlamaShape) -> list[str]:
 
 
 # A decoder of DeepSeek-V3.2's shape: multi-head latent attention and a lightning indexer.
-#
-# All heads share one latent row per token, ``[c | k_rope]``: `c` is what a token's keys and values of every head are
-# linear maps of, k_rope carries its position. Attention runs in the absorbed form: the key map is applied to the query
-# and the value map to the output, so that heads read the latent row itself; its leading `kv_rank` numbers are the
-# value.
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +225,13 @@ class LatentShape:
 
 
 class LatentDecoder:
-    """Implements `kvcm.gpu_tier.engine.model.DecoderModel`."""
+    """Implements `kvcm.gpu_tier.engine.interfaces.DecoderModel`.
+
+    All heads share one latent row per token, ``[c | k_rope]``: `c` is what a token's keys and values of every head are
+    linear maps of, k_rope carries its position. Attention runs in the absorbed form: the key map is applied to the
+    query and the value map to the output, so that heads read the latent row itself; its leading `kv_rank` numbers are
+    the value.
+    """
 
     kind = KVKind.MLA
     num_kv_heads = 1
@@ -300,7 +302,12 @@ class LatentDecoder:
         shape, prefix = self.shape, f"{layer_id}.indexer."
         with torch.device("meta"):
             indexer = LightningIndexer(
-                shape.d_model, shape.q_rank, shape.index_heads, shape.index_dim, shape.index_rope_dim, shape.rope_theta
+                d_model=shape.d_model,
+                q_dim=shape.q_rank,
+                heads=shape.index_heads,
+                dims=shape.index_dim,
+                rope_dim=shape.index_rope_dim,
+                rope_theta=shape.rope_theta,
             )
         own = {name.removeprefix(prefix): x for name, x in self.weights.items() if name.startswith(prefix)}
         indexer.load_state_dict(own, assign=True)

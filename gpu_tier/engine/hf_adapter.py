@@ -27,15 +27,16 @@ from kvcm.gpu_tier.types import ForwardBatch
 __all__ = ["ATTENTION_NAME", "AttentionShape", "HfRunner", "KVForm", "SparseGenerator", "register", "running"]
 
 # How the layers of a Hugging Face model hand over their keys and values, and what attention makes of them.
-#
-# Most hand over keys and values of their heads. Models like DeepSeek-V3 hand over a latent and a rotated part, which
-# all heads share, and expand them only afterwards. There attention runs in the absorbed form on the latents
-# themselves, so that a token has one row: queries go through the key map and outputs through the value map of
-# `kv_b_proj`.
 
 
 class KVForm(Protocol):
-    """What a layer's tensors are as rows ``[T, heads, dims]``; those of transformers are ``[1, heads, T, dims]``."""
+    """What a layer's tensors are as rows ``[T, heads, dims]``; those of transformers are ``[1, heads, T, dims]``.
+
+    Most hand over keys and values of their heads. Models like DeepSeek-V3 hand over a latent and a rotated part, which
+    all heads share, and expand them only afterwards. There attention runs in the absorbed form on the latents
+    themselves, so that a token has one row: queries go through the key map and outputs through the value map of
+    `kv_b_proj`.
+    """
 
     def rows(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows to store of what a layer gave to its cache."""
@@ -133,7 +134,15 @@ class AttentionShape:
             raise ConfigError.choice("model.dtype", model.dtype, _DTYPES)
         kind, heads, head_dim, v_head_dim = _rows(config)
         dtype = kv_dtype or _DTYPES[model.dtype]
-        geometry = KVGeometry(kind, config.num_hidden_layers, heads, head_dim, v_head_dim, dtype, page_size)
+        geometry = KVGeometry(
+            kind=kind,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            page_size=page_size,
+        )
         has_indexer = config.model_type == _INDEXED_MODEL
         return cls(geometry, config.num_attention_heads, _scaling(model, head_dim), has_indexer)
 
@@ -174,11 +183,7 @@ def _scaling(model: Any, head_dim: int) -> float:
     return found.pop() if found else float(head_dim**-0.5)
 
 
-# Hears what the lightning indexers of a Hugging Face model compute, for the algorithm `dsa`.
-#
-# DeepSeek-V3.2 selects tokens itself: each layer's indexer scores all keys in its cache. Here the coordinator selects,
-# so the indexer gets a cache with one key, and hooks on its projections take the index queries and weights that it
-# would have scored with. Its own choice, which is then meaningless, goes unused.
+# Captures the outputs of a Hugging Face model's lightning indexers, for the algorithm `dsa`.
 
 Report = Callable[[int, str, Tensor], None]
 
@@ -186,9 +191,13 @@ Report = Callable[[int, str, Tensor], None]
 class _IndexerTaps:
     """Hooks on the indexers of a model, until `close`.
 
+    DeepSeek-V3.2 selects tokens itself: each layer's indexer scores all keys in its cache. Here the coordinator
+    selects, so the indexer gets a cache with one key, and hooks on its projections take the index queries and weights
+    that it would have scored with. Its own choice, which is then meaningless, goes unused.
+
     Args:
         model: of the type deepseek_v32; for any other nothing is hooked.
-        report: is told ``(layer, name, tensor)`` of `index_query` and `index_weight`, each ``[T, ...]``.
+        report: is called with ``(layer, name, tensor)`` of `index_query` and `index_weight`, each ``[T, ...]``.
     """
 
     def __init__(self, model: Any, report: Report) -> None:
@@ -230,14 +239,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
 
 
-# The two places where a Hugging Face model lets somebody else compute its attention, without a change of its code.
-#
-# Its cache gets the new keys and values of a layer and hands them to the coordinator; its attention function, chosen
-# by name in the configuration, gets the queries and asks the coordinator. Both find the running pass in a context
-# variable: models pass no argument of ours down to their layers reliably.
-#
-# A pass is packed: all its tokens are one sequence of batch size 1 with explicit positions, so that requests of
-# unequal lengths need no padding and no mask.
+# The two places where a Hugging Face model accepts another implementation of attention, without a change of its code.
 
 ATTENTION_NAME = "gpu_tier"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
@@ -277,7 +279,15 @@ def _record_extra(layer_id: int, name: str, value: Tensor) -> None:
 
 
 class _HfAttentionCache(Cache):
-    """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there."""
+    """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there.
+
+    Its cache gets the new keys and values of a layer and hands them to the coordinator; its attention function, chosen
+    by name in the configuration, gets the queries and asks the coordinator. Both find the running pass in a context
+    variable: models pass no argument of ours down to their layers reliably.
+
+    A pass is packed: all its tokens are one sequence of batch size 1 with explicit positions, so that requests of
+    unequal lengths need no padding and no mask.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -343,7 +353,7 @@ def _current() -> _Pass:
 
 
 class HfRunner:
-    """Implements `kvcm.gpu_tier.engine.pass_runner.PassRunner`.
+    """Implements `kvcm.gpu_tier.engine.interfaces.PassRunner`.
 
     Args:
         model: a causal language model in evaluation mode, which uses this attention until `close`.
@@ -377,10 +387,10 @@ class HfRunner:
         """See `PassRunner`.
 
         Raises:
-            StateError: somebody gave the model another attention meanwhile.
+            StateError: the model was given another attention meanwhile.
         """
         if self._model.config._attn_implementation != ATTENTION_NAME:
-            # It would attend to the pass's own tokens alone, and nothing would tell.
+            # It would attend to the pass's own tokens alone, without an error.
             raise StateError(f"the model's attention is now {self._model.config._attn_implementation!r}")
         positions = batch.positions[: len(token_ids)]
         self._hooks.forward_begin(batch)
@@ -412,12 +422,12 @@ class SparseGenerator:
         max_tokens: most tokens of one prompt and its continuation.
         chunk_tokens: most prompt tokens of a pass.
         piece_tokens: most keys of a prompt that prefill has decoded at a time.
-        prefill: kernel of prefill attention, exact or flash; see `kvcm.gpu_tier.engine.prefill`.
+        prefill: kernel of prefill attention, exact or flash; see `kvcm.gpu_tier.engine.layer_attention`.
         kv_dtype: how KV is stored; None means as the model computes.
 
     Attributes:
         coordinator: of the tier.
-        engine: runs the passes; for those who want to add and abort requests themselves.
+        engine: runs the passes; for callers that add and abort requests themselves.
 
     Raises:
         ConfigError: the model keeps KV in a way that is not supported, or is in training mode.

@@ -1,4 +1,4 @@
-"""What an engine sees of the coordinator.
+"""Interfaces of the engine: the coordinator's hooks, a decoder without its attention, and a runner of passes.
 
 A step calls, in this order: `plan_prefill` or `plan_decode`, `forward_begin`, then for each layer `write_kv` (an engine
 that keeps its own pool writes there itself), `attention_begin`, the layer's attention, `attention_end`, and at last
@@ -35,25 +35,25 @@ EndReason = Literal["finished", "aborted", "retracted"]
 
 
 class KeyReader(Protocol):
-    """Reads a request's KV wherever it is."""
+    """Reads a request's KV from both pools."""
 
     def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys ``f32 [n, H, D]`` and values ``f32 [n, H, dv]`` of tokens start to stop - 1, as stored."""
 
 
 class Tracker(Protocol):
-    """What is known of a request."""
+    """Progress of a request."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was attached, so that nobody computes them."""
+        """Tokens of the prompt whose KV was attached, so that they are not computed."""
 
 
 class Trackers(Protocol):
     """The requests that are known."""
 
     def __getitem__(self, request: int, /) -> Tracker:
-        """Return what is known of a request."""
+        """Return the progress of a request."""
 
 
 class EngineHooks(Protocol):
@@ -71,21 +71,21 @@ class EngineHooks(Protocol):
         """Take a request in and return its row of the per-request tables.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing is held.
+            PoolExhaustedError: the pools are full; nothing is held.
         """
 
     def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
         """Return a pass over the next tokens of prompts.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing has changed.
+            PoolExhaustedError: the pools are full; nothing has changed.
         """
 
     def plan_decode(self, requests: Sequence[int], pad_to: int = 0) -> ForwardBatch:
         """Return a pass over one more token of each request, with rows of padding up to `pad_to`.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing has changed.
+            PoolExhaustedError: the pools are full; nothing has changed.
         """
 
     def forward_begin(self, batch: ForwardBatch) -> None:
@@ -123,10 +123,6 @@ class EngineHooks(Protocol):
 
 
 # What the layer driver needs of a model: everything of a decoder but its attention.
-#
-# The rows of a batch follow each other: row i brings `extend_lens[i]` tokens, one in decode. A model that looks back
-# beyond its attention (a convolution, say) keeps what it needs in the request's `ModelState`, which the driver makes
-# empty at the request's first token and hands in at each later one.
 
 ModelState = dict[str, Tensor]
 """What a model keeps of one request between passes, by name; empty before its first token."""
@@ -150,7 +146,12 @@ class AttentionInputs:
 
 
 class DecoderModel(Protocol):
-    """A decoder whose attention somebody else computes."""
+    """A decoder whose attention is computed outside of it.
+
+    The rows of a batch follow each other: row i brings `extend_lens[i]` tokens, one in decode. A model that looks back
+    beyond its attention (a convolution, say) keeps what it needs in the request's `ModelState`, which the driver makes
+    empty at the request's first token and hands in at each later one.
+    """
 
     @property
     def num_layers(self) -> int:
@@ -208,7 +209,7 @@ class DecoderModel(Protocol):
         """Return ``[T, vocab]`` of the last layer's output."""
 
 
-# What continuous batching needs of whoever computes a pass.
+# Interface of the computation that continuous batching drives.
 
 
 class PassRunner(Protocol):

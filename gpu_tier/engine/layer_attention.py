@@ -1,10 +1,10 @@
-"""Block-sparse prefill attention: a block of queries attends to some blocks of keys only.
+"""The attention of one layer: prefill by exact, flash or block-sparse kernels, decode through the coordinator's hooks.
 
-Blocks are chosen as in XAttention (arXiv 2503.16428): a block of keys is worth the softmax weight of its antidiagonals.
-Queries and keys are cut into strides of s tokens; query r of a stride is multiplied with key s-1-r of another and the
-products are added up, which costs an s-th of all products. A block of queries then attends to the fewest blocks of keys
-that have `threshold` of the weight together, and always to the first block and to its own. Query heads of a KV head
-choose together.
+Block-sparse prefill: a block of queries attends to some blocks of keys only. Blocks are chosen as in XAttention
+(arXiv 2503.16428): a block of keys is worth the softmax weight of its antidiagonals. Queries and keys are cut into
+strides of s tokens; query r of a stride is multiplied with key s-1-r of another and the products are added up, which
+costs an s-th of all products. A block of queries then attends to the fewest blocks of keys that have `threshold` of
+the weight together, and always to the first block and to its own. Query heads of a KV head choose together.
 
 KV computed with it differs from exact KV in all layers behind the first, and follows from where chunks of a prompt end
 unless they end at blocks. Nothing else does: indexes are made of the KV that is stored, however it came about.
@@ -129,10 +129,6 @@ def _weights(q: Tensor, k: Tensor, sm_scale: float, stride: int) -> Tensor:
 
 
 # Prefill attention by torch's flash kernels, for models that compute in half precision.
-#
-# Prefixes are read piece by piece as in `kvcm.gpu_tier.engine.prefill`; products are taken in the queries' own dtype
-# and not in f32, as an engine's own kernels do. The kernels are torch's internal ones: of its public functions none
-# returns the log-sum-exp that partial results are merged by.
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIMS = 256
@@ -148,6 +144,10 @@ def _flash_chunk(
     reader: KeyReader, q: Tensor, layer_id: int, request: int, stop: int, sm_scale: float, piece_tokens: int
 ) -> Tensor:
     """Return the attention ``f32 [T, Hq, dv]`` of one request's tokens, the last of which is token ``stop - 1``.
+
+    Prefixes are read piece by piece as below; products are taken in the queries' own dtype and not in f32, as an
+    engine's own kernels do. The kernels are torch's internal ones: of its public functions none returns the log-sum-exp
+    that partial results are merged by.
 
     Args:
         reader: of the request's KV.
@@ -178,16 +178,16 @@ def _partial(q: Tensor, rows: tuple[Tensor, Tensor], sm_scale: float, *, is_caus
 
 
 # Prefill attention over KV that does not fit the device: it is read piece by piece.
-#
-# The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples of
-# `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the
-# result does not depend on how a prompt is cut into chunks, but for the order of sums.
 
 _KERNELS = ("exact", "flash")
 
 
 class PrefillAttention:
     """Attention of prompt chunks over everything before them and themselves.
+
+    The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples
+    of `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the
+    result does not depend on how a prompt is cut into chunks, but for the order of sums.
 
     Args:
         reader: of the requests' KV.
@@ -218,9 +218,25 @@ class PrefillAttention:
     def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
         """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
         if self._sparse is not None:
-            return _block_sparse_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._sparse)
+            return _block_sparse_chunk(
+                reader=self._reader,
+                q=q,
+                layer_id=layer_id,
+                request=request,
+                stop=stop,
+                sm_scale=self.sm_scale,
+                settings=self._sparse,
+            )
         if self._flash and _can_flash(q):
-            return _flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
+            return _flash_chunk(
+                reader=self._reader,
+                q=q,
+                layer_id=layer_id,
+                request=request,
+                stop=stop,
+                sm_scale=self.sm_scale,
+                piece_tokens=self._piece_tokens,
+            )
         q = q.float()
         start = stop - len(q)
         total: Partial | None = None

@@ -1,4 +1,4 @@
-"""A transformer of 266 K parameters that was trained to find needles (`kvcm.gpu_tier.engine.recall_data`).
+"""The recall task (find one needle among many), and a transformer of 266 K parameters that was trained for it.
 
 Its attention is learned, so errors of a selection cost answers as they do in a large model, and it runs on a CPU. Two
 layers of width 128, four query and two KV heads (GQA), head dim 32 of which 8 are rotated (the rest has no position, so
@@ -39,17 +39,6 @@ __all__ = [
 ]
 
 # A task whose answers need attention: find one needle among many.
-#
-# A needle is four tokens "a b c v": three key tokens and a value token. A question is a needle's key, and its answer
-# the needle's value. Needles are one per four tokens with random neighbours, which is the worst case for methods that
-# choose pages. Questions are always decoded; what differs is whether the prompt had them too, so that a method that
-# watches the prompt's last tokens could know what will be asked.
-#
-# | questions in the prompt | prompt |
-# |---|---|
-# | none | needles, separator |
-# | first | separator, each question and a separator, needles, separator |
-# | last | needles, separator, each question and a separator |
 
 KEYS = 64
 VALUES = 64
@@ -61,6 +50,17 @@ QuestionPosition = Literal["none", "first", "last"]
 @dataclass(frozen=True, slots=True)
 class RecallBatch:
     """Contexts with questions about each.
+
+    A needle is four tokens "a b c v": three key tokens and a value token. A question is a needle's key, and its answer
+    the needle's value. Needles are one per four tokens with random neighbours, which is the worst case for methods that
+    choose pages. Questions are always decoded; what differs is whether the prompt had them too, so that a method that
+    watches the prompt's last tokens could know what will be asked.
+
+    | questions in the prompt | prompt |
+    |---|---|
+    | none | needles, separator |
+    | first | separator, each question and a separator, needles, separator |
+    | last | needles, separator, each question and a separator |
 
     Attributes:
         context: ``int64 [B, C]`` the prompt; its last token is a separator.

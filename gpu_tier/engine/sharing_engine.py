@@ -36,7 +36,7 @@ def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | No
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt and what became of it: it waits for room (no attach) or for its prefix, or runs."""
+    """A prompt and its state: it waits for free pages (no attach) or for its prefix, or runs."""
 
     tokens: list[int]
     attach: PrefixAttach | None = None
@@ -83,7 +83,7 @@ class SharingEngine:
         """Compute the next pass of everything that runs, and return the token that each prompt got.
 
         Raises:
-            PoolExhaustedError: there is no room for what runs; retracting something makes room.
+            PoolExhaustedError: the running requests do not fit; retracting one frees pages.
         """
         self._store.step()
         self._admit()
@@ -95,7 +95,7 @@ class SharingEngine:
         return {by_request[request]: token for request, token in tokens.items()}
 
     def tokens(self, number: int) -> list[int]:
-        """Return a prompt and what was generated."""
+        """Return a prompt and the generated tokens."""
         prompt = self._resolve(number)
         return list(prompt.tokens) if prompt.request is None else self._engine.tokens(prompt.request)
 
@@ -115,7 +115,7 @@ class SharingEngine:
         del self._prompts[number]
 
     def retract(self, number: int) -> None:
-        """Take a prompt off to make room; it goes on as soon as there is some, from what of it is exact."""
+        """Retract a prompt to free its pages; it resumes when pages are free, from its exact tokens."""
         prompt = self._resolve(number)
         if prompt.request is None:
             return
@@ -143,12 +143,12 @@ class SharingEngine:
         return self._prompts[number]
 
     def _free_pages(self) -> tuple[int, ...]:
-        """Return what is left of everything that a request takes."""
+        """Return the free pages of every pool that a request uses."""
         manager = self._coordinator.manager
         return manager.tables.available, manager.device.allocator.available, manager.host.allocator.available
 
     def _admit(self) -> None:
-        """Let prompts run whose prefix is known, as far as there is room."""
+        """Let prompts run whose prefix is known, as far as pages are free."""
         if self._full_at is not None and all(
             now <= then for now, then in zip(self._free_pages(), self._full_at, strict=True)
         ):
@@ -160,7 +160,7 @@ class SharingEngine:
                 return
 
     def _try_admit(self, number: int, prompt: _Prompt) -> bool:
-        """Let a prompt run if its prefix is there; returns false when there is no room for it."""
+        """Let a prompt run if its prefix is there; returns false when it does not fit."""
         prompt.attach = prompt.attach or self._store.begin(prompt.tokens)
         prefix = self._store.poll(prompt.attach)
         if prefix is None:

@@ -1,8 +1,8 @@
-"""How much memory a request takes on the device and on the host: every byte that grows with requests.
+"""Capacity plans: the memory of a request on the device and on the host, and how many requests fit.
 
-On the device these are the buffer (or the whole KV), the representations, the layers that stay dense, and the tables
-and the state of the buffer. Statements such as "200 MB per request" for a 128K request of DeepSeek-V3.2 leave out its
-index keys, which take 1.06 GB; these do not.
+A footprint is every byte that grows with requests. On the device these are the buffer (or the whole KV), the
+representations, the layers that stay dense, and the tables and the state of the buffer. Statements such as "200 MB
+per request" for a 128K request of DeepSeek-V3.2 leave out its index keys, which take 1.06 GB; these do not.
 """
 
 from __future__ import annotations
@@ -79,14 +79,18 @@ def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footpri
     geometry = shape.geometry
     paged = _pages(geometry, n_tokens) * geometry.page_bytes
     if config.algorithm == "full" or n_tokens < config.min_sparse_prompt_len:
-        return Footprint(paged, 0, 0, 4 * n_tokens, 0)
+        return Footprint(kv=paged, dense_layers=0, representations=0, tables=4 * n_tokens, host=0)
     if config.residency == "stream":
         # Two pieces of one layer are shared by all requests: `plan` counts them once.
-        return Footprint(0, 0, 0, 12 * n_tokens, paged)
+        return Footprint(kv=0, dense_layers=0, representations=0, tables=12 * n_tokens, host=paged)
     representations = representation_bytes(shape, config, n_tokens)
     if config.residency == "device":
         return Footprint(
-            paged, 0, representations, _resident_tables(geometry, config, n_tokens), _codes(shape, config, n_tokens)
+            kv=paged,
+            dense_layers=0,
+            representations=representations,
+            tables=_resident_tables(geometry, config, n_tokens),
+            host=_codes(shape, config, n_tokens),
         )
     if config.residency in ("blocks", "auto"):
         return _of_blocks(shape, config, n_tokens, representations)
@@ -105,14 +109,14 @@ def _of_blocks(shape: ModelShape, config: SparseConfig, n_tokens: int, represent
     """Return the bytes of a request whose execution buffer is put together every step; the buffer is the steady zone
     and the block cache behind it."""
     geometry = shape.geometry
-    room = _execution_tokens(config, n_tokens)
+    execution_tokens = _execution_tokens(config, n_tokens)
     return Footprint(
         kv=_pages(geometry, block_places(geometry, config, n_tokens)) * geometry.page_bytes,
         dense_layers=0,
         representations=representations,
-        tables=4 * n_tokens + 4 * geometry.num_kv_heads * room,
+        tables=4 * n_tokens + 4 * geometry.num_kv_heads * execution_tokens,
         host=_host_of_blocks(geometry, config, n_tokens) + _codes(shape, config, n_tokens),
-        execution=room * geometry.token_layer_bytes,
+        execution=execution_tokens * geometry.token_layer_bytes,
     )
 
 
@@ -255,7 +259,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked for: requests of one length, and how often what they select is on the device already."""
+    """The planned load: requests of one length, and the hit rate of their selections."""
 
     n_tokens: int
     hit_rate: float
@@ -314,7 +318,7 @@ def plan(shape: ModelShape, device: Device, config: SparseConfig, workload: Work
     """Return the largest batch of requests of one length.
 
     Raises:
-        ConfigError: a length or a rate that cannot be, or a buffer that does not hold what is selected.
+        ConfigError: a length or a rate that cannot be, or a buffer smaller than a selection.
     """
     request = footprint(shape, config, workload.n_tokens)
     _check_buffer(config, workload.n_tokens)
@@ -328,7 +332,16 @@ def plan(shape: ModelShape, device: Device, config: SparseConfig, workload: Work
     batch = min([_MOST_REQUESTS, *allowed.values()])
     binds = next((name for name, count in allowed.items() if count == batch), "nothing")
     step = time_of(shape, device, config, workload, batch) if batch else None
-    return Plan(config.algorithm, config.residency, batch, binds, fixed, request, step, most)
+    return Plan(
+        algorithm=config.algorithm,
+        residency=config.residency,
+        batch=batch,
+        binds=binds,
+        fixed_bytes=fixed,
+        request=request,
+        step=step,
+        limits=most,
+    )
 
 
 def _check_buffer(config: SparseConfig, n_tokens: int) -> None:

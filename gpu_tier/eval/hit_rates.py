@@ -1,4 +1,4 @@
-"""S2: selections without keys, for caches at any scale, and the hit rate of a buffer on them.
+"""Hit rates of device buffers and block caches, on traces without keys (S2) and on selections of algorithms.
 
 A trace says how much of a selection stays from step to step and how much of the rest comes back after it left. What a
 buffer can gain over "keep the last selection" is what comes back: without returns a larger buffer gains nothing.
@@ -62,17 +62,26 @@ def trace(n: int, k: int, overlap: float, return_fraction: float, steps: int, se
     random = torch.Generator().manual_seed(seed)
     chosen = [torch.randperm(n, generator=random)[:k]]
     for _ in range(steps - 1):
-        chosen.append(_next_selection(chosen[-_RETURN_AFTER[1] :], n, k, overlap, return_fraction, random))
+        chosen.append(
+            _next_selection(
+                history=chosen[-_RETURN_AFTER[1] :],
+                n=n,
+                k=k,
+                overlap=overlap,
+                return_fraction=return_fraction,
+                random=random,
+            )
+        )
     return torch.stack([ids.sort().values for ids in chosen]).int()
 
 
 def _next_selection(
-    recent: list[Tensor], n: int, k: int, overlap: float, return_fraction: float, random: torch.Generator
+    history: list[Tensor], n: int, k: int, overlap: float, return_fraction: float, random: torch.Generator
 ) -> Tensor:
-    last = recent[-1]
+    last = history[-1]
     kept = _sample(last, round(overlap * k), random)
     seen = torch.zeros(n, dtype=torch.bool)
-    for ids in recent[: -_RETURN_AFTER[0] + 1]:
+    for ids in history[: -_RETURN_AFTER[0] + 1]:
         seen[ids] = True
     seen[last] = False
     left = seen.nonzero()[:, 0]
@@ -115,7 +124,9 @@ def simulate(selections: Tensor, capacity: int, *, loads_hottest: bool = False, 
 
 
 def _one_request(n: int, capacity: int, *, loads_hottest: bool, kernels: str) -> tuple[LruDiffPolicy, ForwardBatch]:
-    geometry = KVGeometry(KVKind.MHA, 1, 1, 1, 1, KVDtype.F32, page_size=1)
+    geometry = KVGeometry(
+        kind=KVKind.MHA, num_layers=1, num_kv_heads=1, head_dim=1, v_head_dim=1, dtype=KVDtype.F32, page_size=1
+    )
     policy = LruDiffPolicy(
         geometry, capacity=capacity, unit_tokens=1, selecting_heads=1, max_requests=1, max_items=n + 1,
         host_loc=torch.arange(n + 1)[None], runtime=NullRuntime(), loads_hottest=loads_hottest, kernels=kernels,
@@ -131,14 +142,14 @@ def _one_request(n: int, capacity: int, *, loads_hottest: bool, kernels: str) ->
 
 
 # Hit rates of the LRU diff buffer on selections that exact attention makes on S1.
-#
-# A hit rate belongs to a trace and to a way of counting: here items of a selection that were on the device, over items
-# selected, without the first steps, which start from a buffer that holds the prompt's last tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
     """The hit rate of one buffer.
+
+    A hit rate belongs to a trace and to a way of counting: here items of a selection that were on the device, over
+    items selected, without the first steps, which start from a buffer that holds the prompt's last tokens.
 
     Attributes:
         selected: items of a selection, k.
@@ -170,11 +181,10 @@ def hit_rates(selections: Tensor, ratios: Sequence[float], *, loads_hottest: boo
 
 
 # Hit rates of the block caches of RetroInfer and PQCache on what the algorithms select on a sample.
-#
-# The policies themselves run, over one layer and one KV head whose rows hold one number each: what is cached follows
-# from which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
 
-_NUMBER = KVGeometry(KVKind.MHA, 1, 1, 1, 1, KVDtype.F32, PAGE)
+_NUMBER = KVGeometry(
+    kind=KVKind.MHA, num_layers=1, num_kv_heads=1, head_dim=1, v_head_dim=1, dtype=KVDtype.F32, page_size=PAGE
+)
 _WAVE_BLOCK = 8  # tokens of 2 KB of keys of 128 bf16 numbers
 _MORE_HOST = 2
 
@@ -202,6 +212,9 @@ class BlockHits:
 def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroInferConfig) -> BlockHits:
     """Return what the wave buffer does on selections of clusters.
 
+    The policies themselves run, over one layer and one KV head whose rows hold one number each: the cached set follows
+    from which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
+
     Args:
         driven: the algorithm that chose them.
         selections: of each step.
@@ -214,9 +227,15 @@ def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroIn
     execution = ExecutionBuffer(_NUMBER, 1, driven.algorithm.max_execution_tokens, runtime)
     arena = _arena(2 * n)
     policy = WaveBuffer(
-        _NUMBER, settings, WaveStore(_NUMBER, settings, host_bytes, runtime), arena, execution, _Rows(n), runtime,
+        geometry=_NUMBER,
+        settings=settings,
+        store=WaveStore(_NUMBER, settings, host_bytes, runtime),
+        arena=arena,
+        execution=execution,
+        rows=_Rows(n),
+        runtime=runtime,
         max_requests=1,
-    )  # fmt: skip
+    )
     policy.hold(0, n)
     for segment in driven.segments:
         policy.store(0, 0, segment)
@@ -247,10 +266,18 @@ def pq_hits(driven: Driven, selections: Sequence[Selection], settings: PQCacheCo
     n, runtime = len(driven.sample.k), NullRuntime()
     arena = _arena(2 * n + settings.cache_tokens)
     host = HostKVPool(_NUMBER, -(-n // PAGE), Layout.LAYER_FIRST, runtime)
-    tokens = HostTokens(host, 1, n, 1, runtime.device)
+    tokens = HostTokens(pool=host, max_requests=1, max_tokens=n, unit_tokens=1, device=runtime.device)
     execution = ExecutionBuffer(_NUMBER, 1, driven.algorithm.max_execution_tokens, runtime)
     transfer = KVTransfer(host, arena, runtime, SparseConfig("pqcache", page_size=PAGE, algo=settings))
-    policy = TokenBlockPolicy(settings, execution, tokens, transfer, runtime, max_requests=1, max_tokens=n)
+    policy = TokenBlockPolicy(
+        settings=settings,
+        execution=execution,
+        host_tokens=tokens,
+        transfer=transfer,
+        runtime=runtime,
+        max_requests=1,
+        max_tokens=n,
+    )
     tokens.cover(0, n)
     tokens.locate([0], [n])
     _admit(policy, driven, arena)
@@ -289,7 +316,7 @@ def _admit(policy: BlockPolicy, driven: Driven, arena: DeviceKVPool) -> None:
     n = len(driven.sample.k)
     ring = driven.algorithm.steady_ring(n)
     places = ring.capacity + policy.cache_slots(n)
-    assert places <= arena.num_slots, "the arena has room for the steady tokens and the cache"
+    assert places <= arena.num_slots, "the arena holds the steady tokens and the cache"
     policy.admit(0, ring, torch.arange(places, dtype=torch.int32))
 
 

@@ -1,7 +1,7 @@
 """The settings of the methods that are compared, for a budget of tokens.
 
 A budget is what a head attends to in a step, steady tokens included. Sinks and local windows are as small as each
-method's documents allow, so that what is compared is retrieval: the wave index keeps 4 + 64 tokens, PQ 32 + 64.
+method's documents allow, so that only retrieval is compared: the wave index keeps 4 + 64 tokens, PQ 32 + 64.
 Clustering runs for a fixed number of iterations: figures must not depend on how busy a machine is.
 """
 

@@ -79,7 +79,9 @@ class ModelShape:
 
 _LLAMA3_8B = ModelShape(
     name="llama3-8b",
-    geometry=KVGeometry(KVKind.MHA, 32, 8, 128, 128, KVDtype.BF16),
+    geometry=KVGeometry(
+        kind=KVKind.MHA, num_layers=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=KVDtype.BF16
+    ),
     num_q_heads=32,
     weight_bytes=16_060_000_000,
     active_weight_bytes=16_060_000_000,
@@ -90,7 +92,9 @@ _LLAMA3_8B = ModelShape(
 # are here; the experts' 660 billion, an eighth each, serve the tokens of all eight GPUs.
 _DEEPSEEK_V32 = ModelShape(
     name="deepseek-v3.2",
-    geometry=KVGeometry(KVKind.MLA, 61, 1, 576, 512, KVDtype.BF16),
+    geometry=KVGeometry(
+        kind=KVKind.MLA, num_layers=61, num_kv_heads=1, head_dim=576, v_head_dim=512, dtype=KVDtype.BF16
+    ),
     num_q_heads=128,
     weight_bytes=11_400_000_000 + 659_600_000_000 // 8,
     active_weight_bytes=37_000_000_000,

@@ -7,7 +7,7 @@ tokens or in bytes:
 * tokens: every method may select so many tokens;
 * bytes: every method may hold so many bytes on the device, its representation of all keys and the KV of its selection
   together. What a representation costs is taken from the selection. The oracle needs all keys and is exempt: it is the
-  ceiling, not a method. What is estimated is read from the representation and costs nothing more.
+  ceiling, not a method. Estimates are read from the representation and cost nothing more.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ __all__ = [
 ]
 
 # An algorithm that chooses on a sample as it would in an engine, without one.
-#
-# The algorithm object itself runs: it sees the context in one prefill (with the queries of the last tokens, which some
-# methods watch) and then one query per step; nothing else is simulated. Of methods that cluster, what each cluster
-# holds is heard as whoever keeps their KV hears it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +111,10 @@ class _Members:
 class Driven:
     """An algorithm after the prefill of a sample's context.
 
+    The algorithm object itself runs: it sees the context in one prefill (with the queries of the last tokens, which
+    some methods watch) and then one query per step; nothing else is simulated. Of methods that cluster, what each
+    cluster holds is observed as the owner of their KV observes it.
+
     Attributes:
         sample: the context and the queries of the steps.
         algorithm: that chooses.
@@ -138,7 +138,7 @@ class Driven:
 
     @property
     def segments(self) -> list[WaveSegment]:
-        """What was clustered, in order."""
+        """The clustered segments, in order."""
         return self._members.segments
 
     @property
@@ -182,10 +182,20 @@ class Driven:
 def _make_algorithm(config: SparseConfig, sample: KVSample) -> BaseSparseAlgorithm:
     """Return the algorithm for the sample's shape: one layer, one KV head, one request; it has seen nothing yet."""
     n, d = sample.k.shape
-    geometry = KVGeometry(KVKind.MHA, 1, 1, d, d, KVDtype.F32, PAGE)
-    room = -(-n // PAGE) * PAGE
+    geometry = KVGeometry(
+        kind=KVKind.MHA, num_layers=1, num_kv_heads=1, head_dim=d, v_head_dim=d, dtype=KVDtype.F32, page_size=PAGE
+    )
+    max_tokens = -(-n // PAGE) * PAGE
     context = AlgorithmContext(
-        geometry, config, sample.q.shape[1], sample.scale, 1, room, room, NullRuntime(), _ContextKeys(sample)
+        geometry=geometry,
+        config=config,
+        num_q_heads=sample.q.shape[1],
+        sm_scale=sample.scale,
+        max_requests=1,
+        max_tokens=max_tokens,
+        total_tokens=max_tokens,
+        runtime=NullRuntime(),
+        keys=_ContextKeys(sample),
     )
     return registry.make(context)
 
@@ -307,7 +317,7 @@ def errors(out: Tensor, full: Tensor, v: Tensor) -> Errors:
     )
 
 
-# What attention on a sample is like, whatever method is tried on it: how concentrated and how steady.
+# Attention on a sample, independent of a method: its concentration and its stability.
 
 _TOP = 0.018
 """Share of the tokens that is called the top."""
@@ -387,7 +397,7 @@ class QualityResult:
         recall: share of the true top k found; k is `recall_k`.
         recall_k: tokens that are sought.
         mass: see `mass_recall`.
-        errors: of the outputs, with what is estimated.
+        errors: of the outputs, estimates included.
         errors_alone: of the outputs without it.
     """
 

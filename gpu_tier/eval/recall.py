@@ -2,7 +2,7 @@
 
 The prompt is computed with exact attention; then the questions are decoded one after the other, token by token, so that
 every step goes through the coordinator: selection, buffer, loads, sparse attention. All methods decode the same tokens,
-so their answers are paired. The prompt may hold the questions too (`kvcm.gpu_tier.engine.recall_data`).
+so their answers are paired. The prompt may hold the questions too (`kvcm.gpu_tier.engine.recall_model`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def tokens_for_bytes(model: RecallModel, config: SparseConfig, share: float, n_t
     """
     kv = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     context = torch.zeros(1, n_tokens, dtype=torch.int64)
-    # Representations are the same wherever KV is.
+    # Representations do not depend on the residency.
     algorithm = _coordinator(model, config.replaced(residency="device"), context).algorithm
     representation = 0 if config.algorithm == "oracle" else algorithm.representation_bytes(n_tokens)
     return int((share * n_tokens * kv - representation) / kv)
@@ -154,13 +154,13 @@ def _recording(model: RecallModel) -> _Recording:
 def _coordinator(model: RecallModel, config: SparseConfig, tokens: Tensor) -> SparseCoordinator:
     rows, length = tokens.shape
     geometry = KVGeometry(
-        KVKind.MHA,
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
-        model.v_head_dim,
-        KVDtype.F32,
-        config.page_size,
+        kind=KVKind.MHA,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        dtype=KVDtype.F32,
+        page_size=config.page_size,
     )
     pages = -(-length // config.page_size) + 2
     buffer = 2 * config.device_buffer_size + _cached(config, length)

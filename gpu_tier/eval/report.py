@@ -1,4 +1,4 @@
-"""Tables of results as Markdown and JSON: one place that says what was found and how far it carries."""
+"""Reports: tables of results as Markdown and JSON, the claims of the published systems beside them, and plots."""
 
 from __future__ import annotations
 
@@ -85,10 +85,6 @@ def _text(cell: Cell) -> str:
 
 
 # What the published systems claim, and what can be said of it without their models, data and machines.
-#
-# A claim is *reproduced* when the same quantity is measured on the same kind of thing, a *proxy* when it is measured
-# on synthetic keys, on the recall transformer or on some of a model's layers, and *not possible* otherwise. A proxy
-# shows that the mechanism behaves as claimed; it is never quoted as the claim's own number.
 
 
 class Status(StrEnum):
@@ -103,9 +99,13 @@ class Status(StrEnum):
 class Claim:
     """One published figure.
 
+    A claim is *reproduced* when the same quantity is measured on the same kind of thing, a *proxy* when it is measured
+    on synthetic keys, on the recall transformer or on some of a model's layers, and *not possible* otherwise. A proxy
+    shows that the mechanism behaves as claimed; it is never quoted as the claim's own number.
+
     Attributes:
         key: name under which our figure is handed in.
-        source: who published it.
+        source: the publication.
         claim: the figure.
         conditions: under which it was measured.
         status: how far it can be checked here.

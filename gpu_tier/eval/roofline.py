@@ -2,7 +2,7 @@
 
 `traffic` counts what one request moves in one step under an algorithm, exactly, from the bytes of its rows and
 representations; `step_time` turns that into seconds. How often a selected item is on the device already is an input:
-no model knows it. A real step lies above these figures by launches, queues and whatever is not overlapped.
+no model knows it. A real step lies above these figures by launches, queues and all work that is not overlapped.
 
 Bytes of a request of n tokens (L layers, k selected tokens, t bytes of a token and layer, miss = 1 - hit rate):
 
@@ -13,13 +13,13 @@ Bytes of a request of n tokens (L layers, k selected tokens, t bytes of a token 
 | oracle | keys of all n, then as dsa | as dsa |
 | dsa | index keys of all n; k·t·L read; misses written | k·t·L·miss |
 | quest | bounds of all pages, in sparse layers; as dsa, and n·t in dense layers | as dsa, in sparse layers |
-| snapkv, streaming_llm | what is kept | 0 |
+| snapkv, streaming_llm | the kept tokens | 0 |
 | retroinfer | centroids, estimated part of the index; attended KV three times (gathered, read) | retrieved·miss |
 | pqcache | codes of all n twice (written, read), centroids; attended KV likewise | codes of all n, retrieved·miss |
 
 Missed clusters are also copied into RetroInfer's cache. Whole blocks that PQCache loads into its cache beside the next
 layers are not counted: how many is a trace's affair. `wave_traffic` is the estimate of a wave index that its paper's
-figures are compared with: no steady zone, and what is retrieved counts twice.
+figures are compared with: no steady zone, and retrieved tokens count twice.
 
 Products: scores of the representations and attention, 2 per multiply-add. An algorithm whose KV stays on the device
 (`residency="device"`) moves nothing over the link, but PQCache its codes.
@@ -67,7 +67,7 @@ __all__ = [
 # How much RetroInfer and PQCache keep, and where, from shapes and settings alone.
 #
 # Figures of a wave index are those right after its prompt was clustered: until `update_segment` tokens were decoded
-# these are steady too. Clusters have `tokens_per_centroid` tokens on average, and what is retrieved is counted by
+# these are steady too. Clusters have `tokens_per_centroid` tokens on average, and retrieved clusters are counted by
 # that.
 
 _CLUSTERS_OF_A_PAGE = 64
@@ -91,7 +91,7 @@ def wave_retrieved(settings: RetroInferConfig, n_tokens: int) -> int:
 
 
 def wave_execution_tokens(settings: RetroInferConfig, n_tokens: int) -> int:
-    """Return the tokens of the execution buffer of a row: the steady zone at its longest, and room for clusters."""
+    """Return the tokens of the execution buffer of a row: the steady zone at its longest, and the clusters."""
     return settings.unindexed + settings.exec_factor * wave_retrieved(settings, n_tokens)
 
 
@@ -338,7 +338,7 @@ def traffic(shape: ModelShape, config: SparseConfig, n_tokens: int, hit_rate: fl
 
 
 def _movement(geometry: KVGeometry, config: SparseConfig, n_tokens: int, hit_rate: float, layers: int) -> Traffic:
-    """Return what is loaded and gathered before attention reads it."""
+    """Return the bytes loaded and gathered before attention reads it."""
     if not _loads(config):
         return Traffic(0, 0, 0)
     tokens = selected_tokens(config, n_tokens)

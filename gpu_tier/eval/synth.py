@@ -14,7 +14,7 @@ Structure of S1, all seeded:
 
 `amp` sets how concentrated attention is: 110 sharp, 70 mid, 45 diffuse. The weights' sum was set once, by figures that
 no method enters: the attention that a query head has in its top 1.8 % of 32K tokens (0.99, 0.86, 0.50), how much of the
-tops stays from step to step, and what attention over the exact top costs (`kvcm.gpu_tier.eval.concentration`).
+tops stays from step to step, and what attention over the exact top costs (`kvcm.gpu_tier.eval.quality`).
 Importance is scattered over single tokens of a topic's runs, which is hard for methods that choose pages.
 """
 

@@ -1,1 +1,1 @@
-"""Representations of keys that need more than a reduction: the lightning indexer."""
+"""Representations of keys that need more than a reduction: clusters, codes and the lightning indexer."""

@@ -117,7 +117,7 @@ class _Problems:
         sizes_of: rows and centroids of each problem.
         counts: ``int32 [S]`` rows.
         n_centroids: ``int32 [S]``.
-        most: centroids C that there is room for, at least one.
+        most: centroids C that the tables hold, at least one.
     """
 
     x: Tensor
@@ -143,11 +143,11 @@ class _Problems:
         return cls(x, sizes_of, pair[0], pair[1], max((n for _, n in sizes_of if n), default=1))
 
     def labels(self) -> Tensor:
-        """Return room for labels."""
+        """Allocate labels."""
         return torch.empty(self.x.shape[:2], dtype=torch.int32, device=self.x.device)
 
     def sizes(self) -> Tensor:
-        """Return room for the sizes of clusters."""
+        """Allocate the sizes of clusters."""
         return torch.empty(len(self.x), self.most, dtype=torch.int32, device=self.x.device)
 
     def start_from(self, choose: Callable[[int, int], Tensor]) -> Tensor:

@@ -17,13 +17,6 @@ from kvcm.gpu_tier.geometry import FP8_MAX
 __all__ = ["SCALE_BYTES", "LightningIndexer", "hadamard", "index_rows", "quantise"]
 
 # Index vectors as bytes: an orthonormal Hadamard rotation, then e4m3 with one scale per vector.
-#
-# The rotation spreads a large number over all dims, so that one scale loses less, and leaves dot products as they are.
-# It is one product with a matrix of signs in f64, where the sums are as good as exact: what a vector becomes then does
-# not depend on how many others are rotated beside it, and a prompt in chunks leaves the same bytes as a whole one.
-# (The butterflies of a fast transform would do that too, but take 7 steps of small kernels in every layer and step.)
-#
-# Scales are ``max|x| / 448``; with `ue8m0` the next power of two that is not below.
 
 SCALE_BYTES = 4
 
@@ -60,7 +53,16 @@ def quantise(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
 
 
 def index_rows(keys: Tensor, scale_format: str) -> Tensor:
-    """Return index keys ``[..., d]`` rotated and quantised, ``uint8 [..., d + 4]``."""
+    """Return index keys ``[..., d]`` rotated and quantised, ``uint8 [..., d + 4]``.
+
+    The rotation spreads a large number over all dims, so that one scale loses less, and leaves dot products as they
+    are. It is one product with a matrix of signs in f64, where the sums are as good as exact: what a vector becomes
+    then does not depend on how many others are rotated beside it, and a prompt in chunks leaves the same bytes as a
+    whole one. (The butterflies of a fast transform would do that too, but take 7 steps of small kernels in every layer
+    and step.)
+
+    Scales are ``max|x| / 448``; with `ue8m0` the next power of two that is not below.
+    """
     quantised, scale = quantise(hadamard(keys), scale_format)
     return torch.cat([quantised.view(torch.uint8), scale[..., None].view(torch.uint8)], dim=-1)
 

@@ -1,4 +1,4 @@
-"""The meta index in memory: pages of 64 clusters, as the kernels that rank and estimate read them.
+"""RetroInfer's meta index: pages of 64 clusters on the device, and the zones that heads retrieve and estimate.
 
 A page has, of each KV head, the centroids ``bf16 [H, 64, d]``, then the sums of values ``bf16 [H, 64, dv]``, then the
 logarithms of the sizes ``f32 [H, 64]``: -inf where a cluster is empty or none is yet. Cluster c of a request is place
@@ -50,7 +50,7 @@ def empty_meta_page(num_heads: int, head_dim: int, v_head_dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MetaViews:
-    """The pages of a layer by what is in them; views, so what is written here is in the pages.
+    """The pages of a layer by content; views, so writes reach the pages.
 
     Attributes:
         centroids: ``bf16 [P, H, 64, d]`` means of the keys of each cluster.
@@ -85,14 +85,14 @@ class MetaViews:
 
 
 # The meta index of RetroInfer on the device: centroid, value sum and log size of every cluster, in pages of 64.
-#
-# The clusters of a request in a layer are numbered through; cluster c is place ``c % 64`` of its page ``c // 64``.
-# Pages are set aside as a request grows, for the most clusters that its tokens can have, so that nothing is allocated
-# while an index grows. A place that is not in use has log size -inf and is passed over by whoever reads it.
 
 
 class MetaIndex:
     """The clusters of all layers and requests of one engine.
+
+    The clusters of a request in a layer are numbered through; cluster c is place ``c % 64`` of its page ``c // 64``.
+    Pages are set aside as a request grows, for the most clusters that its tokens can have, so that nothing is allocated
+    while an index grows. A place that is not in use has log size -inf and is skipped by readers.
 
     Args:
         geometry: of the model's KV.
@@ -184,24 +184,24 @@ class MetaIndex:
 
 
 # Which clusters a head attends to exactly, and of which it estimates the attention: the zones of RetroInfer.
-#
-# Clusters are ranked by their centroids' scores. The best r make the retrieval zone and the next e the estimation
-# zone; empty clusters are in neither. The tokens of the retrieval zone have to fit the room that the head has in the
-# execution buffer: a cluster larger than the whole room is never retrieved, of the others those by rank whose sizes
-# together fit. What does not fit is estimated. Everything is decided on the device.
 
 _LAST = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, slots=True)
 class ZoneSizes:
-    """What is asked of each row; 0 in rows that do not select.
+    """The query of each row; 0 in rows that do not select.
+
+    Clusters are ranked by their centroids' scores. The best r make the retrieval zone and the next e the estimation
+    zone; empty clusters are in neither. The tokens of the retrieval zone have to fit the capacity of the head in the
+    execution buffer: a cluster larger than the whole capacity is never retrieved, of the others those by rank whose
+    sizes together fit. What does not fit is estimated. Everything is decided on the device.
 
     Attributes:
         clusters: ``int32 [B]`` clusters m.
         retrieved: ``int32 [B]`` clusters r of the retrieval zone.
         ranked: ``int32 [B]`` r and those of the estimation zone together, at most m.
-        room: ``int32 [B]`` tokens that may be retrieved.
+        capacity: ``int32 [B]`` most tokens to retrieve.
         most_clusters: the largest m, on the host.
         most_retrieved: the largest r.
         most_ranked: the largest of `ranked`.
@@ -210,7 +210,7 @@ class ZoneSizes:
     clusters: Tensor
     retrieved: Tensor
     ranked: Tensor
-    room: Tensor
+    capacity: Tensor
     most_clusters: int
     most_retrieved: int
     most_ranked: int
@@ -269,7 +269,7 @@ def cluster_sizes(log_size: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     ids = ids.clamp_min(0).long()
     pages = table[:, None].expand(-1, ids.shape[1], -1).gather(2, ids // PAGE_CLUSTERS).long()
     heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
-    # The logarithm of a size below 2^17 is exact enough in f32 to give the size back; larger ones fit in no room.
+    # The logarithm of a size below 2^17 is exact enough in f32 to give the size back; larger ones fit in no buffer.
     return log_size[pages, heads, ids % PAGE_CLUSTERS].exp().round().long()
 
 
@@ -280,7 +280,7 @@ def divide(ranks: Tensor, log_size: Tensor, table: Tensor, asked: ZoneSizes, ker
         ranks: ``f32 [B, H, M]``, see `rank`.
         log_size: ``f32 [pages, H, 64]`` of the layer.
         table: ``int32 [B, P]`` pages of each row.
-        asked: what is asked of each row.
+        asked: the query of each row.
         kernels: which implementations run.
     """
     ids, wanted = _ranked(ranks, asked, kernels)
@@ -288,9 +288,9 @@ def divide(ranks: Tensor, log_size: Tensor, table: Tensor, asked: ZoneSizes, ker
     place = torch.arange(asked.most_retrieved, device=ids.device)
     chosen = wanted[..., first] & (place < asked.retrieved[:, None, None])
     sizes = cluster_sizes(log_size, table, ids[..., first])
-    room = asked.room[:, None, None]
-    fits = chosen & (sizes <= room)
-    retrieved = fits & ((sizes * fits).cumsum(-1) <= room)
+    capacity = asked.capacity[:, None, None]
+    fits = chosen & (sizes <= capacity)
+    retrieved = fits & ((sizes * fits).cumsum(-1) <= capacity)
     estimated = torch.cat([wanted[..., first] & ~retrieved, wanted[..., asked.most_retrieved :]], -1)
     return Zones(*_compact(ids[..., first], retrieved), *_compact(ids, estimated), (chosen & ~retrieved).sum())
 

@@ -1,8 +1,8 @@
 """Product quantisation of keys: a key is cut into m sub-vectors, each of which is known by its nearest centroid.
 
 Sub-vectors of a head have centroids of their own: H·m problems of 2^b centroids per layer. Centroids are kept in f16
-(saturated, so that no key makes an infinity) and codes are those of the rounded centroids: what is scored is exactly
-the product with the key that the codes stand for.
+(saturated, so that no key makes an infinity) and codes are those of the rounded centroids: scores are exactly the
+products with the keys that the codes stand for.
 
 The product of a query with all keys is then a table of its products with all centroids, ``m · 2^b`` numbers per query
 head, and one look-up per key and sub-vector (`kvcm.gpu_tier.kernels.pq_score`).
@@ -79,7 +79,7 @@ class PQShape:
 
     @property
     def codebook_bytes(self) -> int:
-        """Bytes of a layer's centroids in f16: ``H · 2^b · d · 2``, whatever m is."""
+        """Bytes of a layer's centroids in f16: ``H · 2^b · d · 2``, for every m."""
         return math.prod(self.codebook_shape) * _CENTROID_BYTES
 
     @property
@@ -193,16 +193,7 @@ def tables(queries: Tensor, codebooks: Tensor, sm_scale: float) -> Tensor:
     return (products * sm_scale).flatten(1, 2)
 
 
-# What is stored of product-quantised keys beside a page of KV: codes, and a slice of the codebook that they belong to.
-#
-#     row of a page:  codebook id (16 bytes) | slice of the codebook | codes of the page, all layers
-#
-# Codes mean nothing without their codebook, which is large and belongs to one chain of blocks. It is therefore spread
-# over the first P pages that use it, where P is the pages of the fewest tokens that ever get an index: whoever finds
-# so many pages has all of it. All rows have the same size; behind the first P pages slices are zeros.
-#
-# The id is a hash of the codebook and of the parameters, so that codes are never taken for another codebook's, and a
-# codebook of which a slice is damaged is not taken at all. A page whose codes did not exist has the id 0.
+# Side data of product-quantised keys beside a page of KV: codes, and a slice of the codebook that they belong to.
 
 _ID_BYTES = 16
 
@@ -210,6 +201,15 @@ _ID_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class PQSidecars:
     """The form of the rows.
+
+        row of a page:  codebook id (16 bytes) | slice of the codebook | codes of the page, all layers
+
+    Codes mean nothing without their codebook, which is large and belongs to one chain of blocks. It is therefore spread
+    over the first P pages that use it, where P is the pages of the fewest tokens that ever get an index: a reader that
+    finds so many pages has all of it. All rows have the same size; behind the first P pages slices are zeros.
+
+    The id is a hash of the codebook and of the parameters, so that codes are never taken for another codebook's, and a
+    codebook of which a slice is damaged is not taken at all. A page whose codes did not exist has the id 0.
 
     Attributes:
         codebook_bytes: bytes of a codebook, all layers.

@@ -3,13 +3,13 @@
 Rules:
 
 1. A segment is clustered on its own: neither its clusters nor its place in the index depend on what comes behind it.
-   Whole segments of a prompt begin at ``sink + segment·i``, whatever chunks the prompt came in.
+   Whole segments of a prompt begin at ``sink + segment·i``, for every chunking of the prompt.
 2. Keys are centred before they are clustered, so that clusters follow directions that differ and not the one that all
    keys share; adding a constant to all keys of a segment changes no label.
-3. What is kept of a cluster is the mean of its keys as they are, neither normalised nor centred, and the sum of its
+3. A cluster is kept as the mean of its keys as they are, neither normalised nor centred, and the sum of its
    values: ``size · exp(q·mean)`` then never exceeds ``Σ exp(q·k)`` over its keys (Jensen).
 
-Everything is computed in f32 whatever the KV is stored as. Shapes: S segments of t tokens each, H KV heads, m clusters
+Everything is computed in f32 for every format of the KV. Shapes: S segments of t tokens each, H KV heads, m clusters
 of a segment.
 """
 
@@ -185,7 +185,7 @@ def _by_problem(x: Tensor) -> Tensor:
 
 
 def _centre(keys: Tensor, segments: int, settings: RetroInferConfig, mean: Tensor | None) -> Tensor:
-    """Return what is subtracted from the keys of each problem, ``f32 [S·H, d]``."""
+    """Return the vector subtracted from the keys of each problem, ``f32 [S·H, d]``."""
     if settings.center == "none":
         return keys.new_zeros(keys.shape[0], keys.shape[2])
     if settings.center == "prompt" and mean is not None:
@@ -224,15 +224,15 @@ def _gather(
     return centroids, value_sums, sizes, members
 
 
-# A clustered segment of a request, and who wants to hear of it.
-#
-# The clusters of a request in a layer are numbered through: those of its first segment first, then those of the next.
-# All KV heads have the same number of clusters in a segment, which follows from its tokens alone.
+# A clustered segment of a request, and the interface of its observers.
 
 
 @dataclass(frozen=True, slots=True)
 class WaveSegment:
     """Which cluster each token of a segment belongs to, in one layer.
+
+    The clusters of a request in a layer are numbered through: those of its first segment first, then those of the next.
+    All KV heads have the same number of clusters in a segment, which follows from its tokens alone.
 
     Attributes:
         start: first token.
@@ -258,7 +258,7 @@ class WaveSegment:
 
 
 class SegmentSink(Protocol):
-    """Whoever keeps the KV of clusters."""
+    """Owner of the KV of clusters."""
 
     def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
         """Take over a segment that was clustered; its KV can be read. Segments come in order, each once.
@@ -268,23 +268,6 @@ class SegmentSink(Protocol):
 
 
 # A clustered segment as bytes beside the KV pages of its tokens.
-#
-# A segment is longer than a page and does not begin at one: segment i is tokens ``sink + t·i`` to before ``sink + t·(i
-# + 1)``, with t tokens a segment. Its bytes, of all layers, are cut into as many equal slices as it has pages. Slice j
-# lies beside page ``⌈sink / page⌉ + i·t/page + j``, so the last slice is beside the page of the segment's last token,
-# and the key of that page names all tokens that the segment was clustered from.
-#
-# A row of a page is a header and a slice:
-#
-# | bytes | what |
-# |---|---|
-# | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
-# | 8 | number i of the segment |
-# | 16 | BLAKE2b of all slices of the segment |
-# | rest | the slice, zeros behind its end |
-#
-# A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums
-# ``bf16 [L, H, m, dv]``, the sizes ``int32 [L, H, m]`` and the members ``int16 [L, H, t]`` (int32 where t > 32768).
 
 _HEADER_BYTES, _DIGEST_BYTES = 32, 16
 _NARROW = 1 << 15
@@ -293,6 +276,23 @@ _NARROW = 1 << 15
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
     """A segment in all layers, in host memory.
+
+    A segment is longer than a page and does not begin at one: segment i is tokens ``sink + t·i`` to before ``sink +
+    t·(i + 1)``, with t tokens a segment. Its bytes, of all layers, are cut into as many equal slices as it has pages.
+    Slice j lies beside page ``⌈sink / page⌉ + i·t/page + j``, so the last slice is beside the page of the segment's
+    last token, and the key of that page names all tokens that the segment was clustered from.
+
+    A row of a page is a header and a slice:
+
+    | bytes | what |
+    |---|---|
+    | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
+    | 8 | number i of the segment |
+    | 16 | BLAKE2b of all slices of the segment |
+    | rest | the slice, zeros behind its end |
+
+    A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums ``bf16 [L, H, m,
+    dv]``, the sizes ``int32 [L, H, m]`` and the members ``int16 [L, H, t]`` (int32 where t > 32768).
 
     Attributes:
         centroids: ``bf16 [L, H, m, d]``.

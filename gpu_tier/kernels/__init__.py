@@ -1,4 +1,4 @@
-"""Kernels, each in a folder of its own: `ref.py` (torch, what is right), `triton_impl.py`, and `cuda.py` where it pays.
+"""Kernels, each in a folder of its own: `ref.py` (torch, the definition), `triton_impl.py`, sometimes `cuda.py`.
 
 All implementations of a kernel have one signature, write into outputs that the caller provides, and take unequal
 lengths by masks, so that they can be captured in a CUDA graph. `registry.get` picks one.

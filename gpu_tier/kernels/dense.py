@@ -1,7 +1,7 @@
 """Exact attention in torch that also returns its log-sum-exp, so that parts of it can be merged.
 
-What is right for every attention kernel, and the attention of prefill over a prefix that is streamed from the host. The
-arithmetic is f32, or f64 when the inputs are.
+The definition for every attention kernel, and the attention of prefill over a prefix that is streamed from the host.
+The arithmetic is f32, or f64 when the inputs are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds C++ into shared objects and keeps them.
 
-An object is kept under a name that says what it was built from, so that a changed source is built anew and processes
-share what one of them built.
+An object is kept under a hash of its source, so that a changed source is built again and processes share an
+object that one of them built.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def gather_clusters(pages: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 
 def scratch(device: torch.device, dtype: torch.dtype, numbers: int) -> Tensor:
-    """Return at least so many numbers, with whatever is in them, for work on the current stream.
+    """Return at least so many uninitialised numbers for work on the current stream.
 
     Two users on one stream share the memory: what one wrote is valid until the next launch of another.
     """

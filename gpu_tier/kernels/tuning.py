@@ -1,11 +1,11 @@
 """Tile sizes of Triton kernels: measured on a GPU, fixed where Triton interprets.
 
 Measuring needs a GPU, so in the interpreter the first tiling is taken. On a GPU the first call with a new key measures
-all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph. What is
-captured without that takes the first tiling that fits, since nothing can be timed in a capture.
+all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph. A capture
+without that takes the first tiling that fits, since nothing can be timed in a capture.
 With `GPU_TIER_TUNING=first` nothing is measured there either: results are the same, bit by bit, in every process.
 
-Tilings are compared by the time of the GPU alone: what is timed is a CUDA graph of the call, because launching from
+Tilings are compared by the time of the GPU alone: a CUDA graph of the call is timed, because launching from
 Python takes longer than many of these kernels run. This file uses CUDA's streams and graphs for that alone.
 """
 
@@ -53,7 +53,7 @@ class TunedKernel:
     Args:
         function: what Triton compiles.
         tilings: to choose from; the first that fits is taken where nothing is measured.
-        varying: names of integer arguments that change from call to call. It is not compiled anew for a 1 or a
+        varying: names of integer arguments that change from call to call. It is not recompiled for a 1 or a
             multiple of 16 of them.
     """
 
@@ -82,7 +82,7 @@ class TunedKernel:
 
         Args:
             key: what the choice depends on.
-            fits: tells whether a tiling is worth trying; it is of at least one.
+            fits: whether a tiling is worth trying; it is of at least one.
             call: does with a tiling all that depends on it, and may be repeated.
             measure: whether a new key may be measured now; otherwise the first that fits is taken.
         """

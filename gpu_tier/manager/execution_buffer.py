@@ -1,4 +1,4 @@
-"""The execution buffer of residency `blocks`: what a layer attends to, put together anew in every step.
+"""The execution buffer of residency `blocks`: the tokens that a layer attends to, gathered in every step.
 
 One buffer serves all layers, one after the other, so the next layer's tokens are gathered only when this layer's
 attention and its admissions to the cache have read it (O3 and O4). Row b of a batch owns slots b·S to (b + 1)·S - 1,
@@ -25,11 +25,11 @@ from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
 from kvcm.gpu_tier.runtime import DeviceRuntime, upload
 from kvcm.gpu_tier.types import ForwardBatch, LayerKV, Source, SteadyRing, SteadyZone
 
-__all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlaces", "SteadyPlanner", "SteadyRuns"]
+__all__ = ["BlockResidency", "ExecutionBuffer", "SteadyPlanner", "SteadyRuns"]
 
 
 class ExecutionBuffer:
-    """Room for the tokens that each row and head attends to in one layer.
+    """The tokens that each row and head attends to in one layer.
 
     Args:
         geometry: of the model's KV.
@@ -83,10 +83,6 @@ class ExecutionBuffer:
 
 
 # Where the steady tokens of requests lie, as runs of consecutive slots of the arena.
-#
-# A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
-# arena, so neighbouring places have neighbouring slots but for where a page ends. What is steady follows from the
-# lengths of requests and is the same in all heads: it is worked out on the host, without looking at single tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +111,24 @@ class _Places:
     breaks: NDArray[np.int64]
 
 
-class SteadyPlaces:
-    """The places of the steady tokens of all requests that have a buffer."""
+class SteadyPlanner:
+    """Where the steady tokens of requests lie, and the runs of a batch with which every plan begins.
 
-    def __init__(self) -> None:
+    A request's steady tokens are in the first places of its buffer (see `SteadyRing`). The buffer is whole pages of the
+    arena, so neighbouring places have neighbouring slots but for where a page ends. The steady tokens follow from the
+    lengths of requests and are the same in all layers and heads: their runs are computed on the host as ranges, and are
+    uploaded once a step.
+
+    Args:
+        tokens_per_row: slots of a row of the execution buffer.
+        runtime: of the device.
+    """
+
+    def __init__(self, tokens_per_row: int, runtime: DeviceRuntime) -> None:
         self._of: dict[int, _Places] = {}
+        self._tokens_per_row = tokens_per_row
+        self._device = runtime.device
+        self._last: tuple[object, SteadyPlan] | None = None
 
     def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
         """Take note of a request's places, or of those of its grown buffer.
@@ -135,18 +144,16 @@ class SteadyPlaces:
         if len(buffer_slots) < ring.capacity:
             raise ConfigError("buffer_slots", len(buffer_slots), f"must be the {ring.capacity} steady places and more")
         slots = buffer_slots[: ring.capacity].numpy().astype(np.int64)
+        self._last = None
         self._of[request] = _Places(ring, slots, np.flatnonzero(np.diff(slots) != 1) + 1)
 
     def release(self, request: int) -> None:
         """Forget a request; one that is not known too."""
+        self._last = None
         self._of.pop(request, None)
 
     def __contains__(self, request: int) -> bool:
         return request in self._of
-
-    def ring(self, request: int) -> SteadyRing:
-        """Return which place each steady token of a request has."""
-        return self._of[request].ring
 
     def runs(self, request: int, first: int, n_tokens: int) -> SteadyRuns:
         """Return the runs of the sink and of tokens `first` to `n_tokens - 1`.
@@ -159,65 +166,6 @@ class SteadyPlaces:
         tokens = stops - starts
         ends = np.cumsum(tokens)
         return SteadyRuns(places.slots[starts], ends - tokens, tokens, int(ends[-1]) if len(ends) else 0)
-
-
-def _intervals(ring: SteadyRing, first: int, n_tokens: int) -> list[tuple[int, int]]:
-    """Return the intervals of places that hold the steady tokens, in the order of the tokens."""
-    first = max(first, ring.sink)
-    recent = max(0, n_tokens - first)
-    if recent > ring.ring:
-        raise StateError(f"{recent} recent tokens are steady, and there are {ring.ring} places for them")
-    start = ring.position(first)
-    before_the_end = min(recent, ring.capacity - start)
-    intervals = [
-        (0, min(ring.sink, n_tokens)), (start, start + before_the_end), (ring.sink, ring.sink + recent - before_the_end)
-    ]  # fmt: skip
-    return [(lower, upper) for lower, upper in intervals if lower < upper]
-
-
-def _split(intervals: list[tuple[int, int]], breaks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return first places and places behind the last of the runs that breaks split intervals into."""
-    starts, stops = [], []
-    for lower, upper in intervals:
-        inside = breaks[np.searchsorted(breaks, lower, "right") : np.searchsorted(breaks, upper, "left")]
-        starts.append(np.concatenate([[lower], inside]))
-        stops.append(np.concatenate([inside, [upper]]))
-    if not starts:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate(starts).astype(np.int64), np.concatenate(stops).astype(np.int64)
-
-
-# The steady runs of a batch, with which every plan of an execution buffer begins.
-#
-# They are the same in all layers and heads, and are made and uploaded once a step.
-
-
-class SteadyPlanner:
-    """Makes the steady runs of a batch, once a step.
-
-    Args:
-        tokens_per_row: slots of a row of the execution buffer.
-        runtime: of the device.
-    """
-
-    def __init__(self, tokens_per_row: int, runtime: DeviceRuntime) -> None:
-        self._places = SteadyPlaces()
-        self._tokens_per_row = tokens_per_row
-        self._device = runtime.device
-        self._last: tuple[object, SteadyPlan] | None = None
-
-    def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
-        """See `SteadyPlaces.admit`."""
-        self._places.admit(request, ring, buffer_slots)
-        self._last = None
-
-    def release(self, request: int) -> None:
-        """See `SteadyPlaces.release`."""
-        self._places.release(request)
-        self._last = None
-
-    def __contains__(self, request: int) -> bool:
-        return request in self._places
 
     def plan(self, batch: ForwardBatch, zone: SteadyZone) -> SteadyPlan:
         """Return the steady runs of a batch, none of rows that do not select or have no places.
@@ -234,7 +182,7 @@ class SteadyPlanner:
         runs: dict[int, SteadyRuns] = {}
         for row, (request, first, length) in enumerate(zip(batch.requests, firsts, batch.lengths, strict=True)):
             if self._may_select(request, first, length):
-                runs[row] = self._places.runs(request, first, length)
+                runs[row] = self.runs(request, first, length)
         width = max((len(run.src) for run in runs.values()), default=0)
         begin = np.arange(batch.rows) * self._tokens_per_row
         kind_dst_tokens = np.zeros((3, batch.rows, width), np.int32)
@@ -250,22 +198,46 @@ class SteadyPlanner:
             total[row] = run.total
         kind, dst, tokens = self._upload(kind_dst_tokens)
         end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
-        return SteadyPlan(kind, self._upload(src), dst, tokens, end, total_of_row)
+        return SteadyPlan(kind=kind, src=self._upload(src), dst=dst, tokens=tokens, end=end, total=total_of_row)
 
     def _may_select(self, request: int, first: int, length: int) -> bool:
         # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink
         # all of whose tokens are steady: all of them have places then, and a row that is masked out reads none.
-        return request in self._places and (first > 0 or length <= self._places.ring(request).ring)
+        return request in self._of and (first > 0 or length <= self._of[request].ring.ring)
 
     def _upload(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return upload(torch.from_numpy(numbers), self._device)
 
 
+def _intervals(ring: SteadyRing, first: int, n_tokens: int) -> list[tuple[int, int]]:
+    """Return the intervals of places that hold the steady tokens, in the order of the tokens."""
+    first = max(first, ring.sink)
+    in_ring = max(0, n_tokens - first)
+    if in_ring > ring.ring:
+        raise StateError(f"{in_ring} recent tokens are steady, and there are {ring.ring} places for them")
+    start = ring.position(first)
+    before_the_end = min(in_ring, ring.capacity - start)
+    intervals = [
+        (0, min(ring.sink, n_tokens)),
+        (start, start + before_the_end),
+        (ring.sink, ring.sink + in_ring - before_the_end),
+    ]
+    return [(lower, upper) for lower, upper in intervals if lower < upper]
+
+
+def _split(intervals: list[tuple[int, int]], breaks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return first places and places behind the last of the runs that breaks split intervals into."""
+    starts, stops = [], []
+    for lower, upper in intervals:
+        inside = breaks[np.searchsorted(breaks, lower, "right") : np.searchsorted(breaks, upper, "left")]
+        starts.append(np.concatenate([[lower], inside]))
+        stops.append(np.concatenate([inside, [upper]]))
+    if not starts:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate(starts).astype(np.int64), np.concatenate(stops).astype(np.int64)
+
+
 # Residency `blocks`: what a request holds on the device, and how a layer's execution buffer is put together.
-#
-# A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
-# token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token that
-# was there before has been clustered, or has its host copy, by then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +249,14 @@ class _Buffer:
 
 
 class BlockResidency:
-    """The buffers of requests, and the policy that decides what is in them.
+    """The buffers of requests, and the policy that decides their content.
+
+    A request's buffer in the arena has places for its steady tokens, and behind them those of its block cache. A steady
+    token has a fixed place as long as it is steady, so that the engine writes a new token where it stays; the token
+    that was there before has been clustered, or has its host copy, by then.
 
     Args:
-        policy: decides what is cached.
+        policy: decides which blocks are cached.
         execution: what a layer attends to.
         store: where the policy keeps clusters on the host; None when the host pool has all.
     """

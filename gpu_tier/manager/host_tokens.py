@@ -20,7 +20,7 @@ __all__ = ["HostTokens"]
 
 
 class HostTokens:
-    """Who holds which host pages.
+    """Owners of the host pages.
 
     Args:
         pool: the host pool.

@@ -4,7 +4,7 @@ Invariants:
 
 1. A prefix is attached only as far as every required part of every block is there with its own bytes, and never to the
    last token of the prompt, which has to be computed for its logits.
-2. A page that a storage may still write to is held until it does so no more, whatever became of the request.
+2. A page that a storage may still write to is held until it does so no more, independent of the request.
 3. Only blocks computed with exact attention are published: decoding over a selection gives other KV, which must never
    be taken for the exact one.
 4. Failures of the storage are misses: no method raises because of one.
@@ -46,12 +46,12 @@ __all__ = [
     "SidecarSpec",
 ]
 
-# What is counted of prefixes.
+# Counters of prefixes.
 
 
 @dataclass(slots=True)
 class PrefixCounters:
-    """What was counted so far.
+    """Counters of prefixes.
 
     Attributes:
         host_tokens: attached tokens that were in the pool.
@@ -73,14 +73,15 @@ class PrefixCounters:
 
 
 # The life of one prefix that is being attached to a request, from the question to pages full of bytes.
-#
-#     WAITING ──► MATCHING ──► LOADING ──► DONE          (each state may go to DONE at once)
-#
-# WAITING is for a block that another request is loading right now: it is loaded once, and found in the pool then.
 
 
 class AttachState(StrEnum):
-    """How far it is."""
+    """How far it is.
+
+        WAITING ──► MATCHING ──► LOADING ──► DONE          (each state may go to DONE at once)
+
+    WAITING is for a block that another request is loading right now: it is loaded once, and found in the pool then.
+    """
 
     WAITING = "waiting"
     MATCHING = "matching"
@@ -105,7 +106,7 @@ class SidecarRun:
 class AttachedPrefix:
     """KV of a prompt's first tokens in the host pool.
 
-    Whoever takes it takes over one reference to each page; who does not calls `PrefixStore.give_back`.
+    The caller that takes it owns one reference to each page; otherwise it calls `PrefixStore.release`.
 
     Attributes:
         pages: host pages, full and in order.
@@ -150,7 +151,7 @@ class PrefixAttach:
         return self.keys[start : start + len(self.loaded)]
 
 
-# Pages of the host pool as blocks of a storage: their keys, their memory, and what is known of each.
+# Pages of the host pool as blocks of a storage: their keys, their memory, and the state of each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +172,10 @@ class SidecarSpec:
 class _BlockPages:
     """The host pool's cached pages, by key of the block.
 
-    What is known of a page is that of the block that it was last kept as; a page that is given to another block is kept
-    anew before anybody looks.
+    The state of a page is that of the block that it was last kept as; a page that is given to another block is kept
+    again before it is read.
 
     Args:
-        host: the pool.
         sidecar: of the engine's algorithm, None when it has none.
     """
 
@@ -209,7 +209,7 @@ class _BlockPages:
         """Return the pages of the leading blocks that are in the pool, with a reference to each for the caller."""
         pages: list[int] = []
         for key in keys:
-            page = self.host.lookup(key)
+            page = self.allocator.lookup(key)
             if page is None:
                 break
             pages.append(page)
@@ -227,7 +227,7 @@ class _BlockPages:
             has_sidecar: whether its sidecar is there.
             is_stored: whether the storage is known to have the block.
         """
-        self.host.cache(page, key)
+        self.allocator.cache(page, key)
         self._key_of[page] = key
         _put(self._has_sidecar, page, has_sidecar)
         _put(self._is_stored, page, is_stored)
@@ -239,7 +239,7 @@ class _BlockPages:
                 _put(self._is_stored, page, is_stored)
 
     def is_stored(self, page: int) -> bool:
-        """Return whether the storage had the block when it was last heard of."""
+        """Return whether the storage had the block at the last lookup."""
         return page in self._is_stored
 
     def with_sidecar(self, pages: Sequence[int]) -> int:
@@ -308,7 +308,7 @@ def _put(pages: set[int], page: int, is_in: bool) -> None:
         pages.discard(page)
 
 
-# Blocks on their way to the storage. Their pages are held meanwhile, whatever becomes of their requests.
+# Blocks that are being written to the storage. Their pages are held until the write has ended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +350,8 @@ class BlockWrites:
         """
         start = next((i for i, page in enumerate(pages) if not self._blocks.is_stored(page)), len(pages))
         start = max([start, *(i + 1 for i, page in enumerate(pages) if self._blocks.is_busy(page))])
-        room = max(0, self._most_pages - sum(len(written.pages) for written in self._writing.values()))
-        held = tuple(pages[start : start + room])
+        pages_left = max(0, self._most_pages - sum(len(written.pages) for written in self._writing.values()))
+        held = tuple(pages[start : start + pages_left])
         self._counters.dropped_pages += len(pages) - start - len(held)
         if not held:
             return
@@ -382,7 +382,7 @@ _PAUSE_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True)
 class _OrphanedLoad:
-    """A load that nobody needs, whose memory may still change."""
+    """An abandoned load, whose memory may still change."""
 
     ticket: LoadTicket
     handle: PrefixHandle | None
@@ -400,7 +400,7 @@ class PrefixStore:
         most_writing: share of the pool's pages that may be held for writing at once.
 
     Attributes:
-        counters: what was counted so far.
+        counters: of prefixes.
     """
 
     def __init__(
@@ -475,7 +475,7 @@ class PrefixStore:
         self._close(attach)
 
     def release(self, prefix: AttachedPrefix) -> None:
-        """Drop the references of a prefix that nobody took."""
+        """Drop the references of a prefix that was not attached."""
         self._allocator.free(prefix.pages)
 
     def shorten(self, prefix: AttachedPrefix, n_tokens: int) -> AttachedPrefix:
@@ -556,7 +556,7 @@ class PrefixStore:
         return self.is_idle
 
     def _match(self, attach: PrefixAttach) -> None:
-        """Take what is in the pool, and ask for the rest, unless somebody else is loading it."""
+        """Take the blocks in the pool, and look up the others, unless another attach is loading them."""
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) :])
         found = len(attach.cached)
         if found == len(attach.keys) or self._connector is None:
@@ -570,10 +570,10 @@ class PrefixStore:
         attach.state = AttachState.MATCHING
 
     def _match_cached(self, attach: PrefixAttach) -> None:
-        """Ask whether the storage has what the pool has, though nobody waits for the answer.
+        """Look up the pool's blocks in the storage without waiting for the answer.
 
-        Blocks of other engines must not be evicted because all who use them have them in their pools; and where the
-        storage has lost a block, what follows it would be stored in vain.
+        Blocks of other engines must not be evicted because all their users have them in their pools; and where the
+        storage has lost a block, blocks behind it would be stored in vain.
         """
         if self._connector is not None and attach.keys:
             handle = self._connector.match_prefix(attach.keys, self._blocks.required)
@@ -598,7 +598,7 @@ class PrefixStore:
         self._blocks.mark_stored(keys[end : len(pages)], pages[end:], False)
 
     def _wait_for_load(self, attach: PrefixAttach) -> None:
-        """Let somebody else load the next block."""
+        """Let another attach load the next block."""
         self._release_handle(attach)
         attach.waits_for = self._loading[attach.keys[len(attach.cached)]]
         attach.state = AttachState.WAITING
@@ -626,7 +626,7 @@ class PrefixStore:
         if match is None:
             return
         self._record_match(attach.keys, attach.cached, match)
-        # Somebody else may have loaded or computed some of it meanwhile, or be at it.
+        # Another attach may have loaded or computed some of it meanwhile, or be at it.
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) : match.blocks])
         start = len(attach.cached)
         if start < match.blocks and attach.keys[start] in self._loading:
@@ -698,7 +698,7 @@ class PrefixStore:
         attach.state = AttachState.DONE
 
     def _poll_orphan(self, ended: _OrphanedLoad) -> _OrphanedLoad | None:
-        """Return what is left of an ended load, None when nothing is."""
+        """Return the blocks of an ended load, None when nothing is."""
         assert self._connector is not None
         progress = self._connector.poll(ended.ticket)
         handle = ended.handle

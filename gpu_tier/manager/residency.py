@@ -1,4 +1,9 @@
-"""What a residency policy is: it decides where selected items are on the device and what has to move for that."""
+"""Residency policies: they decide where selected items are on the device, and which items move.
+
+`ResidencyPolicy.resolve` is the decision: hits, victims and loads of each request, layer and head. `LruDiffPolicy`
+keeps a buffer in order of use; the other policies here keep all KV or a fixed set. Bytes are moved by
+`SparseKVCacheManager.fetch`; block caches are in `token_blocks` (PQCache), `wave_buffer` and `wave_gpu` (RetroInfer).
+"""
 
 from __future__ import annotations
 
@@ -76,15 +81,15 @@ class BlockPolicy(Protocol):
     """Residency `blocks`: each step an execution buffer is put together from three sources.
 
     A request's buffer in the arena has ``ring.capacity`` places for its steady tokens, and behind them places of the
-    block cache, the same slots in every layer and head. What is in neither is on the host. Plans have `execution`:
+    block cache, the same slots in every layer and head. Other tokens are on the host. Plans have `execution`:
 
     * steady tokens first, in ascending order, then the selected items in the order of the selection, in each the tokens
       in ascending order;
-    * no byte of the result may depend on what is cached.
+    * no byte of the result may depend on the content of the cache.
 
     Attributes:
-        plans_on_host: whether plans are made on the host, of what was announced: then the copies need not wait for what
-            the device computes meanwhile.
+        plans_on_host: whether plans are made on the host, of announced selections: then the copies need not wait for
+            the device's current work.
     """
 
     plans_on_host: bool
@@ -112,7 +117,7 @@ class BlockPolicy(Protocol):
         """Forget a request; one that is not known too. Nothing of it is left for the next one in its row."""
 
     def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
-        """Hear what `resolve` will be asked, as soon as it was given to the compute stream; does not wait."""
+        """Announce a call of `resolve`, as soon as it was given to the compute stream; does not wait."""
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
         """Return how the execution buffer is put together; no bytes of KV move."""
@@ -136,9 +141,6 @@ class BlockPolicy(Protocol):
 
 
 # Sparse buffers: pages of the arena in which a request keeps items for attention, the same slots in every layer.
-#
-# A buffer is C items and two newest slots. The newest item i, the one being written, lives in newest slot ``i % 2``:
-# the next item can be written before this one was moved into the buffer. The two are as large as an item.
 
 _NEWEST = 2
 
@@ -157,7 +159,10 @@ class Buffer:
 
 
 class SparseBuffers:
-    """Who holds which pages of the arena as a buffer.
+    """Owners of the arena's pages that are buffers.
+
+    A buffer is C items and two newest slots. The newest item i, the one being written, lives in newest slot ``i % 2``:
+    the next item can be written before this one was moved into the buffer. The two are as large as an item.
 
     Args:
         pool: the arena.
@@ -249,13 +254,13 @@ class DeviceResidentPolicy:
 
 
 # A fixed set of tokens per layer and KV head, to which new tokens are appended: nothing is ever loaded again.
-#
-# The j-th token of a head's set lies in the j-th slot of the buffer, whatever token it is; decoded tokens take the
-# slots behind the set in the order in which they come.
 
 
 class StaticSetPolicy:
     """Positions in the selection are positions in the buffer.
+
+    The j-th token of a head's set lies in the j-th slot of the buffer, for any token; decoded tokens take the slots
+    behind the set in the order in which they come.
 
     Args:
         max_requests: rows of the tables.
@@ -295,11 +300,6 @@ class StaticSetPolicy:
 
 
 # LRU diff residency: a buffer of C items per request, layer and head, kept in the order of use.
-#
-# A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
-# outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one
-# was promoted. All state is on the device and one kernel per layer does a step (`kvcm.gpu_tier.kernels.lru_diff` has
-# its rules and invariants), so that nothing waits for the device.
 
 _MAX_CAPACITY = torch.iinfo(torch.int16).max
 
@@ -327,7 +327,12 @@ class LruCounters:
 
 
 class LruDiffPolicy:
-    """See `kvcm.gpu_tier.manager.policy.ResidencyPolicy`.
+    """See `kvcm.gpu_tier.manager.residency.ResidencyPolicy`.
+
+    A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
+    outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one
+    was promoted. All state is on the device and one kernel per layer does a step (`kvcm.gpu_tier.kernels.lru_diff` has
+    its rules and invariants), so that nothing waits for the device.
 
     The tensors of a plan are used again by the layer after the next.
 
@@ -513,8 +518,8 @@ class LruDiffPolicy:
 
     def _state_of(self, layer: int) -> LayerState:
         return LayerState(
-            self._slot_item[layer], self._lru_slots[layer], self._newest_item[layer],
-            self._slot_loc, self._newest_slots, self._host_loc,
+            slot_item=self._slot_item[layer], lru_slots=self._lru_slots[layer], newest_item=self._newest_item[layer],
+            slot_loc=self._slot_loc, newest_slots=self._newest_slots, host_loc=self._host_loc,
         )  # fmt: skip
 
     def _check_growth(self, batch: ForwardBatch) -> None:
@@ -550,7 +555,9 @@ class LruDiffPolicy:
         most = _at_most(rows)
         if most not in self._scratch:
             items = self._host_loc.shape[1]
-            self._scratch[most] = DiffScratch(most, self.selecting_heads, items, self.capacity, self._device)
+            self._scratch[most] = DiffScratch(
+                rows=most, heads=self.selecting_heads, items=items, capacity=self.capacity, device=self._device
+            )
         return self._scratch[most]
 
 

@@ -40,7 +40,7 @@ class _Layer:
 
 
 class ClusterResidentPolicy:
-    """See `kvcm.gpu_tier.manager.policy.ResidencyPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.residency.ResidencyPolicy` and `kvcm.gpu_tier.index.wave_index.SegmentSink`.
 
     Args:
         geometry: of the model's KV.
@@ -94,7 +94,7 @@ class ClusterResidentPolicy:
         self.pool.free(request)
 
     def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
-        """See `SegmentSink`; what is taken over are the members, KV stays where it is."""
+        """See `SegmentSink`; the members are taken over, KV stays where it is."""
         layer = self._layers[self.geometry.layer_index(layer_id)]
         pages = upload(torch.tensor(self.pool.held(request)), self._device)
         positions = torch.arange(segment.start, segment.start + segment.tokens, device=self._device)
@@ -117,9 +117,11 @@ class ClusterResidentPolicy:
         ends = sizes.cumsum(-1)
         lens = steady[:, None] + sizes.sum(-1)
         place = torch.arange(self.width, device=self._device)
-        recent = selection.steady.first[:, None] + place - sink[:, None]
-        of_zone = torch.where(place < sink[:, None], place, recent)[:, None].expand(-1, lens.shape[1], -1)
-        of_clusters = self._members(layer, pages, starts, ends - sizes, ends, place - steady[:, None, None])
+        behind_sink = selection.steady.first[:, None] + place - sink[:, None]
+        of_zone = torch.where(place < sink[:, None], place, behind_sink)[:, None].expand(-1, lens.shape[1], -1)
+        of_clusters = self._members(
+            layer=layer, pages=pages, starts=starts, begins=ends - sizes, ends=ends, place=place - steady[:, None, None]
+        )
         tokens = torch.where(place < steady[:, None, None], of_zone, of_clusters)
         valid = place < lens[..., None]
         slots = self._table[batch.req_pool_indices[:, None, None], torch.where(valid, tokens, 0).long()]
@@ -156,5 +158,5 @@ class ClusterResidentPolicy:
 def _steady_counts(zone: SteadyZone, batch: ForwardBatch, sparse_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sink tokens and all steady tokens of each row, ``int64 [B]``; 0 of rows that do not select."""
     sink = batch.seq_lens.clamp_max(zone.sink).long()
-    recent = (batch.seq_lens - zone.first).clamp_min(0).long()
-    return torch.where(sparse_mask, sink, 0), torch.where(sparse_mask, sink + recent, 0)
+    behind_sink = (batch.seq_lens - zone.first).clamp_min(0).long()
+    return torch.where(sparse_mask, sink, 0), torch.where(sparse_mask, sink + behind_sink, 0)

@@ -32,17 +32,13 @@ from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Sele
 __all__ = ["KVReader", "OffloadTicket", "ResidentLayers", "SparseKVCacheManager"]
 
 # Dense pages of requests: prompts while they are computed, short requests, and all KV where residency is `device`.
-#
-# Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
-# is what dense attention reads, and what tells where a token is: -1 means not on the device.
 
 
 class _DenseTokens:
-    """Who holds which pages of the arena densely.
+    """Owners of the arena's pages that are dense.
 
-    Args:
-        pool: the arena.
-        tables: the table of slots.
+    Tokens of a request lie in blocks of `page_size`; each block that is on the device has one page. The table of slots
+    is read by dense attention, and locates every token: -1 means not on the device.
     """
 
     def __init__(self, pool: DeviceKVPool, tables: ReqToTokenPool) -> None:
@@ -117,14 +113,14 @@ class _DenseTokens:
 
 
 # Layers that always attend densely (Quest skips the first two): all of their KV stays on the device.
-#
-# They have an arena of their own that holds only these layers, so that a request costs their share of its KV and no
-# more. Every request is in it from its first token on, whatever its state, so attention of these layers is the same
-# for all.
 
 
 class ResidentLayers:
     """The arena of the first `count` layers.
+
+    They have an arena of their own that holds only these layers, so that a request costs their share of its KV and no
+    more. Every request is in it from its first token on, in every state, so attention of these layers is the same for
+    all.
 
     Args:
         geometry: of all layers.
@@ -153,7 +149,7 @@ class ResidentLayers:
         return self._tables.table
 
     def begin(self, request: int) -> None:
-        """Make room for a request's row."""
+        """Allocate a request's row."""
         self._tables.alloc_row(request)
 
     def cover(self, request: int, n_tokens: int) -> None:
@@ -175,18 +171,18 @@ class ResidentLayers:
         self._tables.free(request)
 
 
-# Reads a request's KV as numbers wherever it lies; for prefill over a prefix, rebuilding, and algorithms that need it.
-#
-# Not for the decode path of a deployment: it waits for copies on their way and for the device.
+# Reads a request's KV as numbers from both pools; for prefill over a prefix, rebuilding, and algorithms that need it.
 
 
 class KVReader:
     """Reads rows from the arena where the table names a slot, else from the host.
 
+    Not for the decode path of a deployment: it waits for copies on their way and for the device.
+
     Args:
         device: the arena.
         table: ``int32 [R, max_tokens]`` device slot of every token, -1 where it is not on the device.
-        host: who holds which host pages.
+        host: owners of the host pages.
         settle: waits until the copies to the host of a request are complete.
     """
 
@@ -279,7 +275,7 @@ class SparseKVCacheManager:
         policy: residency; of `blocks` with its buffers.
         transfer: between the host pool and the arena.
         tables: rows of requests and their dense slots.
-        host_tokens: who holds which host pages.
+        host_tokens: owners of the host pages.
         runtime: of the device.
         unit_tokens: tokens of an item.
     """
@@ -346,7 +342,7 @@ class SparseKVCacheManager:
 
     @property
     def plans_on_host(self) -> bool:
-        """Whether the host makes plans of what was announced, while the device may compute something else."""
+        """Whether the host makes plans of announced selections, while the device may compute something else."""
         return self.blocks is not None and self.blocks.policy.plans_on_host
 
     def _gather(self, layer_id: int, plan: ExecutionPlan) -> Event:
@@ -363,7 +359,7 @@ class SparseKVCacheManager:
         return self.runtime.record("h2d")
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
-        """Tell the policy that the layer's attention was issued (O4)."""
+        """Notify the policy that the layer's attention was issued (O4)."""
         self.policy.commit(layer_id, plan)
 
     # Movement to the host.

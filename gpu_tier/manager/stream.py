@@ -34,7 +34,7 @@ class HostStream:
     """Streams the KV of rows of a batch and attends to it.
 
     Args:
-        host: who holds which host pages.
+        host: owners of the host pages.
         transfer: moves the bytes.
         chunk_tokens: tokens of a piece.
         runtime: of the device.
@@ -77,17 +77,17 @@ class HostStream:
         size = self.pool.addressing.page_size
         pieces: list[_Piece] = []
         spans: list[tuple[int, int, int]] = []
-        room = self._pages
+        pages_left = self._pages
         for row, total in enumerate(totals):
             start = 0
             while start < total:
-                stop = min(total, start + room * size)
+                stop = min(total, start + pages_left * size)
                 spans.append((row, start, stop))
-                room -= -(-(stop - start) // size)
+                pages_left -= -(-(stop - start) // size)
                 start = stop
-                if not room:
+                if not pages_left:
                     pieces.append(_Piece(tuple(spans)))
-                    spans, room = [], self._pages
+                    spans, pages_left = [], self._pages
         return [*pieces, _Piece(tuple(spans))] if spans else pieces
 
     def partials(self, q: Tensor, layer_id: int, sm_scale: float) -> list[Partial]:

@@ -9,9 +9,8 @@ gives up. Only blocks that are complete, all in the middle and all on the host a
 With ``cache_unit="token"`` the same is done with single tokens of single heads: each head has its own places, and the
 first ``k_cache·block`` selected tokens of each head are wanted. It is there to be compared with.
 
-Everything is decided on the device and nothing waits for it; how blocks are admitted is told in
-`kvcm.gpu_tier.manager.block_admissions`. The plan's steady runs are the same in all layers and heads and are made
-once a step, on the host (`kvcm.gpu_tier.manager.execution_runs`).
+Everything is decided on the device and nothing waits for it. The plan's steady runs are the same in all layers and
+heads and are made once a step, on the host (`kvcm.gpu_tier.manager.execution_buffer.SteadyPlanner`).
 """
 
 from __future__ import annotations
@@ -34,20 +33,6 @@ from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Sele
 __all__ = ["BatchRows", "BlockCacheCounters", "BlockStep", "CacheLoads", "CachePlaces", "TokenBlockPolicy"]
 
 # Which item lies in which place of a block cache, and which one goes when another comes; all on the device.
-#
-# Per layer, request and selecting head there are P places and two tables: the item of each place and the place of each
-# item. A step names the items that it wants cached. Those that are there are *used*; the others take the places of the
-# coldest items that are not wanted, coldest first: empty places before all, then by the policy:
-#
-# | policy | coldest |
-# |---|---|
-# | lru | used longest ago |
-# | lfu | used least often since it came; of those the one used longest ago |
-# | fifo | came first |
-# | random | drawn from a seeded generator |
-#
-# Of equally cold places the lower one goes first. Nothing here waits for the device. Behind the last request there is
-# a spare row, and behind the last item and place a spare column, for what must not be written anywhere.
 
 _USE = 1 << 32
 _HOTTEST = torch.iinfo(torch.int64).max
@@ -72,6 +57,20 @@ class CacheLoads:
 
 class CachePlaces:
     """The tables of all layers and requests.
+
+    Per layer, request and selecting head there are P places and two tables: the item of each place and the place of
+    each item. A step names the items that it wants cached. Those that are there are *used*; the others take the places
+    of the coldest items that are not wanted, coldest first: empty places before all, then by the policy:
+
+    | policy | coldest |
+    |---|---|
+    | lru | used longest ago |
+    | lfu | used least often since it came; of those the one used longest ago |
+    | fifo | came first |
+    | random | drawn from a seeded generator |
+
+    Of equally cold places the lower one goes first. Nothing here waits for the device. Behind the last request there is
+    a spare row, and behind the last item and place a spare column, for what must not be written anywhere.
 
     Args:
         layers: layers.
@@ -112,7 +111,7 @@ class CachePlaces:
         return self._item_of[layer, request, :, : self.places]
 
     def reset(self, request: int) -> None:
-        """Forget what is cached of a request."""
+        """Forget the cached blocks of a request."""
         for table in (self._place_of, self._item_of, self._heat):
             table[:, request] = -1
 
@@ -121,7 +120,7 @@ class CachePlaces:
 
         Args:
             layers: ``int64 [B]`` position of each row's layer.
-            rows: ``int64 [B]`` row of each request, unique in a layer but for R, which is nobody's.
+            rows: ``int64 [B]`` row of each request, unique in a layer but for R, which belongs to no request.
             wanted: ``int64 [B, Hs, k]`` items, unique in a row and head, -1 anywhere; the first ones come first when
                 there are too few places.
             usable: ``int64 [B]`` places of each request.
@@ -131,10 +130,10 @@ class CachePlaces:
         place = self._place_of[(*index, wanted.clamp_min(0))].long().where(wanted >= 0, -1)
         used = torch.zeros_like(item, dtype=torch.bool).scatter_(-1, place.where(place >= 0, self.places), value=True)
         heat = torch.where(used, self._touched(heat, clock), heat)
-        order, room = self._victims(item, heat, used, usable)
+        order, free_places = self._victims(item, heat, used, usable)
         misses = (wanted >= 0) & (place < 0)
         rank = misses.cumsum(-1) - 1
-        loads = misses & (rank < room[..., None])
+        loads = misses & (rank < free_places[..., None])
         victim = order.gather(-1, rank.clamp(0, self.places)).where(loads, self.places)
         old = item.gather(-1, victim).long()
         leaves = loads & (old >= 0)
@@ -171,10 +170,6 @@ def _aligned(values: Tensor, columns: Tensor) -> Tensor:
 
 
 # What comes into PQCache's block cache: the blocks with the most selected tokens, and their way from the host.
-#
-# Counting is done after each layer; deciding and loading for a few layers at once, because a decision is some hundred
-# small launches and as quick for eight layers as for one. All of it runs on the stream `upd`, beside the next layers,
-# and the next step of each layer waits for that layer's blocks alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +232,15 @@ class _Demand:
 class _BlockAdmissions:
     """Keeps the cache of all layers and requests up to date.
 
+    Counting is done after each layer; deciding and loading for a few layers at once, because a decision is some hundred
+    small launches and as quick for eight layers as for one. All of it runs on the stream `upd`, beside the next layers,
+    and the next step of each layer waits for that layer's blocks alone.
+
     Args:
-        settings: of the cache.
-        cache: what is where.
+        cache: the cached blocks and their slots.
         slots: ``int32 [R + 1, tokens]`` device slot of each place of the requests' caches.
         usable: ``int64 [R + 1]`` places that each request has.
         host_tokens: which tokens are on the host, and where.
-        transfer: from there.
-        runtime: of the device.
         layers_at_once: layers that are decided together.
 
     Attributes:
@@ -267,12 +263,12 @@ class _BlockAdmissions:
         self._loaded: dict[int, Event] = {}
 
     def wait_on_device(self, layer: int) -> None:
-        """Let compute wait for what was last admitted in a layer (by its position)."""
+        """Let compute wait for the last admission of a layer (by its position)."""
         if layer in self._loaded:
             self._runtime.fence(self._loaded[layer], "compute")
 
     def abandon(self) -> None:
-        """Forget what is not yet decided, and wait until nothing is on its way."""
+        """Forget pending decisions, and wait for admissions in flight."""
         self._waiting.clear()
         for event in self._loaded.values():
             event.wait()
@@ -378,19 +374,19 @@ class BlockCacheCounters:
 
 
 class TokenBlockPolicy:
-    """See `kvcm.gpu_tier.manager.policy.BlockPolicy`.
+    """See `kvcm.gpu_tier.manager.residency.BlockPolicy`.
 
     Args:
         settings: of the algorithm; the cache's are used.
         execution: the buffer that plans are for.
-        host_tokens: who holds which host pages; of single tokens.
+        host_tokens: owners of the host pages; of single tokens.
         transfer: between the host pool and the arena in which requests have their places.
         runtime: of the device.
         max_requests: rows of the per-request tables.
         max_tokens: most tokens of a request.
         layers_at_once: layers whose admissions are decided together.
         kernels: which implementation of the kernels.
-        debug_checks: check in every step that what is read is on the host; waits for the device.
+        debug_checks: check in every step that all tokens read are on the host; waits for the device.
 
     Raises:
         ConfigError: `host_tokens` counts items of several tokens.
@@ -420,7 +416,14 @@ class TokenBlockPolicy:
         )
         self._usable = torch.zeros(max_requests + 1, dtype=torch.int64, device=runtime.device)
         self._admissions = _BlockAdmissions(
-            settings, self._cache, self._slots, self._usable, host_tokens, transfer, runtime, layers_at_once
+            settings=settings,
+            cache=self._cache,
+            slots=self._slots,
+            usable=self._usable,
+            host_tokens=host_tokens,
+            transfer=transfer,
+            runtime=runtime,
+            layers_at_once=layers_at_once,
         )
         self._counts = torch.zeros(3, dtype=torch.int64, device=runtime.device)
         self._rows: BatchRows | None = None
@@ -474,7 +477,13 @@ class TokenBlockPolicy:
         rows = self._rows_of(batch, sparse_mask)
         heads, width = selection.indices.shape[1:]
         plan = TokenPlan.empty(batch.rows, heads, steady.kind.shape[1] + width, self._counts)
-        places = TokenPlaces(self._cache.place_of(layer), self._slots, self._host.host_loc, zone.sink, self._unit)
+        places = TokenPlaces(
+            place_of=self._cache.place_of(layer),
+            slots=self._slots,
+            host_loc=self._host.host_loc,
+            sink=zone.sink,
+            unit=self._unit,
+        )
         token_runs(
             selection.indices, selection.lengths, rows.requests, rows.active, steady, places, plan, impl=self._kernels
         )
@@ -509,7 +518,7 @@ class TokenBlockPolicy:
         if step is not None and self._settings.cache_tokens:
             self._admissions.add(layer, step)
 
-    # What is seen from outside.
+    # Inspection.
 
     def host_source(self, layer_id: int) -> RowPool:
         """See `BlockPolicy`: the host pool, in the order of tokens."""

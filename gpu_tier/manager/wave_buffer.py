@@ -1,6 +1,6 @@
 """RetroInfer's wave buffer: clusters in host memory, some of them cached on the device, put together in every step.
 
-Three places and who writes them: the steady ring of a request (the engine, token by token), the block cache behind it
+Three places and their writers: the steady ring of a request (the engine, token by token), the block cache behind it
 in the request's buffer of the arena (`commit`), and the blocks of the `WaveStore` in pinned host memory (`store`).
 
 A step and layer:
@@ -16,7 +16,7 @@ Invariants:
 2. A cluster is cached whole or not at all; one larger than the cache never. Every block that the table calls cached
    equals its bytes on the host when the layer's next plan is fetched.
 3. What a step uses is not given up in that step.
-4. Nobody reads or changes the table of a layer while its update is being decided: all who do wait for it.
+4. The table of a layer is not read or changed while its update is being decided: all readers wait for it.
 """
 
 from __future__ import annotations
@@ -111,14 +111,21 @@ class _WaveTotals:
         self._changed += counts.sum(0)
 
     def read(self) -> WaveCounters:
-        """Return what was added."""
+        """Return the differences."""
         clusters, cluster_hits, blocks, block_hits, tokens, token_hits = (
             int(number) for number in self._looked_up[Stat.CLUSTERS : Stat.BAD]
         )
         return WaveCounters(
-            clusters, cluster_hits, blocks, block_hits, tokens, token_hits, (tokens - token_hits) * self._token_bytes,
-            int(self._changed[Change.ADMISSIONS]), int(self._changed[Change.EVICTIONS]),
-        )  # fmt: skip
+            clusters=clusters,
+            cluster_hits=cluster_hits,
+            blocks=blocks,
+            block_hits=block_hits,
+            tokens=tokens,
+            token_hits=token_hits,
+            host_bytes=(tokens - token_hits) * self._token_bytes,
+            admissions=int(self._changed[Change.ADMISSIONS]),
+            evictions=int(self._changed[Change.EVICTIONS]),
+        )
 
 
 # The ids of selected clusters on their way to the host, which looks them up there.
@@ -132,11 +139,7 @@ class _Copy:
 
 
 class _SelectedIds:
-    """Copies selections to the host beside what else the device computes.
-
-    Args:
-        runtime: of the device.
-    """
+    """Copies selections to the host beside what else the device computes."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
@@ -182,36 +185,44 @@ class Plans:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._room = _FEWEST_RUNS  # runs of a line: what was needed so far, and some more
+        self._run_capacity = _FEWEST_RUNS  # runs of a line: as many as were needed so far, and some more
 
     def lookup(self, control: Control, lines: Lines) -> tuple[ExecutionPlan, npt.NDArray[np.int64]]:
-        """Return how the execution buffer is put together, and what is to say of each line, by `Stat`."""
+        """Return how the execution buffer is put together, and the statistics of each line, by `Stat`."""
         packed, plan = self._packed(lines.count)
         control.lookup(lines, plan)
         needed = int(plan.stats[:, Stat.RUNS].max(initial=0))
-        if needed > self._room:
-            self._room = needed + needed // 4
+        if needed > self._run_capacity:
+            self._run_capacity = needed + needed // 4
             packed, plan = self._packed(lines.count)
             control.lookup(lines, plan)
         return self._uploaded(packed, lines), plan.stats
 
     def _packed(self, lines: int) -> tuple[Tensor, Plan]:
-        runs = lines * self._room
+        runs = lines * self._run_capacity
         packed = self._runtime.staging(_RUN_BYTES * runs + 8 * lines)
         src, rest = packed[: 8 * runs].view(torch.int64), packed[8 * runs :].view(torch.int32)
         arrays = rest.split([runs, runs, runs, lines, lines])
         kind, dst, tokens = (array.view(lines, -1).numpy() for array in arrays[:3])
         stats = np.zeros((lines, len(Stat)), np.int64)
         return packed, Plan(
-            src.view(lines, -1).numpy(), kind, dst, tokens, arrays[3].numpy(), arrays[4].numpy(), stats
-        )  # fmt: skip
+            src=src.view(lines, -1).numpy(),
+            kind=kind,
+            dst=dst,
+            tokens=tokens,
+            count=arrays[3].numpy(),
+            lens=arrays[4].numpy(),
+            stats=stats,
+        )
 
     def _uploaded(self, packed: Tensor, lines: Lines) -> ExecutionPlan:
-        count, runs = lines.count, lines.count * self._room
+        count, runs = lines.count, lines.count * self._run_capacity
         device = upload(packed, self._runtime.device)
         src = device[: 8 * runs].view(torch.int64).view(count, -1)
         kind, dst, tokens, number, lens = device[8 * runs :].view(torch.int32).split([runs, runs, runs, count, count])
-        shaped = CopyRuns(kind.view(count, -1), src, dst.view(count, -1), tokens.view(count, -1), number)
+        shaped = CopyRuns(
+            kind=kind.view(count, -1), src=src, dst=dst.view(count, -1), tokens=tokens.view(count, -1), count=number
+        )
         return ExecutionPlan(shaped, lens.view(lines.lengths.shape))
 
     def copies(self, changes: Changes) -> CopyRuns | None:
@@ -231,12 +242,12 @@ class Plans:
         src = device[: 8 * runs].view(torch.int64).view(lines, most)
         dst, tokens, count = device[8 * runs :].view(torch.int32).split([runs, runs, lines])
         kind = torch.full((lines, most), int(Source.STEADY), dtype=torch.int32, device=device.device)
-        return CopyRuns(kind, src, dst.view(lines, most), tokens.view(lines, most), count)
+        return CopyRuns(kind=kind, src=src, dst=dst.view(lines, most), tokens=tokens.view(lines, most), count=count)
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """A decision on its way: what was selected, where the answer goes, and what waits for it."""
+    """A pending decision: the selection, the memory of the answer, and the work that waits for it."""
 
     lines: Lines
     changes: Changes
@@ -244,7 +255,7 @@ class _Update:
 
 
 class WaveBuffer:
-    """See `kvcm.gpu_tier.manager.policy.BlockPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.residency.BlockPolicy` and `kvcm.gpu_tier.index.wave_index.SegmentSink`.
 
     Args:
         geometry: of the model's KV.
@@ -256,7 +267,8 @@ class WaveBuffer:
         runtime: of the device.
         max_requests: rows of the per-request tables.
         kernels: which implementation of the kernels.
-        control: who looks up and decides: native (C++), reference (Python) or auto (native if it can be built).
+        control: which implementation of the control: native (C++), reference (Python) or auto (native if it can be
+            built).
 
     Raises:
         ConfigError: there is no such control.
@@ -350,7 +362,7 @@ class WaveBuffer:
 
         Raises:
             ConfigError: the selection is not of clusters beside a steady zone.
-            StateError: a row has no buffer, or selects what is not known or has no room.
+            StateError: a row has no buffer, or selects an unknown cluster, or more than fits.
         """
         if selection.steady is None or selection.unit is not Unit.CLUSTER:
             raise ConfigError("selection", (selection.unit, selection.steady), "clusters beside a steady zone")
@@ -365,7 +377,7 @@ class WaveBuffer:
         return ResidencyPlan(device_slot=self._execution.table_of(batch.rows), execution=plan)
 
     def _plan(self, lines: Lines, sparse_mask: Tensor) -> tuple[ExecutionPlan, np.ndarray]:
-        """Return what is to be copied, made on the stream of the copies: it waits for nothing that was asked since."""
+        """Return the copies, made on the stream of the copies: it waits for nothing that was asked since."""
         runtime = self._runtime
         runtime.fence(self._announced or runtime.record("compute"), "h2d")
         self._announced = None
@@ -388,7 +400,15 @@ class WaveBuffer:
                 rows[:, row] = request, batch.lengths[row], selection.steady.firsts[row]
         if lengths[rows[2] < 0].any():
             raise StateError(f"one of the requests {list(batch.requests)} selects and has no buffer")
-        return Lines(self._tables[layer], rows[0], ids, lengths, rows[1], rows[2], self._execution.tokens_per_row)
+        return Lines(
+            tables=self._tables[layer],
+            requests=rows[0],
+            ids=ids,
+            lengths=lengths,
+            tokens=rows[1],
+            first=rows[2],
+            row_slots=self._execution.tokens_per_row,
+        )
 
     def _check(self, layer_id: int, lines: Lines, stats: np.ndarray) -> None:
         # A row that does not select may have any first token; its lines stay empty.

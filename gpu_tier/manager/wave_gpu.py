@@ -1,10 +1,9 @@
 """The wave buffer without the CPU: blocks of clusters are looked up and given up by the LRU diff, on the device.
 
 What `kvcm.gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks
-on the
-device, and the unit of the cache is the block, not the cluster; what is used last is kept (`lru_diff` with one item per
-block). Everything that is selected is in the cache after the step, so the cache holds at least the widest selection.
-Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
+on the device, and the unit of the cache is the block, not the cluster; the last used are kept (`lru_diff` with one
+item per block). Everything that is selected is in the cache after the step, so the cache holds at least the widest
+selection. Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
 
 A step and layer: `resolve` finds the blocks' places; those that were cached are read there, and the others on the host.
 `commit`, after attention, copies the latter out of the execution buffer into their places.
@@ -39,10 +38,6 @@ from kvcm.gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, Residency
 __all__ = ["WaveGpuBuffer", "WaveGpuCounters"]
 
 # The cluster mapping table on the device: which blocks each cluster of a request consists of, and where on the host.
-#
-# The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block
-# and a number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`:
-# from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
 
 _PAGE_TOKENS = 1024
 _ODD_CLUSTERS = 4  # more than the average says, of segments that end with a prompt or its prefix
@@ -52,14 +47,16 @@ _ID_BYTES = 4
 class _ClusterBlocks:
     """The tables of all layers and requests.
 
+    The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block
+    and a number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`:
+    from there a kernel expands selected clusters to their blocks (`kvcm.gpu_tier.kernels.cluster_expand`).
+
     Args:
-        geometry: of the model's KV.
         block_tokens: tokens of a block.
         tokens_per_centroid: tokens of a cluster on average; some segments have a cluster more.
         max_requests: rows of the per-request tables.
         max_tokens: most tokens of a request.
         total_tokens: most tokens of all requests together.
-        runtime: of the device.
 
     Attributes:
         most_blocks: more blocks no head of a request has.
@@ -90,10 +87,12 @@ class _ClusterBlocks:
         firsts, sizes, hosts = (
             part.unflatten(1, (heads, -1)) for part in ids.split([heads * width for width in widths], dim=1)
         )
-        return ClusterPages(self.pool.table, firsts, sizes, hosts, self._block_tokens)
+        return ClusterPages(
+            table=self.pool.table, firsts=firsts, sizes=sizes, hosts=hosts, block_tokens=self._block_tokens
+        )
 
     def reserve(self, request: int, n_tokens: int) -> None:
-        """Make room for a request of so many tokens.
+        """Allocate the tables of a request of so many tokens.
 
         Raises:
             PoolExhaustedError: there is none; what the request had stays.
@@ -120,7 +119,7 @@ class _ClusterBlocks:
             hosts: their blocks of the store: head after head, in each cluster after cluster.
 
         Raises:
-            StateError: no room was made for so many.
+            StateError: so many were not allocated.
         """
         heads, new = sizes.shape
         known, blocks = self._known.get((layer, request), (0, np.zeros(heads, np.int64)))
@@ -128,7 +127,7 @@ class _ClusterBlocks:
         added = counts.sum(1)
         pages = np.asarray(self.pool.held(request), np.int64)
         if known + new > len(pages) * self._page_clusters or (blocks + added).max() > len(pages) * self._page_blocks:
-            raise StateError(f"request {request} has room for {len(pages) * _PAGE_TOKENS} tokens of clusters only")
+            raise StateError(f"request {request} holds memory for {len(pages) * _PAGE_TOKENS} tokens of clusters only")
         firsts = blocks[:, None] + counts.cumsum(1) - counts
         clusters = np.broadcast_to(np.arange(known, known + new), (heads, new))
         of_clusters = np.repeat(np.arange(heads), new)
@@ -149,7 +148,7 @@ class _ClusterBlocks:
         table[page, head, place] = value.int()
 
     def pages(self, layer: int) -> ClusterPages:
-        """Return what is known of the clusters and blocks of the layer at a position."""
+        """Return the pages of the clusters and blocks of the layer at a position."""
         return self._layers[layer]
 
     @property
@@ -194,7 +193,7 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is the same in all layers of a step: which rows select, and the batch as the diff of blocks sees it."""
+    """Values that all layers of a step share: which rows select, and the batch as the diff of blocks sees it."""
 
     batch: ForwardBatch
     mask: Tensor
@@ -203,7 +202,7 @@ class _Rows:
 
 
 class WaveGpuBuffer:
-    """See `kvcm.gpu_tier.manager.policy.BlockPolicy` and `kvcm.gpu_tier.index.wave_segment.SegmentSink`.
+    """See `kvcm.gpu_tier.manager.residency.BlockPolicy` and `kvcm.gpu_tier.index.wave_index.SegmentSink`.
 
     Args:
         geometry: of the model's KV.
@@ -233,7 +232,7 @@ class WaveGpuBuffer:
         self._settings, self._store, self._arena, self._execution = settings, store, arena, execution
         self._runtime, self._kernels, self._debug_checks = runtime, kernels, debug_checks
         self._block = store.block_tokens
-        # Tokens whose slots follow each other wherever a block lies in the arena.
+        # Tokens whose slots follow each other at every position of a block in the arena.
         self._piece = gcd(self._block, geometry.page_size)
         self._fill = WaveFill(store, rows, runtime, kernels)
         self._tables = _ClusterBlocks(
@@ -275,7 +274,7 @@ class WaveGpuBuffer:
         self._store.hold(request, n_tokens)
 
     def cache_slots(self, n_tokens: int) -> int:
-        """See `BlockPolicy`: the same for all requests, and room to begin at a multiple of what lies together."""
+        """See `BlockPolicy`: the same for all requests, padded to begin at a multiple of contiguous tokens."""
         return self._capacity * self._block + self._piece - 1
 
     def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
@@ -342,7 +341,7 @@ class WaveGpuBuffer:
         return ResidencyPlan(self._execution.table_of(batch.rows), execution=ExecutionPlan(plan.runs, plan.lens))
 
     def _rows_of(self, batch: ForwardBatch, sparse_mask: Tensor) -> _Rows:
-        """Return what is the same in all layers of a step."""
+        """Return the values that all layers of a step share."""
         if self._last_rows is None or self._last_rows.batch is not batch or self._last_rows.mask is not sparse_mask:
             active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
             lengths = (self._items,) * batch.num_real
@@ -374,7 +373,14 @@ class WaveGpuBuffer:
         loaded = torch.zeros(*targets.shape[:2], self._capacity + 1, dtype=torch.uint8, device=targets.device)
         loaded.scatter_(-1, targets.where(targets >= 0, self._capacity).long(), value=1)
         evicted, slots = plan.evicted_items.contiguous(), self._slots
-        return BlockPlaces(plan.device_slot.contiguous(), loaded, evicted, slots, self._block, self._piece)
+        return BlockPlaces(
+            place=plan.device_slot.contiguous(),
+            loaded=loaded,
+            evicted=evicted,
+            slots=slots,
+            block_tokens=self._block,
+            piece=self._piece,
+        )
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
         """See `BlockPolicy`."""

@@ -5,7 +5,7 @@ A block holds the key rows, and in parallel the value rows, of up to bt tokens o
 
 1. `hold` sets aside what the clusters of n tokens take at worst, over all layers and heads. A cluster wastes less than
    a block, so t tokens in m clusters take at most (t + m·(bt-1)) / bt blocks.
-2. `take` gives out blocks of the account. What a segment needs less than was feared stays there for the next ones.
+2. `alloc_blocks` gives out blocks of the account. Blocks that a segment did not need stay there for the next ones.
 3. `release` gives everything back.
 """
 
@@ -58,7 +58,7 @@ class _Account:
 
 
 class WaveStore:
-    """Pinned blocks and who holds them.
+    """Pinned blocks and their owners.
 
     Attributes:
         block_tokens: tokens bt of a block.
@@ -177,19 +177,18 @@ class WaveStore:
 
 def _addressing(rows: list[int], block_tokens: int, slots: int) -> Addressing:
     bases = [sum(rows[:part]) * slots for part in range(len(rows))]
-    parts = tuple(PartStrides(base, row * block_tokens, row, 0, 0, row) for base, row in zip(bases, rows, strict=True))
+    parts = tuple(
+        PartStrides(base=base, page=row * block_tokens, token=row, layer=0, head=0, row_bytes=row)
+        for base, row in zip(bases, rows, strict=True)
+    )
     return Addressing(Layout.LAYER_FIRST, block_tokens, sum(rows) * slots, parts)
 
 
 # Puts the KV of a clustered segment into cluster order, and from there into the store.
-#
-# The rows are permuted on the device into a staging area of whole blocks (the unused end of a block is zeros); that
-# goes to the host in runs as long as the blocks of the store follow each other. Nobody waits: the copies run on `d2h`,
-# and `h2d`, where blocks are read, comes after them.
 
 
 class RawRows(Protocol):
-    """Reads a request's KV as bytes wherever it is; `KVReader` does."""
+    """Reads a request's KV as bytes from both pools; `KVReader` does."""
 
     def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
         """Return the rows of a part (0 for keys and latents, 1 for values), ``uint8 [n, H, row_bytes]``."""
@@ -197,6 +196,10 @@ class RawRows(Protocol):
 
 class WaveFill:
     """Fills blocks of a store.
+
+    The rows are permuted on the device into a staging area of whole blocks (the unused end of a block is zeros); that
+    goes to the host in runs as long as the blocks of the store follow each other. The host does not wait: the copies
+    run on `d2h`, and `h2d`, where blocks are read, comes after them.
 
     Args:
         store: the store.
@@ -260,7 +263,7 @@ class WaveFill:
         return runs.split(0, self._store.chunk_bytes)
 
     def _send(self, staged: Tensor, runs: Runs) -> None:
-        # Compute has staged the rows, and has waited for every fetch that read the blocks for those who had them.
+        # Compute has staged the rows, and has waited for every fetch that read the blocks for their former owners.
         self._runtime.fence(self._runtime.record("compute"), "d2h")
         with self._runtime.stream("d2h"):
             numbers = (torch.from_numpy(side) for side in (runs.src, runs.dst, runs.nbytes))

@@ -1,1 +1,1 @@
-"""Memory of the tier: pages on the device, pages on the host, and who holds them."""
+"""Memory of the tier: pages on the device, pages on the host, and their owners."""

@@ -1,8 +1,8 @@
-"""Pages of a pool: who holds them.
+"""Pages of a pool and their reference counts.
 
 Invariants:
 1. A page is free or has a reference count of at least one, never both.
-2. `free` is all or nothing: a page that nobody holds makes the call fail and changes nothing, so that a double free is
+2. `free` is all or nothing: a page that is not held makes the call fail and changes nothing, so that a double free is
    found where it happens and not where the page was given out twice.
 3. `alloc` is all or nothing too.
 """
@@ -45,7 +45,7 @@ class PagedAllocator:
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that are held."""
         return self.num_pages - self.available
 
     def alloc(self, n: int) -> list[int]:
@@ -72,12 +72,12 @@ class PagedAllocator:
         """Add a reference to each page.
 
         Raises:
-            AllocationError: nobody holds one of them; nothing was changed.
+            AllocationError: one of them is not held; nothing was changed.
         """
         pages = list(pages)
         for page in pages:
             if not self._is_held(page):
-                raise AllocationError(f"page {page} of the {self._name} cannot be shared: nobody holds it")
+                raise AllocationError(f"page {page} of the {self._name} cannot be shared: it is not held")
         for page in pages:
             self._references[page] += 1
 

@@ -14,7 +14,7 @@ while this layer computes. Rules:
    waits for what the compute stream was given until then, and for nothing else.
 2. A decoded token's codes go to the tail. When that is complete the compute stream copies it to the host, before the
    tail is written again and before any later pass brings the page back.
-3. `write` changes host memory with the CPU. Whoever calls it has read keys of the layer from the device, so that
+3. `write` changes host memory with the CPU. The caller has read keys of the layer from the device, so that
    nothing of the layer that was issued before is still on its way.
 """
 
@@ -93,7 +93,7 @@ class CodePages:
         runtime: of the device.
 
     Attributes:
-        pool: pages of the two buffers, and who holds which.
+        pool: pages of the two buffers, and their owners.
         tail: ``uint8 [layers, R + 1, page bytes]`` on the device.
         brought_bytes: bytes that were copied to the device for passes so far.
 
@@ -188,7 +188,7 @@ class CodePages:
             host[ids[0], : start % size] = tail[: start % size].cpu()
         tokens = torch.arange(start, stop)
         host[ids[tokens // size - first], tokens % size] = codes.cpu()
-        # Of a complete page, too: a step that is broken off and planned anew writes the tail to the host again.
+        # Of a complete page, too: a step that is broken off and planned again writes the tail to the host again.
         tail.copy_(upload(host[ids[-1]], tail.device))
 
     def append(self, layer: int, where: Appending, codes: Tensor) -> None:
@@ -234,7 +234,13 @@ class CodePages:
                 tails.append((request, self.page(request, complete * self.page_tokens)))
         first_page, counts = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
         requests, ids = upload(torch.tensor(tails, dtype=torch.int64).view(-1, 2), self._runtime.device).unbind(1)
-        return CodeWindow(first_page, counts, requests, ids, sum(pages for _, pages in runs))
+        return CodeWindow(
+            first_page=first_page,
+            pages=counts,
+            tails=requests,
+            tail_pages=ids,
+            num_pages=sum(pages for _, pages in runs),
+        )
 
     def codes(self, layer: int, window: CodeWindow) -> Tensor:
         """Return ``uint8 [pages + 1, page_tokens, H, m]`` with the window's pages of a layer.

@@ -68,7 +68,7 @@ class ReqToTokenPool:
         """Take a certain row, for a second table that follows another one.
 
         Raises:
-            AllocationError: somebody holds the row.
+            AllocationError: the row is held.
         """
         if request not in self._free:
             raise AllocationError(f"request row {request} is taken")
@@ -79,7 +79,7 @@ class ReqToTokenPool:
         """Empty a row and give it back.
 
         Raises:
-            AllocationError: nobody holds the row.
+            AllocationError: the row is not held.
         """
         self._check_held(request)
         self._held.remove(request)
@@ -96,7 +96,7 @@ class ReqToTokenPool:
 
         Raises:
             ConfigError: the tokens do not fit into a row.
-            AllocationError: nobody holds the row.
+            AllocationError: the row is not held.
         """
         self._check_held(request)
         stop = start + slots.shape[0]
@@ -108,7 +108,7 @@ class ReqToTokenPool:
         """Say where single tokens of several requests lie, -1 for those that left the device.
 
         Raises:
-            AllocationError: nobody holds one of the rows.
+            AllocationError: one of the rows is not held.
         """
         for request in requests:
             self._check_held(request)
@@ -119,7 +119,7 @@ class ReqToTokenPool:
         """Take note that the tokens start to stop - 1 left the device.
 
         Raises:
-            AllocationError: nobody holds the row.
+            AllocationError: the row is not held.
         """
         self._check_held(request)
         self.table[request, start:stop] = -1

@@ -17,26 +17,25 @@ from kvcm.gpu_tier.runtime import DeviceRuntime
 
 __all__ = ["HostKVPool", "HostPages", "PageState"]
 
-# Pages of the host pool: what is in them, and which of them outlive their requests.
-#
-#                 alloc            filled           begin_write
-#     FREE ─────────────► FILLING ────────► VALID ◄────────────► WRITING_L3
-#      ▲                     │                │     end_write
-#      └─────────────────────┴────────────────┘  free of the last reference, or eviction
-#
-# Invariants:
-# 1. A page in WRITING_L3 is held: `begin_write` takes a reference of its own and `end_write` drops it. Whoever lets
-#   bytes
-#    arrive in a FILLING page holds a reference of its own likewise, so that an aborted request cannot give the page
-#      away.
-# 2. A page with a key is VALID or WRITING_L3, and a key names one page.
-# 3. A VALID page with a key and without references stays readable until `alloc` needs it; the least recently held
-#   goes
-#    first. It counts as available.
+# Pages of the host pool: their content, and which of them outlive their requests.
 
 
 class PageState(StrEnum):
-    """What is in a host page."""
+    """Content of a host page.
+
+                    alloc            filled           begin_write
+        FREE ─────────────► FILLING ────────► VALID ◄────────────► WRITING_L3
+         ▲                     │                │     end_write
+         └─────────────────────┴────────────────┘  free of the last reference, or eviction
+
+    Invariants:
+    1. A page in WRITING_L3 is held: `begin_write` takes a reference of its own and `end_write` drops it. The owner that
+       lets bytes arrive in a FILLING page holds a reference of its own likewise, so that an aborted request cannot give
+       the page away.
+    2. A page with a key is VALID or WRITING_L3, and a key names one page.
+    3. A VALID page with a key and without references stays readable until `alloc` needs it; the least recently held
+       goes first. It counts as available.
+    """
 
     FREE = "free"
     FILLING = "filling"
@@ -64,7 +63,7 @@ class HostPages(PagedAllocator):
 
     @property
     def available(self) -> int:
-        """Pages that `alloc` can give out: the free ones, and cached ones that nobody holds."""
+        """Pages that `alloc` can give out: the free ones, and cached ones that are not held."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -95,7 +94,7 @@ class HostPages(PagedAllocator):
 
         Raises:
             StateError: one of them is not VALID, or twice among them; nothing was changed.
-            AllocationError: nobody holds one of them.
+            AllocationError: one of them is not held.
         """
         pages = list(pages)
         if len(set(pages)) < len(pages) or any(self._state[page] is not PageState.VALID for page in pages):
@@ -248,14 +247,6 @@ class HostKVPool:
         rows = pool_rows(self.data, self.addressing, part, layer, self.geometry.num_kv_heads)
         slots = slots.long().to(self.data.device)
         return rows[slots // self.geometry.page_size, slots % self.geometry.page_size]
-
-    def cache(self, page: int, key: Hashable) -> int:
-        """See `HostPages.cache`."""
-        return self.allocator.cache(page, key)
-
-    def lookup(self, key: Hashable) -> int | None:
-        """See `HostPages.lookup`."""
-        return self.allocator.lookup(key)
 
     def add_sidecar(self, name: str, page_bytes: int) -> None:
         """Reserve bytes beside each page.

@@ -58,7 +58,7 @@ class _Mapping(mmap.mmap):
     """Anonymous memory that takes its registrations back before it is unmapped.
 
     A registration outlives the memory that it names: what the system puts there next would be taken for pinned, and
-    the device would read pages that nobody writes any more. `PinnedMemory.close` is how it should end; this is for
+    the device would read pages that are no longer written. `PinnedMemory.close` is how it should end; this is for
     owners that were forgotten.
     """
 
@@ -88,7 +88,7 @@ class _Mapping(mmap.mmap):
         if not getattr(self, "registered", None) or sys.is_finalizing():
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # nobody is left who could say that the last copy has ended
+            torch.cuda.synchronize(self.device)  # no owner is left that could say that the last copy has ended
         self.unregister()
 
 
@@ -178,7 +178,7 @@ def _check_fits(nbytes: int) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    # CUDA keeps the error of a failed call until somebody reads it: the next launch of torch would be blamed.
+    # CUDA keeps the error of a failed call until it is read: the next launch of torch would be blamed.
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
 

@@ -1,11 +1,11 @@
-"""Memory of the representations: pages of fixed bytes per layer, and who holds them.
+"""Memory of the representations: pages of fixed bytes per layer, and their owners.
 
 A page covers `page_tokens` consecutive tokens of one request in all layers. The kernels that score read a layer's pages
 through the table of the requests, so no page is ever copied to be scored. Two properties matter to callers:
 
 1. A page is filled with the pool's fill bytes when a request gets it: nothing of its former holder is left.
-2. One page behind the last, the *spare* page, belongs to nobody. What padding rows of a CUDA graph write goes there, so
-   that a write needs no branch and no length on the host. Nothing reads it.
+2. One page behind the last, the *spare* page, belongs to no request. Padding rows of a CUDA graph write there, so that
+   a write needs no branch and no length on the host. Nothing reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RepresentationPool:
 
     Attributes:
         table: ``int32 [R, Pmax]`` pages of each request in the order of its tokens, -1 where it has none.
-        allocator: who holds which page.
+        allocator: owners of the pages.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RepresentationPool:
 
     @property
     def spare_page(self) -> int:
-        """The page that belongs to nobody."""
+        """The page that belongs to no request."""
         return self.num_pages
 
     @property

@@ -29,9 +29,7 @@ from kvcm.gpu_tier.types import CopyRuns, Source
 
 __all__ = ["Engine", "KVTransfer", "Runs", "TransferCounters", "copy_runs", "slot_pairs"]
 
-# Which bytes a transfer moves, as contiguous runs: what a copy engine wants to be told.
-#
-# Runs are merged over heads, tokens and pages wherever both pools are contiguous there. Only for indices on the host.
+# The bytes that a transfer moves, as contiguous runs for a copy engine.
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,6 +37,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Contiguous copies.
+
+    Runs are merged over heads, tokens and pages where both pools are contiguous there. Only for indices on the host.
 
     Attributes:
         src: ``int64 [n]`` first byte of each in the pool that is read.
@@ -268,7 +268,16 @@ class KVTransfer:
             ConfigError: shapes do not fit, a layer is not held here, or dma was asked for with indices on the device.
         """
         host, device = self._sides()
-        job = self._job(host, device, host_slots, device_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=host,
+            dst=device,
+            src_idx=host_slots,
+            dst_idx=device_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _H2D, engine)
 
     def store(
@@ -277,7 +286,16 @@ class KVTransfer:
     ) -> None:  # fmt: skip
         """Copy items from the device to the host; see `load`."""
         host, device = self._sides()
-        job = self._job(device, host, device_slots, host_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=device,
+            dst=host,
+            src_idx=device_slots,
+            dst_idx=host_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _D2H, engine)
 
     def move(
@@ -286,7 +304,16 @@ class KVTransfer:
     ) -> None:  # fmt: skip
         """Copy items inside the device; no target may be a source of the same call. See `load`."""
         _, device = self._sides()
-        job = self._job(device, device, src_slots, dst_slots, layers, count, per_head, unit_tokens)
+        job = self._job(
+            src=device,
+            dst=device,
+            src_idx=src_slots,
+            dst_idx=dst_slots,
+            layers=layers,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
         self._run(job, _D2D, engine)
 
     def gather(self, sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns) -> None:
@@ -317,13 +344,22 @@ class KVTransfer:
         per_head: bool, unit_tokens: int,
     ) -> _Job:  # fmt: skip
         positions = tuple((src.position(layer), dst.position(layer)) for layer in layers)
-        return _Job(src, dst, src_idx, dst_idx, positions, count, per_head, unit_tokens)
+        return _Job(
+            src=src,
+            dst=dst,
+            src_idx=src_idx,
+            dst_idx=dst_idx,
+            layers=positions,
+            count=count,
+            per_head=per_head,
+            unit_tokens=unit_tokens,
+        )
 
     def _run(self, job: _Job, direction: int, engine: Engine) -> None:
         if engine is Engine.DMA and not _on_host(job):
             raise ConfigError("engine", engine.value, "needs indices on the host")
-        worth_a_look = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
-        runs = self._runs(job) if engine is Engine.DMA or worth_a_look else None
+        may_use_copies = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
+        runs = self._runs(job) if engine is Engine.DMA or may_use_copies else None
         if runs is None or (engine is Engine.AUTO and runs.mean_bytes < _DMA_RUN_BYTES):
             self._by_kernel(job, direction)
         else:

@@ -104,7 +104,7 @@ class Match:
     keys: Sequence[int]
 
 
-@staged("match")
+@staged("match", "match.py:match")
 async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | None = None) -> Match:
     """Answer a query.
 

@@ -542,7 +542,7 @@ _ChecksumsByKey = Mapping[int, Mapping[str, int]]
 """Checksums by name of the part, by key."""
 
 
-@staged("store")
+@staged("store", "settling.py:settle")
 async def apply_decision(
     cache: InstanceCache, session: WriteSession, now: float, note: Callable[[Sequence[Change]], None]
 ) -> FinishedWrite:
@@ -1315,7 +1315,7 @@ class WriteSessions:
                 self._usage.settle(reservation, cache.index)
                 self.check_watermarks(group)
 
-    @staged("allocate")
+    @staged("allocate", "sessions.py:_allocate")
     async def _allocate(
         self,
         cache: InstanceCache,
@@ -1341,7 +1341,7 @@ class WriteSessions:
         self._usage.rejections[group.name] += 1
         self._on_pressure(group.name)
 
-    @staged("plan")
+    @staged("plan", "sessions.py:_reserved_plan")
     async def _reserved_plan(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> tuple[WritePlan, Reservation | None]:
@@ -1452,7 +1452,7 @@ class WriteSessions:
                 await uninterrupted(self._endings.abort(cache, session))
             raise
 
-    @staged("store")
+    @staged("store", "sessions.py:_store")
     async def _store(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
     ) -> set[int]:

@@ -1,4 +1,4 @@
-"""`kvcm account`: people who log in with a password."""
+"""`kvcm account`, `kvcm key`, `kvcm login` and `kvcm whoami`: authentication and permissions of users and engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvcm.commands.connection import Connection, account_names, group_names, key_ids
-from kvcm.commands.options import AsJson, Yes, confirm, noun, prompt_password, with_options
+from kvcm.commands.options import AsJson, Yes, confirm, noun, one_of, prompt_password, with_options
 from kvcm.commands.output import format_expiry, plain, print_below, print_fields, print_json, print_table, private_file
-from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.units import parse_duration
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import admin_service_pb2 as pb
@@ -21,7 +20,7 @@ from kvcm.terminal.exit_codes import exit_on_call_errors
 
 __all__ = ["PasswordFile", "account_app", "key_app", "login", "whoami"]
 
-account_app = noun("account", "Accounts of people, who log in with a password; programs have keys.")
+account_app = noun("account", "Accounts of people with passwords; programs have keys.")
 PasswordFile = Annotated[
     Path | None,
     typer.Option(
@@ -55,8 +54,7 @@ def add_account(
 ) -> None:
     """Add an account; `kvcm login NAME` makes a key of its password."""
     with exit_on_call_errors():
-        if role not in _ROLES:
-            raise InvalidArgumentError(f"--role is {role!r}, must be one of {', '.join(_ROLES)}")
+        one_of("--role", role, _ROLES)
         password = prompt_password(password_file, is_new=True)
         request = pb.AddAccountRequest(user_name=name, password=password, role=_ROLES[role])
         connection.admin().call("AddAccount", request, pb.CommonResponse)
@@ -73,7 +71,7 @@ def set_password(
         typer.Option(
             "--old-password-file",
             metavar="FILE",
-            help="File with the present password; it is wanted of whoever is logged in as the account.",
+            help="File with the present password; needed when the account changes its own password.",
         ),
     ] = None,
 ) -> None:
@@ -101,7 +99,7 @@ def remove_account(
         connection.admin().call("DeleteAccount", pb.DeleteAccountRequest(user_name=name), pb.CommonResponse)
 
 
-# `kvcm key`, `login` and `whoami`: who may call, and as whom this command line does.
+# `kvcm key`, `login` and `whoami`.
 
 key_app = noun("key", "Keys of engines and programs: what they may do, and until when.")
 _KEY_ROLES: Mapping[str, access_pb.Role] = {
@@ -136,7 +134,7 @@ def list_keys(
     logins: Annotated[bool, typer.Option("--logins", help="Also the keys that logins made.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the keys that have not ended; nobody can see their secrets any more."""
+    """List the keys that have not ended, without their secrets."""
     with exit_on_call_errors():
         answer = connection.admin().call(
             "ListKeys", access_pb.ListKeysRequest(with_logins=logins), access_pb.ListKeysResponse
@@ -187,7 +185,7 @@ def create_key(
         typer.Option(
             "--certificate-name",
             metavar="NAME",
-            help="Let in whoever shows a client certificate of this URI, DNS name or email, instead of a secret.",
+            help="Authenticate by client certificates of this URI, DNS name or email, instead of a secret.",
         ),
     ] = "",
     out: Out = None,
@@ -198,9 +196,9 @@ def create_key(
     with exit_on_call_errors():
         request = access_pb.CreateKeyRequest(
             name=name,
-            role=_KEY_ROLES[_one_of("--role", role, _KEY_ROLES)],
+            role=_KEY_ROLES[one_of("--role", role, _KEY_ROLES)],
             instance_groups=groups or (),
-            verbs=[_VERBS[_one_of("--verb", verb, _VERBS)] for verb in verbs or ()],
+            verbs=[_VERBS[one_of("--verb", verb, _VERBS)] for verb in verbs or ()],
             ttl_seconds=parse_duration(ttl),
             certificate_name=certificate_name,
         )
@@ -231,7 +229,7 @@ def rotate_key(
             key_id=key_id, overlap_seconds=parse_duration(overlap), ttl_seconds=parse_duration(ttl)
         )
         if not request.overlap_seconds:
-            confirm(f"End key {key_id} at once, before anybody has the new one?", yes=yes)
+            confirm(f"End key {key_id} at once, before engines have the new one?", yes=yes)
         with _output(out, force=force) as file:
             answer = connection.admin().call("RotateKey", request, access_pb.CreateKeyResponse)
             _write(answer, file)
@@ -241,7 +239,7 @@ def rotate_key(
 @key_app.command("revoke")
 @with_options
 def revoke_key(connection: Connection, key_id: KeyId, yes: Yes = False) -> None:
-    """End a key at once: whoever shows it is turned away."""
+    """End a key at once: requests that show it are rejected."""
     confirm(f"End key {key_id}?", yes=yes)
     with exit_on_call_errors():
         connection.admin().call("RevokeKey", access_pb.RevokeKeyRequest(key_id=key_id), admin_pb.CommonResponse)
@@ -272,13 +270,13 @@ def login(
 
 @with_options
 def whoami(connection: Connection, as_json: AsJson = False) -> None:
-    """Show whom the manager takes this command line for, and what that one may do."""
+    """Show the principal of this command line, and its permissions."""
     with exit_on_call_errors():
         answer = connection.admin().call("WhoAmI", access_pb.WhoAmIRequest(), access_pb.WhoAmIResponse)
     if as_json:
         print_json(plain(answer))
     elif not answer.is_required:
-        typer.echo("the manager asks nobody for a key: everybody may do everything (kvcm.auth.mode is off)")
+        typer.echo("authentication is disabled: all clients may do everything (kvcm.auth.mode is off)")
     else:
         print_fields(_fields(answer.key))
 
@@ -321,12 +319,6 @@ def _verbs(key: access_pb.Key) -> str:
     if key.role != access_pb.ROLE_ENGINE:
         return ""
     return ", ".join(name for name, number in _VERBS.items() if number in key.verbs or not key.verbs)
-
-
-def _one_of(option: str, value: str, allowed: Mapping[str, int]) -> str:
-    if value not in allowed:
-        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
-    return value
 
 
 # ── secrets ──

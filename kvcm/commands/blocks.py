@@ -1,11 +1,11 @@
-"""`kvcm get` and `kvcm trim`: where the blocks of a prompt lie, and how to be rid of many."""
+"""`kvcm get`, `kvcm trim` and `kvcm pin`: locations of the blocks of a prompt, removal of many blocks, pins."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
@@ -29,7 +29,7 @@ from kvcm.terminal.tables import format_time
 
 __all__ = ["Prompt", "get", "instance_info", "numbers", "pin_app", "trim"]
 
-# Blocks as a command line names them: by their keys, or by the tokens whose KV they hold.
+# A prompt on the command line: by block keys, or by tokens.
 
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _MOST_FILE_CHARACTERS = 1 << 30
@@ -69,9 +69,7 @@ class Prompt:
             raise InvalidArgumentError(f"give one of --tokens, --tokens-file, --keys and --keys-file, not {len(given)}")
         ((name, text),) = given.items()
         values = numbers(f"--{name}", _read(text) if name.endswith("-file") else text)
-        if name.startswith("keys"):
-            return values
-        return _hashed(values, block_size)
+        return values if name.startswith("keys") else _keys_of_tokens(values, block_size)
 
     def _texts(self) -> dict[str, str]:
         return {
@@ -82,7 +80,7 @@ class Prompt:
         }
 
 
-def _hashed(tokens: Sequence[int], block_size: int) -> list[int]:
+def _keys_of_tokens(tokens: Sequence[int], block_size: int) -> list[int]:
     if block_size <= 0:
         raise InvalidArgumentError(
             f"the instance has block_size {block_size}, so that tokens make no keys: give --keys or --keys-file"
@@ -132,7 +130,7 @@ def instance_info(client: AdminClient, instance: str) -> admin_pb.InstanceInfo:
     return client.call("GetInstanceInfo", request, admin_pb.GetInstanceInfoResponse).instance_info
 
 
-# `kvcm pin`: prefixes that are kept from eviction.
+# `kvcm pin`.
 
 pin_app = noun("pin", "Prefixes that are kept from eviction.")
 Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Id of the instance.", autocompletion=instance_ids)]
@@ -162,7 +160,7 @@ def add_pin(
     connection: Connection,
     instance: Instance,
     prompt: Prompt,
-    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Who pins; shown in lists.")],
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Name of the owner, shown in lists.")],
     ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="For how long, at most 30d: as in 90s, 15m, 12h.")],
     as_json: AsJson = False,
 ) -> None:
@@ -204,31 +202,33 @@ def remove_pin(
         connection.data().call("UnpinPrefix", request, meta_pb.CommonResponse)
 
 
-_PAGE_KEYS = 4096
+# `kvcm get` and `kvcm trim`.
+
+_BATCH_KEYS = 4096
 _MISSING = "missing"
 _MOST_SECONDS = (1 << 31) - 1
 
 
 class Block(NamedTuple):
-    """A block as it lies in its best place; texts are empty where there is none.
+    """A block and its best location; texts are empty without one.
 
     Attributes:
         state: serving, writing or missing.
-        places: how many places it has.
-        size_bytes: in the best of them.
-        uri: of its first part there.
+        locations: how many it has.
+        size_bytes: of the best one.
+        uri: of the first spec there.
     """
 
     key: int
     state: str = _MISSING
     storage: str = ""
-    places: int = 0
+    locations: int = 0
     size_bytes: int = 0
     uri: str = ""
 
 
 class Run(NamedTuple):
-    """Neighbouring blocks that lie alike; the first position counts from 0."""
+    """Consecutive blocks with the same state, storage and number of locations; positions count from 0."""
 
     start: int
     blocks: list[Block]
@@ -238,14 +238,14 @@ class Run(NamedTuple):
 def get(connection: Connection, instance: Instance, prompt: Prompt, as_json: AsJson = False) -> None:
     """Show where the blocks of a prompt lie, and how much of it an engine could load.
 
-    Looking is no access: what is evicted next stays as it is.
+    This does not count as an access: the order of eviction stays as it is.
     """
     with exit_on_call_errors():
         admin = connection.admin()
         block_size = instance_info(admin, instance).block_size
         keys = prompt.block_keys(block_size)
-        with progress("blocks", len(keys)) as told:
-            blocks = list(_look_up(admin, instance, keys, told))
+        with progress("blocks", len(keys)) as show:
+            blocks = list(_find_blocks(admin, instance, keys, show))
             matched = _matched(connection.data(), instance, keys)
     if as_json:
         print_json(_report(blocks, matched, block_size))
@@ -253,45 +253,52 @@ def get(connection: Connection, instance: Instance, prompt: Prompt, as_json: AsJ
         _print_runs(blocks, matched, block_size)
 
 
-def _look_up(client: AdminClient, instance: str, keys: Sequence[int], told: Any) -> Iterator[Block]:
-    for start in range(0, len(keys), _PAGE_KEYS):
-        page = keys[start : start + _PAGE_KEYS]
-        request = admin_pb.GetCacheMetaRequest(instance_id=instance, block_keys=page, detail_level=1)
+def _find_blocks(
+    client: AdminClient, instance: str, keys: Sequence[int], show: Callable[[int], None]
+) -> Iterator[Block]:
+    for start in range(0, len(keys), _BATCH_KEYS):
+        batch = keys[start : start + _BATCH_KEYS]
+        request = admin_pb.GetCacheMetaRequest(instance_id=instance, block_keys=batch, detail_level=1)
         answer = client.call("GetCacheMeta", request, admin_pb.GetCacheMetaResponse)
-        for key, text in zip(page, answer.metas, strict=True):
+        for key, text in zip(batch, answer.metas, strict=True):
             yield _block(key, json.loads(text))
-        told(start + len(page))
+        show(start + len(batch))
 
 
 def _block(key: int, meta: dict[str, Any]) -> Block:
-    places = meta.get("locations") or []
-    if not places:
+    locations = meta.get("locations") or []
+    if not locations:
         return Block(key)
-    best, parts = places[0], places[0]["location_specs"]
-    state = best["status"].removeprefix("CLS_").lower()
-    uri = parts[0]["uri"] if parts else ""
-    return Block(key, state, best["storage"], len(places), int(best["size"]), uri)
+    best, specs = locations[0], locations[0]["location_specs"]
+    return Block(
+        key,
+        state=best["status"].removeprefix("CLS_").lower(),
+        storage=best["storage"],
+        locations=len(locations),
+        size_bytes=int(best["size"]),
+        uri=specs[0]["uri"] if specs else "",
+    )
 
 
 def _matched(client: AdminClient, instance: str, keys: Sequence[int]) -> int:
-    """Return the length of the prefix that can be read now, asked without that it counts as an access."""
+    """Return the length of the prefix that can be read now, without an access."""
     found = 0
-    for start in range(0, len(keys), _PAGE_KEYS):
-        page = keys[start : start + _PAGE_KEYS]
+    for start in range(0, len(keys), _BATCH_KEYS):
+        batch = keys[start : start + _BATCH_KEYS]
         request = meta_pb.GetCacheLocationLenRequest(
-            instance_id=instance, block_keys=page, query_type=meta_pb.QT_PREFIX_MATCH, peek=True
+            instance_id=instance, block_keys=batch, query_type=meta_pb.QT_PREFIX_MATCH, peek=True
         )
         length = client.call("GetCacheLocationLen", request, meta_pb.GetCacheLocationLenResponse).cache_location_len
         found += length
-        if length < len(page):
+        if length < len(batch):
             break
     return found
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[Run]:
     start = 0
-    for _, alike in groupby(blocks, key=lambda block: (block.state, block.storage, block.places)):
-        run = list(alike)
+    for _, same in groupby(blocks, key=lambda block: (block.state, block.storage, block.locations)):
+        run = list(same)
         yield Run(start, run)
         start += len(run)
 
@@ -303,7 +310,7 @@ def _print_runs(blocks: Sequence[Block], matched: int, block_size: int) -> None:
         size = format_size(sum(block.size_bytes for block in run))
         uris = run[0].uri if start == last else f"{run[0].uri}\n{run[-1].uri}".strip()
         rows.append(
-            (f"{start:,}–{last:,}", f"{len(run):,}", run[0].state, run[0].storage, str(run[0].places), size, uris)
+            (f"{start:,}–{last:,}", f"{len(run):,}", run[0].state, run[0].storage, str(run[0].locations), size, uris)
         )
     columns = ("blocks", "number", "state", "storage", "places", "bytes", "first and last")
     print_table(columns, rows, words=("state", "storage", "first and last"))
@@ -322,7 +329,7 @@ def _report(blocks: Sequence[Block], matched: int, block_size: int) -> dict[str,
                 "blocks": len(run),
                 "state": run[0].state,
                 "storage": run[0].storage,
-                "places": run[0].places,
+                "places": run[0].locations,
                 "bytes": sum(block.size_bytes for block in run),
                 "first_key": str(run[0].key),
                 "last_key": str(run[-1].key),
@@ -354,7 +361,7 @@ def trim(
     ] = "",
     yes: Yes = False,
 ) -> None:
-    """Remove many blocks of an instance at once: all of them, or those written in a span of time."""
+    """Remove many blocks of an instance at once: all of them, or those written in a period of time."""
     with exit_on_call_errors():
         by_time = bool(written_from or written_before)
         if everything + metadata_only + by_time != 1:

@@ -1,4 +1,4 @@
-"""How commands reach a manager: where it is, which key is shown, whom to trust."""
+"""The options with which commands reach a manager (address, API key, certificates), and the completion of names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PANEL = "Connection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Options of every command that asks a manager. A key is never one of them: everybody sees a command line."""
+    """Options of every command that calls a manager. A key is never one of them: other users see command lines."""
 
     manager: Annotated[
         str,
@@ -59,7 +59,7 @@ class Connection:
             rich_help_panel=_PANEL,
             envvar="KVCM_DATA_MANAGER",
             metavar="URL",
-            help="HTTP address of its data port, for what goes there; the manager tells it otherwise.",
+            help="HTTP address of its data port, for calls of engines; by default the one that the manager advertises.",
         ),
     ] = ""
     key_file: Annotated[
@@ -107,26 +107,27 @@ class Connection:
         """Return a client of the admin port.
 
         Raises:
-            InvalidArgumentError: an address is none, the key file is readable by others, or a certificate is unusable.
+            InvalidArgumentError: an address is malformed, other users can read the key file, or a certificate is
+                unusable.
             OSError: a file cannot be read.
         """
         return self._client(self.manager)
 
     def data(self) -> AdminClient:
-        """Return a client of the data port, which the admin port tells unless `--data-manager` does.
+        """Return a client of the data port: that of `--data-manager`, else the one that the manager advertises.
 
         Raises:
-            NotReadyError: the manager cannot be asked, or does not know of a data port.
+            NotReadyError: the manager is unavailable, or advertises no data port.
             InvalidArgumentError, OSError: as for `admin`.
         """
         return self._client(self.data_manager or self._advertised_data_url())
 
     def at(self, url: str) -> AdminClient:
-        """Return a client of another address, which is shown the same key."""
+        """Return a client of another address, with the same key."""
         return self._client(url)
 
     def without_key(self) -> AdminClient:
-        """Return a client of the admin port that shows no key, for a login."""
+        """Return a client of the admin port without a key, for a login."""
         return AdminClient(self.manager, tls=self._tls(self.manager))
 
     def _client(self, url: str) -> AdminClient:
@@ -150,7 +151,7 @@ class Connection:
                 "give --data-manager"
             )
         parts = urlsplit(self.manager)
-        # Whoever answers is reached by the name that was given; what it calls itself may mean nothing here.
+        # This manager is reached by the host that was given; its own name for itself may not resolve here.
         host = parts.hostname if answer.self_node_id == answer.leader_node_id else endpoint.host
         shown = f"[{host}]" if host and ":" in host else host
         return f"{parts.scheme}://{shown}:{endpoint.meta_http_port}"
@@ -177,9 +178,9 @@ class Connection:
         return None if path is None else str(path)
 
 
-# Names that the shell completes, asked of the manager. Whatever goes wrong, there are no proposals and no words.
+# Names that the shell completes, from the manager. After an error there are no proposals and no message.
 
-_SECONDS = 1.0  # somebody waits with a finger on the key
+_SECONDS = 1.0  # the user waits with a finger on the key
 _Completion = Callable[[typer.Context, str], list[str]]
 
 
@@ -187,7 +188,7 @@ def _completing(names: Callable[[AdminClient], Iterable[str]]) -> _Completion:
     def complete(context: typer.Context, incomplete: str) -> list[str]:
         try:
             found = sorted(names(_connection(context.params).admin()))
-        except Exception:  # the shell has no place for what went wrong
+        except Exception:  # the shell cannot show errors
             return []
         return [name for name in found if name.startswith(incomplete)]
 

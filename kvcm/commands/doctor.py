@@ -1,4 +1,4 @@
-"""`kvcm doctor`: everything that is commonly wrong, looked at once."""
+"""`kvcm doctor`: checks of settings, host and a running manager, as one table."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def doctor(
 ) -> None:
     """Check settings, data directory, ports, certificates, the shared store, clocks, storages and a running manager.
 
-    Give the options that `kvcm serve` gets, on its host. With --manager and none of them, only what that manager says
-    is looked at. Nothing is changed. Exit code 0: nothing fails, though there may be warnings; 1: something fails.
+    Give the options that `kvcm serve` gets, on its host. With --manager and none of them, only that manager's answers
+    are checked. Nothing is changed. Exit code 0: nothing fails, though there may be warnings; 1: something fails.
     """
-    # These open stores and storages as a manager does: every other command starts without.
+    # These open stores and storages as a manager does: other commands start faster without.
     from kvcm.doctor.checks import check_settings
     from kvcm.doctor.host import read_settings
     from kvcm.doctor.manager import check_manager
@@ -46,7 +46,7 @@ def doctor(
     settings, found = read_settings(config_file, [*options, *(env or ())], os.environ)
     is_elsewhere = connection.manager != ADMIN_URL and settings == Settings()
     if is_elsewhere:
-        found = [ok("settings", f"none are given: only what {connection.manager} says is looked at")]
+        found = [ok("settings", f"none are given: only the answers of {connection.manager} are checked")]
     elif settings is not None:
         found += check_settings(settings)
     with exit_on_call_errors():
@@ -66,7 +66,8 @@ def doctor(
 
 
 def _client(connection: Connection, settings: Settings | None) -> tuple[AdminClient, bool]:
-    """Return a client of the manager that is asked for, else of the one that the settings would start."""
+    """Return a client of the manager that was given, else of the one that the settings start; and whether it has to
+    run."""
     if connection.manager != ADMIN_URL or settings is None or not settings.admin_http_port:
         return connection.admin(), True
     host = settings.bind_address

@@ -1,19 +1,18 @@
-"""`kvcm group`: instance groups, what they may use and what they use."""
+"""`kvcm group`, `kvcm usage` and `kvcm quota`: instance groups, their usage and limits, and global quotas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvcm.commands.connection import Connection, group_names, quota_names, storage_names
-from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_options
+from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, one_of, with_options
 from kvcm.commands.output import (
     changes,
     console,
+    enum_names,
     plain,
     plain_fields,
     print_below,
@@ -38,7 +37,7 @@ from kvcm.terminal.tables import print_usage
 
 __all__ = ["GroupOptions", "group_app", "group_usage", "quota_app"]
 
-# How a group is configured from a command line: what is given is written into the message, everything else stays.
+# Options of a group: those that are given are written into its message, the other fields stay.
 
 _DEFAULT_HIGH = 0.8
 _DEFAULT_DELAY_MS = 1000
@@ -54,7 +53,7 @@ _PREFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
-    """Options of `kvcm group create` and `update`; what is None stays as it is."""
+    """Options of `kvcm group create` and `update`; fields of options that are None stay as they are."""
 
     storages: Annotated[
         list[str] | None,
@@ -91,7 +90,7 @@ class GroupOptions:
         typer.Option(
             "--guarantee",
             metavar="STORAGE=SIZE",
-            help="What no other group may take on a storage, STORAGE=none for nothing; repeatable.",
+            help="Bytes on a storage that no other group may use, STORAGE=none for nothing; repeatable.",
         ),
     ] = None
     pin_budget: Annotated[
@@ -103,7 +102,7 @@ class GroupOptions:
     ttl: Annotated[
         str | None,
         typer.Option(
-            "--ttl", metavar="TIME", help="Age at which blocks leave although there is room, as in 12h; 0 is never."
+            "--ttl", metavar="TIME", help="Age at which blocks leave although there is space, as in 12h; 0 is never."
         ),
     ] = None
     high: Annotated[
@@ -134,10 +133,10 @@ class GroupOptions:
     user_data: Annotated[str | None, typer.Option("--user-data", metavar="TEXT", help="Free text.")] = None
 
     def write(self, group: pb.InstanceGroup) -> None:
-        """Write what is given into a group.
+        """Write the given options into a group.
 
         Raises:
-            InvalidArgumentError: a value is none; the message names the option.
+            InvalidArgumentError: a value is malformed; the message names the option.
         """
         self._write_limits(group)
         self._write_eviction(group.cache_config.reclaim_strategy)
@@ -146,7 +145,7 @@ class GroupOptions:
         if self.global_quota is not None:
             group.global_quota_group_name = self.global_quota
         if self.prefer is not None:
-            name = _one_of("--prefer", self.prefer, _PREFERENCES)
+            name = one_of("--prefer", self.prefer, _PREFERENCES)
             group.cache_config.MergeFrom(pb.CacheConfig(data_storage_strategy=_PREFERENCES[name]))
         if self.user_data is not None:
             group.user_data = self.user_data
@@ -167,11 +166,11 @@ class GroupOptions:
 
     def _write_eviction(self, strategy: pb.CacheReclaimStrategy) -> None:
         if self.policy is not None:
-            strategy.policy.name = _one_of("--policy", self.policy, _POLICIES)
+            strategy.policy.name = one_of("--policy", self.policy, _POLICIES)
         if self.ttl is not None:
             strategy.policy.ttl_seconds = parse_duration(self.ttl)
         if self.share is not None:
-            strategy.share = _one_of("--share", self.share, _SHARES)
+            strategy.share = one_of("--share", self.share, _SHARES)
         if self.delete_delay_ms is not None:
             strategy.delay_before_delete_ms = self.delete_delay_ms
         if self.high is not None or self.low is not None:
@@ -179,7 +178,7 @@ class GroupOptions:
 
 
 def _new_group(name: str) -> pb.InstanceGroup:
-    """Return a group with everything that has to be said of one, but its storages and its quota."""
+    """Return a group with its required fields, but without storages and quota."""
     group = pb.InstanceGroup(name=name, global_quota_group_name=name, version=1)
     config = group.cache_config
     config.data_storage_strategy = pb.CPS_PREFER_3FS
@@ -189,12 +188,6 @@ def _new_group(name: str) -> pb.InstanceGroup:
     config.meta_indexer_config.meta_storage_backend_config.storage_type = "local"
     config.meta_indexer_config.meta_cache_policy_config.type = "lru"
     return group
-
-
-def _one_of(option: str, value: str, allowed: Collection[str]) -> str:
-    if value not in allowed:
-        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
-    return value
 
 
 def _write_watermarks(strategy: pb.TriggerStrategy, high: float | None, low: float | None) -> None:
@@ -218,19 +211,16 @@ def _write_type(quota: pb.InstanceGroupQuota, text: str) -> None:
     number = _TYPES[kind].value
     kept = [each for each in quota.quota_config if each.storage_type != number]
     added = [] if size is None else [pb.QuotaConfig(storage_type=_TYPES[kind].name, capacity=size)]
-    _replace(quota.ClearField, "quota_config", lambda: quota.quota_config.extend([*kept, *added]))
+    quota.ClearField("quota_config")
+    quota.quota_config.extend([*kept, *added])
 
 
 def _write_guarantee(group: pb.InstanceGroup, text: str) -> None:
     name, size = _named_size("--guarantee", text)
     kept = [each for each in group.storage_guarantees if each.storage_unique_name != name]
     added = [] if size is None else [pb.StorageGuarantee(storage_unique_name=name, guaranteed_bytes=size)]
-    _replace(group.ClearField, "storage_guarantees", lambda: group.storage_guarantees.extend([*kept, *added]))
-
-
-def _replace(clear: Callable[..., None], field: str, extend: Callable[[], None]) -> None:
-    clear(field)
-    extend()
+    group.ClearField("storage_guarantees")
+    group.storage_guarantees.extend([*kept, *added])
 
 
 def _named_size(option: str, text: str) -> tuple[str, int | None]:
@@ -240,7 +230,7 @@ def _named_size(option: str, text: str) -> tuple[str, int | None]:
     return name, None if size == "none" else parse_size(size)
 
 
-group_app = noun("group", "Instance groups of a running manager: who may use how much of what.")
+group_app = noun("group", "Instance groups of a running manager: their storages, quotas and eviction.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group.", autocompletion=group_names)]
 
 
@@ -260,13 +250,9 @@ def group_usage(
         answer = connection.admin().call("GetUsage", request, capacity_pb.GetUsageResponse)
         report = read(UsageReport, answer)
     if as_json:
-        print_json(asdict(report, dict_factory=_with_names))
+        print_json(asdict(report, dict_factory=enum_names))
     else:
         print_usage(report, console())
-
-
-def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 @group_app.command("list")
@@ -388,9 +374,9 @@ def create_group(
 def update_group(
     connection: Connection, name: Name, options: GroupOptions, dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
-    """Change what is given of a group, and nothing else; in force at once.
+    """Change the given fields of a group, and no others; in force at once.
 
-    Refused when somebody else changed the group meanwhile: run it again.
+    Refused when the group was changed meanwhile: run it again.
     """
     with exit_on_call_errors():
         client = connection.admin()
@@ -426,7 +412,7 @@ def _warn(answer: pb.CommonResponse) -> None:
         typer.echo(f"kvcm: {message}", err=True)
 
 
-# `kvcm quota`: limits over several instance groups.
+# `kvcm quota`.
 
 quota_app = noun("quota", "Limits over several instance groups, by their global_quota_group_name.")
 

@@ -1,4 +1,4 @@
-"""`kvcm index`: backup, move and check what a deployment has stored."""
+"""`kvcm index`: export, import and verification of a deployment's metadata; `index_tools` does the work."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
+from rich.text import Text
 
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.commands.options import ConfigFile, DataDir, Env
-from kvcm.commands.output import private_file
+from kvcm.commands.output import private_file, step_progress
 from kvcm.config import Settings, load_settings
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, FINDINGS, exit_on_errors
-from kvcm.terminal.tables import TerminalTable
+from kvcm.terminal.tables import TerminalTable, print_sentences
 
 if TYPE_CHECKING:
     from kvcm.cache.archive import Exported, Imported
@@ -60,7 +61,7 @@ def export_index(
     with exit_on_errors(FAILED):
         if group and with_accounts:
             raise InvalidArgumentError("accounts belong to no group: leave --group or --with-accounts out")
-        with _output(file, force=force) as output, _progress() as progress:
+        with _output(file, force=force) as output, step_progress(MofNCompleteColumn()) as progress:
             tools = _tools(_settings(config_file, env, data_dir), progress)
             exported = asyncio.run(tools.export(output, group, with_accounts=with_accounts))
     _print_exported(exported)
@@ -73,17 +74,16 @@ def import_index(
     env: Env = None,
     data_dir: DataDir = None,
     group: Group = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, tell what would be written.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, show what would be written.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Add what an export holds. What exists stays as it is; something different of the same name refuses the import.
+    """Add the contents of an export. Entries that exist stay; a different one of the same name refuses the import.
 
-    An import that was cut off is run again. On Redis the managers may go on; a manager on a data directory has to be
-    stopped.
+    Run an interrupted import again. On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
     with exit_on_errors(FAILED):
         settings = _settings(config_file, env, data_dir)
-        with _input(file) as (source, is_file), _progress() as progress:
+        with _input(file) as (source, is_file), step_progress(MofNCompleteColumn()) as progress:
             if not is_file:
                 typer.echo(
                     "kvcm: a pipe cannot be checked as a whole first: each part is checked as it comes", err=True
@@ -116,7 +116,7 @@ def verify_index(
     with exit_on_errors(CANNOT_RUN):
         if drop_unreadable and not repair:
             raise InvalidArgumentError("--drop-unreadable changes nothing without --repair")
-        with _progress() as progress:
+        with step_progress(MofNCompleteColumn()) as progress:
             tools = _tools(_settings(config_file, env, data_dir), progress)
             report = asyncio.run(tools.verify(Repair(repair, drop_unreadable)))
     if as_json:
@@ -130,11 +130,9 @@ def verify_index(
 
 
 def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
-    # Commands, unlike the manager, say what matters themselves.
-    configure_logs(LEVELS["WARN"])
+    configure_logs(LEVELS["WARN"])  # commands print their results themselves
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
-    # An address to serve at is not needed here, so what would be refused of it is not looked at.
-    options.append("kvcm.service.insecure=true")
+    options.append("kvcm.service.insecure=true")  # no port is opened, so no address is refused
     return load_settings(config_file, [*options, *(env or ())], os.environ, lambda _text: None)
 
 
@@ -170,26 +168,7 @@ def _input(name: str) -> Iterator[tuple[BinaryIO, bool]]:
         yield file, path.is_file()
 
 
-# ── what a person sees ──
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what shows how far the work is: a bar where somebody watches, nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _what, _done, _total: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=None)
-            bar.update(tasks[what], completed=done, total=max(done, total) if total else None)
-
-        yield show
+# ── output ──
 
 
 def _print_exported(exported: Exported) -> None:
@@ -198,7 +177,7 @@ def _print_exported(exported: Exported) -> None:
         table.add_row(instance_id, f"{records:,}")
     console = Console(stderr=True)  # the standard output may be the export itself
     console.print(table)
-    _print_below(console, _about_exported(exported))
+    print_sentences(map(Text, _about_exported(exported)), console)
 
 
 def _about_exported(exported: Exported) -> Iterator[str]:
@@ -218,7 +197,7 @@ def _print_imported(imported: Imported, *, dry_run: bool) -> None:
     for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
         table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
     console.print(table)
-    _print_below(console, _about_imported(imported, dry_run=dry_run))
+    print_sentences(map(Text, _about_imported(imported, dry_run=dry_run)), console)
 
 
 def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
@@ -229,13 +208,6 @@ def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
         yield f"changed: {sentence}"
     for sentence in imported.exceeded:
         yield f"over quota: {sentence}"
-
-
-def _print_below(console: Console, sentences: Iterable[str]) -> None:
-    for number, sentence in enumerate(sentences):
-        if not number:
-            console.print()  # without it the first would look like a row
-        console.print(sentence, markup=False)
 
 
 def _imported_json(imported: Imported) -> str:

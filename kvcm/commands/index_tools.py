@@ -1,4 +1,8 @@
-"""What `kvcm index` does, over the store that the settings name: opens it, wires the rooms, and lets go of it."""
+"""Export, import and verification of the metadata store that the settings name, without a manager.
+
+Each operation opens the store, builds the components that it needs, and closes the store. An import reads a file twice,
+so that a damaged archive changes nothing; verification reads the rows of a RocksDB before it loads them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ __all__ = ["IndexTools", "audited_store"]
 _PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is, 0 for unknown."""
+"""Called with the name of a step, its count so far, and its total, 0 for unknown."""
 
 
 class IndexTools:
@@ -58,7 +62,7 @@ class IndexTools:
     Args:
         settings: name the store.
         clock: time source.
-        progress: told how far it is.
+        progress: shows progress.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class IndexTools:
 
         Raises:
             InvalidArgumentError: there is no store, or no such group.
-            StorageIOError: the store cannot be opened or asked, or holds what cannot be read.
+            StorageIOError: the store cannot be opened, is unavailable, or holds unreadable rows.
         """
         async with self._opened(self._existing(self._settings)) as (metadata, registry):
             if group_name:
@@ -81,15 +85,15 @@ class IndexTools:
             known = await DocumentCache(metadata.store.table("registry"), "meta/", str).read("cluster_id")
             head = head_of(self._settings.cluster_id or known or "", group_name, self._clock.now())
             writer = ArchiveWriter(file, head)
-            exporter = Exporter(registry, metadata.new_backend, writer, self._told("export"))
+            exporter = Exporter(registry, metadata.new_backend, writer, self._progress_of("export"))
             pins = await exported_pins(metadata.store, registry, self._clock.now(), group_name)
             return await exporter.run(group_name, with_accounts=with_accounts, pins=pins)
 
     async def import_(self, file: BinaryIO, name: str, group_name: str, *, dry_run: bool, is_file: bool) -> Imported:
-        """Add what an archive holds.
+        """Add the contents of an archive.
 
         Args:
-            file: the archive; read twice if it is a file, so that nothing is written of a damaged one.
+            file: the archive; read twice if it is a file, so that a damaged one changes nothing.
             name: of the archive, for messages.
             group_name: of the only group to import, "" for all.
             dry_run: whether to write nothing.
@@ -101,7 +105,7 @@ class IndexTools:
         settings = self._settings
         _reject_memory_store(settings)
         documents = self._checked(file, name) if is_file else None
-        if dry_run and not _exists(settings):  # opening would make it
+        if dry_run and not _exists(settings):  # opening would create it
             settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
         async with self._opened(settings) as (metadata, registry):
             importer = Importer(
@@ -136,20 +140,20 @@ class IndexTools:
         imported.pins, imported.rejected_pins = len(pins.restored), pins.rejected
 
     async def _recount(self, ledger: SharedLedger, metadata: Metadata, registry: Registry) -> None:
-        """Put right what an import that was cut off stored and did not report any more; nobody may lead yet."""
+        """Correct the usage that an interrupted import stored but did not report; there may be no leader yet."""
         recount = UsageRecount(registry, _caches(metadata, registry), ledger, self._clock)
         before = await recount.different_accounts(recount.accounts())
         if before:
-            await _pause()  # reports of managers that work on the store are on their way
+            await _pause()  # for reports of running managers that are in flight
             again = await recount.different_accounts(before)
             await recount.recount(sorted(each for each, by in again.items() if by.items() & before[each].items()))
 
     async def verify(self, repair: Repair) -> AuditReport:
-        """Look at everything, and mend what may be mended.
+        """Verify the whole store, and repair it as far as `repair` allows.
 
         Raises:
             InvalidArgumentError: there is no store.
-            StorageIOError: the store cannot be opened or asked.
+            StorageIOError: the store cannot be opened or is unavailable.
         """
         settings = self._existing(self._settings)
         report, records = AuditReport(), Counter[int]()
@@ -163,7 +167,11 @@ class IndexTools:
         async with self._opened(settings) as (metadata, registry):
             caches = _caches(metadata, registry)
             auditor = IndexAuditor(
-                audited_store(metadata, registry, caches, records), self._clock, _pause, repair, self._told("verify")
+                audited_store(metadata, registry, caches, records),
+                self._clock,
+                _pause,
+                repair,
+                self._progress_of("verify"),
             )
             auditor.report = report
             return await auditor.run()
@@ -171,10 +179,10 @@ class IndexTools:
     async def _verify_rows(
         self, settings: Settings, directory: Path, repair: Repair, report: AuditReport
     ) -> RowsFound | None:
-        """Look at the rows of a RocksDB before it is loaded; None when it cannot be."""
+        """Verify the rows of a RocksDB before it is loaded; None if it cannot be loaded."""
         log = await asyncio.to_thread(CommitLog, directory, Fsync(settings.fsync), self._clock)
         try:
-            found = await asyncio.to_thread(audit_rows, log, self._told("read"))
+            found = await asyncio.to_thread(audit_rows, log, self._progress_of("read"))
             dropped = [row for row in found.bad if repair.repair and (repair.drop_unreadable or not row.holds_data)]
             drop_rows(log, dropped)
             await log.flush()
@@ -199,7 +207,7 @@ class IndexTools:
     async def _opened(self, settings: Settings) -> AsyncIterator[tuple[Metadata, Registry]]:
         node_id = f"{socket.gethostname()}:index_{secrets.token_hex(8)}"
         metadata = await open_metadata(
-            settings, self._clock, node_id, self._told("load"), least_timeout_seconds=_PATIENCE_SECONDS
+            settings, self._clock, node_id, self._progress_of("load"), least_timeout_seconds=_PATIENCE_SECONDS
         )
         try:
             table = metadata.store.table("registry")
@@ -218,12 +226,12 @@ class IndexTools:
             )
         return settings
 
-    def _told(self, what: str) -> Callable[[int, int], None]:
-        return lambda done, total: self._progress(what, done, total)
+    def _progress_of(self, step: str) -> Callable[[int, int], None]:
+        return lambda done, total: self._progress(step, done, total)
 
 
 def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, records: Counter[int]) -> AuditedStore:
-    """Return what there is to verify of an opened store; `records` by uid are those of a RocksDB's rows."""
+    """Return the parts of an opened store to verify; `records` are counts of a RocksDB's rows by uid."""
     client = metadata.client
     if client is None:
 

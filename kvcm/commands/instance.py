@@ -1,4 +1,4 @@
-"""`kvcm instance`: model deployments whose KV is kept."""
+"""`kvcm instance`: the registered instances of a manager."""
 
 from __future__ import annotations
 

@@ -1,24 +1,25 @@
-"""`kvcm optimize`: what capacity, policy and tiers would give on a recorded trace, and what that is worth."""
+"""`kvcm optimize`: the hit rates of policies, capacities and tiers on recorded traces, and their value in money.
+
+With `--from`, it proposes settings for a running manager (`tune`); with `--sample`, it estimates instead of replaying;
+with `--csv-original`, it writes the files of the original optimizer. The packages that replay are imported on demand.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from rich.progress import TaskProgressColumn
 
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import Yes, confirm, with_options
-from kvcm.commands.output import changes, print_below, print_changes, print_table, spinner
+from kvcm.commands.output import changes, print_below, print_changes, print_table, spinner, step_progress
 from kvcm.model.errors import KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
@@ -30,8 +31,14 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.service.translate import read
 from kvcm.terminal.admin_client import AdminClient
-from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, NotAllowedError, exit_cannot_run, exit_on_errors
-from kvcm.terminal.exit_codes import exit_on_call_errors as asking_manager
+from kvcm.terminal.exit_codes import (
+    CANNOT_RUN,
+    FAILED,
+    NotAllowedError,
+    exit_cannot_run,
+    exit_on_call_errors,
+    exit_on_errors,
+)
 
 if TYPE_CHECKING:
     from kvcm.optimizer.groups.original import OriginalConfig
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
     from kvcm.optimizer.replay import Mode
     from kvcm.optimizer.results import Replay
     from kvcm.optimizer.study import Estimate, Progress, Sampling, Study, StudyOptions
-    from kvcm.optimizer.study import Progress as Told
     from kvcm.optimizer.trace import Trace
 
 __all__ = [
@@ -57,10 +63,10 @@ __all__ = [
     "tune",
 ]
 
-# Options of `kvcm optimize`.
+# Options.
 
 _FILE = "FILE"
-_READING, _ASKING, _OUTPUTS = "Traces", "Questions", "Results"
+_READING, _STUDY, _OUTPUTS = "Traces", "Questions", "Results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +102,13 @@ class ReadArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyArguments:
-    """What is asked of them."""
+    """The study of the traces."""
 
     policies: Annotated[
         str,
         typer.Option(
             "--policies",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="LIST",
             help="Names with options behind colons, such as ttl:seconds=60; or all.",
         ),
@@ -111,7 +117,7 @@ class StudyArguments:
         str,
         typer.Option(
             "--capacities",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="LIST",
             help="In blocks, or in % of the unique blocks of a trace.",
         ),
@@ -120,25 +126,25 @@ class StudyArguments:
         str,
         typer.Option(
             "--mode",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="MODE",
-            help="block: room is made before each block; request: once behind each request.",
+            help="block: eviction before each block; request: once behind each request.",
         ),
     ] = "block"
     deployment: Annotated[
         str,
         typer.Option(
             "--deployment",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="TEXT",
-            help="What hits are worth in: a preset, and inputs that differ: qwen3_coder_480b,gpu_hour=2.5.",
+            help="Deployment that values hits: a preset, and inputs that differ: qwen3_coder_480b,gpu_hour=2.5.",
         ),
     ] = "deepseek_v3"
     tiers: Annotated[
         str,
         typer.Option(
             "--tiers",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="LIST",
             help="A hierarchy, the fastest first, such as gpu:1%,host:5%:bandwidth=50e9:price=2.5,ssd:20%.",
         ),
@@ -147,16 +153,14 @@ class StudyArguments:
         int,
         typer.Option(
             "--engines",
-            rich_help_panel=_ASKING,
+            rich_help_panel=_STUDY,
             metavar="N",
             help="Engines whose local caches are compared with one pool.",
         ),
     ] = 4
     workers: Annotated[
         int,
-        typer.Option(
-            "--workers", rich_help_panel=_ASKING, metavar="N", help="Threads that replay; 0 for one per core."
-        ),
+        typer.Option("--workers", rich_help_panel=_STUDY, metavar="N", help="Threads that replay; 0 for one per core."),
     ] = 0
 
 
@@ -198,11 +202,11 @@ class Outputs:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """Return the files, those that are asked for."""
+        """The files to write."""
         return tuple(path for path in (self.report, self.json_file, self.csv_file) if path is not None)
 
     def or_default(self, traces: Sequence[Path]) -> Outputs:
-        """Return these; where there are none, all three, named like the trace, or like the command for several.
+        """Return these outputs; without any, all three, named like the trace, or like the command for several traces.
 
         Raises:
             OptionError: one of them cannot be written, or is a trace.
@@ -214,7 +218,7 @@ class Outputs:
             stem = display_name(traces[0].name) if len(traces) == 1 else "optimize"
             report, json_file, csv_file = (Path(f"{stem}.{ending}") for ending in ("html", "json", "csv"))
             found = replace(self, report=report, json_file=json_file, csv_file=csv_file)
-        # Hours of replays are not to end with a file that has no folder.
+        # Checked before hours of replays.
         for path in found.written:
             if not path.parent.is_dir():
                 raise OptionError(f"{path}: there is no folder {path.parent}; allowed: a file in one that is there")
@@ -227,12 +231,12 @@ class Outputs:
         return found
 
 
-# `kvcm optimize --sample`: hit rates that are estimated from samples of a trace instead of replayed.
+# `kvcm optimize --sample`: hit rates estimated from samples of a trace.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Whether rates are estimated, and from what."""
+    """The sampling of estimates."""
 
     sample: Annotated[
         str,
@@ -246,10 +250,10 @@ class Sample:
 
 
 def _sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tuple[Sampling, Outputs]:
-    """Return how to sample, and the files to write.
+    """Return the sampling and the files to write.
 
     Raises:
-        OptionError: samples cannot be drawn like that, or files are asked for that need replays.
+        OptionError: the sampling is malformed, or a file needs replays.
     """
     from kvcm.optimizer.study import parse_sampling
 
@@ -262,29 +266,23 @@ def _sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tu
 
 
 def estimate(
-    traces: Sequence[Trace], options: StudyOptions, sampling: Sampling, outputs: Outputs, told: Progress
+    traces: Sequence[Trace], options: StudyOptions, sampling: Sampling, outputs: Outputs, progress: Progress
 ) -> list[tuple[Trace, tuple[Estimate, ...]]]:
     """Estimate the rates of traces, and write them.
 
     Raises:
-        OptionError: these cannot be estimated.
+        OptionError: these options cannot be estimated.
         OSError: a file cannot be written.
     """
-    from kvcm.optimizer.report import rows_of, write_json
     from kvcm.optimizer.study import estimates_of
-    from kvcm.optimizer.writers import write_csv
 
-    found = [(trace, estimates_of(trace, options, sampling, told)) for trace in traces]
-    rows = rows_of([(trace.name, estimates) for trace, estimates in found])
-    if outputs.json_file is not None:
-        write_json(rows, outputs.json_file)
-    if outputs.csv_file is not None:
-        write_csv(rows, outputs.csv_file)
+    found = [(trace, estimates_of(trace, options, sampling, progress)) for trace in traces]
+    _write_rows(found, outputs)
     return found
 
 
 def _print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampling) -> None:
-    """Print a table, and what its bars are."""
+    """Print a table, and the meaning of its error bars."""
     typer.echo(
         f"{trace.name}: {len(trace):,} requests, {trace.accesses:,} accesses, {trace.unique_blocks:,} blocks; "
         f"estimates from {sampling.repeats} samples of {sampling.rate:.3g} of the blocks"
@@ -305,11 +303,11 @@ def _print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Samp
         words=("of hits",),
     )
     print_below(
-        "bar: how far samples differ (95 % t interval) and coarseness in size; what all samples miss is not in it"
+        "bar: how far samples differ (95 % t interval) and coarseness in size; it leaves out what all samples miss"
     )
 
 
-# `kvcm optimize --csv-original`: what the original optimizer would write of a trace.
+# `kvcm optimize --csv-original`: the files of the original optimizer.
 
 
 def _write_original(traces: Sequence[Path], reading: ReadArguments, options: StudyOptions, outputs: Outputs) -> None:
@@ -324,7 +322,7 @@ def _write_original(traces: Sequence[Path], reading: ReadArguments, options: Stu
     from kvcm.optimizer.readers import read_trace
 
     if outputs.csv_original is None:
-        raise OptionError("--original-config: is of no use alone; allowed: together with --csv-original DIR")
+        raise OptionError("--original-config: has no effect alone; allowed: together with --csv-original DIR")
     if len(traces) != 1:
         raise OptionError(f"--csv-original: {len(traces)} traces were given; allowed: one")
     config = None
@@ -354,17 +352,17 @@ def _plain(trace: Trace, options: StudyOptions) -> OriginalConfig:
     return OriginalConfig.plain(trace.instance_names, capacities[0], policy=options.policies[0].name)
 
 
-# `kvcm optimize --from URL`: what other settings would have given a running manager, and `--apply` of them.
+# `kvcm optimize --from URL`: proposals of settings for a running manager, and `--apply` of them.
 
-_RECENT = "/v1/events/recent"
-_RECENT_SECONDS = 120.0
+_ACCESSES_PATH = "/v1/events/recent"
+_ACCESSES_SECONDS = 120.0
 _PANEL = "Running manager"
 _NOT_ALLOWED = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """What is asked of a running manager."""
+    """A running manager to propose settings for."""
 
     url: Annotated[
         str,
@@ -392,11 +390,11 @@ class Live:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveSituation:
-    """A manager as it was looked at.
+    """The state of a running manager.
 
     Attributes:
-        situation: what proposals go by.
-        messages: its groups as they came, by name: what is changed later is changed in these.
+        situation: input of the proposals.
+        messages: its groups as wire messages, by name: changes are applied to these.
     """
 
     situation: ManagerState
@@ -404,32 +402,28 @@ class LiveSituation:
 
 
 def tune(client: AdminClient, live: Live, workers: int, outputs: Outputs) -> None:
-    """Look at a manager, print and write what is proposed, and apply it where that is wanted.
+    """Read the state of a manager, print and write proposals, and apply them if `live.apply`.
 
     Raises:
-        KvcmError: the manager cannot be asked, or refuses.
-        NotAllowedError: it does not know the key, or does not let it.
+        KvcmError: the manager is unavailable, or refuses.
+        NotAllowedError: the key is not valid, or lacks the permission.
         OptionError: the target is no percentage.
         TraceError: it keeps no accesses.
     """
     if not 0 <= live.target < 100:
         raise OptionError(f"--target is {live.target:g}; allowed: 0 to below 100")
     with spinner(f"asking {client.url}"):
-        looked = read_situation(client)
-    with _spinner():
-        made = proposals_for(looked.situation, live.target / 100, workers)
-    _print_proposals(looked.situation, made)
-    _write(looked.situation, made, outputs)
+        state = read_situation(client)
+    with spinner("rehearsing other settings"):
+        made = proposals_for(state.situation, live.target / 100, workers)
+    _print_proposals(state.situation, made)
+    _write_proposals(state.situation, made, outputs)
     if live.apply:
-        apply_proposals(client, looked, made, yes=live.yes)
-
-
-def _spinner() -> AbstractContextManager[object]:
-    return spinner("rehearsing other settings")
+        apply_proposals(client, state, made, yes=live.yes)
 
 
 def read_situation(client: AdminClient) -> LiveSituation:
-    """Return what a manager tells of its groups, and the accesses that it keeps.
+    """Return the groups of a manager, their usage, and the accesses that it keeps.
 
     Raises:
         KvcmError, NotAllowedError, TraceError: as `tune`.
@@ -446,7 +440,7 @@ def read_situation(client: AdminClient) -> LiveSituation:
         GroupState(read(InstanceGroup, message), _block_bytes(client, name), used.get(name, 0), shared.get(name, ""))
         for name, message in messages.items()
     ]
-    return LiveSituation(ManagerState(states, read_recording(_recent(client).splitlines())), messages)
+    return LiveSituation(ManagerState(states, read_recording(_recorded_accesses(client).splitlines())), messages)
 
 
 def _block_bytes(client: AdminClient, group_name: str) -> dict[str, int]:
@@ -456,23 +450,23 @@ def _block_bytes(client: AdminClient, group_name: str) -> dict[str, int]:
     return {each.instance_id: each.block_bytes for each in instances}
 
 
-def _recent(client: AdminClient) -> bytes:
-    page = client.page(_RECENT, _RECENT_SECONDS)
+def _recorded_accesses(client: AdminClient) -> bytes:
+    page = client.page(_ACCESSES_PATH, _ACCESSES_SECONDS)
     if page.status in _NOT_ALLOWED:
         raise NotAllowedError(
             f"{client.url} does not show its recent accesses to this key: they are for administrators"
         )
     if page.status != HTTPStatus.OK:
-        raise NotReadyError(f"{client.url} answers {_RECENT} with HTTP {page.status}; is it an older manager?")
+        raise NotReadyError(f"{client.url} answers {_ACCESSES_PATH} with HTTP {page.status}; is it an older manager?")
     return page.body
 
 
 def proposals_for(situation: ManagerState, target: float, workers: int) -> list[Proposal]:
-    """Return what is proposed.
+    """Return proposals of settings.
 
     Args:
-        situation: the manager as it is.
-        target: part of the attainable hits; 0 leaves quotas as they are.
+        situation: the state of the manager.
+        target: part of the attainable hits; 0 keeps the quotas.
         workers: processes, 0 for one per core.
     """
     from kvcm.optimizer.live.proposals import TuningGoal, propose
@@ -514,7 +508,7 @@ def _settings(group: InstanceGroup) -> str:
     return f"{settings['policy']}{age}, {format_size(settings['quota_bytes'])}{own}"
 
 
-def _write(situation: ManagerState, made: Sequence[Proposal], outputs: Outputs) -> None:
+def _write_proposals(situation: ManagerState, made: Sequence[Proposal], outputs: Outputs) -> None:
     from kvcm.optimizer.live.proposals import document_of, trial_rows
     from kvcm.optimizer.writers import write_atomic, write_csv
 
@@ -524,7 +518,7 @@ def _write(situation: ManagerState, made: Sequence[Proposal], outputs: Outputs) 
         write_atomic(outputs.json_file, json.dumps(document_of(situation, made), indent=1) + "\n")
     if outputs.csv_file is not None:
         write_csv(trial_rows(made), outputs.csv_file)
-    print_below(*(f"wrote {path}" for path in outputs.written))
+    _print_written(outputs)
 
 
 def _page(situation: ManagerState, made: Sequence[Proposal]) -> str:
@@ -535,20 +529,20 @@ def _page(situation: ManagerState, made: Sequence[Proposal]) -> str:
     return tuning_page(situation, made)
 
 
-def apply_proposals(client: AdminClient, looked: LiveSituation, made: Sequence[Proposal], *, yes: bool) -> None:
-    """Change groups as proposed, each unless somebody else has changed it since it was looked at.
+def apply_proposals(client: AdminClient, state: LiveSituation, made: Sequence[Proposal], *, yes: bool) -> None:
+    """Change groups as proposed, unless a group was changed since `state` was read.
 
     Raises:
-        Exit: it was not confirmed, or some groups could not be changed, which is said of each.
+        Exit: the user did not confirm, or some groups could not be changed, with the reason printed for each.
     """
     wanted = {each.state.group.name: each.proposed.group for each in made if each.is_change}
     if not wanted:
         print_below("nothing to change: no other settings are proposed")
         return
-    changed = {name: _changed(looked.messages[name], group) for name, group in wanted.items()}
+    changed = {name: _changed(state.messages[name], group) for name, group in wanted.items()}
     for name, message in changed.items():
         typer.echo(f"{name}:")
-        print_changes(changes(looked.messages[name], message), dry_run=False, as_json=False)
+        print_changes(changes(state.messages[name], message), dry_run=False, as_json=False)
     confirm(f"Change {', '.join(changed)}?", yes=yes)
     failures = {name: reason for name, message in changed.items() if (reason := _failure(client, message))}
     for name in changed:
@@ -560,7 +554,7 @@ def apply_proposals(client: AdminClient, looked: LiveSituation, made: Sequence[P
 
 
 def _failure(client: AdminClient, message: pb.InstanceGroup) -> str:
-    """Change one group; return why it was not, "" when it was."""
+    """Change one group; return the error, "" for none."""
     request = pb.UpdateInstanceGroupRequest(instance_group=message, current_version=message.version)
     request.instance_group.version += 1
     try:
@@ -571,7 +565,7 @@ def _failure(client: AdminClient, message: pb.InstanceGroup) -> str:
 
 
 def _changed(message: pb.InstanceGroup, wanted: InstanceGroup) -> pb.InstanceGroup:
-    """Return a group with quota, policy, age and policies of instances as wanted, and everything else as it was."""
+    """Return a group with quota, policy, age and policies of instances of `wanted`, and its other fields."""
     new = pb.InstanceGroup()
     new.CopyFrom(message)
     old = read(InstanceGroup, message)
@@ -592,6 +586,8 @@ def _write_policy(message: Any, policy: Any) -> None:
     message.name, message.ttl_seconds, message.ttl_sliding = policy.name, policy.ttl_seconds, policy.ttl_sliding
 
 
+# The command.
+
 _SHOWN_BAD_LINES = 5
 _MAX_WORKERS = 1024
 
@@ -608,9 +604,9 @@ def optimize(
         list[Path] | None, typer.Argument(metavar="TRACE", help="Recorded accesses, plain or .gz; several.")
     ] = None,
 ) -> None:
-    """Replay traces, and say what cache is worth having: policy, capacity, tiers, pooling, GPUs and money.
+    """Replay traces, and compare caches: policy, capacity, tiers, pooling, GPUs and money.
 
-    With --from, say which settings would suit a running manager better, by the accesses that it keeps.
+    With --from, propose better settings for a running manager, by the accesses that it keeps.
     """
     if bool(traces) == bool(live.url):
         exit_cannot_run("give traces, or --from URL of a running manager; kvcm optimize -h shows how")
@@ -631,24 +627,24 @@ def optimize(
             _write_original(traces, reading, options, outputs)
         if not outputs.written:
             return
-        with _bar() as told:
-            loaded = _loaded(traces, reading, told)
+        with step_progress(TaskProgressColumn()) as progress:
+            loaded = _load_all(traces, reading, progress)
             if outputs.report is not None:
-                counted = _report(loaded, options, outputs.report, told)
+                replayed = _report(loaded, options, outputs.report, progress)
             else:
-                counted = _rows(loaded, options, told)
-        _write_rows(counted, outputs)
-    for trace, replays in counted:
+                replayed = _replay_all(loaded, options, progress)
+        _write_rows(replayed, outputs)
+    for trace, replays in replayed:
         _print_rows(trace, replays)
     _print_written(outputs)
 
 
 def _tune(connection: Connection, live: Live, asking: StudyArguments, sample: Sample, outputs: Outputs) -> None:
     if sample.sample:
-        exit_cannot_run(f"--sample {sample.sample}: nothing is estimated with --from; allowed: with traces")
+        exit_cannot_run(f"--sample {sample.sample}: --from estimates nothing; allowed: with traces")
     if outputs.csv_original:
         exit_cannot_run("--from writes no rows of the original; allowed: --report, --json and --csv")
-    with asking_manager():
+    with exit_on_call_errors():
         client = connection.at(live.url)
         tune(client, live, _workers(asking.workers), outputs)
 
@@ -656,8 +652,8 @@ def _tune(connection: Connection, live: Live, asking: StudyArguments, sample: Sa
 def _estimate(
     paths: Sequence[Path], reading: ReadArguments, options: StudyOptions, sampling: Sampling, outputs: Outputs
 ) -> None:
-    with _bar() as told:
-        found = estimate(_loaded(paths, reading, told), options, sampling, outputs, told)
+    with step_progress(TaskProgressColumn()) as progress:
+        found = estimate(_load_all(paths, reading, progress), options, sampling, outputs, progress)
     for trace, estimates in found:
         _print_estimates(trace, estimates, sampling)
     _print_written(outputs)
@@ -669,8 +665,8 @@ def _print_written(outputs: Outputs) -> None:
 
 def _require_optimizer() -> None:
     try:
-        import matplotlib as _matplotlib  # noqa: F401 - whether it is there
-        import numba as _numba  # noqa: F401 - whether it is there
+        import matplotlib as _matplotlib  # noqa: F401 - is it installed?
+        import numba as _numba  # noqa: F401 - is it installed?
     except ModuleNotFoundError as missing:
         exit_cannot_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
 
@@ -706,11 +702,11 @@ def _workers(wanted: int) -> int:
     return wanted or len(os.sched_getaffinity(0))
 
 
-def _loaded(paths: Sequence[Path], reading: ReadArguments, told: Told) -> list[Trace]:
-    return _with_unique_names([_load(path, reading, told) for path in paths], paths)
+def _load_all(paths: Sequence[Path], reading: ReadArguments, progress: Progress) -> list[Trace]:
+    return _with_unique_names([_load(path, reading, progress) for path in paths], paths)
 
 
-def _load(path: Path, reading: ReadArguments, told: Told) -> Trace:
+def _load(path: Path, reading: ReadArguments, progress: Progress) -> Trace:
     from kvcm.optimizer.readers import read_trace
 
     if reading.block_tokens < 0:
@@ -720,7 +716,7 @@ def _load(path: Path, reading: ReadArguments, told: Told) -> Trace:
         format=reading.trace_format or None,
         block_tokens=reading.block_tokens or None,
         use_cache=not reading.no_cache,
-        progress=lambda done, total: told(f"loading {path.name}", done, total),
+        progress=lambda done, total: progress(f"loading {path.name}", done, total),
     )
     for bad in trace.bad_lines[:_SHOWN_BAD_LINES]:
         typer.echo(f"kvcm: {path}:{bad.number}: {bad.reason}", err=True)
@@ -732,7 +728,7 @@ def _load(path: Path, reading: ReadArguments, told: Told) -> Trace:
 
 
 def _with_unique_names(traces: Sequence[Trace], paths: Sequence[Path]) -> list[Trace]:
-    """Return the traces, those with the name of another one called by their paths."""
+    """Return the traces; those that share a name get their paths as names."""
     names = [trace.name for trace in traces]
     if len(set(paths)) < len(paths):
         raise OptionError(f"TRACE: {', '.join(map(str, paths))} has one of them twice; allowed: each once")
@@ -742,52 +738,35 @@ def _with_unique_names(traces: Sequence[Trace], paths: Sequence[Path]) -> list[T
     ]
 
 
-def _rows(traces: Sequence[Trace], options: StudyOptions, told: Told) -> list[tuple[Trace, tuple[Replay, ...]]]:
+def _replay_all(
+    traces: Sequence[Trace], options: StudyOptions, progress: Progress
+) -> list[tuple[Trace, tuple[Replay, ...]]]:
     from kvcm.optimizer.study import replays_of
 
-    return [(trace, replays_of(trace, options, told)) for trace in traces]
+    return [(trace, replays_of(trace, options, progress)) for trace in traces]
 
 
 def _report(
-    traces: Sequence[Trace], options: StudyOptions, path: Path, told: Told
+    traces: Sequence[Trace], options: StudyOptions, path: Path, progress: Progress
 ) -> list[tuple[Trace, tuple[Replay, ...]]]:
     from kvcm.optimizer.report import page
     from kvcm.optimizer.study import study_of
     from kvcm.optimizer.writers import write_atomic
 
-    studies: list[Study] = [study_of(trace, options, told) for trace in traces]
-    write_atomic(path, page(studies, told))
+    studies: list[Study] = [study_of(trace, options, progress) for trace in traces]
+    write_atomic(path, page(studies, progress))
     return [(study.trace, study.replays) for study in studies]
 
 
-def _write_rows(counted: Sequence[tuple[Trace, Sequence[Replay]]], outputs: Outputs) -> None:
+def _write_rows(results: Sequence[tuple[Trace, Sequence[Replay] | Sequence[Estimate]]], outputs: Outputs) -> None:
     from kvcm.optimizer.report import rows_of, write_json
     from kvcm.optimizer.writers import write_csv
 
-    rows = rows_of([(trace.name, replays) for trace, replays in counted])
+    rows = rows_of([(trace.name, found) for trace, found in results])
     if outputs.json_file is not None:
         write_json(rows, outputs.json_file)
     if outputs.csv_file is not None:
         write_csv(rows, outputs.csv_file)
-
-
-@contextmanager
-def _bar() -> Iterator[Told]:
-    """Yield what is told what is done, and how much of it: a bar each where somebody watches, nothing elsewhere."""
-    watched = Console(stderr=True)
-    if not watched.is_terminal:
-        yield lambda _what, _done, _total: None
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with ProgressBar(*columns, console=watched, transient=True) as shown:
-        tasks = {}
-
-        def told(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = shown.add_task(what, total=None)
-            shown.update(tasks[what], completed=done, total=total)
-
-        yield told
 
 
 def _print_rows(trace: Trace, replays: Sequence[Replay]) -> None:

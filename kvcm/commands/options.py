@@ -1,4 +1,7 @@
-"""Options that several commands have: a command names a dataclass, and gets its fields as options."""
+"""Options of several commands, prompts, and files with secrets.
+
+`with_options` turns each parameter of a command that is a dataclass into one option per field.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -26,6 +29,7 @@ __all__ = [
     "confirm",
     "first_line",
     "noun",
+    "one_of",
     "prompt_password",
     "with_options",
 ]
@@ -43,7 +47,7 @@ DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Data directory
 
 
 def noun(name: str, text: str) -> typer.Typer:
-    """Return an empty set of commands about one thing."""
+    """Return an empty group of commands."""
     return typer.Typer(name=name, help=text, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -51,7 +55,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with each parameter that is a dataclass replaced by one option per field.
 
     Args:
-        command: its other parameters stay as they are; fields of the dataclasses are annotated as options.
+        command: its other parameters stay; fields of the dataclasses are annotated as options.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     values = {each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)}
@@ -64,7 +68,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     plain = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in values]
     options = [option for kind in values.values() for option in _options(kind)]
     signature = inspect.Signature([*plain, *options])
-    run.__signature__ = signature  # type: ignore[attr-defined] # what typer looks at
+    run.__signature__ = signature  # type: ignore[attr-defined] # which typer reads
     run.__annotations__ = {each.name: each.annotation for each in (*plain, *options)}
     return run
 
@@ -81,27 +85,38 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
     return kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
 
 
+def one_of(option: str, value: str, allowed: Collection[str]) -> str:
+    """Return the value of an option.
+
+    Raises:
+        InvalidArgumentError: it is none of the allowed ones.
+    """
+    if value not in allowed:
+        raise InvalidArgumentError(f"{option} is {value!r}, must be one of {', '.join(allowed)}")
+    return value
+
+
 def confirm(question: str, *, yes: bool) -> None:
-    """Return when the operator agrees; without a terminal to ask at, the command ends with exit code 2.
+    """Return when the user agrees; without a terminal the command ends with exit code 2.
 
     Args:
-        question: what is about to be done.
-        yes: whether it was agreed to on the command line.
+        question: names the change.
+        yes: whether the command line has agreed to it.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        exit_cannot_run(f"{question} Nobody is there to ask: give --yes")
+        exit_cannot_run(f"{question} There is no terminal to ask at: give --yes")
     typer.confirm(question, abort=True, err=True)
 
 
 def prompt_password(path: Path | None, *, is_new: bool, option: str = "--password-file") -> str:
-    """Return a password, from a file or from whoever sits at the terminal.
+    """Return a password, from a file or from a prompt.
 
     Args:
-        path: the file, None to ask.
-        is_new: whether to ask for it twice.
-        option: that names the file; what is asked for is called like it.
+        path: the file, None for a prompt.
+        is_new: whether to prompt for it twice.
+        option: that names the file; the prompt has its name, too.
 
     Raises:
         InvalidArgumentError, OSError: the file cannot be used.
@@ -110,7 +125,7 @@ def prompt_password(path: Path | None, *, is_new: bool, option: str = "--passwor
         return first_line(path, "password file")
     what = option.strip("-").removesuffix("-file").replace("-", " ")
     if not sys.stdin.isatty():
-        exit_cannot_run(f"nobody is there to ask for the {what}: give {option}")
+        exit_cannot_run(f"there is no terminal to ask for the {what} at: give {option}")
     password: str = typer.prompt(what.capitalize(), hide_input=True, confirmation_prompt=is_new, err=True)
     return password
 
@@ -119,7 +134,7 @@ def first_line(path: Path, what: str) -> str:
     """Return the only line of a file that holds a secret.
 
     Raises:
-        InvalidArgumentError: others than its owner may read it, or there is no such line in it.
+        InvalidArgumentError: other users may read it, or it does not hold one line.
         OSError: it cannot be read.
     """
     with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Files that hold secrets, or what nobody else is to read."""
+"""Output of commands: tables for people, one JSON object for programs, private files, progress, differences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import typer
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from kvcm.model.errors import InvalidArgumentError
@@ -25,6 +34,7 @@ __all__ = [
     "Change",
     "changes",
     "console",
+    "enum_names",
     "format_expiry",
     "plain",
     "plain_fields",
@@ -37,7 +47,10 @@ __all__ = [
     "private_file",
     "progress",
     "spinner",
+    "step_progress",
 ]
+
+# Private files.
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
@@ -48,7 +61,7 @@ def private_file(path: Path, *, force: bool) -> Iterator[BinaryIO]:
 
     Args:
         path: its name.
-        force: whether to replace what has the name.
+        force: whether to replace an existing file.
 
     Raises:
         InvalidArgumentError: the name is taken.
@@ -69,7 +82,7 @@ def private_file(path: Path, *, force: bool) -> Iterator[BinaryIO]:
 
 
 def _new_file(path: Path) -> int:
-    """Make a file that nobody else has open or can point elsewhere; what an interrupted command left there goes."""
+    """Create a file that no other process has open or can redirect; an interrupted command's file is replaced."""
     with contextlib.suppress(FileNotFoundError):
         left = path.lstat()
         if stat.S_ISREG(left.st_mode) and left.st_uid == os.geteuid():
@@ -77,14 +90,14 @@ def _new_file(path: Path) -> int:
     return os.open(path, _NEW_FILE, 0o600)
 
 
-# What commands print: tables for people, one JSON object for programs.
+# Tables and JSON.
 
 _WIDTH = 160
 _UNSAFE = {"block_key", "last_block_key"}  # 64-bit numbers, which many JSON readers would round
 
 
 def console() -> Console:
-    """Return where tables go; in a file or pipe they need no more folding than on a wide terminal."""
+    """Return the console for tables; a file or pipe counts as a wide terminal."""
     found = Console()
     return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=_WIDTH)
 
@@ -98,7 +111,7 @@ def print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]], *, word
 
 
 def print_fields(rows: Iterable[tuple[str, str]]) -> None:
-    """Print what one thing is: names and values."""
+    """Print the fields of one thing: names and values."""
     table = TerminalTable(("field", "value"), words=("value",), has_titles=False)
     for name, value in rows:
         table.add_row(Text(name, "dim"), value)
@@ -117,7 +130,7 @@ def print_json(value: Any) -> None:
 
 
 def print_counts(counts: dict[str, Any], *, as_json: bool) -> None:
-    """Print how many there are of what; names that end in bytes are sizes, but for what is `without_bytes`."""
+    """Print counts by name; names that end in bytes are sizes, except `without_bytes`."""
     if as_json:
         print_json(counts)
         return
@@ -131,12 +144,12 @@ def _format_count(name: str, count: int) -> str:
 
 
 def format_expiry(unix_ms: int) -> str:
-    """Return when something ends or happened, "never" for 0."""
+    """Return a time, "never" for 0."""
     return format_time(unix_ms) if unix_ms else "never"
 
 
 def plain_fields(message: Any) -> dict[str, Any]:
-    """Return the fields of a message that are no messages, those that are 0 too."""
+    """Return the fields of a message that are no messages, also those that are 0."""
     fields = (field for field in message.DESCRIPTOR.fields if field.message_type is None)
     return {field.name: getattr(message, field.name) for field in fields}
 
@@ -169,32 +182,54 @@ def _plain_value(field: Any, value: Any) -> Any:
     return str(value) if field.name in _UNSAFE else value
 
 
+def enum_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a dataclass with enums by name, as `dict_factory` of `asdict`."""
+    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
+
+
 def spinner(what: str) -> AbstractContextManager[object]:
-    """Return what shows inside its block that something goes on, where somebody watches."""
-    watched = Console(stderr=True)
-    return watched.status(what) if watched.is_terminal else nullcontext()
+    """Return a context that shows activity on a terminal."""
+    terminal = Console(stderr=True)
+    return terminal.status(what) if terminal.is_terminal else nullcontext()
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield what is told how much of the work is done: a bar where somebody watches, nothing elsewhere."""
-    watched = Console(stderr=True)
-    if not watched.is_terminal:
-        yield lambda _done: None
+    """Yield a function that shows how much of the work is done: as a bar on a terminal, else not at all."""
+    with step_progress(MofNCompleteColumn()) as show:
+        show(what, 0, total)
+        yield lambda done: show(what, done, total)
+
+
+@contextmanager
+def step_progress(figures: ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows the progress of steps by name, amount done and total, 0 for unknown.
+
+    On a terminal each step is a bar, with `figures` beside it; elsewhere nothing is shown.
+    """
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield lambda _step, _done, _total: None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=watched, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), figures, TimeElapsedColumn()
+    with Progress(*columns, console=terminal, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=None)
+            bars.update(tasks[step], completed=done, total=max(done, total) if total else None)
+
+        yield show
 
 
-# What an update changes, told before and after it is made.
+# Differences between two messages, for updates and dry runs.
 
 _UNSET: Any = object()
 
 
 class Change(NamedTuple):
-    """A field with another value; None where it has none."""
+    """A field with another value; None stands for no value."""
 
     field: str
     old: Any
@@ -220,7 +255,7 @@ def _leaves(path: str, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def print_changes(found: list[Change], *, dry_run: bool, as_json: bool) -> None:
-    """Print what was changed, or would be."""
+    """Print the changes of an update or of a dry run."""
     if as_json:
         print_json({"changed": not dry_run and bool(found), "changes": [each._asdict() for each in found]})
         return

@@ -25,7 +25,7 @@ from kvcm.terminal.tables import TerminalTable
 
 __all__ = ["Change", "print_changes", "snapshot_app"]
 
-# What a load of a configuration changes, as a table: a row per field that gets another value.
+# The changes of a load as a table: a row per field that gets another value.
 
 _STYLES = {"add": "green", "change": "yellow", "remove": "red", "keep": "dim"}
 _MOST_CHARACTERS = 60
@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
 
 def print_changes(changes: Sequence[Change], console: Console) -> None:
-    """Print what is added, changed, removed, and what stays although it is not in the snapshot."""
+    """Print the entries that are added, changed, removed, or kept although they are not in the snapshot."""
     columns = ("action", "kind", "name", "field", "now", "then")
     table = TerminalTable(columns, words=columns)
     for change in changes:
@@ -101,6 +101,8 @@ def _format(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
+# Commands.
+
 snapshot_app = noun(
     "snapshot", "The configuration of a running deployment: save it, compare it, load it. No blocks, no secrets."
 )
@@ -115,7 +117,7 @@ def save_snapshot(
     connection: Connection,
     file: Annotated[str, typer.Argument(metavar="[FILE]", help="Where to write; - for the standard output.")] = "-",
 ) -> None:
-    """Write storages, groups, quotas, instances and accounts to FILE, in whose place it comes as a whole, mode 0600."""
+    """Write storages, groups, quotas, instances and accounts to FILE, which is replaced as a whole, with mode 0600."""
     with exit_on_call_errors():
         request = pb.GenConfigSnapshotRequest()
         answer = connection.admin().call("GenConfigSnapshot", request, pb.ConfigSnapShotResponse)
@@ -129,9 +131,9 @@ def save_snapshot(
 @snapshot_app.command("diff")
 @with_options
 def diff_snapshot(connection: Connection, file: File, prune: Prune = False, as_json: AsJson = False) -> None:
-    """Show what loading FILE would change, and what is configured beside it.
+    """Show the changes that loading FILE would make, and the entries that FILE does not have.
 
-    Exit code 0: no difference; 1: differences; 2: FILE would be refused, or the manager cannot be asked.
+    Exit code 0: no difference; 1: differences; 2: FILE would be refused, or the manager is unavailable.
     """
     with exit_on_errors(CANNOT_RUN):
         changes = _load(connection.admin(), _read(file), prune=prune, dry_run=True)
@@ -152,11 +154,11 @@ def load_snapshot(
 ) -> None:
     """Make the configuration agree with FILE, as a whole or not at all; shows what changes and asks first.
 
-    Exit code 0: done, or nothing to do; 1: refused, or the answer was no; 2: the manager cannot be asked.
+    Exit code 0: done, or nothing to do; 1: refused, or the answer was no; 2: the manager is unavailable.
     """
     with exit_on_call_errors():
         if (as_json or file == "-") and not (yes or dry_run):
-            raise InvalidArgumentError("there is nobody to ask with --json or a FILE of -: give --yes or --dry-run")
+            raise InvalidArgumentError("--json and a FILE of - leave no way to ask: give --yes or --dry-run")
         client, text = connection.admin(), _read(file)
         if dry_run or not yes:
             changes = _load(client, text, prune=prune, dry_run=True)
@@ -164,7 +166,7 @@ def load_snapshot(
             if dry_run or not _is_confirmed(changes):
                 return
         done = _load(client, text, prune=prune, dry_run=False)
-    if yes or done != changes:  # what was shown was out of date
+    if yes or done != changes:  # the shown changes were stale
         _show(done, as_json=as_json, is_loaded=True)
     if not as_json:
         typer.echo("loaded")

@@ -1,11 +1,10 @@
-"""`kvcm storage`: what there is to write to, how it is, and what on it is worth nothing."""
+"""`kvcm storage`: storage backends, their health and configuration, drains, scrubs and garbage collection."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_optio
 from kvcm.commands.output import (
     changes,
     console,
+    enum_names,
     plain,
     plain_fields,
     print_below,
@@ -40,17 +40,17 @@ from kvcm.terminal.tables import ListedStorage, print_drains, print_storages
 
 __all__ = ["Name", "storage_app"]
 
-storage_app = noun("storage", "Storages of a running manager: how they are, and what on them is worth nothing.")
+storage_app = noun("storage", "Storages of a running manager: health, configuration, drains, orphans and garbage.")
 _POLL_SECONDS = 0.5
-_LONG_SECONDS = 6 * 3600.0  # a look at every object of a storage
+_LONG_SECONDS = 6 * 3600.0  # a scrub reads every object of a storage
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The storage.", autocompletion=storage_names)]
-Delete = Annotated[bool, typer.Option("--delete", help="Delete what is found; without it, only count.")]
+Delete = Annotated[bool, typer.Option("--delete", help="Delete the findings; without it, only count.")]
 
 
 @storage_app.command("list")
 @with_options
 def list_storages(connection: Connection, as_json: AsJson = False) -> None:
-    """List storages and how they are for the manager that is asked: each manager probes what it has open."""
+    """List storages and their health as this manager sees it: each manager probes the storages that it has open."""
     with exit_on_call_errors():
         client = connection.admin()
         answer = client.call("ListStorage", admin_pb.ListStorageRequest(), admin_pb.ListStorageResponse)
@@ -74,13 +74,9 @@ def _listed(answer: admin_pb.ListStorageResponse, report: UsageReport) -> list[L
 
 def _storage_fields(storage: ListedStorage) -> dict[str, Any]:
     fields = {"name": storage.name, "type": storage.kind}
-    status = asdict(storage.status, dict_factory=_with_names) if storage.status is not None else {}
+    status = asdict(storage.status, dict_factory=enum_names) if storage.status is not None else {}
     status.pop("storage_unique_name", None)
     return {**fields, "used_bytes": storage.used_bytes, "capacity_bytes": storage.capacity_bytes, **status}
-
-
-def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in items}
 
 
 @storage_app.command("enable")
@@ -95,7 +91,7 @@ def enable_storage(connection: Connection, name: Name) -> None:
 @storage_app.command("disable")
 @with_options
 def disable_storage(connection: Connection, name: Name) -> None:
-    """Take a storage out of use: its blocks count as missing until it is enabled."""
+    """Disable a storage: its blocks count as missing until it is enabled."""
     with exit_on_call_errors():
         request = admin_pb.DisableStorageRequest(storage_unique_name=name)
         connection.admin().call("DisableStorage", request, admin_pb.CommonResponse)
@@ -104,7 +100,7 @@ def disable_storage(connection: Connection, name: Name) -> None:
 @storage_app.command("remove")
 @with_options
 def remove_storage(connection: Connection, name: Name, yes: Yes = False) -> None:
-    """Forget a storage and all metadata of what lies on it; the bytes stay there."""
+    """Forget a storage and all metadata of the blocks on it; the bytes stay there."""
     confirm(f"Forget storage {name} and every block on it?", yes=yes)
     with exit_on_call_errors():
         request = admin_pb.RemoveStorageRequest(storage_unique_name=name)
@@ -117,7 +113,7 @@ def drain_storage(
     connection: Connection,
     name: Name,
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Let it take writes again; what is left on it stays.")
+        bool, typer.Option("--cancel", help="Let it accept writes again; blocks that are left on it stay.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Show how far it is until it is empty; Ctrl-C ends the show, not the drain.")
@@ -138,9 +134,9 @@ def drain_storage(
 def _watch(client: AdminClient, name: str) -> None:
     left = _drain_of(client, name)
     most, reason = max(left.left_bytes, 1), ""
-    with progress(f"draining {name}", most) as told:
+    with progress(f"draining {name}", most) as show:
         while left.state is DrainState.DRAIN_RUNNING:
-            told(most - left.left_bytes)
+            show(most - left.left_bytes)
             if left.reason and left.reason != reason:
                 reason = left.reason
                 typer.echo(f"kvcm: {reason}", err=True)
@@ -153,13 +149,13 @@ def _drain_of(client: AdminClient, name: str) -> DrainStatus:
     for each in answer.drains:
         if each.storage_unique_name == name:
             return read(DrainStatus, each)
-    raise InvalidArgumentError(f"storage {name!r} is not being drained any more: somebody cancelled it, or removed it")
+    raise InvalidArgumentError(f"storage {name!r} is not being drained any more: the drain was cancelled or removed")
 
 
 @storage_app.command("cancel")
 @with_options
 def cancel_drain(connection: Connection, name: Name) -> None:
-    """End a drain: the storage takes writes again, and what is left on it stays."""
+    """End a drain: the storage accepts writes again, and blocks that are left on it stay."""
     _cancel(connection, name)
 
 
@@ -172,12 +168,12 @@ def _cancel(connection: Connection, name: str) -> None:
 @storage_app.command("drains")
 @with_options
 def list_drains(connection: Connection, as_json: AsJson = False) -> None:
-    """List what is being emptied or forgotten, how much is left, and why it does not go on."""
+    """List storages that are being emptied or forgotten, how much is left, and why a drain is stuck."""
     with exit_on_call_errors():
         answer = connection.admin().call("ListDrain", storage_pb.ListDrainRequest(), storage_pb.ListDrainResponse)
         drains = [read(DrainStatus, each) for each in answer.drains]
     if as_json:
-        print_json({"drains": [asdict(each, dict_factory=_with_names) for each in drains]})
+        print_json({"drains": [asdict(each, dict_factory=enum_names) for each in drains]})
     else:
         print_drains(drains, console())
 
@@ -196,14 +192,14 @@ def scrub_storage(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Look for bytes that no metadata knows; a dry run unless --delete is given.
+    """Look for orphans, bytes without metadata; a dry run unless --delete is given.
 
-    Exit code 0: done; 1: refused, or some objects could not be looked at or deleted; 2: the manager could not be asked.
+    Exit code 0: done; 1: refused, or some objects could not be read or deleted; 2: the manager is unavailable.
     """
     request = capacity_pb.ScrubStorageRequest(
         storage_unique_name=name, cluster_id=cluster_id, dry_run=not delete, min_age_seconds=min_age
     )
-    with exit_on_call_errors(), spinner(f"looking at every object of {name}"):
+    with exit_on_call_errors(), spinner(f"reading every object of {name}"):
         client = connection.admin()
         answer = client.call("ScrubStorage", request, capacity_pb.ScrubStorageResponse, _LONG_SECONDS)
     print_counts(plain_fields(answer), as_json=as_json)
@@ -228,7 +224,7 @@ def collect_garbage(
 ) -> None:
     """Look for blocks whose prefix or bytes are gone; a dry run unless --delete is given."""
     request = capacity_pb.CollectGarbageRequest(instance_id=instance, dry_run=not delete, check_bytes=check_bytes)
-    with exit_on_call_errors(), spinner("looking at every block"):
+    with exit_on_call_errors(), spinner("checking every block"):
         client = connection.admin()
         answer = client.call("CollectGarbage", request, capacity_pb.CollectGarbageResponse, _LONG_SECONDS)
     print_counts(plain_fields(answer), as_json=as_json)
@@ -237,7 +233,7 @@ def collect_garbage(
         print_below("nothing was freed: give --delete for that")
 
 
-# `kvcm storage show`, `add` and `update`: how a storage is configured.
+# Configuration: `kvcm storage show`, `add` and `update`.
 
 _SPECS = {
     "file": "nfs",
@@ -274,7 +270,7 @@ Check = Annotated[
 @storage_app.command("show")
 @with_options
 def show_storage(connection: Connection, name: Name, as_json: AsJson = False) -> None:
-    """Show how a storage is configured; `kvcm storage list` shows how it is."""
+    """Show the configuration of a storage; `kvcm storage list` shows its health."""
     with exit_on_call_errors():
         config = _found(connection.admin(), name)
     if as_json:
@@ -319,7 +315,7 @@ def add_storage(
         spec = _spec_of(config, kind)
         if root:
             _set(spec, "root_path", root if root.endswith("/") else f"{root}/")
-        _apply(config, spec, fields, capacity, mark, check)
+        _apply(config, spec, fields, capacity=capacity, mark=mark, check=check)
         connection.admin().call("AddStorage", admin_pb.AddStorageRequest(storage=config), admin_pb.CommonResponse)
 
 
@@ -335,13 +331,14 @@ def update_storage(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change what is given of a storage, and nothing else; in force at once."""
+    """Change the given fields of a storage, and no others; in force at once."""
     with exit_on_call_errors():
         client = connection.admin()
         old = _found(client, name)
         new = admin_pb.StorageConfig()
         new.CopyFrom(old)
-        _apply(new, getattr(new, str(new.WhichOneof("storage_spec"))), fields, capacity, mark, check)
+        spec = getattr(new, str(new.WhichOneof("storage_spec")))
+        _apply(new, spec, fields, capacity=capacity, mark=mark, check=check)
         found = changes(old, new)
         if found and not dry_run:
             client.call("UpdateStorage", admin_pb.UpdateStorageRequest(storage=new), admin_pb.CommonResponse)
@@ -368,6 +365,7 @@ def _apply(
     config: admin_pb.StorageConfig,
     spec: Message,
     fields: list[str] | None,
+    *,
     capacity: str,
     mark: float | None,
     check: bool | None,

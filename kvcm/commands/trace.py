@@ -1,19 +1,19 @@
-"""`kvcm trace`: files of recorded accesses: what is in them, in another format, without what tells whose they are."""
+"""`kvcm trace`: files of recorded accesses: their contents, conversion and anonymisation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import DownloadColumn
 
 from kvcm.commands.options import AsJson, first_line, noun, with_options
-from kvcm.commands.output import print_fields, print_json
+from kvcm.commands.output import print_fields, print_json, step_progress
 from kvcm.terminal.exit_codes import CANNOT_RUN, exit_cannot_run, exit_on_errors
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in a trace: how many requests and blocks, over how long, and which lines are none."""
+    """Show the contents of a trace: requests, blocks, duration, and bad lines."""
     with exit_on_errors(CANNOT_RUN):
         facts = _facts(_read(file, reading, use_cache=not no_cache))
     if as_json:
@@ -72,12 +72,12 @@ def convert(
     reading: Reading,
     force: Force = False,
 ) -> None:
-    """Write a trace in another format. Blocks become numbers; what the format does not hold is told."""
+    """Write a trace in another format. Blocks become numbers; fields that the format does not have are reported."""
     with exit_on_errors(CANNOT_RUN):
         from kvcm.optimizer.formats import check_format
         from kvcm.optimizer.writers import check_target_is_free, lost_in, write_trace
 
-        check_format(to)  # what is asked for is looked at before a file that may take minutes
+        check_format(to)  # before the file is read, which may take minutes
         check_target_is_free(target, force=force)
         trace = _read(source, reading, use_cache=False)
         write_trace(trace, target, to, force=force)
@@ -99,7 +99,7 @@ def anonymise(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Write a trace that nobody can tell the owner of, in the same format.
+    """Write a trace that does not identify its owner, in the same format.
 
     Keys, sessions and names of instances and specs are replaced, tokens are dropped, times count from the first one.
     Lengths, the gaps between times and which blocks are the same stay: they are what a replay needs.
@@ -110,7 +110,7 @@ def anonymise(
 
         salt = None if salt_file is None else first_line(salt_file, "salt file").strip().encode()
         names = Pseudonyms(salt)
-        with _bar(f"anonymising {source.name}") as told:
+        with _bar(f"anonymising {source.name}") as show:
             done = write_anonymous(
                 source,
                 target,
@@ -118,7 +118,7 @@ def anonymise(
                 format_name=reading.trace_format or None,
                 block_tokens=reading.block_tokens or None,
                 force=force,
-                progress=told,
+                progress=show,
             )
     _warn_of_bad_lines(source, done.bad_lines, done.bad_line_count)
     typer.echo(f"wrote {target}: {done.lines:,} lines of {done.format}")
@@ -129,13 +129,13 @@ def _read(path: Path, reading: Reading, *, use_cache: bool) -> Trace:
         from kvcm.optimizer.readers import read_trace
     except ModuleNotFoundError as missing:
         exit_cannot_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
-    with _bar(f"reading {path.name}") as told:
+    with _bar(f"reading {path.name}") as show:
         trace = read_trace(
             path,
             format=reading.trace_format or None,
             block_tokens=reading.block_tokens or None,
             use_cache=use_cache,
-            progress=told,
+            progress=show,
         )
     for sentence in trace.assumed:
         typer.echo(f"kvcm: {path}: {sentence}", err=True)
@@ -178,12 +178,6 @@ def _format(value: float | str) -> str:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield what is told bytes done and in all: a bar where somebody watches, nothing elsewhere."""
-    watched = Console(stderr=True)
-    if not watched.is_terminal:
-        yield lambda _done, _total: None
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=watched, transient=True) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    """Yield a function that shows bytes done and in all."""
+    with step_progress(DownloadColumn()) as show:
+        yield partial(show, what)

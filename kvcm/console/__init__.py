@@ -1,4 +1,4 @@
-"""The web console: pages for people who look rather than read.
+"""The web console: HTML pages over the resources under /v1.
 
-It shows only what the resources under /v1 answer, and does only what they do, with the credentials of whoever looks.
+It shows their answers and makes their changes, with the credentials of the visitor, and can do nothing else.
 """

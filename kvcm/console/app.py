@@ -1,9 +1,9 @@
-"""The console as one ASGI application, which the admin port hands requests for `/` and `/console/` to."""
+"""The console as one ASGI application of the admin port: authentication, routing, errors, headers, static files."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from functools import lru_cache, partial
 from importlib.resources import files
 from typing import Any, Final
@@ -16,7 +16,7 @@ from starlette.routing import Route, Router
 
 from kvcm.console.pages import ROUTES, accounts
 from kvcm.console.resources import RefusedError, ResourceClient
-from kvcm.console.visits import Page, Visit, Visitor, foreign_request, render
+from kvcm.console.visits import Handler, Page, Visit, Visitor, foreign_request, render
 from kvcm.model.principals import ANONYMOUS, Principal
 from kvcm.service.access import CERTIFICATE_NAMES, Credentials
 from kvcm.service.calls import Arrival, Caller
@@ -25,7 +25,7 @@ from kvcm.service.rejections import ForbiddenError, RejectedError
 
 __all__ = ["HOME", "ConsoleApp"]
 
-# The style sheet and the scripts of the console: those that lie in its package, and nothing else.
+# Static files: those listed here, and no others.
 
 _TYPES: Final = {
     "console.css": "text/css; charset=utf-8",
@@ -37,7 +37,7 @@ _TYPES: Final = {
 
 
 async def _static_file(request: Request) -> Response:
-    """Return a file; browsers keep it and ask whether it is still the same."""
+    """Return a file; browsers cache it and revalidate by its entity tag."""
     name = request.path_params["file"]
     if name not in _TYPES:
         return Response("404 Not Found", 404, media_type="text/plain")
@@ -54,8 +54,9 @@ def _read(name: str) -> tuple[bytes, str]:
     return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 
+# The application.
+
 HOME: Final = "/console/"
-Handler = Callable[[Visit], Awaitable[Response]]
 _OPEN_PATHS: Final = ("/console/login",)
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -69,11 +70,11 @@ _log = structlog.get_logger("kvcm.console")
 
 
 class ConsoleApp:
-    """Answers requests of browsers. Their bodies have been read and limited, and `ARRIVAL` stands in their scopes.
+    """Answers requests of browsers. The transport has read and limited their bodies, and put `ARRIVAL` in their scopes.
 
     Args:
-        resources: answers what is below /v1.
-        caller: knows who may what.
+        resources: the resources under /v1.
+        caller: authenticates.
         version: of the manager.
     """
 
@@ -86,7 +87,7 @@ class ConsoleApp:
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request. Paths are matched as they came: `%2F` in a name is no separator."""
+        """Answer a request. Paths are matched percent-encoded: `%2F` in a name is no separator."""
         request = Request(scope, receive)
         response = self._unless_foreign(request) or self._elsewhere(request)
         if response is not None:
@@ -113,7 +114,7 @@ class ConsoleApp:
         try:
             return await _written(await handler(visit))
         except RefusedError as error:
-            if error.status == 401:  # its key has ended
+            if error.status == 401:  # the key has ended
                 return accounts.elsewhere(request)
             return await _written(visit.fault(error.status, error.detail))
         except HTTPException as error:
@@ -123,7 +124,7 @@ class ConsoleApp:
             return await _written(visit.fault(500, "The manager failed to answer; its log has the reason."))
 
     def _visit(self, request: Request) -> Visit:
-        """Raises TurnedAwayError: nobody who is known."""
+        """Raises RejectedError: the credentials are not valid."""
         arrival: Arrival = request.scope[ARRIVAL]
         if request.scope["path"] in _OPEN_PATHS:
             principal = ANONYMOUS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -13,7 +13,7 @@ __all__ = ["chart", "sparkline"]
 
 _WIDTH: Final = 640
 _HEIGHT: Final = 180
-_CHARACTER: Final = 10  # room for one of a tick, which are larger on small screens
+_CHARACTER: Final = 10  # width of one in a label, which is larger on small screens
 _BOTTOM: Final = 24
 _TOP: Final = 10
 _COLOURS: Final = 6  # that the style sheet has
@@ -21,7 +21,7 @@ _MAX_ROWS: Final = 30
 _NOTHING: Final = 1e-12  # less than this is drawn as 0
 Values = Sequence[float | None]
 Line = tuple[str, Values]
-"""What it is called, and a value for each moment, None where nothing is known."""
+"""Its name, and a value for each moment, None for unknown."""
 
 
 def sparkline(values: Values, label: str) -> Markup:
@@ -29,10 +29,10 @@ def sparkline(values: Values, label: str) -> Markup:
 
     Args:
         values: for each moment.
-        label: what it shows, for those who do not see it.
+        label: its subject, for screen readers.
     """
     top = max((value for value in values if value is not None), default=0.0) or 1.0
-    paths = _paths(values, 0.0, top, 0, 2, 120, 28)
+    paths = _paths(values, top, _Area(left=0, top=2, width=120, height=28))
     return Markup(
         '<svg class="spark" viewBox="0 0 120 32" role="img" preserveAspectRatio="none"><title>{}</title>{}</svg>'
     ).format(label, Markup("").join(Markup('<path class="line c0" d="{}"/>').format(path) for path in paths))
@@ -49,12 +49,12 @@ def chart(
     """Return a chart of lines over time.
 
     Args:
-        title: what it shows, with its unit.
-        lines: at most six; those of which something is known are of the same length.
+        title: its subject, with the unit.
+        lines: at most six; those with values have the same length.
         until_ms: Unix milliseconds of the last value.
         interval_seconds: between values.
-        shown: writes a value.
-        base: 1024 where values are shown in KiB and MiB.
+        shown: formats a value.
+        base: 1024 for values in KiB and MiB.
     """
     known = [value for _, values in lines for value in values if value is not None]
     if len(known) < 2:
@@ -67,8 +67,9 @@ def chart(
     lines = [(name, values or (None,) * count) for name, values in lines]
     moments = [until_ms - (count - 1 - place) * interval_seconds * 1000 for place in range(count)]
     drawn = [_axes(ticks, moments, shown, left)]
+    area = _Area(left=left, top=_TOP, width=_WIDTH - left - 8, height=_HEIGHT - _TOP - _BOTTOM)
     for number, (name, values) in enumerate(lines):
-        paths = _paths(values, 0.0, ticks[-1], left, _TOP, _WIDTH - left - 8, _HEIGHT - _TOP - _BOTTOM)
+        paths = _paths(values, ticks[-1], area)
         drawn += [
             Markup('<path class="line c{}" d="{}"><title>{}</title></path>').format(number % _COLOURS, path, name)
             for path in paths
@@ -92,7 +93,7 @@ def _legend(lines: Sequence[Line], shown: Callable[[float], str]) -> Markup:
 
 
 def _table(lines: Sequence[Line], moments: Sequence[float], shown: Callable[[float], str]) -> Markup:
-    """Return the figures; of many moments only some."""
+    """Return the figures; of many moments, a sample."""
     step = max(1, math.ceil(len(moments) / _MAX_ROWS))
     head = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name, _ in lines)
     rows = [
@@ -144,15 +145,24 @@ def _ticks(most: float, base: int) -> list[float]:
     return [step * number for number in range(math.ceil(most / step * 0.999) + 1)]
 
 
-def _paths(values: Values, low: float, high: float, left: float, top: float, width: float, height: float) -> list[str]:
-    """Return what is drawn of a line: a path for each stretch without a gap."""
+class _Area(NamedTuple):
+    """The part of a drawing that a line fills."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def _paths(values: Values, most: float, area: _Area) -> list[str]:
+    """Return the paths of a line from 0 to `most`: one for each stretch without a gap."""
     paths: list[list[str]] = [[]]
     for place, value in enumerate(values):
         if value is None:
             paths.append([])
             continue
-        x = left + width * place / max(1, len(values) - 1)
-        y = top + height * (1 - (value - low) / (high - low))
+        x = area.left + area.width * place / max(1, len(values) - 1)
+        y = area.top + area.height * (1 - value / most)
         paths[-1].append(f"{x:.1f} {y:.1f}")
     return [f"M{' L'.join(points)}{'h0.1' if len(points) == 1 else ''}" for points in paths if points]
 

@@ -1,4 +1,4 @@
-"""The history of the deployment, as pages look things up in it."""
+"""Data of the whole deployment that several pages show: history, charts, usage, alerts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 _MIN_VALUES: Final = 60
 SMALL_VALUES: Final = 90
 """Of a small line: a quarter of an hour."""
-_RECENT_VALUES: Final = 3  # what is known now may be that old, in intervals
+_MAX_AGE_VALUES: Final = 3  # intervals after which the latest value is too old
 _MAX_GROUPS: Final = 5
 _METHODS: Final = {"match": "look up", "start": "begin write", "finish": "end write", "other": "other"}
 
@@ -36,9 +36,9 @@ class Chart(NamedTuple):
     """Lines over time.
 
     Attributes:
-        title: what they show, with the unit.
+        title: their subject, with the unit.
         lines: with their names.
-        shown: writes a value.
+        shown: formats a value.
         base: 1024 for bytes.
     """
 
@@ -52,7 +52,7 @@ class History:
     """A document of `/v1/history`.
 
     Args:
-        document: as it was answered.
+        document: as answered.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -62,27 +62,27 @@ class History:
         begin = _first_known(series.values())
         self._series: Mapping[tuple[str, ...], Values] = {name: values[begin:] for name, values in series.items()}
 
-    def recent(self, name: str, *labels: str) -> Values:
+    def tail(self, name: str, *labels: str) -> Values:
         """Return the last values of a series, for a small line."""
         return self.values(name, *labels)[-SMALL_VALUES:]
 
     def values(self, name: str, *labels: str) -> Values:
-        """Return the values of a series by its name and the values of its labels; none where it is not known."""
+        """Return the values of a series by its name and the values of its labels; none if it is unknown."""
         return self._series.get((name, *labels), ())
 
     def latest(self, name: str, *labels: str) -> float | None:
-        """Return the last value that is known, if it is of late."""
-        late = [value for value in self.values(name, *labels)[-_RECENT_VALUES:] if value is not None]
-        return late[-1] if late else None
+        """Return the latest known value, if it is not too old."""
+        known = [value for value in self.values(name, *labels)[-_MAX_AGE_VALUES:] if value is not None]
+        return known[-1] if known else None
 
     def mean(self, name: str, *labels: str, seconds: float = 300.0) -> float | None:
-        """Return the mean of what is known of the last seconds."""
+        """Return the mean of the known values of the last seconds."""
         most = max(1, round(seconds / self.interval_seconds))
         known = [value for value in self.values(name, *labels)[-most:] if value is not None]
         return sum(known) / len(known) if known else None
 
     def amount(self, name: str, *labels: str, seconds: float = 300.0) -> float:
-        """Return what a rate adds up to over the last seconds, as far as it is known."""
+        """Return the sum of a rate over the last seconds, from its known values."""
         most = max(1, round(seconds / self.interval_seconds))
         known = [value for value in self.values(name, *labels)[-most:] if value is not None]
         return sum(known) * self.interval_seconds
@@ -98,7 +98,7 @@ class History:
 
 
 def _first_known(series: Collection[Values]) -> int:
-    """Return where the values begin that are worth showing: a manager that has just started knows little."""
+    """Return the index of the first values to show: a manager that has just started knows few."""
     count = max((len(values) for values in series), default=0)
     known = (place for place in range(count) if any(values[place] is not None for values in series))
     return max(0, min(next(known, 0), count - _MIN_VALUES))
@@ -110,7 +110,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _busiest(history: History) -> list[str]:
-    """Return the names of the groups that are asked for most."""
+    """Return the names of the groups with the most lookups."""
 
     def keys(name: str) -> float:
         return sum(history.mean("lookup_keys_per_second", name, result) or 0.0 for result in ("hit", "miss"))
@@ -122,7 +122,7 @@ def _busiest(history: History) -> list[str]:
 
 
 def charts_of_all(history: History) -> list[Chart]:
-    """Return what the whole deployment does."""
+    """Return the charts of the whole deployment."""
     requests = [(shown, history.values("requests_per_second", name)) for name, shown in _METHODS.items()]
     ratios = [("all groups", history.values("hit_ratio"))]
     ratios += [(name, history.values("hit_ratio", name)) for name in _busiest(history)]
@@ -144,7 +144,7 @@ def charts_of_all(history: History) -> list[Chart]:
 
 
 def charts_of_group(history: History, group: str) -> list[Chart]:
-    """Return what one group does and holds."""
+    """Return the charts of one group."""
     used = [(f"used on {tier}", history.values("used_bytes", group, tier)) for tier in _tiers(history, group)]
     keys = [
         (shown, history.values("lookup_keys_per_second", group, result))
@@ -171,22 +171,22 @@ def _bytes_rate(value: float) -> str:
     return f"{formats.size(value)}/s"
 
 
-# What several pages ask for, of all groups or of those that the visitor is limited to.
+# Usage, alerts and history of all groups, or of those that the visitor may see.
 
 _NO_GROUP: Final = (400, 404)
 
 
 def _visible_groups(visit: Visit) -> Sequence[str] | None:
-    """Return the groups that the visitor is limited to, None for that it sees all of them."""
+    """Return the groups that the visitor may see, None for all."""
     principal = visit.visitor.principal
     return None if principal.has_all_groups else sorted(principal.groups)
 
 
 async def group_usages(visit: Visit) -> list[Any]:
-    """Return what groups use, as `/v1/usage` tells.
+    """Return the usage of groups, as of `/v1/usage`.
 
     Raises:
-        RefusedError: the visitor may not know.
+        RefusedError: the visitor lacks the permission.
     """
     names = _visible_groups(visit)
     if names is None:
@@ -196,10 +196,10 @@ async def group_usages(visit: Visit) -> list[Any]:
 
 
 async def alerts_of(visit: Visit, group: str = "") -> list[Any]:
-    """Return what is wrong, the worst first: of one group, or of everything that the visitor sees.
+    """Return the alerts, the worst first: of one group, or of all that the visitor may see.
 
     Raises:
-        RefusedError: the visitor may not know.
+        RefusedError: the visitor lacks the permission.
     """
     names = [group] if group else _visible_groups(visit)
     if names is None:
@@ -211,7 +211,7 @@ async def alerts_of(visit: Visit, group: str = "") -> list[Any]:
 
 
 async def _of_each(visit: Visit, path: str, groups: Sequence[str]) -> list[Any]:
-    """Return what a resource answers of each group that there is: keys may name some that are gone."""
+    """Return the answers of a resource for each group that exists: keys may name groups that are gone."""
 
     async def of(name: str) -> list[Any]:
         try:
@@ -225,10 +225,10 @@ async def _of_each(visit: Visit, path: str, groups: Sequence[str]) -> list[Any]:
 
 
 async def history_of(visit: Visit, seconds: int = 3600, group: str = "") -> History:
-    """Return what went on of late.
+    """Return the history of the last seconds.
 
     Raises:
-        RefusedError: the visitor may not know.
+        RefusedError: the visitor lacks the permission.
     """
     asked = {"seconds": seconds, **({"group": group} if group else {})}
     return History(await visit.get("/v1/history?" + urlencode(asked)))

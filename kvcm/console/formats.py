@@ -27,7 +27,7 @@ __all__ = [
     "words",
 ]
 
-# What people call roles, and what they may.
+# Labels of roles and verbs.
 
 KEY_ROLES: Final[Mapping[str, str]] = {
     "ROLE_ENGINE": "Engine: the calls of engines, in its groups",
@@ -35,7 +35,7 @@ KEY_ROLES: Final[Mapping[str, str]] = {
     "ROLE_OPERATOR": "Operator: also switches and drains storages, removes and pins blocks",
     "ROLE_ADMIN": "Administrator: also changes storages, groups, accounts and keys",
 }
-"""Of keys, and what they are."""
+"""Of keys, with a description."""
 ACCOUNT_ROLES: Final[Mapping[str, str]] = {
     "ROLE_USER": KEY_ROLES["ROLE_VIEWER"],
     "ROLE_OPERATOR": KEY_ROLES["ROLE_OPERATOR"],
@@ -48,7 +48,7 @@ VERBS: Final[Mapping[str, str]] = {
     "REMOVE": "Remove blocks",
     "PIN": "Pin blocks",
 }
-"""What an engine may do."""
+"""Verbs of engines, with a description."""
 
 
 def shown_role(role: str) -> str:
@@ -60,7 +60,7 @@ NOTHING = "–"
 
 
 def size(value: float | None) -> str:
-    """Return bytes as `1.5 GiB`; what is negative is not limited."""
+    """Return bytes as `1.5 GiB`; a negative value stands for no limit."""
     if value is None:
         return NOTHING
     return "no limit" if value < 0 else format_size(round(value))
@@ -72,7 +72,7 @@ def count(value: float | None) -> str:
 
 
 def percent(ratio: float | None) -> str:
-    """Return a ratio as `98.2 %`. What is not quite all is not shown as all."""
+    """Return a ratio as `98.2 %`; 100 % only if it is exactly 1."""
     if ratio is None:
         return NOTHING
     if 0.9995 <= ratio < 1:
@@ -127,7 +127,7 @@ def words(name: str) -> str:
 
 
 def capitalised(clause: str) -> str:
-    """Return a clause with a capital at its beginning, for one that begins a sentence."""
+    """Return a clause with a capital letter, for the beginning of a sentence."""
     return f"{clause[:1].upper()}{clause[1:]}"
 
 
@@ -137,5 +137,5 @@ def listed(names: Sequence[str]) -> str:
 
 
 def storage_kind(storage_type: str) -> str:
-    """Return what documents of storages call a type: `ST_NFS` is `file`."""
+    """Return the name of a storage type for people: `ST_NFS` is `file`."""
     return StorageType[storage_type].kind if storage_type in StorageType.__members__ else words(storage_type)

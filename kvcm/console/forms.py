@@ -1,7 +1,7 @@
-"""Forms: which fields there are, what was filled in, and what the manager has against it.
+"""Forms: their fields, the values that were entered, their errors, and confirmation pages.
 
-A field stands for one field of a resource's document. What was filled in becomes that document; what the resource
-refuses is put beside the field that it names.
+A field of a form is a field of a resource's document. The entered values become that document; an error of the
+resource is shown beside the field that it names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from starlette.responses import Response
 
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Handler, Routes, Visit
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.units import parse_duration, parse_size
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Kind = Literal["text", "password", "integer", "size", "span", "percent", "check", "choice", "several"]
-"""How a field is filled in: `span` is a time, `several` are choices of which any number may be taken."""
+"""The input of a field: `span` is a duration, `several` are choices of which any number may be selected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Field:
 
     Attributes:
         name: path of the field in the document, as in `nfs.root_path`.
-        label: what people call it.
-        hint: what it is for, and what may stand there.
-        kind: how it is filled in. What is empty is left out of the document.
-        is_required: whether something must stand there.
-        choices: values, and what people call them.
-        initial: what stands there at first.
-        completion: what browsers may fill in: the attribute `autocomplete`.
+        label: its name for people.
+        hint: its purpose and allowed values.
+        kind: its input. An empty field is left out of the document.
+        is_required: whether it must not be empty.
+        choices: values with their labels.
+        initial: its first value.
+        completion: the attribute `autocomplete`.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A field as it is shown.
+    """A field with its value and error.
 
     Attributes:
-        field: it.
-        value: what stands there; lines where it has several values.
-        fault: what is wrong with it, "" for nothing.
+        field: the field.
+        value: its value; one line per value if it has several.
+        fault: its error, "" for none.
     """
 
     field: Field
@@ -75,19 +75,19 @@ class Entry:
 
     @property
     def values(self) -> Sequence[str]:
-        """What was taken, where several values may be."""
+        """The selected values of a field that may have several."""
         return self.value.split("\n") if self.value else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A form that is filled in, or to be.
+    """A form with values.
 
     Attributes:
-        fields: that it has.
-        values: of them by name.
-        faults: by the name of the field.
-        fault: what is wrong but has no field.
+        fields: in order.
+        values: by the name of the field.
+        faults: errors by the name of the field.
+        fault: error of no field.
     """
 
     fields: Sequence[Field]
@@ -97,27 +97,27 @@ class Sheet:
 
     @classmethod
     def blank(cls, fields: Sequence[Field]) -> Sheet:
-        """Return one as it is shown at first."""
+        """Return a form with initial values."""
         return cls(fields, {each.name: each.initial for each in fields})
 
     @classmethod
     def filled(cls, fields: Sequence[Field], form: Mapping[str, str]) -> Sheet:
-        """Return one with what was sent."""
+        """Return a form with the submitted values."""
         return cls(fields, {each.name: form.get(each.name, "") for each in fields})
 
     @property
     def entries(self) -> list[Entry]:
-        """Its fields in order. Passwords are not sent back."""
+        """Its fields in order, without the values of passwords."""
         return [
             Entry(each, "" if each.kind == "password" else self.values[each.name], self.faults.get(each.name, ""))
             for each in self.fields
         ]
 
     def document(self) -> dict[str, Any]:
-        """Return what was filled in as the document that it stands for.
+        """Return the values as a document.
 
         Raises:
-            RefusedError: something is missing, or no number, size or time.
+            RefusedError: a required value is missing, or a number, size or duration is malformed.
         """
         made: dict[str, Any] = {}
         wrong: list[dict[str, str]] = []
@@ -136,10 +136,10 @@ class Sheet:
         return made
 
     def refused(self, error: RefusedError) -> Sheet:
-        """Return it with what a resource has against it.
+        """Return the form with the errors of a resource.
 
         Raises:
-            RefusedError: the same, where it is not about what was filled in but about who did.
+            RefusedError: the same, if the credentials are not valid.
         """
         if error.status == 401:
             raise error
@@ -153,7 +153,7 @@ class Sheet:
 
 
 def exact_size(size_bytes: int) -> str:
-    """Return a size so that reading it again gives the same: `64 GiB`, or plain bytes. What is negative is ""."""
+    """Return a size that parses to the same value: `64 GiB`, or plain bytes; "" for a negative one."""
     if size_bytes < 0:
         return ""
     for base, suffix in ((1024, "iB"), (1000, "B")):
@@ -196,7 +196,7 @@ def _put(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _named(path: str, names: Iterable[str]) -> str:
-    """Return the field that an error is about: it or something in it."""
+    """Return the field that contains the path of an error, "" for none."""
     inside = re.sub(r"\[[0-9]+\]", "", path.removeprefix("path."))
     return next((name for name in names if inside == name or inside.startswith(f"{name}.")), "")
 
@@ -218,29 +218,27 @@ _REWORDED: Final = {
 
 
 def _plain(text: str) -> str:
-    """Return what is wrong without the words of those who check."""
+    """Return an error without the phrases of pydantic and the transport."""
     for pattern, words in _REWORDED.items():
         if found := re.fullmatch(pattern, text, re.DOTALL):
             return found.expand(words)
     return text
 
 
-# Asking again before something is lost.
-
-_Handler = Callable[[Visit], Awaitable[Response]]
+# Confirmation of changes that lose something.
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked before something is done.
+    """A question before a change.
 
     Attributes:
-        title: what is to be done, to what.
-        consequences: what will happen, a sentence each.
-        button: what doing it is called.
-        back: path of the page to go back to.
-        name: to be typed, so that nobody does it by accident; "" for nothing.
-        is_grave: whether something is lost by it.
+        title: the change and its subject.
+        consequences: one sentence each.
+        button: label of the button.
+        back: path of the page for "no".
+        name: to be typed, against accidents; "" for nothing.
+        is_grave: whether the change loses something.
     """
 
     title: str
@@ -252,14 +250,14 @@ class Question:
 
 
 async def confirmation_page(visit: Visit, question: Question, fault: str = "", status: int = 200) -> Response:
-    """Return the page that asks. Its form goes to the path that it was asked at."""
+    """Return the page with a question. Its form is posted to the page's own path."""
     return visit.page("confirm.html", status, question=question, fault=fault)
 
 
 async def confirmed(visit: Visit, question: Question, act: Callable[[], Awaitable[Response]]) -> Response:
-    """Do what was asked, if the name was typed; otherwise, or where it is refused, ask again and say why."""
+    """Act if the name was typed; otherwise, or if the change is refused, show the question again with the error."""
     if question.name and (await visit.form()).get("name", "") != question.name:
-        return await confirmation_page(visit, question, f"What was typed is not the name {question.name}.", 400)
+        return await confirmation_page(visit, question, f"The name that was typed is not {question.name}.", 400)
     try:
         return await act()
     except RefusedError as error:
@@ -268,15 +266,13 @@ async def confirmed(visit: Visit, question: Question, act: Callable[[], Awaitabl
         return await confirmation_page(visit, question, error.detail, error.status)
 
 
-def confirmed_routes(
-    path: str, question: Callable[[Visit], Awaitable[Question]], act: _Handler
-) -> list[tuple[str, str, _Handler]]:
-    """Return the routes of something that is done only when it was confirmed.
+def confirmed_routes(path: str, question: Callable[[Visit], Awaitable[Question]], act: Handler) -> Routes:
+    """Return the routes of a change that needs a confirmation.
 
     Args:
-        path: of both.
-        question: what is asked first; raises RefusedError where there is nothing to do it to.
-        act: does it.
+        path: of both routes.
+        question: returns the question; raises RefusedError if the subject does not exist.
+        act: makes the change.
     """
 
     async def ask(visit: Visit) -> Response:

@@ -1,5 +1,7 @@
-"""Asks the resources under /v1 inside the process, as whoever visits the console: roles, limits, the audit log and the
-counters hold for the console as they do for every other client."""
+"""The console's client of the resources under /v1, inside the process and with the visitor's principal.
+
+Permissions, limits, the audit log and metrics hold for the console as for every other client.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ _TRACE_ID = b"console"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a resource answered.
+    """An answer of a resource.
 
     Attributes:
-        document: decoded JSON, None where there is none.
+        document: decoded JSON, None without a body.
         headers: by lower-case name.
     """
 
@@ -31,17 +33,17 @@ class Answer:
 
     @property
     def etag(self) -> str:
-        """Entity tag of the document, "" where it has none."""
+        """Entity tag of the document, "" for none."""
         return self.headers.get("etag", "")
 
 
 @dataclass(frozen=True, slots=True)
 class _FieldFault:
-    """What a resource has against one field.
+    """The error of one field.
 
     Attributes:
         field: path in the request's document, e.g. `quota.capacity`.
-        allowed: what may stand there.
+        allowed: allowed values.
     """
 
     field: str
@@ -53,8 +55,8 @@ class RefusedError(Exception):
 
     Attributes:
         status: of HTTP.
-        detail: what is wrong and what to do.
-        faults: the fields that are wrong.
+        detail: the error and what to do.
+        faults: errors of fields.
     """
 
     def __init__(self, status: int, problem: Mapping[str, Any]) -> None:
@@ -68,11 +70,11 @@ class RefusedError(Exception):
 
 
 class ResourceClient:
-    """Asks resources for one visitor.
+    """Calls resources for one visitor.
 
     Args:
-        resources: the application that answers them.
-        arrival: how the visitor came, and who it is.
+        resources: the application that answers.
+        arrival: the visitor's transport and principal.
     """
 
     def __init__(self, resources: Resources, arrival: Arrival) -> None:
@@ -80,7 +82,7 @@ class ResourceClient:
         self._arrival = arrival
 
     async def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """Return what a resource answers.
+        """Return the answer of a resource.
 
         Args:
             method: of HTTP.
@@ -92,10 +94,10 @@ class ResourceClient:
             RefusedError: it answers with a problem.
         """
         collected = _Collected()
-        taken: list[Any] = []
-        scope = _scope(method, path, body, headers or {}) | {ARRIVAL: self._arrival, RECEIVED: taken}
+        received: list[Any] = []
+        scope = _scope(method, path, body, headers or {}) | {ARRIVAL: self._arrival, RECEIVED: received}
         await self._resources(scope, _received(b"" if body is None else json.dumps(body).encode()), collected.send)
-        document = taken[0] if taken else json.loads(b"".join(collected.parts) or b"null")
+        document = received[0] if received else json.loads(b"".join(collected.parts) or b"null")
         if collected.status >= 400:
             raise RefusedError(collected.status, document or {})
         return Answer(document, collected.headers)

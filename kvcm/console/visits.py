@@ -1,4 +1,4 @@
-"""One request for a page: who asks, what it sent, and how it is answered."""
+"""One request for a page: protection against other sites, templates, the visitor and its menu, the answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -24,25 +24,25 @@ from kvcm.model.principals import Principal, Verb
 from kvcm.registry.secrets import redacted_text
 from kvcm.service.rest.conversion import decode_name, encode_name
 
-__all__ = ["Form", "Page", "Visit", "Visitor", "foreign_request", "is_encrypted", "render"]
+__all__ = ["Form", "Handler", "Page", "Routes", "Visit", "Visitor", "foreign_request", "is_encrypted", "render"]
 
-# Which requests of browsers are let in.
+# Requests from other sites.
 #
-# A page of another site must neither act here nor listen: what changes something comes from a page of this site, which
-# browsers say in the header `Origin`. While nobody is asked who he is, a page of another site must also not become one
-# of this site by pointing its name to this address: names that anybody can own are refused then.
+# A page of another site must neither make changes here (CSRF) nor read: a change must come from a page of this site, by
+# the header `Origin`. While authentication is disabled, a page of another site must also not become one of this site by
+# pointing its name to this address (DNS rebinding): then names that others can own are rejected.
 
 _SAFE: Final = {"GET", "HEAD"}
 _OWN: Final = {"same-origin", "none", ""}
 
 
 def foreign_request(method: str, headers: Mapping[str, str], *, is_open: bool) -> str:
-    """Return why a request may be the doing of a page of another site, "" where it is not.
+    """Return why a request may come from a page of another site, "" if it does not.
 
     Args:
         method: of HTTP.
         headers: by lower-case name.
-        is_open: whether nobody is asked who he is.
+        is_open: whether authentication is disabled.
     """
     host = headers.get("host", "")
     if is_open and not _is_local_host(host):
@@ -58,12 +58,12 @@ def foreign_request(method: str, headers: Mapping[str, str], *, is_open: bool) -
 
 
 def is_encrypted(scheme: str, headers: Mapping[str, str]) -> bool:
-    """Return whether the browser speaks TLS, be it with a proxy in between: only then it keeps secure cookies."""
+    """Return whether the browser speaks TLS, also with a proxy in between: only then it keeps secure cookies."""
     return scheme == "https" or headers.get("origin", "").startswith("https://")
 
 
 def _netloc(address: str) -> str:
-    """Return the host and the port of an address, "" where it has none or is malformed."""
+    """Return the host and the port of an address, "" without a host or if it is malformed."""
     try:
         return urlsplit(address).netloc.lower()
     except ValueError:
@@ -84,7 +84,7 @@ def _is_local_host(host: str) -> bool:
     return True
 
 
-# Templates, and how values are written in them.
+# Templates and their filters.
 
 _FILTERS: Final[dict[str, Callable[..., Any]]] = {
     "ago": lambda at_ms: formats.ago(at_ms, time.time() * 1000),
@@ -104,7 +104,7 @@ _FILTERS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def render(template: str, **context: Any) -> str:
-    """Return a page. Whatever stands in the context is escaped, but for `Markup`."""
+    """Return a page. All values of the context are escaped, except `Markup`."""
     return _environment().get_template(template).render(**context)
 
 
@@ -119,7 +119,7 @@ def _environment() -> Environment:
     return environment
 
 
-# Which pages the menu leads to: those that a visitor may see.
+# The menu: the pages that a visitor may see.
 
 _ENTRIES: Final[Sequence[tuple[str, str, Callable[[Visitor], bool]]]] = (
     ("/console/", "Overview", lambda visitor: visitor.may_view),
@@ -135,10 +135,7 @@ _ENTRIES: Final[Sequence[tuple[str, str, Callable[[Visitor], bool]]]] = (
 )
 
 
-def _menu_of(visitor: Visitor) -> list[tuple[str, str]]:
-    """Return paths and names of pages."""
-    return [(path, name) for path, name, is_for in _ENTRIES if is_for(visitor)]
-
+# Visits.
 
 Form = Mapping[str, str]
 """Fields of a form by name; of a name that came several times the values stand on lines of their own."""
@@ -150,11 +147,11 @@ _MAX_MESSAGES: Final = 300  # characters, which become twelve in a cookie at mos
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Who looks.
+    """The user of a browser.
 
     Attributes:
-        principal: what it may do.
-        is_required: whether anybody is asked who he is.
+        principal: its principal.
+        is_required: whether authentication is required.
     """
 
     principal: Principal
@@ -162,13 +159,13 @@ class Visitor:
 
     @property
     def name(self) -> str:
-        """Its name, "" where nobody is asked."""
+        """Its name, "" without authentication."""
         return self.principal.account or self.principal.name
 
     @property
     def menu(self) -> list[tuple[str, str]]:
         """Pages that it may see: paths and names."""
-        return _menu_of(self)
+        return [(path, name) for path, name, is_for in _ENTRIES if is_for(self)]
 
     @property
     def may_operate(self) -> bool:
@@ -177,12 +174,12 @@ class Visitor:
 
     @property
     def may_administer(self) -> bool:
-        """Whether it may change what is configured."""
+        """Whether it may change the configuration."""
         return not self.is_required or (Verb.ADMINISTER in self.principal.verbs and self.principal.has_all_groups)
 
     @property
     def sees_all_groups(self) -> bool:
-        """Whether it may look at what concerns the whole deployment: storages, tasks, managers."""
+        """Whether it may view pages of the whole deployment: storages, tasks, managers."""
         return not self.is_required or (Verb.VIEW in self.principal.verbs and self.principal.has_all_groups)
 
     def administers(self, group: str) -> bool:
@@ -191,17 +188,17 @@ class Visitor:
 
     @property
     def may_view(self) -> bool:
-        """Whether it may look at all."""
+        """Whether it may view pages."""
         return not self.is_required or Verb.VIEW in self.principal.verbs
 
 
 class Page(HTMLResponse):
-    """A page that is yet to be written: of many groups that takes so long that a thread does it.
+    """A page that is rendered later, on a thread: a page of many groups takes long.
 
     Args:
         template: of it.
         status: of HTTP.
-        context: what the template shows.
+        context: values of the template.
     """
 
     def __init__(self, template: str, status: int, context: Mapping[str, Any]) -> None:
@@ -209,7 +206,7 @@ class Page(HTMLResponse):
         self._template, self._context = template, context
 
     async def write(self) -> None:
-        """Write it, so that it can be sent."""
+        """Render the page, so that it can be sent."""
         self.body = (await asyncio.to_thread(render, self._template, **self._context)).encode()
         self.headers["content-length"] = str(len(self.body))
 
@@ -219,11 +216,11 @@ class Visit:
     """A request for a page.
 
     Attributes:
-        request: that came; its body was read.
-        visitor: who asks.
-        resources: asked as the visitor.
+        request: of the browser; its body was read.
+        visitor: user of the browser.
+        resources: client with the visitor's principal.
         version: of the manager.
-        recognise: returns who has a key; raises TurnedAwayError where nobody does.
+        recognise: returns the principal of a key; raises RejectedError if it is not valid.
     """
 
     request: Request
@@ -233,14 +230,14 @@ class Visit:
     recognise: Callable[[str], Principal]
 
     def name(self, part: str = "name") -> str:
-        """Return the name that a component of the path stands for; "" is nothing's name."""
+        """Return the name in a component of the path, "" if it is malformed."""
         try:
             return decode_name(self.request.path_params[part])
         except ValueError:
             return ""
 
     def query(self, name: str) -> str:
-        """Return a parameter of the query, "" where there is none."""
+        """Return a parameter of the query, "" for none."""
         return str(self.request.query_params.get(name, ""))
 
     async def get(self, path: str) -> Any:
@@ -277,10 +274,10 @@ class Visit:
         return await self.resources.ask(method, path, body, headers)
 
     async def form(self) -> Form:
-        """Return the fields that were sent.
+        """Return the submitted fields.
 
         Raises:
-            HTTPException: they are too many.
+            HTTPException: there are too many.
         """
         body = (await self.request.body()).decode(errors="replace")
         try:
@@ -296,7 +293,7 @@ class Visit:
     def page(self, template: str, status: int = 200, **context: Any) -> Page:
         """Return a page."""
         shown = {"visit": self, "visitor": self.visitor, "here": self.request.url.path, "version": self.version}
-        is_region = "hx-request" in self.request.headers  # of a page that is there already
+        is_region = "hx-request" in self.request.headers  # htmx replaces a part of the page that is shown
         said = "" if is_region else unquote(self.request.cookies.get(_MESSAGES, ""))
         response = Page(template, status, {**shown, "said": said, **context})
         if said:
@@ -304,13 +301,13 @@ class Visit:
         return response
 
     def fault(self, status: int, detail: str) -> Page:
-        """Return a page that says what did not work, and what to do."""
+        """Return a page with an error, and what to do."""
         return self.page("fault.html", status, code=status, detail=detail)
 
     def back(self, path: str, said: str = "") -> Response:
-        """Return that something was done: the browser goes on to a page, which says what.
+        """Redirect to a page after a change, with a message that the page shows.
 
-        The words are no part of the address: nobody else can make a link that has the manager say something.
+        The message is no part of the address, so that no link can make the console show a text of its author.
 
         Args:
             path: of that page.
@@ -322,3 +319,8 @@ class Visit:
             kept = quote(said[:_MAX_MESSAGES], safe="")
             response.set_cookie(_MESSAGES, kept, 60, path=_ROOT, secure=secure, httponly=True, samesite="strict")
         return response
+
+
+Handler = Callable[[Visit], Awaitable[Response]]
+Routes = Sequence[tuple[str, str, Handler]]
+"""Method, path and handler of each page."""

@@ -1,4 +1,7 @@
-"""The Redis or Valkey that managers share: version, what it does when it is full, what outlives its end, its clock."""
+"""All checks of settings (`check_settings`), and those of the Redis or Valkey that managers share.
+
+The latter concern its version, its policy when it is full, its persistence and its clock.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ _NEAR_FULL = 0.9
 
 
 class StoreFacts(NamedTuple):
-    """What a server says of itself.
+    """Facts of a server.
 
     Attributes:
         info: its INFO.
-        save: its setting of snapshots, None when it does not tell.
+        save: its setting of snapshots, None if it is not readable.
         ahead_seconds: how far its clock is ahead of ours.
     """
 
@@ -50,7 +53,7 @@ class StoreFacts(NamedTuple):
 
 
 def check_shared_store(settings: RedisSettings) -> list[Finding]:
-    """Return how the servers are; asks each master."""
+    """Return findings of each master."""
     try:
         return asyncio.run(_facts_of(settings))
     except (StorageIOError, RedisError, OSError, ValueError) as error:
@@ -82,7 +85,7 @@ async def _read_facts(connection: Connection) -> StoreFacts:
     try:
         pair = await _query(connection, "CONFIG", "GET", "save")
         save = pair[1].decode() if len(pair) == 2 else None
-    except ResponseError:  # hosted servers keep their configuration to themselves
+    except ResponseError:  # hosted servers do not allow CONFIG
         save = None
     return StoreFacts(info, save, ahead)
 
@@ -97,15 +100,15 @@ def _info(answer: bytes) -> dict[str, str]:
     return dict(line.partition(":")[::2] for line in lines if ":" in line)
 
 
-def findings_of(address: Address, seen: StoreFacts) -> Iterator[Finding]:
-    """Yield what a server's words mean."""
-    info = seen.info
+def findings_of(address: Address, facts: StoreFacts) -> Iterator[Finding]:
+    """Yield the findings of a server's facts."""
+    info = facts.info
     yield _version(address, info)
     yield from _memory(address, info)
-    yield _persistence(address, seen)
+    yield _persistence(address, facts)
     if info.get("rdb_last_bgsave_status") == "err" or info.get("aof_last_write_status") == "err":
         yield fail(_CHECK, f"{address} failed to save", "look into its log: its disk may be full")
-    yield check_skew(f"redis {address}", seen.ahead_seconds)
+    yield check_skew(f"redis {address}", facts.ahead_seconds)
 
 
 def _version(address: Address, info: Mapping[str, str]) -> Finding:
@@ -136,29 +139,29 @@ def _memory(address: Address, info: Mapping[str, str]) -> Iterator[Finding]:
         yield warn(_CHECK, found, "raise its maxmemory, or lower max_key_count of the groups")
 
 
-def _persistence(address: Address, seen: StoreFacts) -> Finding:
-    if seen.info.get("aof_enabled") == "1":
+def _persistence(address: Address, facts: StoreFacts) -> Finding:
+    if facts.info.get("aof_enabled") == "1":
         return ok(_CHECK, f"{address} keeps a log of every change")
-    if seen.save is None:
+    if facts.save is None:
         return warn(
             _CHECK,
-            f"{address} has no append-only file, and does not tell whether it makes snapshots",
-            "make sure that it does, or set appendonly yes",
+            f"{address} has no append-only file, and its snapshots are unknown (CONFIG is not allowed)",
+            "make sure that it makes snapshots, or set appendonly yes",
         )
-    if seen.save:
+    if facts.save:
         return warn(
             _CHECK,
-            f"{address} has snapshots only ({seen.save}): when it ends, changes since the last one are lost",
+            f"{address} has snapshots only ({facts.save}): when it ends, changes since the last one are lost",
             "set appendonly yes",
         )
     return fail(_CHECK, f"{address} keeps nothing: its end loses all metadata", "set appendonly yes")
 
 
-# Everything that can be looked at without a running manager: what its settings name.
+# All checks that need no running manager.
 
 
 def check_settings(settings: Settings) -> Iterator[Finding]:
-    """Yield what is found of all that settings name."""
+    """Yield the findings of settings and of the files, ports, stores and storages that they name."""
     yield from combinations(settings)
     yield from check_metadata_directory(settings)
     yield from check_ports(settings)

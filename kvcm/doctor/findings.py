@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks, and the check of clocks, which several others use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Finding", "Level", "check_skew", "fail", "ok", "warn"]
 
 
 class Level(Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -19,13 +19,13 @@ class Level(Enum):
 
 
 class Finding(NamedTuple):
-    """One line.
+    """The result of a check: one line.
 
     Attributes:
-        level: how bad it is.
-        check: what was looked at.
-        found: how it is.
-        advice: what to do, "" when there is nothing to be done.
+        level: severity.
+        check: name of the check.
+        found: its result.
+        advice: what to do, "" if nothing has to be done.
     """
 
     level: Level
@@ -35,21 +35,21 @@ class Finding(NamedTuple):
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a problem."""
     return Finding(Level.OK, check, found)
 
 
 def warn(check: str, found: str, advice: str) -> Finding:
-    """Return that it works, and may not be what was meant."""
+    """Return a finding that works, and may not be intended."""
     return Finding(Level.WARN, check, found, advice)
 
 
 def fail(check: str, found: str, advice: str) -> Finding:
-    """Return that it does not work."""
+    """Return a finding that does not work."""
     return Finding(Level.FAIL, check, found, advice)
 
 
-# Clocks: deadlines, leases and pins mean the same time on every host only where the clocks agree.
+# Clocks: deadlines, leases and pins are the same time on every host only if the clocks agree.
 
 _CHECK = "clocks"
 _MAX_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""Settings that can be read, and still do not do what was meant."""
+"""Checks of one host: settings, directories, ports and certificates of the manager that `kvcm serve` would start."""
 
 from __future__ import annotations
 
@@ -39,36 +39,40 @@ __all__ = [
     "redis_settings",
 ]
 
-_CHECK = "settings"
+# Settings: readable, but dangerous or without effect.
+
+_SETTINGS = "settings"
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - places to warn of
 
 
 def read_settings(
     config_file: Path | None, overrides: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Settings | None, list[Finding]]:
-    """Return the settings as `kvcm serve` reads them, None when it would refuse them, and what is odd about them."""
+    """Return the settings as `kvcm serve` reads them, None if it would refuse them, and findings of their keys."""
     ignored: list[str] = []
     where = str(config_file) if config_file is not None else "the defaults, -e and the environment"
     try:
         settings = load_settings(config_file, overrides, environment, ignored.append)
     except ConfigError as error:
-        return None, [fail(_CHECK, str(error), "correct it: `kvcm serve` refuses it too")]
-    odd = [warn(_CHECK, text, "correct the name, or leave it out: docs/configuration.md lists all") for text in ignored]
+        return None, [fail(_SETTINGS, str(error), "correct it: `kvcm serve` refuses it too")]
+    odd = [
+        warn(_SETTINGS, text, "correct the name, or leave it out: docs/configuration.md lists all") for text in ignored
+    ]
     odd += [
-        warn(_CHECK, f"{key} is set and has no effect in this release", "leave it out")
+        warn(_SETTINGS, f"{key} is set and has no effect in this release", "leave it out")
         for key in settings.without_effect()
     ]
-    return settings, [ok(_CHECK, f"{where} can be read"), *odd]
+    return settings, [ok(_SETTINGS, f"{where} can be read"), *odd]
 
 
 def combinations(settings: Settings) -> Iterator[Finding]:
-    """Yield what is dangerous about settings that are allowed."""
+    """Yield findings of settings that are allowed and dangerous."""
     if not settings.is_loopback:
         yield from _reachable(settings)
     yield from _kept(settings)
     if settings.enable_debug_service:
         yield warn(
-            _CHECK,
+            _SETTINGS,
             "kvcm.service.enable_debug_service lets callers make requests fail",
             "leave it out outside of tests",
         )
@@ -80,33 +84,35 @@ def combinations(settings: Settings) -> Iterator[Finding]:
 def _reachable(settings: Settings) -> Iterator[Finding]:
     if settings.auth_mode == "off":
         yield fail(
-            _CHECK,
-            f"everybody who reaches {settings.bind_address} may do everything: kvcm.auth.mode is off",
+            _SETTINGS,
+            f"every client that reaches {settings.bind_address} may do everything: kvcm.auth.mode is off",
             "set kvcm.auth.mode=required, or let only a trusted network reach the ports",
         )
     elif not settings.described().get("kvcm.tls.cert_file"):
         yield warn(
-            _CHECK,
+            _SETTINGS,
             f"keys cross the network to {settings.bind_address} in the clear",
             "set kvcm.tls.cert_file and kvcm.tls.key_file, or let a proxy encrypt",
         )
     if settings.allowed_roots is None:
-        yield ok(_CHECK, "kvcm.storage.allowed_roots is unset: file storages can be added below no directory")
+        yield ok(_SETTINGS, "kvcm.storage.allowed_roots is unset: file storages can be added below no directory")
 
 
 def _kept(settings: Settings) -> Iterator[Finding]:
     uri = settings.registry_storage_uri
     if (not uri and not settings.data_dir) or uri.startswith("memory://"):
         yield warn(
-            _CHECK,
+            _SETTINGS,
             "metadata is kept in memory only: a restart forgets every block, group and instance",
             "set kvcm.data_dir (or --data-dir), or kvcm.registry_storage.uri",
         )
     if settings.data_dir and settings.data_dir.startswith(_TEMPORARY):
-        yield warn(_CHECK, f"kvcm.data_dir {settings.data_dir} does not outlive a reboot", "choose a place that does")
+        yield warn(
+            _SETTINGS, f"kvcm.data_dir {settings.data_dir} does not outlive a reboot", "choose a place that does"
+        )
     if settings.fsync == "never":
         yield warn(
-            _CHECK,
+            _SETTINGS,
             "kvcm.store.fsync is never: a power failure may lose metadata that was acknowledged",
             "set everysec or always",
         )
@@ -116,16 +122,16 @@ def _store(redis: RedisSettings) -> Iterator[Finding]:
     remote = [address for address in redis.addresses if not _is_local(address.host)]
     if remote and not redis.password:
         yield warn(
-            _CHECK,
-            f"kvcm.registry_storage.uri has no password for {remote[0]}: whoever reaches it can change all metadata",
+            _SETTINGS,
+            f"kvcm.registry_storage.uri has no password for {remote[0]}: every client can change all metadata",
             "give Redis a user or password, and put it in the uri",
         )
     if remote and redis.tls is None:
-        yield warn(_CHECK, f"metadata crosses the network to {remote[0]} in the clear", "use rediss:// in the uri")
+        yield warn(_SETTINGS, f"metadata crosses the network to {remote[0]} in the clear", "use rediss:// in the uri")
 
 
 def redis_settings(settings: Settings) -> RedisSettings | None:
-    """Return where the shared store is, None when there is none or the uri is no good."""
+    """Return the addresses of the shared store, None without one or if the uri is malformed."""
     if not settings.registry_storage_uri.startswith("redis"):
         return None
     try:
@@ -141,32 +147,32 @@ def _is_local(host: str) -> bool:
         return False
 
 
-# Directories: whether they are there, can be written, and have room; who has the metadata open.
+# Directories: do they exist, are they writable, have they free space; which process has the metadata open.
 
-_PLACES_CHECK = "data directory"
+_DIRECTORY = "data directory"
 _LEAST_FREE_BYTES = 1 << 30
 _LEAST_FREE_SHARE = 0.05
 _FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, length, process
 
 
 def check_metadata_directory(settings: Settings) -> Iterator[Finding]:
-    """Yield how the directory is that holds the metadata; nothing where it is kept elsewhere."""
+    """Yield findings of the directory with the metadata; none if the metadata is kept elsewhere."""
     directory = local_directory(settings)
     if directory is None:
         return
-    yield from check_directory(_PLACES_CHECK, directory, is_made=True)
+    yield from check_directory(_DIRECTORY, directory, is_made=True)
     holder = lock_holder(directory / "LOCK")
     if holder:
-        yield ok(_PLACES_CHECK, f"{directory} is in use by process {holder}: a manager or a `kvcm index` runs on it")
+        yield ok(_DIRECTORY, f"{directory} is in use by process {holder}: a manager or a `kvcm index` runs on it")
 
 
 def check_directory(check: str, directory: Path, *, is_made: bool) -> Iterator[Finding]:
-    """Yield how a directory is.
+    """Yield findings of a directory.
 
     Args:
-        check: what it is for.
+        check: name of the check.
         directory: its path.
-        is_made: whether the manager makes it when it is not there.
+        is_made: whether the manager creates a missing one.
     """
     if not directory.exists():
         yield _absent(check, directory, is_made=is_made)
@@ -193,17 +199,17 @@ def _absent(check: str, directory: Path, *, is_made: bool) -> Finding:
 
 
 def free_space(check: str, name: str, free_bytes: int, whole_bytes: int) -> Finding:
-    """Return whether a medium has room left."""
+    """Return whether a medium has free space."""
     found = f"{name} has {format_size(free_bytes)} of {format_size(whole_bytes)} free"
     if free_bytes < min(_LEAST_FREE_BYTES, whole_bytes // 10):
-        return fail(check, found, "make room: writes will fail soon")
+        return fail(check, found, "free space: writes will fail soon")
     if free_bytes < _LEAST_FREE_SHARE * whole_bytes:
-        return warn(check, found, "make room, or lower the quotas of what is written there")
+        return warn(check, found, "free space, or lower the quotas of the groups that write there")
     return ok(check, found)
 
 
 def lock_holder(path: Path) -> int:
-    """Return the process that holds RocksDB's lock, 0 when nobody does. Takes nothing."""
+    """Return the process that holds RocksDB's lock, 0 for none. Does not acquire it."""
     try:
         with path.open("rb+") as file:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -213,20 +219,20 @@ def lock_holder(path: Path) -> int:
     return 0 if kind == fcntl.F_UNLCK else int(process)
 
 
-# Ports: free, or held by a manager of ours.
+# Ports: free, or held by a manager.
 
-_PORTS_CHECK = "ports"
+_PORTS = "ports"
 _SECONDS = 2.0
 _OURS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 _CLUSTER_INFO = (
     "/kv_cache_manager.proto.meta.MetaService/GetClusterInfo",
     "/kv_cache_manager.proto.admin.AdminService/GetManagerClusterInfo",
 )
-"""Both are asked nothing; the port of one need not be that of the other."""
+"""Neither needs a request; one port may serve only one of them."""
 
 
 def check_ports(settings: Settings) -> Iterator[Finding]:
-    """Yield for each port of the settings whether a manager can have it, or has it."""
+    """Yield for each port of the settings whether a manager can bind it, or has bound it."""
     host = settings.bind_address
     ports = {
         "kvcm.service.http_port": settings.http_port,
@@ -242,7 +248,7 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
             continue
         if port in seen:
             if {key, seen[port]} != {"kvcm.service.rpc_port", "kvcm.service.admin_rpc_port"}:
-                yield fail(_PORTS_CHECK, f"{key} and {seen[port]} are both {port}", "give each a port of its own")
+                yield fail(_PORTS, f"{key} and {seen[port]} are both {port}", "give each a port of its own")
             continue
         seen[port] = key
         yield _check_port(key, host, port, is_rpc="rpc" in key, is_closed=settings.tls_client_auth == "required")
@@ -251,22 +257,22 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
 def _check_port(key: str, host: str, port: int, *, is_rpc: bool, is_closed: bool) -> Finding:
     trouble = _bind_error(host, port)
     if not trouble:
-        return ok(_PORTS_CHECK, f"{key} {port} is free on {host}")
+        return ok(_PORTS, f"{key} {port} is free on {host}")
     if trouble != errno.EADDRINUSE:
         reason = f"{key} {port} cannot be taken on {host}: {errno.errorcode.get(trouble, trouble)}"
-        return fail(_PORTS_CHECK, reason, "choose an address of this host and a port that this user may take")
+        return fail(_PORTS, reason, "choose an address of this host and a port that this user may take")
     near = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - an address to bind, not to connect to
     if _is_grpc_of_ours(near, port) if is_rpc else _is_http_of_ours(near, port, is_closed=is_closed):
-        return ok(_PORTS_CHECK, f"{key} {port} is held by a manager")
+        return ok(_PORTS, f"{key} {port} is held by a manager")
     return fail(
-        _PORTS_CHECK,
+        _PORTS,
         f"{key} {port} is held by something that does not answer as a manager",
         f"stop it (`ss -ltnp 'sport = :{port}'` names it), or set {key} to another port",
     )
 
 
 def _bind_error(host: str, port: int) -> int:
-    """Return the number of the error with which an address cannot be bound, 0 when it can."""
+    """Return the number of the error of binding an address, 0 for none."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -278,8 +284,8 @@ def _bind_error(host: str, port: int) -> int:
 
 
 def _is_http_of_ours(host: str, port: int, *, is_closed: bool) -> bool:
-    """Whether /livez is answered, in the clear or encrypted; whose certificate it is, is checked elsewhere. Where a
-    manager is closed to whoever has no certificate, it is enough that it encrypts."""
+    """Return whether /livez is answered, in the clear or encrypted (another check verifies the certificate). Of a port
+    that requires client certificates, TLS is enough."""
     trusting = ssl._create_unverified_context()  # noqa: S323 - nothing is sent, and the answer is not used
     plain = http.client.HTTPConnection(host, port, timeout=_SECONDS)
     encrypted = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=trusting)
@@ -311,7 +317,7 @@ def _is_answered(channel: grpc.Channel, method: str) -> bool:
 
 
 def _speaks_tls(host: str, port: int, protocol: str) -> bool:
-    """Whether a protocol is spoken there in encrypted form: that is as much as can be told without a key."""
+    """Return whether a port speaks a protocol over TLS, which is as much as a client without a key can find out."""
     trusting = ssl._create_unverified_context()  # noqa: S323 - nothing is sent
     trusting.set_alpn_protocols([protocol])
     try:
@@ -321,37 +327,37 @@ def _speaks_tls(host: str, port: int, protocol: str) -> bool:
         return False
 
 
-# Certificates: whether they can be read, fit their keys, and how long they last.
+# Certificates: are they readable, do they fit their keys, when do they expire.
 #
-# The standard library shows a certificate only after a handshake that trusted it. So one is held in memory, between a
-# server with the certificate and a client that trusts exactly that.
+# The standard library parses a certificate only after a handshake that trusted it. So there is a handshake in memory,
+# between a server with the certificate and a client that trusts exactly that one.
 
-_CERTIFICATES_CHECK = "certificates"
+_CERTIFICATES = "certificates"
 _SOON_SECONDS = 14 * 86_400
 _MAX_ROUNDS = 10
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def check_certificate(cert_file: str, key_file: str, now: float) -> Iterator[Finding]:
-    """Yield how the certificate of a server is.
+    """Yield findings of the certificate of a server.
 
     Args:
-        cert_file: path of the certificate and those that lead to its authority.
-        key_file: path of its key; "" when it is in the same file.
+        cert_file: path of the certificate chain.
+        key_file: path of its key; "" if it is in the same file.
         now: unix seconds.
     """
     for path in (cert_file, key_file):
         if path and not Path(path).is_file():
-            yield fail(_CERTIFICATES_CHECK, f"{path} is not a file", "correct kvcm.tls.cert_file and kvcm.tls.key_file")
+            yield fail(_CERTIFICATES, f"{path} is not a file", "correct kvcm.tls.cert_file and kvcm.tls.key_file")
             return
     try:
         found = certificate_of(cert_file, key_file)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code == _EXPIRED:
-            yield fail(_CERTIFICATES_CHECK, f"{cert_file} has expired", "renew it")
+            yield fail(_CERTIFICATES, f"{cert_file} has expired", "renew it")
         else:
             yield fail(
-                _CERTIFICATES_CHECK,
+                _CERTIFICATES,
                 f"{cert_file} is of no use to a server: {error.verify_message}",
                 "have a new one issued",
             )
@@ -359,7 +365,7 @@ def check_certificate(cert_file: str, key_file: str, now: float) -> Iterator[Fin
     except (ssl.SSLError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         yield fail(
-            _CERTIFICATES_CHECK,
+            _CERTIFICATES,
             f"{cert_file} and {key_file or cert_file} cannot be used together: {reason}",
             "give a certificate and the key it was made for, both PEM, the key without a password",
         )
@@ -367,26 +373,24 @@ def check_certificate(cert_file: str, key_file: str, now: float) -> Iterator[Fin
     names = ", ".join(value for _, value in found.get("subjectAltName", ()))
     yield check_expiry(f"{cert_file} for {names or 'no name at all'}", _end(found), now)
     if not names:
-        yield warn(
-            _CERTIFICATES_CHECK, f"{cert_file} names no host", "have one issued with the names that clients use (SAN)"
-        )
+        yield warn(_CERTIFICATES, f"{cert_file} names no host", "have one issued with the names that clients use (SAN)")
 
 
 def check_authorities(ca_file: str, now: float) -> Iterator[Finding]:
-    """Yield how the authorities of client certificates are."""
+    """Yield findings of the authorities of client certificates."""
     if not Path(ca_file).is_file():
-        yield fail(_CERTIFICATES_CHECK, f"{ca_file} is not a file", "correct kvcm.tls.client_ca_file")
+        yield fail(_CERTIFICATES, f"{ca_file} is not a file", "correct kvcm.tls.client_ca_file")
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(ca_file)
     except (ssl.SSLError, OSError) as error:
-        yield fail(_CERTIFICATES_CHECK, f"{ca_file} cannot be read: {error}", "give certificates of authorities as PEM")
+        yield fail(_CERTIFICATES, f"{ca_file} cannot be read: {error}", "give certificates of authorities as PEM")
         return
     authorities = context.get_ca_certs()
     if not authorities:
         yield fail(
-            _CERTIFICATES_CHECK,
+            _CERTIFICATES,
             f"{ca_file} has no certificate of an authority",
             "give those that issue client certificates",
         )
@@ -395,24 +399,24 @@ def check_authorities(ca_file: str, now: float) -> Iterator[Finding]:
 
 
 def check_expiry(what: str, end: float, now: float) -> Finding:
-    """Return whether a certificate lasts."""
+    """Return whether a certificate expires soon."""
     left = end - now
     if left <= 0:
         return fail(
-            _CERTIFICATES_CHECK,
+            _CERTIFICATES,
             f"{what} has expired {format_duration(-left)} ago",
-            "renew it: a manager takes a new file over by itself",
+            "renew it: a manager reloads the file by itself",
         )
     found = f"{what} ends in {format_duration(left)}"
-    return warn(_CERTIFICATES_CHECK, found, "renew it now") if left < _SOON_SECONDS else ok(_CERTIFICATES_CHECK, found)
+    return warn(_CERTIFICATES, found, "renew it now") if left < _SOON_SECONDS else ok(_CERTIFICATES, found)
 
 
 def certificate_of(cert_file: str, key_file: str) -> dict[str, Any]:
     """Return the fields of a certificate, as `ssl` names them.
 
     Raises:
-        ssl.SSLCertVerificationError: it has expired, or servers may not show it.
-        ssl.SSLError, OSError: it cannot be read, or is not of the key.
+        ssl.SSLCertVerificationError: it has expired, or is not for servers.
+        ssl.SSLError, OSError: it cannot be read, or does not fit the key.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert_file, key_file or None, password=lambda: "")

@@ -1,4 +1,4 @@
-"""A running manager: whether it serves, who leads, what is full, which storages are down."""
+"""Checks of a running manager by its answers: readiness, leader, limits, storages."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from kvcm.terminal.tables import problems
 
 __all__ = ["above_watermarks", "check_manager", "check_reachable", "check_storage", "readiness", "status_of"]
 
-# What to do where a manager cannot be asked: mostly one side speaks TLS as the other does not expect it.
+# Advice for a manager that does not answer: mostly one side speaks TLS and the other does not.
 
 _START: Final = "start it with `kvcm serve`, or correct --manager"
-_RENEW: Final = "renew the manager's certificate (kvcm.tls.cert_file): it takes a new file over by itself"
+_RENEW: Final = "renew the manager's certificate (kvcm.tls.cert_file): it reloads the file by itself"
 _CLOCKS: Final = "look at the clocks of this host and the manager's: its certificate begins in the future"
 _NAME: Final = "ask by a name that its certificate has, or have one issued with this name (SAN)"
 _AUTHORITY: Final = "give --ca-file with the authority that issued the manager's certificate"
@@ -55,36 +55,36 @@ _NO_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"
 _CLOSED: Final = (ConnectionError, http.client.RemoteDisconnected, ssl.SSLError)
 
 
-def _advice_on(trouble: BaseException | None, *, is_secure: bool, shows_certificate: bool) -> str:
-    """Return what to do.
+def _advice_on(error: BaseException | None, *, is_secure: bool, shows_certificate: bool) -> str:
+    """Return the advice for an error of a request.
 
     Args:
-        trouble: with which asking ended.
-        is_secure: whether TLS was spoken to it.
-        shows_certificate: whether it was shown a certificate.
+        error: of the connection.
+        is_secure: whether the client spoke TLS.
+        shows_certificate: whether the client had a certificate.
     """
-    if isinstance(trouble, ssl.SSLCertVerificationError):
-        return _OF_CERTIFICATE.get(trouble.verify_code, _AUTHORITY)
-    if isinstance(trouble, ssl.SSLError) and trouble.reason in _NO_TLS:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _OF_CERTIFICATE.get(error.verify_code, _AUTHORITY)
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
         return _PLAIN
-    if isinstance(trouble, ConnectionRefusedError) or not isinstance(trouble, _CLOSED):
+    if isinstance(error, ConnectionRefusedError) or not isinstance(error, _CLOSED):
         return _START
     if not is_secure:
         return _ENCRYPT
     return _OTHER if shows_certificate else _SHOW
 
 
-# Whether anybody listens at an address.
+# The check.
 
 _SECONDS = 2.0
 
 
 def check_reachable(check: str, what: str, address: str) -> Finding:
-    """Return whether something listens.
+    """Return whether a server listens at an address.
 
     Args:
-        check: what is looked at.
-        what: the part that lies there.
+        check: name of the check.
+        what: name of the server.
         address: host:port.
     """
     parts = urlsplit(f"//{address}")
@@ -106,13 +106,13 @@ _PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
 def check_manager(
     client: AdminClient, *, is_expected: bool, is_here: bool = True, shows_certificate: bool = False
 ) -> Iterator[Finding]:
-    """Yield how a manager is, by what it answers.
+    """Yield findings of a manager.
 
     Args:
         client: of its admin port.
         is_expected: whether it has to run.
-        is_here: whether this is its host: then storages are looked at from here, too.
-        shows_certificate: whether the client shows one.
+        is_here: whether this is its host: then storages are checked from here, too.
+        shows_certificate: whether the client has one.
     """
     try:
         page = client.page("/readyz?verbose")
@@ -139,7 +139,7 @@ def _call(client: AdminClient, check: Callable[[AdminClient], Iterator[Finding]]
 
 
 def readiness(url: str, status: int, text: str) -> Iterator[Finding]:
-    """Yield what the readiness page says."""
+    """Yield findings of the readiness page."""
     if status not in {200, 503}:
         yield fail(_CHECK, f"{url} answers /readyz with HTTP {status}", "is it the admin port of a manager?")
         return
@@ -165,9 +165,9 @@ def _leader(client: AdminClient) -> Iterator[Finding]:
     else:
         where = "this one" if answer.leader_node_id == answer.self_node_id else answer.leader_node_id
         yield ok(_CHECK, f"{where} leads")
-    told = answer.header.request_id.rpartition("_")[2]
-    if told.isdecimal():
-        yield check_skew(f"manager {client.url}", int(told) / 1e6 - middle)
+    answered_us = answer.header.request_id.rpartition("_")[2]
+    if answered_us.isdecimal():
+        yield check_skew(f"manager {client.url}", int(answered_us) / 1e6 - middle)
 
 
 def _usage(client: AdminClient) -> Iterator[Finding]:
@@ -179,10 +179,10 @@ def _usage(client: AdminClient) -> Iterator[Finding]:
 
 
 def above_watermarks(report: UsageReport) -> list[Finding]:
-    """Return the groups in which eviction has something to do; for long, it does not keep up."""
+    """Return the groups above their watermarks; if that lasts, eviction does not keep up."""
     above = (each for each in report.groups if each.total.is_above_mark and not each.total.is_full)
     advice = "if that lasts, see `kvcm storage list` and kvcm_reclaim_* metrics: deletions may fail or be slow"
-    return [warn("capacity", f"group {each.name} is above its mark and evicts", advice) for each in above]
+    return [warn("capacity", f"group {each.name} is above its watermark and evicts", advice) for each in above]
 
 
 def _problem_finding(is_bad: bool, text: str) -> Finding:
@@ -204,7 +204,7 @@ def _storages(client: AdminClient, *, is_here: bool) -> Iterator[Finding]:
 
 
 def status_of(status: StorageStatus) -> Finding:
-    """Return how a storage is for the manager that was asked."""
+    """Return the health of a storage as the manager that answered sees it."""
     name = f"storage {status.storage_unique_name}"
     if not status.is_enabled:
         return warn(
@@ -222,7 +222,7 @@ def status_of(status: StorageStatus) -> Finding:
 
 
 def check_storage(config: StorageConfig) -> Iterator[Finding]:
-    """Yield how a storage is as seen from this host."""
+    """Yield findings of a storage as this host sees it."""
     spec, check = config.spec, f"storage {config.global_unique_name}"
     if isinstance(spec, _PATHS):
         yield from check_directory(check, Path(spec.root), is_made=isinstance(spec, NfsStorageSpec))

@@ -17,7 +17,7 @@ __all__ = ["ChangeEvents"]
 
 @dataclass(frozen=True, slots=True)
 class ChangeEvents:
-    """Tells an event log of locations that were marked; nothing is built while nobody listens.
+    """Publishes marked locations to an event log; builds nothing while no subscriber is active.
 
     Attributes:
         log: where events go.
@@ -26,23 +26,23 @@ class ChangeEvents:
     log: EventLog
 
     def removed(self, instance: Instance, changes: Iterable[Change], reason: str) -> None:
-        """Somebody asked for the removal of blocks; `reason` names the call."""
+        """Publish blocks removed on request; `reason` names the call."""
         self._publish(CACHE_MANAGER, "removed", instance, changes, {"reason": reason})
 
     def expired(self, instance: Instance, changes: Iterable[Change], reason: str) -> None:
-        """Time was up: `session` of a write session, `ttl` that a writer gave."""
+        """Publish expired blocks: `session` of a write session, `ttl` that a writer gave."""
         self._publish(CACHE_MANAGER, "expired", instance, changes, {"reason": reason})
 
     def evicted(
         self, instance: Instance, changes: Iterable[Change], reason: str, policy: str, delay_seconds: float
     ) -> None:
-        """Blocks had to make room; also published as CacheReclaimSubmit, the original's event.
+        """Publish evicted blocks; also as CacheReclaimSubmit, the original's event.
 
         Args:
             instance: whose blocks.
             changes: of its index.
-            reason: what was short.
-            policy: what chose them.
+            reason: the limit that was exceeded.
+            policy: name of the policy that selected them.
             delay_seconds: after which their bytes go.
         """
         if not self.log.is_active:

@@ -9,7 +9,7 @@
                                   priority, pinned_until], the last two left out where both are 0
 
 The stamp is new with every write. A compare-and-set compares it instead of the whole record, which costs neither the
-encoding nor the sending of what is expected to be there.
+encoding nor the sending of the expected record.
 
 Everything of a location but its chunk is the same for all blocks of a write session, so it is encoded apart and both
 directions remember the latest headers: a location is decoded with one look into a table, and a million loaded records
@@ -104,7 +104,7 @@ def decode_record(data: bytes) -> StampedRecord:
 
 
 def encode_payload(record: BlockRecord) -> bytes:
-    """Return the record without a stamp, for a store that nobody shares."""
+    """Return the record without a stamp, for a store of one manager."""
     return _VERSION_BYTE + _encode(_body_of(record))
 
 

@@ -66,7 +66,7 @@ class ShardLocks:
 
     Args:
         shard_count: how many.
-        waits: is told how long holders waited.
+        waits: receives the waiting times.
     """
 
     def __init__(self, shard_count: int, waits: Histogram | None = None) -> None:
@@ -85,7 +85,7 @@ class ShardLocks:
             yield
 
 
-# Work that a cancelled caller must not cut in two: what the store holds and what is counted of it have to agree.
+# Work that a cancelled caller must not interrupt: the store and the counts of it have to agree.
 #
 # A client that hangs up cancels the task of its request at whatever point it waits. The work runs on to its end in a
 # task of its own, the caller waits for it (locks stay held), and only then is the cancellation delivered.
@@ -109,6 +109,6 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         except asyncio.CancelledError as error:
             cancellation = error
     if cancellation is not None:
-        task.cancelled() or task.exception()  # seen, so that nobody warns of it
+        task.cancelled() or task.exception()  # retrieved, so that asyncio does not log it
         raise cancellation
     return task.result()

@@ -50,11 +50,11 @@ Modify = Callable[[int, BlockRecord | None], BlockRecord | None]
 """From (key, record or None) to the record to store: the same object for no change, None to remove. It must be pure,
 since a key that loses a race is tried again."""
 Applied = Callable[[Sequence[Change]], None]
-"""Told of changes that are stored."""
+"""Receives stored changes."""
 UsageNote = Callable[[Mapping[StorageKey, int], int], None]
-"""Told of a change of usage: difference in bytes by place, difference in keys."""
+"""Receives a change of usage: difference in bytes by place, difference in keys."""
 UsageListener = Callable[[], UsageNote]
-"""Asked before the store is, for what is to be told of the change afterwards."""
+"""Called before a write; returns the receiver of the resulting change of usage."""
 
 
 def _ignore_usage() -> UsageNote:
@@ -89,10 +89,10 @@ class MetaIndex:
         view: which storages can be read.
         shard_count: lock shards, a power of two.
         batch_key_size: least keys per sub-batch of a read-modify-write.
-        max_key_count: most keys the index accepts; for a shared store whoever plans a write sees to that.
-        on_usage: told of changes of usage.
+        max_key_count: most keys the index accepts; for a shared store the planner of a write enforces it.
+        on_usage: receives changes of usage.
         budget: bytes of the search cache, shared with other indexes.
-        lock_waits: is told how long calls waited for lock shards.
+        lock_waits: receives the waiting times for lock shards.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class MetaIndex:
         self._max_key_count = max_key_count
         self._on_usage = on_usage
         self._incoming = self._reserved = self._generation = 0
+        self.answers = self._answers.answers  # the bound method: the hot path of a match has one coroutine less
 
     @property
     def generation(self) -> int:
@@ -135,7 +136,7 @@ class MetaIndex:
 
     @property
     def key_count(self) -> int:
-        """Blocks in the index, in any status; of a shared store as last heard."""
+        """Blocks in the index, in any status; of a shared store as last read."""
         return self._backend.key_count
 
     @property
@@ -154,34 +155,22 @@ class MetaIndex:
 
     @property
     def usage_bytes(self) -> Mapping[StorageKey, int]:
-        """Bytes of all locations by place, whatever their status (invariant 4); of a shared store as last heard."""
+        """Bytes of all locations by place, whatever their status (invariant 4); of a shared store as last read."""
         return self._backend.usage_bytes
 
     @property
     def deleting_bytes(self) -> Mapping[StorageKey, int]:
-        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
+        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last read."""
         return self._backend.deleting_bytes
 
     @property
     def deleting_keys(self) -> int:
-        """Blocks of which everything is being deleted, which `key_count` counts too; as last heard."""
+        """Blocks of which everything is being deleted, which `key_count` counts too; as last read."""
         return self._backend.deleting_keys
 
     async def refresh(self) -> None:
-        """Hear from the store how many blocks there are and what they use."""
+        """Read the number of blocks and their usage from the store."""
         await self._backend.refresh()
-
-    async def answers(
-        self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None
-    ) -> list[bytes | None]:
-        """Return the encoded answer of every key, None where nothing can be read.
-
-        Args:
-            keys: block keys, in request order.
-            stop_at_miss: return only the answers before the first miss.
-            view: which storages the caller can read; None is the index's own view.
-        """
-        return await self._answers.answers(keys, stop_at_miss=stop_at_miss, view=view)
 
     def invalidate(self, keys: Iterable[int]) -> None:
         """Another manager changed these keys."""
@@ -200,7 +189,7 @@ class MetaIndex:
         return [record is not None for record in await self._backend.get_many(keys)]
 
     async def put(self, records: Mapping[int, BlockRecord]) -> list[Change]:
-        """Store records, replacing what was there; new keys beyond the key limit are refused."""
+        """Store records, replacing earlier ones; new keys beyond the key limit are rejected."""
         return await self.read_modify_write(records, lambda key, _old: records[key])
 
     async def update(self, records: Mapping[int, BlockRecord]) -> list[Change]:
@@ -212,8 +201,9 @@ class MetaIndex:
         return await self.read_modify_write(keys, lambda _key, _old: None)
 
     def reserve_keys(self, count: int) -> None:
-        """Keep room for so many new blocks, for calls of read-modify-write with `reserved`; negative gives it back."""
+        """Reserve so many new keys, for calls of read-modify-write with `reserved`; negative releases them."""
         self._reserved += count
+        assert self._reserved >= 0
 
     def begin(self, run: BlockRun) -> bool:
         """Add fresh blocks that are beginning to be written, for which the caller holds a reservation, in one step:
@@ -240,7 +230,7 @@ class MetaIndex:
         """Let distinct blocks serve whose writing ends, in one step; as `begin`.
 
         Args:
-            keys: of the blocks; whoever follows is told of them in this order.
+            keys: of the blocks; the observer receives them in this order.
             ending: what becomes of them.
         """
         served = None if self._backend.is_shared else self._backend.serve(keys, ending)
@@ -261,13 +251,13 @@ class MetaIndex:
     ) -> list[Change]:
         """Apply `modify` to every key, atomically per key.
 
-        A call that fails or is cancelled may have changed some keys and not others; `applied` was told of those, unless
+        A call that fails or is cancelled may have changed some keys and not others; `applied` received those, unless
         the store failed to say so.
 
         Args:
             keys: block keys; a repeated one counts once.
             modify: from the old record to the new one.
-            applied: told of the changes of each sub-batch once they are stored, whatever happens afterwards.
+            applied: receives the changes of each sub-batch once they are stored, whatever happens afterwards.
             reserved: the caller holds a reservation for all new keys, so none is refused.
 
         Returns:
@@ -297,7 +287,7 @@ class MetaIndex:
             pairs = zip(keys, records, strict=True)
             changes = [_new_change(Change, (key, old, modify(key, old), False)) for key, old in pairs]
             changes, incoming = (changes, 0) if reserved or self._backend.is_shared else self._within_limit(changes)
-            self._incoming += incoming  # at once: whatever runs before the store answers has to see it
+            self._incoming += incoming  # at once: work that runs before the store answers has to see it
             store = self._store(changes, incoming, applied, done)
             keys = await (uninterrupted(store) if self._backend.awaits else store)
             if not keys:
@@ -317,7 +307,7 @@ class MetaIndex:
         try:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
-            self._answers.forget([change.key for change in written])  # who knows what was stored
+            self._answers.forget([change.key for change in written])  # they may have been stored
             self._report_possible_growth(written, note)
             raise
         finally:
@@ -338,7 +328,7 @@ class MetaIndex:
 
     def _report_possible_growth(self, changes: Sequence[Change], note: UsageNote) -> None:
         """Count everything that may have been stored, so that usage is never below the truth and no limit is exceeded;
-        a recount takes off what was not."""
+        a recount corrects the rest."""
         if not self._backend.is_shared:
             return
         grown: Counter[StorageKey] = Counter()
@@ -386,16 +376,16 @@ class MetaIndex:
         return await self._backend.coldest(count, offset)
 
     def observe(self, observer: RowObserver | None) -> Rows | None:
-        """Tell an observer, one at most, of every change of resident blocks; None for nobody any more.
+        """Report every change of resident blocks to one observer; None ends that.
 
         Returns:
-            The blocks by row; None, and nobody is told, when other managers change them too.
+            The blocks by row; None, and nothing is reported, when other managers change them too.
         """
         return None if self._backend.is_shared else self._backend.observe(observer)
 
-    def scan(self, page_size: int = 1024) -> AsyncIterator[list[int]]:
-        """Yield every key that exists during the whole scan, in pages; a shared store may repeat some."""
-        return self._backend.scan(page_size)
+    def scan(self, batch_size: int = 1024) -> AsyncIterator[list[int]]:
+        """Yield every key that exists during the whole scan, in batches; a shared store may repeat some."""
+        return self._backend.scan(batch_size)
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         """Return up to `count` distinct keys, each equally likely."""

@@ -7,7 +7,7 @@ Invariants:
 * A read that overlaps a change never puts the old record back. A read in flight leaves a placeholder per key; the
   change takes it away, and the result enters the cache only where the placeholder is still there.
 * Bounded: entries live in two generations. A hit in the old one moves the entry to the young one; when the young ones
-  of all caches hold half of the budget, they become the old ones, and what was old and not asked for is gone.
+  of all caches hold half of the budget, they become the old ones, and the old entries without a hit are dropped.
 
 Rejected: strict LRU, where a lookup costs half as much again as a bare dict lookup (decision 19); one epoch for all
 keys instead of placeholders, which on a busy cluster would keep nothing.
@@ -98,7 +98,7 @@ class CacheBudget:
 
     Args:
         capacity_bytes: None is no bound.
-        is_coherent: whether changes by other managers are heard of right now; while they are not, nothing is kept.
+        is_coherent: whether invalidations by other managers arrive right now; while they do not, nothing is kept.
     """
 
     def __init__(self, capacity_bytes: int | None = None, is_coherent: Callable[[], bool] = lambda: True) -> None:
@@ -135,7 +135,7 @@ class SearchCache(Generic[Cached]):
     Args:
         view: which storages can be read; a change of it empties the cache.
         budget: bytes to share with other caches.
-        compose: makes of a record what is kept of it, None for nothing: `compose_answer`, for answers.
+        compose: from a record to the cached value, None for none: `compose_answer`, for answers.
         weigh: returns the bytes that a kept value takes.
         is_bounded: false in front of records of this process, to which the cache only refers.
     """
@@ -162,7 +162,8 @@ class SearchCache(Generic[Cached]):
 
     def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
-        self._sync_with_view()
+        if self._generation != self._view.generation:
+            self._sync_with_view()
         found: list[Cached | None] = list(map(self._young.get, keys))
         if self._old and None in found:
             for position, answer in enumerate(found):
@@ -183,7 +184,7 @@ class SearchCache(Generic[Cached]):
         return answer
 
     def store_all(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
-        """Do `note` for many keys."""
+        """Do `store` for many keys."""
         answers = [None if record is None else self._compose(record, self._view) for record in records]
         if None in answers:
             self.forget([key for key, answer in zip(keys, answers, strict=True) if answer is None])
@@ -253,6 +254,7 @@ class SearchCache(Generic[Cached]):
             self._budget.spend(self._weigh(answer))
 
     def _sync_with_view(self) -> None:
+        """Empty the cache after a change of the storages that can be read."""
         if self._generation != self._view.generation:
             self._generation = self._view.generation
             self.clear()
@@ -260,12 +262,12 @@ class SearchCache(Generic[Cached]):
 
 # Answers for callers on nodes with memory of their own.
 #
-# Memory of a node is readable on that node alone, so the same block has another answer there. Answers are composed
-# anew for every request, from records: where these are of this process, that costs half a microsecond per block, and
-# where they have to be fetched, the records that were fetched are kept, once for all nodes.
+# Memory of a node is readable on that node alone, so the same block has another answer there. Every request composes
+# its answers from records. In this process that costs half a microsecond per block; records of a shared store are
+# cached, once for all nodes.
 #
-# Rejected: a search cache per node, as there is one for everybody else. Every change of a block would have to be told
-# to each of them, so that writing would cost the more the more nodes read.
+# Rejected: a search cache per node. Every change of a block would have to invalidate each of them, so the cost of a
+# write would grow with the number of nodes.
 
 _FIRST_WINDOW = 16  # records a prefix match reads first: nearly always it ends there
 _WINDOW = 1024
@@ -287,7 +289,7 @@ class _NodeAnswers:
         self._records: SearchCache[BlockRecord] = SearchCache(_AnyRank(), budget, _itself, _size_of)
 
     async def answers(self, keys: Sequence[int], view: StorageView, *, stop_at_miss: bool) -> list[bytes | None]:
-        """Do `MetaIndex.answers` for whoever sees the storages as `view` does."""
+        """Do `AnswerCache.answers` for callers with this view of the storages."""
         found: list[bytes | None] = []
         window = _FIRST_WINDOW if stop_at_miss else len(keys)
         while len(found) < len(keys):
@@ -322,8 +324,7 @@ class _NodeAnswers:
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the records of keys that changed, and keep nothing of reads that are under way."""
-        if self._backend.awaits:
-            self._records.forget(keys)
+        self._records.forget(keys)
 
     def clear(self) -> None:
         """Drop everything, reads under way included: changes may have been missed."""
@@ -348,14 +349,14 @@ def _size_of(record: BlockRecord) -> int:
     return _RECORD_BYTES + _LOCATION_BYTES * len(record.locations) + chunks
 
 
-# What a match gets: the answers of one index, composed once and looked up ever after.
+# The answers of one index, composed once and looked up afterwards.
 #
 # Large requests give way to others: an answer that is not known yet is composed from its record, and after a thousand
 # of those the event loop gets a turn.
 
 
 class AnswerCache:
-    """Answers of one index, and what has to be told to keep them right.
+    """Answers of one index, and their invalidation.
 
     Args:
         backend: where the records live.
@@ -370,20 +371,31 @@ class AnswerCache:
         self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
         self._on_nodes = _NodeAnswers(backend, budget)
 
-    async def answers(self, keys: Sequence[int], *, stop_at_miss: bool, view: StorageView | None) -> list[bytes | None]:
-        """Do `MetaIndex.answers`."""
+    async def answers(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None
+    ) -> list[bytes | None]:
+        """Return the encoded answer of every key, None where nothing can be read.
+
+        Args:
+            keys: block keys, in request order.
+            stop_at_miss: return only the answers before the first miss.
+            view: which storages the caller can read; None is the index's own view.
+        """
         if view is not None and view is not self._view:
             return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
         found = self._cache.lookup(keys)
-        position, asked = -1 if all(found) else found.index(None), 0  # no answer is empty; `all` is three times as fast
+        if all(found):  # no answer is empty; `all` is three times as fast as `in`
+            self._budget.hits += len(found)
+            return found
+        position, read_count = found.index(None), 0
         window = self._first_window(len(keys), stop_at_miss=stop_at_miss)
-        self._budget.hits += len(found) - (found.count(None) if position >= 0 else 0)
+        self._budget.hits += len(found) - found.count(None)
         while position >= 0:
             # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
             unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
             for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
                 found[i] = answer
-            asked, end = asked + len(unknown), unknown[-1] + 1
+            read_count, end = read_count + len(unknown), unknown[-1] + 1
             if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
                 del found[miss:]
                 break
@@ -391,7 +403,7 @@ class AnswerCache:
             if position >= 0 and window >= _WINDOW:
                 await asyncio.sleep(0)
             window = max(window, _WINDOW)
-        self._budget.misses += asked
+        self._budget.misses += read_count
         return found
 
     def _first_window(self, count: int, *, stop_at_miss: bool) -> int:
@@ -412,7 +424,8 @@ class AnswerCache:
     def forget(self, keys: Sequence[int]) -> None:
         """The records of these keys changed, or may have."""
         self._cache.forget(keys)
-        self._on_nodes.forget(keys)
+        if self._backend.awaits:
+            self._on_nodes.forget(keys)
 
     def clear(self) -> None:
         """Any record may have changed."""
@@ -420,13 +433,15 @@ class AnswerCache:
         self._on_nodes.clear()
 
     def stored(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
-        """These are the records of these keys right now, and nobody else changes them."""
-        self._on_nodes.forget(keys)
+        """Store the answers of records that are current; no other manager changes them."""
+        if self._backend.awaits:
+            self._on_nodes.forget(keys)
         self._cache.store_all(keys, records)
 
     def served(self, blocks: UniformRun) -> None:
-        """These blocks serve right now: `stored` for all of them at once."""
-        self._on_nodes.forget(blocks.keys)
+        """Do `stored` for blocks that serve from now on."""
+        if self._backend.awaits:
+            self._on_nodes.forget(blocks.keys)
         only = BlockRecord(None, 0, (blocks.location,))
         if compose_answer(only, self._view) is None:
             self._cache.forget(blocks.keys)
@@ -441,18 +456,18 @@ def _next_none(answers: list[bytes | None], start: int, end: int) -> int:
         return -1
 
 
-# Remembers what a pure function makes of encoded locations.
+# Cached results of a pure function of encoded locations.
 #
-# A chunk never changes, so what is made of it never gets stale: nothing has to be invalidated. Bytes keep their hash,
+# A chunk never changes, so a result never gets stale: nothing has to be invalidated. Bytes keep their hash,
 # so a known chunk costs one lookup in C, with no per-block Python.
 #
-# Blocks come and go, and nobody tells that a chunk will never be asked for again. So there are two generations: what
-# is asked for is in the younger one, and a new one begins when that is full, and when it is old: a memo holds what was
-# asked for lately, however many blocks there were before. Rejected: to start over when all is full, which keeps the
-# chunks of blocks that are long gone until then, and may be the larger part of a manager's memory.
+# Blocks come and go without a signal here. So there are two generations: a requested chunk is in the younger one, and a
+# new one begins when that is full, and when it is old. So the cache holds recent requests, however many blocks there
+# were before. Rejected: to start over when all is full, which keeps the chunks of deleted blocks until then: they may
+# be the larger part of a manager's memory.
 
 Value = TypeVar("Value", bound=Sized)
-_CHUNK_MEMO_ENTRY_BYTES = 200  # slot of the table, headers of chunk and value
+_CHUNK_ENTRY_BYTES = 200  # slot of the table, headers of chunk and value
 _GENERATION_SECONDS = 60.0
 
 
@@ -461,7 +476,7 @@ class ChunkCache(Generic[Value]):
 
     Args:
         function: pure, from an encoded location to anything but None.
-        most_bytes: kept, about; half of it may be of chunks that nobody asks for any more.
+        most_bytes: kept, about; half of it may be of chunks that are not requested any more.
         clock: seconds of a clock that never runs backwards.
 
     Attributes:
@@ -511,7 +526,7 @@ class ChunkCache(Generic[Value]):
         if self._young_bytes > self._most_bytes:
             self._begin_generation()
         self._young[chunk] = value
-        self._young_bytes += len(chunk) + len(value) + _CHUNK_MEMO_ENTRY_BYTES
+        self._young_bytes += len(chunk) + len(value) + _CHUNK_ENTRY_BYTES
         return value
 
     def _begin_generation(self) -> None:

@@ -1,4 +1,4 @@
-"""What the optimizer refuses; each message names the field, the value and what is allowed."""
+"""Errors of the optimizer; each message names the field, the value and the allowed ones."""
 
 from __future__ import annotations
 

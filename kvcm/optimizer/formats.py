@@ -1,4 +1,4 @@
-"""What files of traces look like: their lines, and the fields of each format, for whoever reads or writes them."""
+"""Formats of trace files: their lines, and the fields of each format, for readers and writers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = [
 # Files of lines, plain or gzip, as a stream: a line that is too long is no line, and memory is bounded by one.
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes read so far, and the size of the file (of the compressed one, where it is compressed)."""
+"""Called with the bytes read so far, and the size of the file (of the compressed one, where it is compressed)."""
 _MOST_LINE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_BAD_LINES = 100
@@ -61,7 +61,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineError(Exception):
-    """A line is no request; the message names the field, the value and what is allowed."""
+    """A line is no request; the message names the field, the value and the allowed ones."""
 
 
 class BadLines:
@@ -116,8 +116,8 @@ class LineFile:
 
     Args:
         path: for messages.
-        source: what is on disk.
-        bad: is told of lines that are none.
+        source: the bytes on disk.
+        bad: called with each line that is no request.
     """
 
     def __init__(self, path: Path, source: _Source, bad: BadLines) -> None:
@@ -127,7 +127,7 @@ class LineFile:
 
     @property
     def digest(self) -> str:
-        """Return a hash of what was read from the file, in hex: of all of it once its lines are at their end."""
+        """Return a hash of the bytes read from the file, in hex: of all of it once its lines are at their end."""
         return self._source.digest
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
@@ -190,7 +190,7 @@ def digest_of(path: Path, progress: Progress | None = None) -> str:
 
 @contextmanager
 def open_lines(path: Path, progress: Progress | None, bad: BadLines) -> Iterator[LineFile]:
-    """Yield the lines of a file; `bad` is told of those that are too long.
+    """Yield the lines of a file; `bad` is called with those that are too long.
 
     Raises:
         TraceError: there is no such file, or it cannot be read.
@@ -215,7 +215,7 @@ def _opened(path: Path, progress: Progress | None) -> Iterator[_Source]:
         yield _Source(file, found.st_size, progress)
 
 
-# Decodes lines into typed values; what does not fit is told with its field, its value and what is allowed.
+# Decodes lines into typed values; an error names the field, its value and the allowed ones.
 
 Key = int
 """A block key: any 64 bits; those above 2^63 - 1 are taken for the signed number of the same bits."""
@@ -267,7 +267,7 @@ def _reason(error: Exception, line: bytes) -> str:
         return str(error).replace("`", "")
     try:
         value = _quoted(_at(msgspec.json.decode(line), found["path"]))
-    except (*_WRONG, LookupError, TypeError):  # what is behind the field may be damaged as well
+    except (*_WRONG, LookupError, TypeError):  # the rest behind the field may be damaged as well
         value = "the value"
     return f"{found['path']}: {value} does not fit: {found['wanted'].replace('`', '')}"
 
@@ -385,7 +385,7 @@ class Finished(msgspec.Struct, kw_only=True):
     success_block: Mask | None = None
 
 
-# Lines of the original optimizer's own schema: reads, writes and turns of dialogues, told apart by their fields.
+# Lines of the original optimizer's own schema: reads, writes and turns of dialogues, distinguished by their fields.
 
 
 class SchemaLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -403,7 +403,7 @@ class SchemaLine(msgspec.Struct, kw_only=True, omit_defaults=True):
         location_spec_names: specs that are asked for; empty: all.
         input_len: tokens of the prompt.
         output_len: tokens generated.
-        total_keys: that a turn writes, those of what was generated too.
+        total_keys: that a turn writes, generated blocks included.
     """
 
     instance_id: str
@@ -446,7 +446,7 @@ class BailianLine(msgspec.Struct, omit_defaults=True):
     parent_chat_id: int | str | None = None
 
 
-# Tells the format of a file from its first lines.
+# Detects the format of a file from its first lines.
 
 FORMATS = ("mooncake", "qwen_bailian", "publisher_log", "optimizer_schema")
 _LINES_SNIFFED = 100

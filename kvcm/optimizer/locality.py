@@ -163,7 +163,7 @@ def _zipf_exponent(ranks: Int64Column, counts: Int64Column) -> float:
     return max(0.0, -float(slope))
 
 
-# Who uses blocks again: the conversation that wrote them, or another one.
+# Reuse of blocks: by the conversation that wrote them, or by another one.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +190,7 @@ class SessionReuse:
 
 
 def _session_reuse_of(trace: Trace, accesses: Accesses) -> SessionReuse | None:
-    """Return who uses blocks again; None where the trace names no sessions."""
+    """Return which conversations use blocks again; None where the trace names no sessions."""
     named = trace.sessions >= 0
     if not named.any():
         return None
@@ -324,7 +324,7 @@ class Locality:
             block of its prefix, which is the conversation or prompt it continues.
         popularity: how unequally blocks are used.
         working_set: how many blocks are in use.
-        sessions: who uses blocks again; None where the trace names no sessions.
+        sessions: which conversations use blocks again; None where the trace names no sessions.
     """
 
     reuse_distance_blocks: Distribution
@@ -365,7 +365,7 @@ def _distances(lru: Curve) -> Distribution:
 
 
 def _revisits_us(trace: Trace, accesses: Accesses) -> Int64Column:
-    """Return the wait of each reading request behind whoever used the deepest known block of its prefix."""
+    """Return the wait of each reading request behind the last use of the deepest known block of its prefix."""
     is_known = accesses.is_read & (accesses.previous >= 0)
     # The first access of a request that is not a known block ends its prefix.
     ends = np.flatnonzero(~is_known)

@@ -395,7 +395,7 @@ class PoolingRow:
 
     @property
     def mean_duplicate_bytes(self) -> float:
-        """Return the room that copies of a block besides the first take up."""
+        """Return the capacity that copies of a block besides the first take up."""
         return self.mean_duplicate_blocks * self.block_bytes
 
 

@@ -113,4 +113,11 @@ class Curve:
             int(self.object_blocks[place]),
             int(self.full_requests[place]),
         )
-        return Replay(self.policy, capacity_blocks, hits, self.totals, self.seconds, self.accesses)
+        return Replay(
+            policy=self.policy,
+            capacity_blocks=capacity_blocks,
+            hits=hits,
+            totals=self.totals,
+            seconds=self.seconds,
+            accesses=self.accesses,
+        )

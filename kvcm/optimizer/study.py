@@ -75,17 +75,17 @@ __all__ = [
     "study_of",
 ]
 
-# What is asked of a trace.
+# Options of a study.
 
 _DEFAULT_POLICIES = "lru,leaf_lru,belady,lfu,fifo,sieve,s3fifo"
 _ENDINGS = re.compile(r"(?<!^)(\.(jsonl?|ndjson|log|txt|gz))+$")
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
+"""Called with the name of a step, how much of it is done, and of how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """What is asked.
+    """Options of a study.
 
     Attributes:
         policies: to replay.
@@ -124,7 +124,7 @@ BOUND = "belady"
 
 
 _OF_THE_MANAGER = "leaf_lru"
-"""Groups evict by it unless they are told otherwise."""
+"""The default policy of groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,13 +215,13 @@ def replays_of(trace: Trace, options: StudyOptions, progress: Progress) -> tuple
 
 
 def _all_curves(trace: Trace, labels: Iterable[str], progress: Progress) -> dict[str, Curve]:
-    """Return the curves of policies, of those whose curve one pass tells for this trace."""
+    """Return the curves of policies, of those whose curve one pass gives for this trace."""
     wanted, found = tuple(labels), {}
     for done, label in enumerate(wanted):
         progress("curves", done, len(wanted))
         try:
             found[label] = CURVES[label](trace)
-        except OptionError:  # a replay tells it
+        except OptionError:  # it is replayed
             continue
     progress("curves", len(wanted), len(wanted))
     return found
@@ -280,9 +280,9 @@ class Estimate:
         policy: its label.
         capacity_blocks: of the cache.
         hit_rate: hits per block read.
-        error: how far the true rate may lie from it, as far as samples that differ tell (`SampledCurve.errors`).
+        error: how far the true rate may lie from it, by the differences between samples (`SampledCurve.errors`).
         of: which hits: `prefix`, those of leading resident blocks, or `object`, those of resident blocks wherever they
-            stand, of which a sample cannot tell the leading ones.
+            stand, of which a sample does not show the leading ones.
         rate: share of the blocks in each sample.
         repeats: samples.
     """
@@ -369,13 +369,13 @@ def _estimates(curve: SampledCurve, capacities: Sequence[int]) -> list[Estimate]
 
 def _estimate(curve: SampledCurve, place: int) -> Estimate:
     return Estimate(
-        curve.policy,
-        int(curve.capacities[place]),
-        float(curve.hit_rates[place]),
-        float(curve.errors[place]),
-        "prefix" if curve.is_prefix_rate else "object",
-        curve.rate,
-        curve.repeats,
+        policy=curve.policy,
+        capacity_blocks=int(curve.capacities[place]),
+        hit_rate=float(curve.hit_rates[place]),
+        error=float(curve.errors[place]),
+        of="prefix" if curve.is_prefix_rate else "object",
+        rate=curve.rate,
+        repeats=curve.repeats,
     )
 
 
@@ -400,7 +400,7 @@ def _pooling_of(trace: Trace, options: StudyOptions, capacity_blocks: int) -> Po
     return compare_pooling(trace, engines, kv_bytes_per_token=kv_bytes, workers=options.workers)
 
 
-# What a hierarchy of caches gives, and how to split room and money among its levels.
+# What a hierarchy of caches gives, and how to split capacity and money among its levels.
 
 _DEFAULT_TIERS = "host:5%,ssd:20%,pool:25%"
 _SHARES = 41
@@ -410,10 +410,10 @@ _MOST_SPLITS, _MOST_COUNTED_RUNS = 3000, 200_000_000  # of a search: seconds, on
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """T levels that share their room and money differently.
+    """T levels that share their capacity and money differently.
 
     Attributes:
-        shares: [S] of the room that the fastest level has, the others sharing the rest as they do now.
+        shares: [S] of the capacity that the fastest level has, the others sharing the rest as they do now.
         hits: of these splits, [S, T] each.
         saved_seconds: [S] of prefill, less loading.
         budgets: per month, ascending; none where no level has a price.
@@ -433,7 +433,7 @@ class Tiering:
 
     Attributes:
         replay: of the levels as they are.
-        splits: of their room; None where requests read without writing, of which one pass does not tell it.
+        splits: of their capacity; None where requests read without writing, for which one pass does not suffice.
     """
 
     replay: TierReplay
@@ -467,12 +467,12 @@ def _splits(
     workers: int | None,
 ) -> Splits:
     shares = np.linspace(0, 1, _SHARES)
-    rooms = _capacities(tiers, shares)
-    saved = curve.saved_seconds(tiers, rooms, block_bytes=block_bytes, recompute_seconds_per_token=per_token)
+    capacities = _capacities(tiers, shares)
+    saved = curve.saved_seconds(tiers, capacities, block_bytes=block_bytes, recompute_seconds_per_token=per_token)
     budgets = _budgets(trace, tiers, block_bytes)
     with ThreadPoolExecutor(workers) as pool:
         best = tuple(pool.map(lambda budget: _best(curve, tiers, budget, block_bytes, per_token), budgets))
-    return Splits(shares, curve.at(rooms), saved, budgets, best)
+    return Splits(shares, curve.at(capacities), saved, budgets, best)
 
 
 def _capacities(tiers: tuple[Tier, ...], shares: FloatColumn) -> Int64Column:
@@ -524,7 +524,7 @@ class Services:
 def _returns_of(
     trace: Trace, options: StudyOptions, replays: Sequence[Replay], curves: Mapping[str, Curve]
 ) -> dict[str, Returns]:
-    """Return what each policy returns: at every capacity where there is a curve that tells it, else where replayed."""
+    """Return what each policy returns: at every capacity where there is a curve, else where replayed."""
     labels = dict.fromkeys([replay.policy for replay in replays] + list(curves))
     return {
         label: returns(_hits_of(trace, options, label, replays, curves), trace, options.deployment) for label in labels
@@ -534,7 +534,7 @@ def _returns_of(
 def _hits_of(
     trace: Trace, options: StudyOptions, label: str, replays: Sequence[Replay], curves: Mapping[str, Curve]
 ) -> Hits:
-    """Return the hits of a policy as what they are worth can be told from: a curve, or replays that kept requests.
+    """Return the hits of a policy in a form that gives their worth: a curve, or replays that kept requests.
 
     What loads cost may depend on the hits of single requests, which not every curve knows.
     """
@@ -554,7 +554,7 @@ def _replayed(trace: Trace, options: StudyOptions, label: str) -> list[Replay]:
 
 
 def services_of(named: Mapping[str, Returns]) -> Services:
-    """Return which of several services room is worth most to, and how to split it.
+    """Return which of several services gains most from capacity, and how to split it.
 
     Args:
         named: what the recommended policy of each returns.
@@ -575,11 +575,11 @@ _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Study:
-    """What was found.
+    """The findings.
 
     Attributes:
         trace: that was asked.
-        options: what was asked.
+        options: of the study.
         replays: of each policy at each capacity.
         curves: exact at every capacity, in mode block, by label; those that this trace has.
         over_time: replays that kept their requests: at the recommended capacity, a tenth of the unique blocks, and all.
@@ -657,7 +657,9 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = _ignore_p
     progress("studying", 4, _STEPS)
     tiering = _tiering_of(trace, options)
     progress("studying", 5, _STEPS)
-    room = recommendation.capacity_blocks if recommendation and recommendation.pays else trace.unique_blocks // 10
+    pool_blocks = (
+        recommendation.capacity_blocks if recommendation and recommendation.pays else trace.unique_blocks // 10
+    )
     found = Study(
         trace=trace,
         options=options,
@@ -672,7 +674,7 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = _ignore_p
         swings=swings,
         grid=cells,
         tiering=tiering,
-        pooling=_pooling_of(trace, options, room),
+        pooling=_pooling_of(trace, options, pool_blocks),
     )
     progress("studying", _STEPS, _STEPS)
     return found

@@ -1,4 +1,4 @@
-"""A trace in columns: what was asked for, when, and by whom.
+"""A trace in columns: the blocks of each request, its time and its instance.
 
 A block is a dense number from 0 on, in the order of first appearance; blocks of two instances are never the same one.
 Its number stands for the whole prefix up to and including it, so a set of numbers is a prefix tree; `parents` is that
@@ -41,7 +41,7 @@ class BadLine:
 
     Attributes:
         number: from 1 on.
-        reason: names the field, the value and what is allowed.
+        reason: names the field, the value and the allowed ones.
     """
 
     number: int
@@ -89,7 +89,7 @@ class Trace:
         specs: names of the location specs that a request reads or writes; only where it is not all.
         bad_lines: that were left out, the first 100.
         bad_line_count: how many there were.
-        assumed: what the file does not tell and was assumed, a sentence each.
+        assumed: values that the file lacks and that were assumed, a sentence each.
     """
 
     name: str

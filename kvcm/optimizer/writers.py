@@ -1,4 +1,4 @@
-"""Writes traces to files: in another format, or with nothing in them that tells whose they are."""
+"""Writes traces to files: in another format, or anonymised."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ __all__ = [
     "write_trace",
 ]
 
-# Names and keys that stand for others: equal for equal ones, and nobody without the salt can tell for which.
+# Pseudonyms of names and keys: equal for equal ones, and not reversible without the salt.
 
 _LEAST_SALT_BYTES = 16
 _MOST_SALT_BYTES = 64  # what the hash takes as its key
@@ -110,7 +110,7 @@ class Pseudonyms:
         return hashlib.blake2b(text.encode(), digest_size=size, key=self._salt, person=kind.encode()).digest()
 
 
-# What is left of a line when nothing in it may tell whose it is, for each format.
+# The anonymised form of a line, for each format.
 #
 # Only fields that readers use are kept, so nothing that a format may gain slips through: keys, names and sessions are
 # replaced, tokens are dropped, times count from the first one. Lengths and the gaps between times stay: they are what
@@ -127,7 +127,7 @@ class LineAnonymiser(Protocol):
         """Return when it happened."""
 
     def hidden(self, line: Any, since_us: int) -> dict[str, object]:
-        """Return what is left of it, with times since then; raises LineError where a key is none."""
+        """Return its anonymised form, with times since then; raises LineError where a key is none."""
 
 
 class _Keys:
@@ -327,7 +327,7 @@ def open_atomic(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
 def write_atomic(path: Path, text: str) -> None:
     """Write a text that appears under its name when it is complete, whatever had the name before.
 
-    What is no ordinary file, such as a pipe or a terminal, is written as it is.
+    A pipe, a terminal or another file that is not ordinary is written in place.
 
     Raises:
         OSError: it cannot be written.
@@ -339,14 +339,14 @@ def write_atomic(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-# Makes a file of which nobody can tell whose traffic it was, with the structure that replays need.
+# Anonymises a file, and keeps the structure that replays need.
 #
 # The file is read twice: when the first request came is not known before the last line.
 
 
 @dataclass(frozen=True, slots=True)
 class Anonymised:
-    """What was made of a file.
+    """Counts of an anonymised file.
 
     Attributes:
         format: of both files.
@@ -377,10 +377,10 @@ def anonymise(
         source: what to read, plain or gzip.
         target: what to write, compressed where its name ends in .gz.
         names: what stands for what.
-        format_name: of the file; None: told from its first lines.
+        format_name: of the file; None: detected from its first lines.
         block_tokens: tokens per block, for lines that name blocks by their tokens only.
         force: whether to replace a file that is there.
-        progress: is told the bytes read, of both passes together.
+        progress: called with the bytes read, of both passes together.
 
     Raises:
         TraceError: the file cannot be read, or holds no request.
@@ -508,7 +508,7 @@ def _mooncake_line(turn: Turn) -> dict[str, object]:
     return line | {"hash_ids": turn.blocks}
 
 
-# Requests of a trace as the formats have them that tell reads from writes.
+# Requests of a trace in the formats that distinguish reads from writes.
 
 _QUERY_TYPES: Mapping[QueryMode, str] = {
     QueryMode.PREFIX: "prefix_match",
@@ -544,13 +544,13 @@ def accesses(trace: Trace) -> Iterator[Access]:
     """Yield the requests of a trace."""
     for number in range(len(trace)):
         yield Access(
-            number,
-            int(trace.times_us[number]),
-            trace.instance_names[trace.instances[number]],
-            trace.request_blocks(number).tolist(),
-            int(trace.read_blocks[number]),
-            bool(trace.writes[number]),
-            trace.masks.get(number),
+            number=number,
+            time_us=int(trace.times_us[number]),
+            instance=trace.instance_names[trace.instances[number]],
+            blocks=trace.request_blocks(number).tolist(),
+            reads=int(trace.read_blocks[number]),
+            writes=bool(trace.writes[number]),
+            mask=trace.masks.get(number),
         )
 
 
@@ -601,7 +601,7 @@ def _schema_line(trace: Trace, access: Access) -> dict[str, object]:
     return line | _read_fields(trace, access) | lengths | {"total_keys": access.blocks}
 
 
-# Writes events as managers tell them (wire.md 10.3): a lookup per read, a write session per write.
+# Writes events as managers publish them (wire.md 10.3): a lookup per read, a write session per write.
 #
 # A turn of a dialogue becomes both, one after the other. Numbers of blocks serve as keys.
 
@@ -696,8 +696,8 @@ class WriterKind:
 
     Attributes:
         lines: returns the fields of each line, or raises OptionError where the format cannot hold the trace.
-        has_sessions: whether the format tells conversations.
-        lengths_of_turns, lengths_of_others: whether it tells the tokens of prompts and answers of requests that read
+        has_sessions: whether the format names conversations.
+        lengths_of_turns, lengths_of_others: whether it gives the tokens of prompts and answers of requests that read
             and write, and of the others.
     """
 

@@ -1,4 +1,4 @@
-"""What the deletion executor asks of those who know the indexes and the storages."""
+"""The interfaces that background work uses to reach indexes and storages, and the pace at which it runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class StorageProvider(Protocol):
 
 
 class IndexProvider(Protocol):
-    """Knows the indexes, the writers and the readers."""
+    """Provides the indexes, and the state of their writers and readers."""
 
     def indexes(self) -> Iterable[IndexHandle]:
-        """Return the index of every instance, also of those that are being removed."""
+        """Return the index of every instance, also of instances that are being removed."""
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long a deleted location stays readable for clients that matched it."""
 
     async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         """End write sessions that left these blocks writing past their deadline."""
@@ -37,11 +37,9 @@ class IndexProvider(Protocol):
         """Return per item the unix time until which its bytes must stay, 0 when they need not."""
 
 
-# Turns of the event loop: how background work leaves room for requests.
-#
-# A request needs the loop several times, each time after gRPC has heard from the network. If a slice of background
-# work ran in every turn, every step of every request would wait for one. So a few turns pass between two slices,
-# however many duties take part: where nothing else is to be done they cost microseconds.
+# Pacing. A request needs the event loop several times, each time after gRPC received something. If a slice of
+# background work ran in every iteration of the loop, every step of every request would wait for one. So a few
+# iterations pass between two slices, however many tasks share the pacer; on an idle loop they cost microseconds.
 
 _LOOP_TURNS = (
     4  # measured at 10,000 evictions a second: readers wait a third less than with one, and no less with eight
@@ -60,7 +58,7 @@ class Pacer:
         self._next = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Let others run, and be the only one here to go on for a while."""
+        """Wait for the next slice: requests run first, then one task at a time."""
         async with self._next:
             for _ in range(self._count):
                 await asyncio.sleep(0)

@@ -1,5 +1,19 @@
-"""What becomes of the record of a block whose locations are deleted, put off or expire: pure functions, so that a key
-which lost a race is simply tried again.
+"""The deletion executor: deletes locations that are marked as deleting, bytes first, then metadata.
+
+Invariants:
+
+1. A deletion exists as a record only: status DELETING and the time from when the bytes may go. A new leader finds all
+   of it again, so nothing is lost when a manager dies.
+2. Metadata is removed by compare-and-delete of the location that was found, after its bytes are gone. Deleting twice is
+   harmless, and a deletion that is in flight here is not started a second time.
+3. A location that a reader or an unfinished writer still uses is postponed. So is a location whose storage fails, with
+   growing pauses. Both are written to the record.
+4. Each storage has its own few workers, and nothing waits for them: a hanging storage delays only itself. Of a storage
+   that is not configured any more the metadata is removed alone.
+5. The event loop is held for one slice of blocks at a time.
+
+The same scan finds two more kinds of due blocks: writers whose session is overdue are aborted, and a location that
+serves past its time to live is marked as deleting.
 """
 
 from __future__ import annotations
@@ -39,7 +53,7 @@ __all__ = [
 
 
 def without(old: BlockRecord | None, location_ids: Collection[str]) -> BlockRecord | None:
-    """Return the record without locations, if they are still deleting; None without any."""
+    """Return the record without these locations, if they are still deleting; None when none is left."""
     if old is None:
         return None
     kept = tuple(
@@ -53,7 +67,7 @@ def without(old: BlockRecord | None, location_ids: Collection[str]) -> BlockReco
 
 
 def _due_later(old: BlockRecord | None, location_ids: Collection[str], due: float) -> BlockRecord | None:
-    """Return the record with another time from when bytes may go."""
+    """Return the record with a later time from when the bytes may go."""
 
     def later(location: Location) -> Location:
         if location.status is LocationStatus.DELETING and location.id in location_ids:
@@ -64,12 +78,12 @@ def _due_later(old: BlockRecord | None, location_ids: Collection[str], due: floa
 
 
 def is_expired(location: Location, now: float) -> bool:
-    """Return whether the time is up that the writer of a location gave."""
+    """Return whether a location serves past the time to live that its writer gave."""
     return location.status is LocationStatus.SERVING and 0 < location.deadline <= now
 
 
 def expired(old: BlockRecord | None, now: float, delay_seconds: float) -> BlockRecord | None:
-    """Return the record with what expired marked as deleting; what is pinned expires when the pin ends."""
+    """Return the record with expired locations marked as deleting; a pinned one expires when its pin ends."""
 
     def expire(location: Location) -> Location:
         if not is_expired(location, now):
@@ -88,12 +102,11 @@ def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) ->
     return old if locations == old.locations else old._replace(locations=locations)
 
 
-# Workers of one storage: a few deletions at a time, pauses after failures, and what waits, in numbers.
+# Workers of one storage: a few deletions at a time, pauses after failures, and the backlog in numbers.
 #
-# A deletion that takes too long counts as a failure, once; it keeps its worker until the storage lets go of it, so
-# that nothing is deleted a second time beside it. Workers that hang are therefore missing, and when all of them do,
-# what waits stays where it was found, in the records. Only when the storage is removed do they let go of it: whatever
-# such a call still does then, it does to bytes that nobody will delete or reuse.
+# A deletion that takes too long counts as a failure, once. It keeps its worker until the storage answers, so that
+# nothing is deleted a second time beside it. When all workers hang, the backlog stays in the records. Only the removal
+# of the storage frees them: a late effect of such a call hits bytes that are neither deleted nor reused by then.
 
 LATE_SECONDS = 30.0
 """A deletion that takes so long counts as failed."""
@@ -105,14 +118,14 @@ T = TypeVar("T")
 
 
 class Backlog(NamedTuple):
-    """What waits for one storage.
+    """The deletions that wait for one storage.
 
     Attributes:
-        waiting: locations that are due, or were put off because the storage failed or is busy.
+        waiting: locations that are due, or postponed because the storage failed or is busy.
         executing: locations that it is deleting.
-        failures: locations that it did not delete when it was asked, since the manager began.
-        oldest_seconds: for how long the oldest of those waits that were taken up and are not put off.
-        late: locations that it is deleting for too long.
+        failures: deletions of locations that failed since the manager started.
+        oldest_seconds: age of the oldest deletion in flight that is not postponed.
+        late: locations whose deletion takes too long.
     """
 
     waiting: int = 0
@@ -124,7 +137,7 @@ class Backlog(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Deletions that are asked for together."""
+    """Deletions of one call of the storage."""
 
     count: int
     since: float
@@ -155,7 +168,8 @@ class StorageWorkers:
         self._removed: asyncio.Future[None] | None = None
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what a call of the storage returns; None when it was let go of before: then it goes on by itself."""
+        """Return the result of a call of the storage; None when the call was abandoned: then it goes on in the
+        background."""
         if self._removed is None:
             self._removed = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(work)
@@ -172,23 +186,23 @@ class StorageWorkers:
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)
         if not task.cancelled():
-            task.exception()  # of one that was let go of, nobody asks
+            task.exception()  # an abandoned call: retrieve its error, so that asyncio does not log it
 
     def abandon(self) -> None:
-        """The storage was removed: whoever waits for a call waits no more, and what failed is of no interest."""
+        """Abandon all calls and failures: the storage was removed."""
         removed, self._removed = self._removed, None
         if removed is not None:
             removed.set_result(None)
         self.succeeded()
 
     def cancel(self) -> None:
-        """End the calls that go on by themselves, too."""
+        """Cancel all calls, abandoned ones included."""
         for task in self._calls:
             task.cancel()
 
     @asynccontextmanager
     async def slot(self, count: int) -> AsyncIterator[None]:
-        """Have a worker inside the block, for so many locations."""
+        """Occupy a worker for so many locations while the context lasts."""
         batch = _Batch(count, self._clock.now())
         self._batches[batch] = None
         try:
@@ -202,7 +216,7 @@ class StorageWorkers:
 
     @property
     def pause_seconds(self) -> float:
-        """How long the storage is left alone from now on."""
+        """Seconds until the storage is tried again."""
         return max(0.0, self._paused_until - self._clock.now())
 
     @property
@@ -221,13 +235,13 @@ class StorageWorkers:
         return min(max(_FIRST_PAUSE_SECONDS, expected), _LONGEST_PAUSE_SECONDS)
 
     def succeeded(self) -> None:
-        """The storage did all it was asked for."""
+        """The storage deleted everything: end its pause."""
         self._failures_in_a_row = 0
         self._paused_until = 0.0
 
     def failed(self, count: int) -> float:
-        """The storage did not delete so many locations. Returns how long it is left alone: what fails during a pause
-        does not make it longer."""
+        """Count failed deletions, and return for how many seconds the storage pauses. A failure during a pause does not
+        make it longer."""
         self._failures += count
         now = self._clock.now()
         if now >= self._paused_until:
@@ -263,38 +277,33 @@ class StorageWorkers:
 
     @property
     def backlog(self) -> Backlog:
-        """What waits."""
+        """The backlog."""
         return Backlog(
             self.postponed_count + sum(batch.count for batch in self._batches if batch.started_at is None),
-            sum(batch.count for batch in self._batches if batch.started_at is not None),
-            self._failures,
-            max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
-            sum(batch.count for batch in self._batches if batch.is_late),
+            executing=sum(batch.count for batch in self._batches if batch.started_at is not None),
+            failures=self._failures,
+            oldest_seconds=max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
+            late=sum(batch.count for batch in self._batches if batch.is_late),
         )
 
 
-# Deletions of batches: bytes first, then metadata, then the space is free; what has to wait is put off.
-#
-# The event loop is held for a slice of blocks at a time, however many batches are under way. Metadata goes only if the
-# location is still the one that was found (compare-and-delete), so deleting twice harms nobody; nothing that is in
-# flight here is begun a second time. Of a storage that is not configured any more the metadata goes alone, also where
-# a call of the storage hangs.
+# Deletions of batches: bytes first, then metadata.
 
 _SLICE_BLOCKS = 64
 """Blocks that the event loop may be held for: half a millisecond of a quiet machine."""
 _MOST_IN_A_BATCH = 128
-_MOST_IN_FLIGHT = 1024  # per index and storage: what is more for a slow one is put off
+_MOST_IN_FLIGHT = 1024  # per index and storage: the rest is postponed where the storage is slow
 _log = structlog.get_logger("kvcm.reclaim")
 
 
 @dataclass(slots=True)
 class Deleted:
-    """What an executor deleted since it was made.
+    """Totals since the executor was created.
 
     Attributes:
-        blocks: that have no location any more.
-        locations: whose bytes and metadata are gone.
-        byte_count: of those.
+        blocks: blocks without a location any more.
+        locations: locations whose bytes and metadata are gone.
+        byte_count: bytes of these locations.
     """
 
     blocks: int = 0
@@ -313,7 +322,7 @@ class Deleted:
 
 
 class Deletions:
-    """What is being deleted.
+    """The deletions in flight.
 
     Args:
         storages: the open storages.
@@ -346,37 +355,38 @@ class Deletions:
         self.deleted = Deleted()
 
     def backlogs(self) -> dict[str, Backlog]:
-        """Return what waits, by storage, for those that ever had something to delete."""
+        """Return the backlogs by storage, of all storages that ever had a deletion."""
         return {storage: workers.backlog for storage, workers in self._workers.items()}
 
     def in_flight(self, uid: int) -> int:
-        """Return how many locations of an index were taken up and are not done."""
+        """Return how many deletions of an index are in flight."""
         return sum(self._in_flight_of[uid].values())
 
     def is_saturated(self, uid: int) -> bool:
-        """Return whether the workers have enough to do of an index: as long as something is in flight, every look finds
-        it anew. What a slow storage will take long for does not count."""
+        """Return whether the workers have enough to do of an index: every scan returns the deletions in flight, too.
+        Deletions on slow storages do not count."""
         counts = self._in_flight_of[uid].items()
         swift = sum(count for storage, count in counts if count and not self._workers_of(storage).is_slow)
         return swift >= self._workers_per_storage * self._batch_size
 
-    def start(self, custody: IndexHandle, key: int, location: Location) -> DeletionItem | None:
-        """Take up a deletion, from now on in flight; None when it is already."""
-        claim = (custody.uid, key, location.id)
+    def start(self, handle: IndexHandle, key: int, location: Location) -> DeletionItem | None:
+        """Start a deletion; None when it is in flight already."""
+        claim = (handle.uid, key, location.id)
         if claim in self._in_flight:
             return None
         self._in_flight.add(claim)
-        self._in_flight_of[custody.uid][location.storage] += 1
-        return DeletionItem.of(custody.instance_id, custody.uid, key, location)
+        self._in_flight_of[handle.uid][location.storage] += 1
+        return DeletionItem.of(handle.instance_id, handle.uid, key, location)
 
     def release(self, items: Iterable[DeletionItem]) -> None:
-        """End what `take` began."""
+        """End deletions that `start` began."""
         for item in items:
             self._in_flight.remove((item.uid, item.key, item.location_id))
             self._in_flight_of[item.uid][item.storage] -= 1
+            assert self._in_flight_of[item.uid][item.storage] >= 0
 
     def fail_late(self) -> None:
-        """Note which storages hang, and let go of those that were removed."""
+        """Count late deletions as failures, and abandon the calls of removed storages."""
         for storage, workers in self._workers.items():
             if self._is_removed(storage):
                 workers.abandon()
@@ -384,12 +394,12 @@ class Deletions:
             if count := workers.fail_late():
                 _log.warning("deletion_hangs", storage=storage, count=count, retry_seconds=workers.pause_seconds)
 
-    def submit(self, custody: IndexHandle, items: Sequence[DeletionItem]) -> None:
-        """Delete what was taken up, in the background; given back when it is done or put off."""
+    def submit(self, handle: IndexHandle, items: Sequence[DeletionItem]) -> None:
+        """Delete started items in the background; they are released when they are done or postponed."""
         for storage, of_storage in _by_storage(items).items():
-            seconds = self._seconds_to_wait(storage, self._in_flight_of[custody.uid][storage])
+            seconds = self._seconds_to_wait(storage, self._in_flight_of[handle.uid][storage])
             for batch in slices(of_storage, self._batch_size):
-                work = self.postpone(custody, batch, seconds) if seconds else self._delete(custody, storage, batch)
+                work = self.postpone(handle, batch, seconds) if seconds else self._delete(handle, storage, batch)
                 task = asyncio.create_task(work)
                 self._tasks.add(task)
                 task.add_done_callback(partial(self._on_task_done, batch))
@@ -403,7 +413,7 @@ class Deletions:
             _log.warning("deletion_interrupted", reason=f"{type(error).__name__}: {error}")
 
     async def all_done(self) -> None:
-        """Wait for what is being deleted.
+        """Wait for the deletions in flight.
 
         Raises:
             KvcmError: the store failed.
@@ -411,7 +421,7 @@ class Deletions:
         await asyncio.gather(*self._tasks)
 
     def cancel(self) -> None:
-        """Stop; what was not done is found again in the records."""
+        """Cancel all deletions; the records still hold the rest."""
         for task in self._tasks:
             task.cancel()
         for workers in self._workers.values():
@@ -427,91 +437,91 @@ class Deletions:
         return workers
 
     def _seconds_to_wait(self, storage: str, in_flight: int) -> float:
-        """Return how long a storage is not to be asked: it fails, or is far behind and in the way of the others."""
-        if self._is_removed(storage):  # it is not asked at all
+        """Return for how many seconds a storage is not called: it fails, or is far behind the others."""
+        if self._is_removed(storage):  # it is not called at all
             return 0.0
         workers = self._workers_of(storage)
         if workers.pause_seconds or in_flight <= _MOST_IN_FLIGHT or not workers.is_slow:
             return workers.pause_seconds
         return workers.seconds_for(in_flight + workers.postponed_count)
 
-    async def _delete(self, custody: IndexHandle, storage: str, items: Sequence[DeletionItem]) -> None:
+    async def _delete(self, handle: IndexHandle, storage: str, items: Sequence[DeletionItem]) -> None:
         workers = self._workers_of(storage)
         async with workers.slot(len(items)):
             backend = self._storages.backend(storage)
-            # Whatever waited here while another batch failed has to wait for the end of the pause.
-            is_asked = not self._is_removed(storage) and not workers.pause_seconds
-            reasons = await self._delete_bytes(workers, backend, items) if is_asked else None
-        if self._is_removed(storage) or (is_asked and reasons is None):
-            # Nobody is told: a call that was let go of may still be at it, whatever is configured by now.
-            await self._drop(custody, items)
+            # A batch that waited here while another one failed waits for the end of the pause.
+            is_called = not self._is_removed(storage) and not workers.pause_seconds
+            reasons = await self._delete_bytes(workers, backend, items) if is_called else None
+        if self._is_removed(storage) or (is_called and reasons is None):
+            # No `forgotten` for the storage: an abandoned call may still work on these bytes.
+            await self._drop(handle, items)
             return
         if reasons is None:
-            await self.postpone(custody, items, workers.pause_seconds)
+            await self.postpone(handle, items, workers.pause_seconds)
             return
         failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
         if failed:
             pause = workers.failed(len(failed))
             reason = next(filter(None, reasons))
             _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
-            await self.postpone(custody, failed, pause)
+            await self.postpone(handle, failed, pause)
         else:
             workers.succeeded()
-        dropped = await self._drop(custody, [item for item, why in zip(items, reasons, strict=True) if why is None])
+        dropped = await self._drop(handle, [item for item, why in zip(items, reasons, strict=True) if why is None])
         if backend is not None and dropped:
             await _report_forgotten(backend, storage, dropped)
 
     async def _delete_bytes(
         self, workers: StorageWorkers, backend: StorageBackend | None, items: Sequence[DeletionItem]
     ) -> list[str | None] | None:
-        """Return per item why its bytes are still there, None when they are gone; nothing when the storage was removed
-        before it answered."""
+        """Return per item why its bytes are still there, None when they are gone; None for all when the storage was
+        removed before it answered."""
         if backend is None:
             return ["the storage is not open on this manager"] * len(items)
         await self.give_way()
         try:
             results = await workers.call(backend.delete([uri for item in items for uri in item.uris]))
-        except Exception as error:  # whatever a storage raises, its items are tried again
+        except Exception as error:  # of any kind: the items are tried again
             return [f"{type(error).__name__}: {error}"] * len(items)
         if results is None:
             return None
         each = iter(results)
         return [next(filter(None, [next(each) for _ in item.uris]), None) for item in items]
 
-    async def _drop(self, custody: IndexHandle, items: Sequence[DeletionItem]) -> list[DeletionItem]:
-        """Drop the metadata of what is gone. Returns what had served of what this very call dropped, and nobody before
-        it."""
+    async def _drop(self, handle: IndexHandle, items: Sequence[DeletionItem]) -> list[DeletionItem]:
+        """Remove the metadata of deleted locations. Return the items that had served and that this call removed."""
         ids = _ids_by_key(items)
         dropped: set[tuple[int, str]] = set()
-        for page in slices(list(ids), _SLICE_BLOCKS):
+        for batch in slices(list(ids), _SLICE_BLOCKS):
             await self.give_way()
-            changes = await custody.meta_index.read_modify_write(page, lambda key, old: without(old, ids[key]))
+            changes = await handle.meta_index.read_modify_write(batch, lambda key, old: without(old, ids[key]))
             self.deleted.add(changes)
             gone = ((change.key, location) for change in changes for location in _removed_locations(change))
             dropped.update((key, location.id) for key, location in gone if location.has_served)
         return [item for item in items if (item.key, item.location_id) in dropped]
 
-    async def postpone(self, custody: IndexHandle, items: Sequence[DeletionItem], seconds: float) -> None:
-        """Let deletions become due again so many seconds from now, in their records."""
+    async def postpone(self, handle: IndexHandle, items: Sequence[DeletionItem], seconds: float) -> None:
+        """Write to the records that these deletions are due again in so many seconds."""
         due = self._clock.now() + seconds
         ids = _ids_by_key(items)
-        for page in slices(list(ids), _SLICE_BLOCKS):
+        for batch in slices(list(ids), _SLICE_BLOCKS):
             await self.give_way()
-            await custody.meta_index.read_modify_write(page, lambda key, old: _due_later(old, ids[key], due))
+            await handle.meta_index.read_modify_write(batch, lambda key, old: _due_later(old, ids[key], due))
         for storage, count in Counter(item.storage for item in items).items():
             self._workers_of(storage).postpone(count, due)
 
 
 async def _report_forgotten(backend: StorageBackend, storage: str, dropped: Sequence[DeletionItem]) -> None:
-    """Tell a storage what nobody will delete again. Where that fails, its places are lost until their objects go.
+    """Report to a storage that its addresses are free for reuse. Where that fails, they stay unused until their objects
+    are deleted.
 
-    Of what never served the writer may come back: its places are never anybody else's (design.md decision 16), and no
-    storage is told.
+    Locations that never served are not reported: their writer may come back, so their addresses are never reused
+    (design.md decision 16).
     """
     uris = [uri for item in dropped for uri in item.uris]
     try:
         await backend.forgotten(uris)
-    except Exception as error:  # whatever a storage raises, its bytes and their metadata are gone
+    except Exception as error:  # of any kind: the bytes and their metadata are gone
         _log.warning(
             "places_not_forgotten", storage=storage, count=len(uris), reason=f"{type(error).__name__}: {error}"
         )
@@ -544,23 +554,12 @@ def _ids_by_key(items: Iterable[DeletionItem]) -> dict[int, Collection[str]]:
     return ids
 
 
-# Deletion executor: finds in the records what is due, and has it deleted: bytes first, then metadata.
-#
-# A location in status deleting says from when its bytes may go, and every index tells which of its blocks are due. So
-# nothing is forgotten when a manager dies, and whoever leads goes on. Two more things become due and are found the
-# same way: writers whose session is overdue are ended, and what serves past the time that its writer gave is marked as
-# deleting.
-#
-# A read lease or an unfinished writer postpones a deletion, and so does a storage that fails, with growing pauses;
-# both are noted in the record. Each storage has a few workers of its own (workers.py), and nobody who looks for more
-# waits for them: a slow or hanging storage holds up only itself.
-#
-# An index is looked into again when most of what was found there is done, not before: as long as something is in
-# flight, every look finds it anew.
+# The executor scans an index again when most of what it found there is done, not before: as long as a deletion is in
+# flight, every scan returns it again.
 
 _WORKERS = 4
-_MOST_BLOCKS = 512  # of one look into an index
-_MOST_SCANS = 64  # per round and index: then the others get their turn
+_MOST_BLOCKS = 512  # of one scan of an index
+_MOST_SCANS = 64  # per round and index, so that other indexes get their turn
 _PINNED_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
 
@@ -571,7 +570,7 @@ class DeletionExecutor:
         storages: the open storages.
         clock: time source.
         workers_per_storage: batches that a storage deletes at a time.
-        events: told of what expires.
+        events: receives expired locations.
         is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
             more lose their metadata only; one that is not open here is tried again. By default every storage is open.
         turns: shared with other background work; by default a slice runs every turn.
@@ -587,19 +586,25 @@ class DeletionExecutor:
         turns: Pacer | None = None,
     ) -> None:
         self._clock = clock
-        self._custodian: IndexProvider | None = None
-        self._deletions = Deletions(storages, clock, workers_per_storage, is_configured, turns or Pacer(1))
+        self._provider: IndexProvider | None = None
+        self._deletions = Deletions(
+            storages,
+            clock=clock,
+            workers_per_storage=workers_per_storage,
+            is_configured=is_configured,
+            turns=turns or Pacer(1),
+        )
         self._events = ChangeEvents(events if events is not None else EventLog())
         self._woken = asyncio.Event()
-        self._behind: dict[int, IndexHandle] = {}  # there is more in them, to be taken up when some is done
+        self._behind: dict[int, IndexHandle] = {}  # more is due in these indexes than is in flight
 
-    def serve(self, custodian: IndexProvider) -> None:
-        """Set whose locations are deleted."""
-        self._custodian = custodian
+    def serve(self, provider: IndexProvider) -> None:
+        """Set the provider of the indexes."""
+        self._provider = provider
 
     @property
     def deleted(self) -> Deleted:
-        """What was deleted since the executor was made."""
+        """Totals since the executor was created."""
         return self._deletions.deleted
 
     def backlog(self, storage: str) -> Backlog:
@@ -607,11 +612,11 @@ class DeletionExecutor:
         return self.backlogs().get(storage, Backlog())
 
     def backlogs(self) -> dict[str, Backlog]:
-        """Return what waits, by storage, for those that ever had something to delete."""
+        """Return the backlogs by storage, of all storages that ever had a deletion."""
         return self._deletions.backlogs()
 
     async def run(self, interval_seconds: float, is_leader: Callable[[], bool] = lambda: True) -> None:
-        """Delete what becomes due while this manager leads, until cancelled. Looking for it waits for no storage."""
+        """Delete due locations while this manager leads, until cancelled. The scan waits for no storage."""
         try:
             while True:
                 if is_leader():
@@ -621,7 +626,7 @@ class DeletionExecutor:
             self._deletions.cancel()
 
     async def _wait(self, seconds: float, is_leader: Callable[[], bool]) -> None:
-        """Let time pass; where more is due than was taken up, go on with that as deletions are done."""
+        """Sleep; where more is due than is in flight, continue with that as deletions complete."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while self._behind and is_leader() and loop.time() < end:
@@ -638,22 +643,22 @@ class DeletionExecutor:
         self._woken.clear()
 
     def wake(self) -> None:
-        """Look at once: something is to be deleted without delay, and a write may be waiting for its space."""
+        """Scan at once: a location is to be deleted without delay, and a write may wait for its space."""
         self._woken.set()
 
-    async def _round(self, look: Callable[[], Awaitable[int]]) -> None:
+    async def _round(self, scan: Callable[[], Awaitable[int]]) -> None:
         try:
-            await look()
-        except KvcmError as error:  # the store cannot be asked: the next round tries again
+            await scan()
+        except KvcmError as error:  # the store failed: the next round tries again
             _log.warning("deletions_interrupted", reason=str(error))
         except Exception:
             _log.exception("deletions_failed")
 
     async def run_due(self) -> int:
-        """Delete everything that is due now, and return the number of locations that were looked at.
+        """Delete everything that is due now, and return the number of locations that were found due.
 
         Raises:
-            KvcmError: the store failed; what is left is found again.
+            KvcmError: the store failed; the next call finds the rest again.
         """
         seen = 0
         while (found := await self._start_due()) or self._behind:
@@ -662,60 +667,60 @@ class DeletionExecutor:
         return seen
 
     async def _start_due(self) -> int:
-        """Begin to delete what is due, and return the number of locations that were looked at."""
-        assert self._custodian is not None
+        """Start to delete due locations, and return how many there are."""
+        assert self._provider is not None
         self._deletions.fail_late()
-        return await self._scan_indexes(list(self._custodian.indexes()))
+        return await self._scan_indexes(list(self._provider.indexes()))
 
     async def _resume_partial(self) -> int:
         return await self._scan_indexes(list(self._behind.values()))
 
-    async def _scan_indexes(self, custodies: Iterable[IndexHandle]) -> int:
+    async def _scan_indexes(self, handles: Iterable[IndexHandle]) -> int:
         seen, now = 0, self._clock.now()
         self._behind.clear()
-        for custody in custodies:
-            if custody.meta_index.due_from > now:  # nearly always
+        for handle in handles:
+            if handle.meta_index.due_from > now:  # nearly always
                 continue
             try:
-                seen += await self._scan_index(custody)
+                seen += await self._scan_index(handle)
             except KvcmError as error:  # a damaged record, or a store that is away: the other indexes get their turn
-                _log.warning("deletions_interrupted", instance=custody.instance_id, reason=str(error))
+                _log.warning("deletions_interrupted", instance=handle.instance_id, reason=str(error))
         return seen
 
-    async def _scan_index(self, custody: IndexHandle) -> int:
+    async def _scan_index(self, handle: IndexHandle) -> int:
         seen = 0
         for _ in range(_MOST_SCANS):
-            if self._deletions.is_saturated(custody.uid):
-                self._behind[custody.uid] = custody
+            if self._deletions.is_saturated(handle.uid):
+                self._behind[handle.uid] = handle
                 break
-            found = await self._scan_due(custody)
+            found = await self._scan_due(handle)
             seen += found
             if not found:
                 break
         return seen
 
-    async def _scan_due(self, custody: IndexHandle) -> int:
-        """Work on the earliest blocks of an index; 0 when nothing new is due."""
+    async def _scan_due(self, handle: IndexHandle) -> int:
+        """Handle the earliest due blocks of an index; return 0 when nothing new is due."""
         now = self._clock.now()
-        keys = await custody.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(custody.uid))
+        keys = await handle.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(handle.uid))
         found = _Found()
         try:
-            for page in slices(keys, _SLICE_BLOCKS):
-                await self._gather(custody, page, now, found)
-            await self._abort_overdue(custody, found)
+            for batch in slices(keys, _SLICE_BLOCKS):
+                await self._gather(handle, batch, now, found)
+            await self._abort_overdue(handle, found)
             held = await self._pinned(found.items, now)
-            await self._deletions.postpone(custody, held, _PINNED_RECHECK_SECONDS)
+            await self._deletions.postpone(handle, held, _PINNED_RECHECK_SECONDS)
         except BaseException:
             self._deletions.release(found.items)
             raise
         self._deletions.release(held)
-        self._deletions.submit(custody, _without(found.items, held))
+        self._deletions.submit(handle, _without(found.items, held))
         return found.count
 
-    async def _gather(self, custody: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:
-        """Find out what has to be done about some blocks, and take up their deletions."""
+    async def _gather(self, handle: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:
+        """Sort due blocks by kind, and start their deletions."""
         await self._deletions.give_way()
-        for key, record in zip(keys, await custody.meta_index.get(keys), strict=True):
+        for key, record in zip(keys, await handle.meta_index.get(keys), strict=True):
             for location in record.locations if record is not None else ():
                 if location.status is LocationStatus.SERVING:
                     if is_expired(location, now):
@@ -724,36 +729,36 @@ class DeletionExecutor:
                     continue
                 elif location.status is LocationStatus.WRITING:
                     found.overdue.setdefault(location.session_id, []).append(key)
-                elif item := self._deletions.start(custody, key, location):
+                elif item := self._deletions.start(handle, key, location):
                     found.items.append(item)
 
-    async def _abort_overdue(self, custody: IndexHandle, found: _Found) -> None:
-        """End overdue writers, and mark what serves past its time."""
-        assert self._custodian is not None
+    async def _abort_overdue(self, handle: IndexHandle, found: _Found) -> None:
+        """Abort overdue writers, and mark locations that serve past their time to live."""
+        assert self._provider is not None
         if found.overdue:
-            await self._custodian.abort_overdue_writers(custody.uid, found.overdue)
+            await self._provider.abort_overdue_writers(handle.uid, found.overdue)
         if not found.expired:
             return
-        delay = self._custodian.delay_seconds(custody.instance)
-        for page in slices(list(found.expired), _SLICE_BLOCKS):
+        delay = self._provider.delay_seconds(handle.instance)
+        for batch in slices(list(found.expired), _SLICE_BLOCKS):
             await self._deletions.give_way()
             # Each record by the time at which it is changed: a store that takes long must not eat up the delay.
-            changes = await custody.meta_index.read_modify_write(
-                page, lambda _key, old: expired(old, self._clock.now(), delay)
+            changes = await handle.meta_index.read_modify_write(
+                batch, lambda _key, old: expired(old, self._clock.now(), delay)
             )
-            self._events.expired(custody.instance, changes, "ttl")
+            self._events.expired(handle.instance, changes, "ttl")
 
     async def _pinned(self, items: Sequence[DeletionItem], now: float) -> list[DeletionItem]:
-        """Return what readers or writers still use."""
-        assert self._custodian is not None
+        """Return the deletions whose bytes readers or writers still use."""
+        assert self._provider is not None
         if not items:
             return []
-        held_until = await self._custodian.pinned_until(items)
+        held_until = await self._provider.pinned_until(items)
         return [item for item, until in zip(items, held_until, strict=True) if until > now]
 
 
 class _Found:
-    """What a look into an index found: deletions, blocks of overdue writers by session, blocks whose time is up."""
+    """Result of a scan: deletions, blocks of overdue writers by session, expired blocks."""
 
     def __init__(self) -> None:
         self.items: list[DeletionItem] = []

@@ -1,8 +1,12 @@
-"""Lanes: blocks of one instance that are ordered by one policy.
+"""Eviction orders: in which order the blocks of an instance become candidates for eviction.
 
-A lane per prefix class and priority; nearly every instance has one only. Which lane gives up a block next: one whose
-class is over its budget before the others, then the one of the lowest priority, then the one whose candidate was not
-read for the longest time.
+* `LiveOrder` covers an index in this process. It is exact: the index reports every change to it.
+* `WindowOrder` covers an index on a shared store: a window of its coldest blocks, put into the same policies.
+* `EvictionOrders` decides which instances have an order, and which, by the settings of their groups.
+
+Each order has one queue per prefix class and priority; nearly every instance has a single one. The next candidate comes
+from a queue whose class is over its budget, then from the queue of the lowest priority, then from the queue whose
+candidate was not read for the longest time.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-from kvcm.index.backends.backend import Access, Rows
+from kvcm.index.backends.backend import Access, Rows, is_resident
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
@@ -91,7 +95,7 @@ class OrderPlan:
 
 
 class SlotFacts(NamedTuple):
-    """What lanes ask of the block in a slot.
+    """The facts of the block in a slot.
 
     Attributes:
         key: of the block.
@@ -114,7 +118,7 @@ class Candidate(NamedTuple):
     Attributes:
         key: of the block.
         is_over_budget: whether its class uses more than its budget.
-        priority: what is lower goes first.
+        priority: lower ones are evicted first.
         read_at: unix seconds.
         policy: name of the policy that chose it.
     """
@@ -127,7 +131,7 @@ class Candidate(NamedTuple):
 
     @property
     def urgency(self) -> tuple[bool, int]:
-        """What is smaller goes first, before any age is looked at."""
+        """Smaller ones are evicted first, whatever their age."""
         return not self.is_over_budget, self.priority
 
 
@@ -154,7 +158,7 @@ class PolicyQueue:
         self.policy: Policy = POLICIES[settings.name](is_leaf, settings)
 
     def expires_at(self, summary: Summary) -> float | None:
-        """Return when a block leaves though there is room, None for never."""
+        """Return when a block expires, None for never."""
         if not self.settings.ttl_seconds:
             return None
         slides = self.settings.name in {"lru", "leaf_lru"} or (
@@ -164,7 +168,7 @@ class PolicyQueue:
 
 
 class _PolicyQueues:
-    """The lanes of one instance.
+    """The queues of one instance.
 
     Args:
         plan: classes and policies.
@@ -184,44 +188,44 @@ class _PolicyQueues:
         self._facts = facts
         self._head = head
         self._is_leaf = is_leaf
-        self._lanes: list[PolicyQueue] = []
+        self._queues: list[PolicyQueue] = []
         self._by_kind: dict[tuple[str, int], PolicyQueue] = {}
         self._class_bytes: dict[str, int] = {each.name: 0 for each in plan.classes}
 
     def __getitem__(self, number: int) -> PolicyQueue:
-        return self._lanes[number]
+        return self._queues[number]
 
     def __len__(self) -> int:
-        return sum(len(lane.policy) for lane in self._lanes)
+        return sum(len(queue.policy) for queue in self._queues)
 
     def queue_of(self, facts: SlotFacts) -> PolicyQueue:
-        """Return the lane that a block belongs to."""
+        """Return the queue that a block belongs to."""
         prefix_class = self.plan.class_of(facts.depth, facts.summary.reads) if self.plan.classes else None
         priority = facts.priority + (prefix_class.priority if prefix_class is not None else 0)
         if prefix_class is None:
             return self.queue_of_priority(priority)
-        lane = self._by_kind.get((prefix_class.name, priority))
-        return lane if lane is not None else self._open(prefix_class, priority)
+        queue = self._by_kind.get((prefix_class.name, priority))
+        return queue if queue is not None else self._open(prefix_class, priority)
 
     def _open(self, prefix_class: PrefixClass | None, priority: int) -> PolicyQueue:
         settings = prefix_class.policy if prefix_class is not None else self.plan.policy
-        lane = PolicyQueue(len(self._lanes), prefix_class, priority, settings, self._is_leaf)
-        self._by_kind[prefix_class.name if prefix_class is not None else "", priority] = lane
-        self._lanes.append(lane)
-        return lane
+        queue = PolicyQueue(len(self._queues), prefix_class, priority, settings, self._is_leaf)
+        self._by_kind[prefix_class.name if prefix_class is not None else "", priority] = queue
+        self._queues.append(queue)
+        return queue
 
     def queue_of_priority(self, priority: int) -> PolicyQueue:
-        """Return the lane of blocks of no class."""
-        lane = self._by_kind.get(("", priority))
-        return lane if lane is not None else self._open(None, priority)
+        """Return the queue of blocks of no class."""
+        queue = self._by_kind.get(("", priority))
+        return queue if queue is not None else self._open(None, priority)
 
-    def count(self, lane: PolicyQueue, size_bytes: int) -> None:
+    def count(self, queue: PolicyQueue, size_bytes: int) -> None:
         """Count bytes of a class; negative ones when they go."""
-        if lane.prefix_class is not None:
-            self._class_bytes[lane.prefix_class.name] += size_bytes
+        if queue.prefix_class is not None:
+            self._class_bytes[queue.prefix_class.name] += size_bytes
 
     def scale_classes(self, factor: float) -> None:
-        """What was counted is a sample: take it for so many times as much."""
+        """Scale the counted bytes: they are those of a sample."""
         self._class_bytes = {name: int(size * factor) for name, size in self._class_bytes.items()}
 
     def class_bytes(self, name: str) -> int:
@@ -229,32 +233,32 @@ class _PolicyQueues:
         return self._class_bytes.get(name, 0)
 
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
-        """Yield blocks in the order in which they are to go. Whoever iterates may evict as it goes on."""
-        lanes = [lane for lane in self._lanes if len(lane.policy)]
-        if len(lanes) == 1:
-            yield from self._candidates_of(lanes[0], is_over_budget)
+        """Yield blocks in the order of eviction. The caller may evict while it iterates."""
+        queues = [queue for queue in self._queues if len(queue.policy)]
+        if len(queues) == 1:
+            yield from self._candidates_of(queues[0], is_over_budget)
         else:
-            yield from self._merged([self._candidates_of(lane, is_over_budget) for lane in lanes])
+            yield from self._merged([self._candidates_of(queue, is_over_budget) for queue in queues])
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
-        for lane in self._lanes:
-            if not lane.settings.ttl_seconds:
+        for queue in self._queues:
+            if not queue.settings.ttl_seconds:
                 continue
-            for slot in lane.policy.victims():
+            for slot in queue.policy.victims():
                 facts = self._facts(slot)
-                at = lane.expires_at(facts.summary)
+                at = queue.expires_at(facts.summary)
                 if at is None or at > now:
                     break
-                yield Candidate(facts.key, True, lane.priority, facts.summary.read_at, lane.settings.name)
+                yield Candidate(facts.key, True, queue.priority, facts.summary.read_at, queue.settings.name)
 
-    def _candidates_of(self, lane: PolicyQueue, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
-        prefix_class = lane.prefix_class
+    def _candidates_of(self, queue: PolicyQueue, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
+        prefix_class = queue.prefix_class
         has_budget = prefix_class is not None and prefix_class.budget > 0
-        for slot in lane.policy.victims():
+        for slot in queue.policy.victims():
             key, read_at = self._head(slot)
             is_over = has_budget and prefix_class is not None and is_over_budget(prefix_class)
-            yield Candidate(key, is_over, lane.priority, read_at, lane.settings.name)
+            yield Candidate(key, is_over, queue.priority, read_at, queue.settings.name)
 
     def _merged(self, sources: Sequence[Iterator[Candidate]]) -> Iterator[Candidate]:
         heads = {number: head for number, source in enumerate(sources) if (head := next(source, None)) is not None}
@@ -266,14 +270,13 @@ class _PolicyQueues:
                 heads[number] = head
 
 
-# The order of eviction over an index that is in this process's memory: exact, and told of every change as it happens.
-#
-# What it costs: 11 to 22 bytes per resident block, by policy, in arrays, and no object per block.
+# The order over an index in this process. It costs 11 to 22 bytes per resident block, by policy, in arrays, and no
+# object per block.
 
 _NO_QUEUE = 0xFFFF
 _STEP_ROWS = 1024  # some milliseconds
 _Ranked = tuple[Any, int, int, int, PolicyQueue, SlotFacts]
-"""Where a block comes in the order (rank, depth negated, key), its row, its lane, and what is known of it."""
+"""Place of a block in the order (rank, depth negated, key), its row, its queue, and its facts."""
 Result = TypeVar("Result")
 
 
@@ -291,21 +294,21 @@ def _place(ranked: _Ranked) -> tuple[Any, int, int]:
 
 
 class LiveOrder:
-    """Follows one index.
+    """The eviction order of one index in this process.
 
     Args:
         plan: how its blocks are ordered.
 
     Attributes:
-        is_evicting: set while the reclaimer marks what it chose: what goes then goes for want of room.
+        is_evicting: set while the reclaimer marks victims: blocks that leave then were evicted.
     """
 
     def __init__(self, plan: OrderPlan) -> None:
         self.plan = plan
         self.is_evicting = False
         self._rows: Rows
-        self._lanes = _PolicyQueues(plan, self._facts, self._head, self._is_leaf)
-        self._lane_of_row = array("H")
+        self._queues = _PolicyQueues(plan, self._facts, self._head, self._is_leaf)
+        self._queue_of_row = array("H")
         self._sizes = array("q")  # only kept where classes have budgets
         self._has_budgets = plan.has_budgets
         self._counts_reads = plan.counts_reads
@@ -316,7 +319,7 @@ class LiveOrder:
     def over(cls, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, LiveOrder | None]:
         """Make the order over an index, with the blocks that it holds, in steps of some milliseconds.
 
-        Whoever lets others run between two steps sees to it that nobody changes the index meanwhile.
+        The index must not change between two steps.
 
         Returns:
             The order; None for an index that others share.
@@ -330,45 +333,45 @@ class LiveOrder:
 
     def _begin(self, rows: Rows) -> Iterator[None]:
         self._rows = rows
-        pages: list[list[_Ranked]] = []
+        batches: list[list[_Ranked]] = []
         for first in range(0, len(rows), _STEP_ROWS):
             resident = filter(rows.is_resident, range(first, min(first + _STEP_ROWS, len(rows))))
-            pages.append(sorted(map(self._ranked, resident), key=_place))
+            batches.append(sorted(map(self._ranked, resident), key=_place))
             yield
         # Sorting all at once would be one step, of seconds where there are millions.
-        for number, (_, _, _, row, lane, fact) in enumerate(heapq.merge(*pages, key=_place)):
-            lane.policy.restore(row, fact.key, fact.summary)
-            self._enter(row, lane.number, fact.size_bytes)
+        for number, (_, _, _, row, queue, fact) in enumerate(heapq.merge(*batches, key=_place)):
+            queue.policy.restore(row, fact.key, fact.summary)
+            self._enter(row, queue.number, fact.size_bytes)
             if number % _STEP_ROWS == _STEP_ROWS - 1:
                 yield
 
     def _ranked(self, row: int) -> _Ranked:
         fact = self._facts(row)
-        lane = self._lanes.queue_of(fact)
+        queue = self._queues.queue_of(fact)
         # Of blocks of the same second the tail of a chain is the colder one, then the one of the smallest key: rows say
         # nothing, since blocks that were removed have left theirs to others.
-        return lane.policy.rank(fact.summary), -fact.depth, fact.key, row, lane, fact
+        return queue.policy.rank(fact.summary), -fact.depth, fact.key, row, queue, fact
 
     async def prepare(self, count: int, window: int = 0) -> Mapping[int, BlockRecord]:
         """Nothing has to be fetched."""
         if self._is_disturbed and not self._taken:
             self._is_disturbed = False
-            self._lanes = _PolicyQueues(self.plan, self._facts, self._head, self._is_leaf)
-            self._lane_of_row = array("H")
+            self._queues = _PolicyQueues(self.plan, self._facts, self._head, self._is_leaf)
+            self._queue_of_row = array("H")
             run_to_end(self._begin(self._rows))
         return {}
 
     def class_bytes(self, name: str) -> int:
         """Return the bytes of a prefix class."""
-        return self._lanes.class_bytes(name)
+        return self._queues.class_bytes(name)
 
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks in the order in which they are to go, as `Lanes.candidates`."""
-        return self._lanes.candidates(is_over_budget)
+        return self._queues.candidates(is_over_budget)
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
-        return self._lanes.expired(now)
+        return self._queues.expired(now)
 
     def discard(self, key: int) -> None:
         """A block was chosen, and nothing of it is left: from now on the order is as if it were marked already."""
@@ -378,41 +381,41 @@ class LiveOrder:
             self._leave(row, is_evicted=True)
 
     async def settle(self) -> None:
-        """Put back what was chosen and could not be marked. Policies take blocks in at their newest end only, where
-        the coldest ones have no business: before the next choice the whole order is made anew."""
+        """Put back victims that could not be marked. Policies insert blocks at their newest end only, and victims are
+        the coldest: so the whole order is rebuilt before the next selection."""
         taken, self._taken = self._taken, set()
         for row in sorted(taken):
             self.added(row)
             self._is_disturbed = True
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._queues)
 
     def added(self, row: int) -> None:
         if self.plan.classes:
             facts = self._facts(row)
-            lane = self._lanes.queue_of(facts)
-            lane.policy.insert(row, facts.key)
-            self._enter(row, lane.number, facts.size_bytes)
+            queue = self._queues.queue_of(facts)
+            queue.policy.insert(row, facts.key)
+            self._enter(row, queue.number, facts.size_bytes)
         else:  # every block that is written passes here
-            lane = self._lanes.queue_of_priority(self._rows.priority(row))
-            lane.policy.insert(row, self._rows.key(row))
-            self._put(row, lane.number, 0)
+            queue = self._queues.queue_of_priority(self._rows.priority(row))
+            queue.policy.insert(row, self._rows.key(row))
+            self._put(row, queue.number, 0)
 
     def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
         if self.plan.classes:
             for row in rows:
                 self.added(row)
             return
-        lane = self._lanes.queue_of_priority(priority)
-        lane.policy.insert_all(rows, keys)
-        self._put(max(rows), lane.number, 0)  # makes room for all
-        lane_of_row, number = self._lane_of_row, lane.number
+        queue = self._queues.queue_of_priority(priority)
+        queue.policy.insert_all(rows, keys)
+        self._put(max(rows), queue.number, 0)  # reserves space for all
+        queue_of_row, number = self._queue_of_row, queue.number
         if descends(rows):
-            lane_of_row[rows[-1] : rows[0] + 1] = array("H", (number,)) * len(rows)
+            queue_of_row[rows[-1] : rows[0] + 1] = array("H", (number,)) * len(rows)
             return
         for row in rows:
-            lane_of_row[row] = number
+            queue_of_row[row] = number
 
     def removed(self, row: int) -> None:
         if row in self._taken:
@@ -421,11 +424,11 @@ class LiveOrder:
             self._leave(row, is_evicted=self.is_evicting)
 
     def _leave(self, row: int, *, is_evicted: bool) -> None:
-        lane = self._lanes[self._lane_of_row[row]]
-        lane.policy.remove(row, evicted=is_evicted)
-        self._lane_of_row[row] = _NO_QUEUE
+        queue = self._queues[self._queue_of_row[row]]
+        queue.policy.remove(row, evicted=is_evicted)
+        self._queue_of_row[row] = _NO_QUEUE
         if self._has_budgets:
-            self._lanes.count(lane, -self._sizes[row])
+            self._queues.count(queue, -self._sizes[row])
 
     def changed(self, row: int) -> None:
         if row not in self._taken:
@@ -436,22 +439,22 @@ class LiveOrder:
             self._taken.remove(row)
             self._taken.add(to)
             return
-        number = self._lane_of_row[row]
-        self._lanes[number].policy.moved(row, to)
-        self._lane_of_row[row] = _NO_QUEUE
+        number = self._queue_of_row[row]
+        self._queues[number].policy.moved(row, to)
+        self._queue_of_row[row] = _NO_QUEUE
         self._put(to, number, self._sizes[row] if self._has_budgets else 0)
 
     def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
-        self._make_room(max(rows))
-        lane_of_row = self._lane_of_row
+        self._reserve_slots(max(rows))
+        queue_of_row = self._queue_of_row
         if self._counts_reads:
             for row in rows:
-                if lane_of_row[row] != _NO_QUEUE:
+                if queue_of_row[row] != _NO_QUEUE:
                     self._reclassify(row)
-        numbers = [lane_of_row[row] for row in rows]
-        # In no lane is what is not resident, and what was taken and is being marked.
+        numbers = [queue_of_row[row] for row in rows]
+        # No queue holds blocks that are not resident, or that were selected and are being marked.
         for number in {*numbers} - {_NO_QUEUE}:
-            policy = self._lanes[number].policy
+            policy = self._queues[number].policy
             if numbers.count(number) == len(numbers):
                 policy.touch_all(rows, reads)
             else:
@@ -460,33 +463,33 @@ class LiveOrder:
 
     def _reclassify(self, row: int) -> None:
         facts = self._facts(row)
-        before, after = self._lanes[self._lane_of_row[row]], self._lanes.queue_of(facts)
+        before, after = self._queues[self._queue_of_row[row]], self._queues.queue_of(facts)
         if after is not before:
             before.policy.remove(row, evicted=False)
             after.policy.insert(row, facts.key)
         if self._has_budgets:
-            self._lanes.count(before, -self._sizes[row])
-            self._lanes.count(after, facts.size_bytes)
+            self._queues.count(before, -self._sizes[row])
+            self._queues.count(after, facts.size_bytes)
         self._put(row, after.number, facts.size_bytes)
 
     def _enter(self, row: int, number: int, size_bytes: int) -> None:
         self._put(row, number, size_bytes)
         if self._has_budgets:
-            self._lanes.count(self._lanes[number], size_bytes)
+            self._queues.count(self._queues[number], size_bytes)
 
     def _put(self, row: int, number: int, size_bytes: int) -> None:
-        self._make_room(row)
-        self._lane_of_row[row] = number
+        self._reserve_slots(row)
+        self._queue_of_row[row] = number
         if self._has_budgets:
             missing = row + 1 - len(self._sizes)
             if missing > 0:
                 self._sizes.extend([0] * missing)
             self._sizes[row] = size_bytes
 
-    def _make_room(self, row: int) -> None:
-        missing = row + 1 - len(self._lane_of_row)
+    def _reserve_slots(self, row: int) -> None:
+        missing = row + 1 - len(self._queue_of_row)
         if missing > 0:
-            self._lane_of_row.extend([_NO_QUEUE] * missing)
+            self._queue_of_row.extend([_NO_QUEUE] * missing)
 
     def _facts(self, row: int) -> SlotFacts:
         rows = self._rows
@@ -504,13 +507,13 @@ class LiveOrder:
         return self._rows.key(row), self._rows.access(row).at
 
 
-# The order of eviction over an index that managers share: chosen among a window of its coldest blocks.
+# The order over an index on a shared store: a window of its coldest blocks.
 #
-# Nobody is told of every change here, and 10⁸ blocks fit no leader's memory. The store keeps the blocks in the order
+# The leader does not see every change, and 10⁸ blocks do not fit its memory. The store keeps the blocks in the order
 # of their last reads (of their writes, where the policy orders by write), so a window of the coldest of them is
-# fetched, put into the very policies that the live order uses, by what the store remembers of each, and asked for
-# victims. For lru, leaf_lru, ttl and fifo that is exact to the second. lfu also looks at a random sample, since what
-# was read rarely may have been read lately. sieve and s3fifo become second chances: a block that was read and is
+# fetched and put into the same policies as in the live order, by the access that the store keeps of each. For lru,
+# leaf_lru, ttl and fifo that is exact to the second. lfu also takes a random sample, since blocks that were read rarely
+# may have been read lately. sieve and s3fifo become second chances: a block that was read and is
 # passed over goes back to the hot end with its reads used up.
 
 _TIMES = 4  # candidates per victim: some are pinned, being deleted, or of another storage
@@ -519,7 +522,7 @@ _LEAST = 256
 _MOST_SWEEPS = 16  # windows in which too little was not read, in a row
 _SAMPLE = 1024  # from which the bytes of a class are estimated: to about 2 points
 _SECOND_CHANCES = {"sieve": 1, "s3fifo": 2}
-"""Policies that pass over what was read, and from how many reads on."""
+"""Policies that pass over read blocks, and from how many reads on."""
 
 
 class WindowOrder:
@@ -540,11 +543,11 @@ class WindowOrder:
         self._random = random
         self._slots: list[SlotFacts] = []
         self._children: Counter[int] = Counter()
-        self._lane_of_slot: list[int] = []
+        self._queue_of_slot: list[int] = []
         self._slot_of_key: dict[int, int] = {}
         self._parents: list[int | None] = []
-        self._lanes = self._new_queues()
-        self._asked: int | None = None
+        self._queues = self._new_queues()
+        self._last_candidate: int | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -562,7 +565,7 @@ class WindowOrder:
                 accesses |= {key: access for key, access in found if access is not None}
             records = await self._records(accesses)
             spent = await self._fill(records, accesses, takes_all=is_whole)
-            if is_whole or not spent or len(self._lanes) >= count:
+            if is_whole or not spent or len(self._queues) >= count:
                 break
             await self._index.requeue(dict.fromkeys(spent, 0), self._clock.now())
         return records
@@ -576,7 +579,7 @@ class WindowOrder:
     async def _records(self, accesses: Mapping[int, Access]) -> dict[int, BlockRecord]:
         keys = list(accesses)
         records = zip(keys, await self._index.get(keys), strict=True)
-        return {key: record for key, record in records if record is not None and _is_resident(record)}
+        return {key: record for key, record in records if record is not None and is_resident(record)}
 
     async def _fill(
         self, records: Mapping[int, BlockRecord], accesses: Mapping[int, Access], *, takes_all: bool
@@ -585,23 +588,23 @@ class WindowOrder:
         takes all."""
         self._slots = [self._facts(key, record, accesses[key]) for key, record in records.items()]
         self._slot_of_key = {facts.key: slot for slot, facts in enumerate(self._slots)}
-        self._asked = None
+        self._last_candidate = None
         self._children = Counter(record.parent for record in records.values() if record.parent is not None)
         self._parents = [record.parent for record in records.values()]
-        self._lane_of_slot = [0] * len(self._slots)
-        self._lanes = self._new_queues()
+        self._queue_of_slot = [0] * len(self._slots)
+        self._queues = self._new_queues()
         ranked, spent = [], []
         for slot, facts in enumerate(self._slots):
             if self._has_second_chance(facts):
                 spent.append(facts.key)
                 if not takes_all:
                     continue
-            lane = self._lanes.queue_of(facts)
-            ranked.append((lane.policy.rank(facts.summary), -facts.depth, slot, lane))
+            queue = self._queues.queue_of(facts)
+            ranked.append((queue.policy.rank(facts.summary), -facts.depth, slot, queue))
         ranked.sort(key=lambda each: each[:3])
-        for _, _, slot, lane in ranked:
-            lane.policy.restore(slot, self._slots[slot].key, self._slots[slot].summary)
-            self._lane_of_slot[slot] = lane.number
+        for _, _, slot, queue in ranked:
+            queue.policy.restore(slot, self._slots[slot].key, self._slots[slot].summary)
+            self._queue_of_slot[slot] = queue.number
         if self.plan.has_budgets:
             await self._estimate_classes()
         return spent
@@ -618,43 +621,43 @@ class WindowOrder:
         sizes = 0
         for key, record in (await self._records(accesses)).items():
             facts = self._facts(key, record, accesses[key])
-            self._lanes.count(self._lanes.queue_of(facts), facts.size_bytes)
+            self._queues.count(self._queues.queue_of(facts), facts.size_bytes)
             sizes += facts.size_bytes
         remaining = sum(self._index.usage_bytes.values()) - sum(self._index.deleting_bytes.values())
-        self._lanes.scale_classes(remaining / max(1, sizes))
+        self._queues.scale_classes(remaining / max(1, sizes))
 
     def class_bytes(self, name: str) -> int:
         """Return the bytes of a prefix class, as estimated with the last window."""
-        return self._lanes.class_bytes(name)
+        return self._queues.class_bytes(name)
 
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks of the window in the order in which they are to go."""
-        for candidate in self._lanes.candidates(is_over_budget):
-            self._asked = self._slot_of_key[candidate.key]
+        for candidate in self._queues.candidates(is_over_budget):
+            self._last_candidate = self._slot_of_key[candidate.key]
             yield candidate
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks of the window that have reached their age."""
-        return self._lanes.expired(now)
+        return self._queues.expired(now)
 
     def discard(self, key: int) -> None:
         """A block was chosen, and nothing of it is left: the next one is chosen as if it were gone."""
         slot = self._slot_of_key.get(key)
         if slot is None:
             return
-        lane = self._lanes[self._lane_of_slot[slot]]
-        if slot in lane.policy:
-            lane.policy.remove(slot)
-            self._lanes.count(lane, -self._slots[slot].size_bytes)
+        queue = self._queues[self._queue_of_slot[slot]]
+        if slot in queue.policy:
+            queue.policy.remove(slot)
+            self._queues.count(queue, -self._slots[slot].size_bytes)
             parent = self._parents[slot]
             if parent is not None:
                 self._children[parent] -= 1
 
     async def settle(self) -> None:
         """Send blocks that had a second chance, and are older than the last candidate, to the hot end."""
-        if self._asked is None:  # none was asked for, or for its age only
+        if self._last_candidate is None:  # none was asked for, or for its age only
             return
-        last = self._slots[self._asked].summary.written_at
+        last = self._slots[self._last_candidate].summary.written_at
         spent = {
             facts.key: 0 for facts in self._slots if self._has_second_chance(facts) and facts.summary.written_at <= last
         }
@@ -681,13 +684,9 @@ class WindowOrder:
         return not self._children[self._slots[slot].key]
 
 
-def _is_resident(record: BlockRecord) -> bool:
-    return any(each.status is LocationStatus.SERVING for each in record.locations)
-
-
 # Which window of the coldest blocks comes next, where a store that managers share is looked through in windows.
 #
-# Windows in which nothing could be had are left behind: everything in them may be pinned for hours. Since something
+# Windows without a victim are left behind: everything in them may be pinned for hours. Since something
 # colder can be had again later, every look tries one of those that were left behind, too, one after the other.
 
 
@@ -735,11 +734,10 @@ class WindowScan:
         return self._reached == self._first
 
 
-# Which instances have an order of eviction, and which order: as their groups say now.
+# Which instances have an eviction order, and which, by the current settings of their groups.
 #
-# Every look asks, and nearly always nothing has changed since the last one: an instance is only thought about anew
-# when its group is another object than before, or when the limits above the groups make a difference that they did not
-# make.
+# Every round asks, and nearly always nothing has changed: an instance is decided again only when its group is another
+# object than before, or when the limits above the groups matter in another way.
 
 TRIGGER_SECONDS = 1.0
 """Between looks, unless a group says otherwise."""
@@ -748,7 +746,7 @@ Order = LiveOrder | WindowOrder
 
 
 class _OuterLimits(NamedTuple):
-    """What of the limits above the groups decides whether a group has marks.
+    """Limits above the groups, as far as they decide whether a group has watermarks.
 
     Attributes:
         are_storages_limited: whether any storage is.
@@ -775,7 +773,7 @@ class _OuterLimits(NamedTuple):
 
 
 class _OrderEntry(NamedTuple):
-    """What was found out about an instance.
+    """The decision for an instance.
 
     Attributes:
         group: that was asked, None when it was gone.
@@ -810,49 +808,49 @@ class EvictionOrders:
         self._find_group = find_group
         self._window_order = window_order
         self._above = _OuterLimits(are_storages_limited=False, quota_names=frozenset())
-        self._followed: dict[int, _OrderEntry] = {}
+        self._entries: dict[int, _OrderEntry] = {}
         self.by_uid: Mapping[int, Order] = {}
         self.expiring: Collection[int] = ()
 
-    def update(self, custodies: Iterable[IndexHandle], limits: Limits) -> None:
+    def update(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
         """Bring the orders up to date. A new policy reads the whole index once, in one piece.
 
         Args:
-            custodies: all instances; the others are forgotten.
+            handles: all instances; the others are forgotten.
             limits: above the groups.
         """
-        run_to_end(self._steps(custodies, limits))
+        run_to_end(self._steps(handles, limits))
 
-    async def build(self, custodies: Iterable[IndexHandle], limits: Limits) -> None:
-        """Do `follow` while nothing is served yet, and let others run meanwhile: they must not change any index."""
-        for _ in self._steps(custodies, limits):
+    async def build(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
+        """Do `update` at startup, and let probes run meanwhile; no index may change."""
+        for _ in self._steps(handles, limits):
             await asyncio.sleep(0)
 
-    def _steps(self, custodies: Iterable[IndexHandle], limits: Limits) -> Iterator[None]:
+    def _steps(self, handles: Iterable[IndexHandle], limits: Limits) -> Iterator[None]:
         above = _OuterLimits.of(limits)
         is_as_before, current = above == self._above, {}
-        for custody in custodies:
-            group = self._find_group(custody.instance.instance_group_name)
-            known = self._followed.get(custody.uid)
+        for handle in handles:
+            group = self._find_group(handle.instance.instance_group_name)
+            known = self._entries.get(handle.uid)
             if known is None or known.group is not group or not is_as_before:
-                known = yield from self._decide(custody, group, above, known.order if known is not None else None)
-            current[custody.uid] = known
-        self._above, self._followed = above, current
+                known = yield from self._decide(handle, group, above, known.order if known is not None else None)
+            current[handle.uid] = known
+        self._above, self._entries = above, current
         self.by_uid = {uid: each.order for uid, each in current.items() if each.order is not None}
         self.expiring = {uid for uid, each in current.items() if each.expires}
 
     def _decide(
-        self, custody: IndexHandle, group: InstanceGroup | None, above: _OuterLimits, order: Order | None
+        self, handle: IndexHandle, group: InstanceGroup | None, above: _OuterLimits, order: Order | None
     ) -> Generator[None, None, _OrderEntry]:
-        plan = OrderPlan.of(group, custody.instance.instance_id) if group is not None else None
+        plan = OrderPlan.of(group, handle.instance.instance_id) if group is not None else None
         if group is not None and plan is not None and (plan.expires or above.gives_marks(group)):
             if order is None or order.plan != plan:
-                order = yield from self._new_order(custody.meta_index, plan)
+                order = yield from self._new_order(handle.meta_index, plan)
         elif order is not None:
-            custody.meta_index.observe(None)
+            handle.meta_index.observe(None)
             order = None
         expires = order is not None and order.plan.expires
-        return _OrderEntry(group, order, expires, _round_seconds(custody, group, expires=expires))
+        return _OrderEntry(group, order, expires, _round_seconds(handle, group, expires=expires))
 
     def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, Order]:
         live = yield from LiveOrder.over(index, plan)
@@ -861,14 +859,12 @@ class EvictionOrders:
     @property
     def round_seconds(self) -> float:
         """How long to wait when no write presses and no setting changes."""
-        return min(
-            (each.seconds for each in self._followed.values() if each.group is not None), default=TRIGGER_SECONDS
-        )
+        return min((each.seconds for each in self._entries.values() if each.group is not None), default=TRIGGER_SECONDS)
 
 
-def _round_seconds(custody: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:
+def _round_seconds(handle: IndexHandle, group: InstanceGroup | None, *, expires: bool) -> float:
     wanted = group.cache_config.reclaim_strategy.trigger_period_seconds if group is not None else 0
     seconds = wanted or TRIGGER_SECONDS
-    if expires:  # no write tells of an age that was reached
+    if expires:  # no write signals that a block expired
         seconds = min(seconds, TRIGGER_SECONDS)
-    return min(seconds, _SHARED_SECONDS) if custody.meta_index.is_shared else seconds
+    return min(seconds, _SHARED_SECONDS) if handle.meta_index.is_shared else seconds

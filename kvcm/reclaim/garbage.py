@@ -1,13 +1,14 @@
-"""Garbage collection: metadata that is of no use to anybody any more.
+"""Garbage collection: removes useless metadata.
 
-* Blocks whose prefix is gone (dead_chains.py), when it has been for `GRACE_SECONDS` since this collector first saw it,
-  and only in instances that are read by prefix match alone: to others every block is of use by itself (invariant 7).
-* Locations whose bytes are missing (missing_bytes.py), only when somebody asks for it: storages are slow.
+* Orphan chains: blocks whose prefix is gone, when it has been for `GRACE_SECONDS` since this collector first saw it,
+and
+  only in instances that are read by prefix match alone: in others every block is useful by itself (invariant 7).
+* Locations whose bytes are missing, on request only: storages are slow.
 * Write sessions that are overdue.
 
-The leader goes through all indexes slowly and for ever, a few blocks at a time; what it found is judged when its grace
-is over, not when the next lap comes by. What is asked for on demand goes through everything at once.
-What was first seen when is known to this process only: a new leader counts from its own first look.
+The leader scans all indexes slowly and for ever, a few blocks at a time. It judges a suspect when its grace is over,
+not when the next lap comes by. A request scans everything at once. The times of first sight are known to this process
+only: a new leader counts from its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MOST_FETCHED: Final = 256  # families that are fetched at once
 
 
 class FreedSpace(NamedTuple):
-    """What was marked, or would be: blocks and bytes."""
+    """Blocks and bytes that were marked, or would be."""
 
     blocks: int
     size_bytes: int
@@ -76,7 +77,7 @@ class OrphanChain:
         index: the index.
         top: the block.
         clock: time source.
-        delay_seconds: how long what is marked stays readable for those who were given it.
+        delay_seconds: how long marked locations stay readable for clients that matched them.
     """
 
     def __init__(self, index: MetaIndex, top: int, clock: Clock, delay_seconds: float) -> None:
@@ -113,7 +114,7 @@ class OrphanChain:
     async def _is_orphan(self) -> bool:
         (record,) = await self._index.get((self._top,))
         if record is None or record.parent is None:
-            return False  # what is behind it is found by itself, and has a grace of its own
+            return False  # its descendants are found by themselves, and have a grace of their own
         (parent,) = await self._index.get((record.parent,))
         return not _is_living(parent)
 
@@ -155,8 +156,8 @@ class OrphanChain:
         path: list[tuple[int, Iterator[int]]] = [(self._top, iter(await self._family(self._top, fetched)))]
         steps = 0
         while path:
-            key, rest = path[-1]
-            child = next(rest, None)
+            key, remainder = path[-1]
+            child = next(remainder, None)
             if child is None:
                 path.pop()
                 yield key
@@ -230,11 +231,11 @@ async def _locations_without_bytes(
                 uris = (spec.uri for spec in decode_chunk(location.chunk).specs if spec.uri)
                 parts[location.storage] += [_Part(key, location.id, uri) for uri in uris]
     lost: defaultdict[int, set[str]] = defaultdict(set)
-    for storage, asked in parts.items():
+    for storage, checked in parts.items():
         backend = storages.backend(storage)
         if backend is not None:
-            there = await _find_missing(storage, backend, [part.uri for part in asked])
-            for part, exists in zip(asked, there, strict=True):
+            there = await _find_missing(storage, backend, [part.uri for part in checked])
+            for part, exists in zip(checked, there, strict=True):
                 if not exists:
                     lost[part.key].add(part.location_id)
     return [LostLocations(key, frozenset(ids)) for key, ids in lost.items()]
@@ -243,9 +244,9 @@ async def _locations_without_bytes(
 def without_lost(
     old: BlockRecord | None, lost_ids: Collection[str], instance: Instance, due: float
 ) -> BlockRecord | None:
-    """Return the record with what lost its bytes marked as deleting, and with it what is worth nothing alone.
+    """Return the record with lost locations marked as deleting, and the others that are unreadable without them.
 
-    What is still being written is its writer's, and may complete the block. A pin does not bring bytes back.
+    Locations being written stay, and may complete the block. A pin does not protect lost bytes.
     """
     if old is None:
         return None
@@ -287,7 +288,7 @@ _IDLE_SECONDS: Final = 1.0
 _MOST_SUSPECTS: Final = 1_000_000  # of all indexes; the rest is found in a later lap
 _log = structlog.get_logger("kvcm.reclaim")
 _OnMarked = Callable[[Instance, Sequence[Change], str], None]
-"""Told of blocks that were marked, and of the kind of garbage that they are."""
+"""Receives marked blocks and their kind of garbage."""
 
 
 class _GarbageProvider(Protocol):
@@ -297,7 +298,7 @@ class _GarbageProvider(Protocol):
         """Return the index of every instance, also of those that are being removed."""
 
     def delay_seconds(self, instance: Instance) -> float:
-        """Return how long what served stays readable for those who were given it."""
+        """Return how long a deleted location stays readable for clients that matched it."""
 
     async def is_prefix_match_only(self, uid: int) -> bool:
         """Return whether an instance was read by prefix match alone, through whatever manager."""
@@ -309,12 +310,12 @@ class _GarbageProvider(Protocol):
         """End the write sessions that are overdue, and return how many there were."""
 
     async def flush(self) -> None:
-        """Return when what was changed is as durable as configured."""
+        """Return when all changes are as durable as configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What was found, and marked unless it was a dry run.
+    """The garbage that was found, and marked unless it was a dry run.
 
     Attributes:
         blocks: blocks that were looked at.
@@ -335,17 +336,17 @@ class GarbageCollector:
     """Collects garbage.
 
     Args:
-        custodian: knows the indexes.
+        provider: knows the indexes.
         storages: the open storages.
         clock: time source.
         blocks_per_second: looked at in the background; 0 for none.
-        on_marked: told of everything that is marked.
+        on_marked: receives all marked blocks.
         pause: waits some seconds, for what goes through everything at once.
     """
 
     def __init__(
         self,
-        custodian: _GarbageProvider,
+        provider: _GarbageProvider,
         storages: StorageProvider,
         clock: Clock,
         *,
@@ -353,7 +354,7 @@ class GarbageCollector:
         on_marked: _OnMarked = lambda _instance, _changes, _kind: None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._custodian = custodian
+        self._provider = provider
         self._storages = storages
         self._clock = clock
         self._blocks_per_second = blocks_per_second
@@ -363,7 +364,7 @@ class GarbageCollector:
         self._lap: AsyncIterator[int] | None = None
         self._next_lap = 0.0
         self.found: Counter[str] = Counter({_WITHOUT_PREFIX: 0, _WITHOUT_BYTES: 0})
-        """What was marked since the manager started: blocks without prefix, locations without bytes."""
+        """Totals since the manager started: blocks without prefix, locations without bytes."""
 
     # ── in the background ──
 
@@ -381,43 +382,43 @@ class GarbageCollector:
     async def _round(self) -> float:
         """Look at some blocks, and return how long to pause."""
         try:
-            looked_at = await self.step()
-        except KvcmError as error:  # the store cannot be asked: the next lap begins anew
+            scanned = await self.step()
+        except KvcmError as error:  # the store failed: the next lap starts over
             _log.warning("garbage_interrupted", reason=str(error))
-            looked_at, self._lap = 0, None
+            scanned, self._lap = 0, None
         except Exception:
             _log.exception("garbage_failed")
-            looked_at, self._lap = 0, None
-        return looked_at / self._blocks_per_second if looked_at else _IDLE_SECONDS
+            scanned, self._lap = 0, None
+        return scanned / self._blocks_per_second if scanned else _IDLE_SECONDS
 
     async def step(self) -> int:
-        """Judge what is due and look at the next few blocks; return how many, 0 between two laps.
+        """Judge due suspects and scan the next few blocks; return how many, 0 between two laps.
 
         Raises:
             KvcmError: the store failed.
         """
-        for custody in self._current():
-            if self._suspects.get(custody.uid):  # of most there are none
-                await self._collect_suspects(custody, _SLICE, dry_run=False)
+        for handle in self._current():
+            if self._suspects.get(handle.uid):  # of most there are none
+                await self._collect_suspects(handle, _SLICE, dry_run=False)
         now = self._clock.now()
         if self._lap is None:
             if now < self._next_lap:
                 return 0
             self._lap, self._next_lap = self._whole_lap(), now + _LAP_SECONDS
-        looked_at = await anext(self._lap, 0)
-        if not looked_at:
+        scanned = await anext(self._lap, 0)
+        if not scanned:
             self._lap = None
-        return looked_at
+        return scanned
 
     async def _whole_lap(self) -> AsyncIterator[int]:
-        for custody in self._current():
-            async for page in custody.meta_index.scan(min(_SLICE, max(1, self._blocks_per_second // 4))):
-                await self._scan(custody, page)
-                yield len(page)
+        for handle in self._current():
+            async for batch in handle.meta_index.scan(min(_SLICE, max(1, self._blocks_per_second // 4))):
+                await self._scan(handle, batch)
+                yield len(batch)
 
     def _current(self) -> list[IndexHandle]:
-        current = list(self._custodian.indexes())
-        for uid in self._suspects.keys() - {custody.uid for custody in current}:
+        current = list(self._provider.indexes())
+        for uid in self._suspects.keys() - {handle.uid for handle in current}:
             del self._suspects[uid]
         return current
 
@@ -433,33 +434,33 @@ class GarbageCollector:
 
         Raises:
             UnknownInstanceError: there is no such instance.
-            StorageIOError: the store or a storage cannot be asked; what was marked by then stays marked.
+            StorageIOError: the store or a storage failed; blocks marked by then stay marked.
         """
         counts: Counter[str] = Counter()
-        current = [custody for custody in self._current() if instance_id in {"", custody.instance_id}]
+        current = [handle for handle in self._current() if instance_id in {"", handle.instance_id}]
         if instance_id and not current:
             raise UnknownInstanceError(f"instance {instance_id!r} is not registered")
-        for custody in current:
-            async for page in custody.meta_index.scan(_SLICE):
-                counts["blocks"] += len(page)
-                await self._scan(custody, page)
+        for handle in current:
+            async for batch in handle.meta_index.scan(_SLICE):
+                counts["blocks"] += len(batch)
+                await self._scan(handle, batch)
                 if check_bytes:
-                    counts += await self._check_bytes(custody, page, dry_run=dry_run)
-                    await self._pause(len(page) / _CHECKED_PER_SECOND)
+                    counts += await self._check_bytes(handle, batch, dry_run=dry_run)
+                    await self._pause(len(batch) / _CHECKED_PER_SECOND)
                 await asyncio.sleep(0)
-            counts += await self._collect_suspects(custody, None, dry_run=dry_run)
-        ended = self._custodian.overdue_sessions() if dry_run else self._custodian.expire_sessions()
+            counts += await self._collect_suspects(handle, None, dry_run=dry_run)
+        ended = self._provider.overdue_sessions() if dry_run else self._provider.expire_sessions()
         counts["expired_sessions"] += await ended
         if not dry_run:
-            await self._custodian.flush()
+            await self._provider.flush()
         return GarbageReport(**counts)
 
     # ── blocks whose prefix is gone ──
 
-    async def _scan(self, custody: IndexHandle, keys: Sequence[int]) -> None:
+    async def _scan(self, handle: IndexHandle, keys: Sequence[int]) -> None:
         """Note which blocks have no prefix, and from when on that is garbage."""
-        found = await orphans(custody.meta_index, keys)
-        suspects, due = self._suspects[custody.uid], self._clock.now() + GRACE_SECONDS
+        found = await orphans(handle.meta_index, keys)
+        suspects, due = self._suspects[handle.uid], self._clock.now() + GRACE_SECONDS
         is_full = sum(map(len, self._suspects.values())) >= _MOST_SUSPECTS
         for key in keys:
             if not found.get(key, False):
@@ -467,38 +468,38 @@ class GarbageCollector:
             elif not is_full:
                 suspects.setdefault(key, due)
 
-    async def _collect_suspects(self, custody: IndexHandle, most: int | None, *, dry_run: bool) -> Counter[str]:
-        """Collect what is due in an index, the first `most` suspects at most."""
-        suspects, now = self._suspects[custody.uid], self._clock.now()
+    async def _collect_suspects(self, handle: IndexHandle, most: int | None, *, dry_run: bool) -> Counter[str]:
+        """Judge due suspects of an index, the first `most` at most."""
+        suspects, now = self._suspects[handle.uid], self._clock.now()
         due = list(islice(takewhile(lambda key: suspects[key] <= now, suspects), most))  # first seen, first judged
         counts: Counter[str] = Counter()
         if not due:
             return counts
-        if not await self._custodian.is_prefix_match_only(custody.uid):
+        if not await self._provider.is_prefix_match_only(handle.uid):
             suspects.clear()
             return counts
         for start in range(0, len(due), _SLICE):
             some = due[start : start + _SLICE]
-            still = await orphans(custody.meta_index, some)
+            still = await orphans(handle.meta_index, some)
             for key in some:
                 if still.get(key, False):
-                    counts += await self._collect_chain(custody, key, dry_run=dry_run)
+                    counts += await self._collect_chain(handle, key, dry_run=dry_run)
                 else:
                     suspects.pop(key, None)
             await asyncio.sleep(0)
         return counts
 
-    async def _collect_chain(self, custody: IndexHandle, top: int, *, dry_run: bool) -> Counter[str]:
-        chain = OrphanChain(custody.meta_index, top, self._clock, self._custodian.delay_seconds(custody.instance))
+    async def _collect_chain(self, handle: IndexHandle, top: int, *, dry_run: bool) -> Counter[str]:
+        chain = OrphanChain(handle.meta_index, top, self._clock, self._provider.delay_seconds(handle.instance))
         if dry_run:
             blocks, size_bytes = await chain.count()
             return Counter(without_prefix=blocks, freed_bytes=size_bytes)
         counts: Counter[str] = Counter()
         async for changes in chain.mark():
             counts[_WITHOUT_PREFIX] += sum(bool(newly_deleting(change.old, change.new)) for change in changes)
-            counts["freed_bytes"] += self._report(custody.instance, changes, _WITHOUT_PREFIX)
+            counts["freed_bytes"] += self._report(handle.instance, changes, _WITHOUT_PREFIX)
         # If it stays, a writer or a pin holds it or something behind it: looked at again after another grace.
-        suspects = self._suspects[custody.uid]
+        suspects = self._suspects[handle.uid]
         suspects.pop(top, None)
         suspects[top] = self._clock.now() + GRACE_SECONDS
         self.found[_WITHOUT_PREFIX] += counts[_WITHOUT_PREFIX]
@@ -506,28 +507,28 @@ class GarbageCollector:
 
     # ── locations whose bytes are missing ──
 
-    async def _check_bytes(self, custody: IndexHandle, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
-        lost = await _locations_without_bytes(custody.meta_index, keys, self._storages)
+    async def _check_bytes(self, handle: IndexHandle, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
+        lost = await _locations_without_bytes(handle.meta_index, keys, self._storages)
         if not lost:
             return Counter()
-        changes = await self._without(custody, lost, dry_run=dry_run)
+        changes = await self._without(handle, lost, dry_run=dry_run)
         marked = [location for change in changes for location in newly_deleting(change.old, change.new)]
         if not dry_run:
             self.found[_WITHOUT_BYTES] += len(marked)
-            self._report(custody.instance, changes, _WITHOUT_BYTES)
+            self._report(handle.instance, changes, _WITHOUT_BYTES)
         return Counter(without_bytes=len(marked), freed_bytes=sum(each.size_bytes for each in marked))
 
-    async def _without(self, custody: IndexHandle, lost: Sequence[LostLocations], *, dry_run: bool) -> list[Change]:
-        instance, ids = custody.instance, {each.key: each.location_ids for each in lost}
-        due = self._clock.now() + self._custodian.delay_seconds(instance)
+    async def _without(self, handle: IndexHandle, lost: Sequence[LostLocations], *, dry_run: bool) -> list[Change]:
+        instance, ids = handle.instance, {each.key: each.location_ids for each in lost}
+        due = self._clock.now() + self._provider.delay_seconds(instance)
         if dry_run:
-            records = zip(ids, await custody.meta_index.get(list(ids)), strict=True)
+            records = zip(ids, await handle.meta_index.get(list(ids)), strict=True)
             return [Change(key, old, without_lost(old, ids[key], instance, due)) for key, old in records]
-        return await custody.meta_index.read_modify_write(
+        return await handle.meta_index.read_modify_write(
             ids, lambda key, old: without_lost(old, ids[key], instance, due)
         )
 
     def _report(self, instance: Instance, changes: Sequence[Change], kind: str) -> int:
-        """Tell who listens, and return the bytes of what was marked."""
+        """Report marked blocks, and return their bytes."""
         self._on_marked(instance, changes, kind)
         return sum(location.size_bytes for change in changes for location in newly_deleting(change.old, change.new))

@@ -1,8 +1,8 @@
-"""What has to go, and from whom: usage against the marks of every level.
+"""Reclaim needs: how much must be evicted, and from which instances, by usage and the watermarks of every level.
 
-What is already being deleted counts as gone: otherwise the delay before a deletion would let every look evict the same
-amount again. Levels are looked at from the narrow to the wide: a mark crossed on one type evicts that type only, and
-what goes there counts for the group's total, too.
+Locations being deleted count as gone: otherwise the delay before a deletion would let every round evict the same amount
+again. Levels are checked from the narrow to the wide: a watermark crossed on one storage type evicts that type only,
+and those evictions count for the total of the group, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance
 from kvcm.model.locations import Location, StorageKey
 from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
+from kvcm.reclaim.watermarks import (
+    Watermark,
+    global_watermark,
+    group_watermark,
+    key_watermark,
+    size_watermark,
+    storage_watermark,
+    type_watermark,
+)
 from kvcm.registry.registry import Registry
 
 __all__ = [
@@ -35,11 +43,10 @@ __all__ = [
     "needs",
 ]
 
-# What instances hold, without what is already being deleted, and the sums of it by group.
+# Usage of instances, without locations being deleted, and sums by group.
 #
-# A look asks again after every batch that it marked; mostly nothing else has changed by then, nor from one look to the
-# next. So what is known of an index is kept until that is changed; of an index that other managers change, too,
-# nothing is kept.
+# A round recomputes it after every batch; mostly nothing else has changed by then. So the usage of an index is cached
+# until the index changes; of an index that other managers change, too, nothing is cached.
 
 PlaceFilter = Callable[[StorageKey], bool]
 """Whether what lies at a place helps."""
@@ -47,7 +54,7 @@ PlaceFilter = Callable[[StorageKey], bool]
 
 @dataclass(frozen=True, slots=True)
 class InstanceUsage:
-    """What one instance holds, without what is already being deleted.
+    """Usage of one instance, without locations being deleted.
 
     Attributes:
         uid: number of its registration.
@@ -66,14 +73,15 @@ class InstanceUsage:
     max_keys: int
 
     @classmethod
-    def of(cls, custody: IndexHandle, group: InstanceGroup) -> InstanceUsage:
+    def of(cls, handle: IndexHandle, group: InstanceGroup) -> InstanceUsage:
         """Return what an index of a group holds now."""
-        index = custody.meta_index
+        index = handle.meta_index
         deleting = index.deleting_bytes
         remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
         keys = index.key_count - index.deleting_keys
-        max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
-        return cls(custody.uid, custody.instance, group, remaining, keys, max_keys)
+        # the index gets the new limit at the next write
+        max_keys = group.cache_config.meta_indexer_config.max_key_count
+        return cls(handle.uid, handle.instance, group, remaining, keys, max_keys)
 
     def bytes(self, wanted: PlaceFilter) -> int:
         """Return the bytes at wanted places."""
@@ -132,26 +140,26 @@ class UsageReader:
     def __init__(self) -> None:
         self._known: dict[int, _CachedUsage] = {}
 
-    def of(self, custodies: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
+    def of(self, handles: Iterable[tuple[IndexHandle, InstanceGroup]]) -> list[InstanceUsage]:
         """Return what each index holds now; of what did not change the very same object as before.
 
         Args:
-            custodies: all indexes, each with its group: what is left out is forgotten.
+            handles: all indexes, each with its group; the cache forgets the others.
         """
         known, self._known = self._known, {}
-        return [self._of(custody, group, known.get(custody.uid)) for custody, group in custodies]
+        return [self._of(handle, group, known.get(handle.uid)) for handle, group in handles]
 
-    def _of(self, custody: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
-        index = custody.meta_index
+    def _of(self, handle: IndexHandle, group: InstanceGroup, known: _CachedUsage | None) -> InstanceUsage:
+        index = handle.meta_index
         if known is None or not known.is_of(index, group):
-            known = _CachedUsage(index, index.generation, InstanceUsage.of(custody, group))
+            known = _CachedUsage(index, index.generation, InstanceUsage.of(handle, group))
         if not index.is_shared:
-            self._known[custody.uid] = known
+            self._known[handle.uid] = known
         return known.holding
 
 
 class Reason(Enum):
-    """Which mark was crossed."""
+    """Level of the watermark that was crossed."""
 
     TYPE = "type"
     STORAGE = "storage"
@@ -175,11 +183,11 @@ class ReclaimNeed:
     """Something that has to go.
 
     Attributes:
-        reason: the mark that was crossed.
+        reason: level of the crossed watermark.
         amount: bytes, or blocks where `counts_blocks`.
         filter: places whose bytes help.
         usages: from whose instances it may be taken.
-        name: of the group, type, storage, instance or global quota whose mark it is.
+        name: of the group, type, storage, instance or global quota its level.
         payer: the group that gives, where several could.
         counts_blocks: whether the amount is blocks.
     """
@@ -194,7 +202,7 @@ class ReclaimNeed:
 
     @property
     def label(self) -> Label:
-        """Names the mark."""
+        """Names the watermark."""
         return self.reason, self.name
 
     def size_of(self, location: Location) -> int:
@@ -203,7 +211,7 @@ class ReclaimNeed:
 
 
 Label = tuple[Reason, str]
-"""Names a mark."""
+"""Names a watermark."""
 
 
 def needs(holdings: Sequence[InstanceUsage], limits: Limits, active: Collection[Label] = ()) -> Iterator[ReclaimNeed]:
@@ -212,7 +220,7 @@ def needs(holdings: Sequence[InstanceUsage], limits: Limits, active: Collection[
     Args:
         holdings: what every instance holds.
         limits: above the groups.
-        active: marks that were crossed and whose low end was not reached yet.
+        active: watermarks that were crossed and whose low end was not reached yet.
     """
     return _NeedFinder(holdings, limits, active).needs()
 
@@ -238,7 +246,7 @@ class _NeedFinder:
                 self._guarantors[guarantee.storage_unique_name][configured.name] = configured
 
     def _sort(self, held: GroupUsage) -> None:
-        """Note where a group holds something, and where its blocks need room, whether there are any or not."""
+        """Register the group at the storages and quotas that it uses or may use."""
         for name in held.by_storage:
             self._on_storage[name].append(held)
         for name in held.group.storage_candidates:
@@ -260,50 +268,52 @@ class _NeedFinder:
     def _of_types(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         for quota in held.group.quota.quota_config:
             kind = quota.storage_type
-            mark, used = type_mark(held.group, kind, held.largest_block), held.by_type.get(kind, 0)
+            mark, used = type_watermark(held.group, kind, held.largest_block), held.by_type.get(kind, 0)
             name = f"{held.group.name}/{kind.kind}"
             yield from self._need(Reason.TYPE, mark, used, held, partial(_is_of_type, kind), name)
 
     def _of_group(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         group, used = held.group, held.total
-        yield from self._need(Reason.SIZE, size_mark(group), used, held, _anywhere, group.name)
-        mark = group_mark(group, held.largest_block)
+        yield from self._need(Reason.SIZE, size_watermark(group), used, held, _anywhere, group.name)
+        mark = group_watermark(group, held.largest_block)
         yield from self._need(Reason.GROUP, mark, used, held, _anywhere, group.name)
 
     def _of_keys(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         for holding in held.members:
             name = holding.instance.instance_id
-            excess = self._excess((Reason.KEYS, name), key_mark(held.group, holding.max_keys), holding.keys)
+            excess = self._excess((Reason.KEYS, name), key_watermark(held.group, holding.max_keys), holding.keys)
             if excess:
-                yield ReclaimNeed(Reason.KEYS, excess, _anywhere, [holding], name, counts_blocks=True)
+                yield ReclaimNeed(
+                    Reason.KEYS, amount=excess, filter=_anywhere, usages=[holding], name=name, counts_blocks=True
+                )
 
     def _of_storage(self, storage: StorageConfig) -> Iterator[ReclaimNeed]:
         name = storage.global_unique_name
         users = [(held, used) for held in self._on_storage.get(name, ()) if (used := held.by_storage[name])]
-        mark = storage_mark(storage, self._allowed_on.get(name, 0))
+        mark = storage_watermark(storage, self._allowed_on.get(name, 0))
         guarantees = {each.name: each.guaranteed_on(storage) for each in self._guarantors.get(name, {}).values()}
         wanted = partial(_is_on, name)
-        yield from self._fair_needs(_SharedMark(Reason.STORAGE, name, mark, users, wanted, guarantees))
+        yield from self._fair_needs(_SharedWatermark(Reason.STORAGE, name, mark, users, wanted, guarantees))
 
     def _of_quota(self, quota: GlobalQuota) -> Iterator[ReclaimNeed]:
         drawing = self._under_quota.get(quota.name, ())
-        mark = global_mark(quota, max((held.largest_block for held in drawing), default=0))
+        mark = global_watermark(quota, max((held.largest_block for held in drawing), default=0))
         users = [(held, held.total) for held in drawing if held.total]
-        yield from self._fair_needs(_SharedMark(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
+        yield from self._fair_needs(_SharedWatermark(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
 
-    def _excess(self, label: Label, mark: Mark | None, used: int) -> int:
+    def _excess(self, label: Label, mark: Watermark | None, used: int) -> int:
         return mark.excess(used, is_active=label in self._active) if mark is not None else 0
 
     def _need(
-        self, reason: Reason, mark: Mark | None, used: int, held: GroupUsage, wanted: PlaceFilter, name: str
+        self, reason: Reason, mark: Watermark | None, used: int, held: GroupUsage, wanted: PlaceFilter, name: str
     ) -> Iterator[ReclaimNeed]:
         excess = self._excess((reason, name), mark, used)
         if excess:
-            yield ReclaimNeed(reason, excess, wanted, held.members, name)
+            yield ReclaimNeed(reason, amount=excess, filter=wanted, usages=held.members, name=name)
 
-    def _fair_needs(self, contest: _SharedMark) -> Iterator[ReclaimNeed]:
-        """Take from the groups that use most above what they are entitled to: their guarantee, and an equal share of
-        what nobody is guaranteed. Each gives what is above that; the group that is furthest above gives first, and
+    def _fair_needs(self, contest: _SharedWatermark) -> Iterator[ReclaimNeed]:
+        """Take from the groups that exceed their entitlement the most: their guarantee, and an equal share of
+        the capacity without guarantees. Each gives its excess above that; the group with the largest gives first, and
         the next one where that has nothing to give."""
         reason, name, mark, users, wanted, guarantees = contest
         total = sum(used for _, used in users)
@@ -316,20 +326,28 @@ class _NeedFinder:
             ((most, held) for most, held in above if most > 0), key=lambda payer: (-payer[0], payer[1].group.name)
         )
         for most, held in payers:
-            yield ReclaimNeed(reason, min(excess, most), wanted, held.members, name, held.group.name)
-        # Nobody gives what is guaranteed to him for a guarantee that is not used: only where too much is used.
-        rest = min(excess - sum(most for most, _ in payers), mark.excess(total))
-        if rest > 0:  # guarantees that together exceed the mark, and are used
-            yield ReclaimNeed(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
+            yield ReclaimNeed(
+                reason, amount=min(excess, most), filter=wanted, usages=held.members, name=name, payer=held.group.name
+            )
+        # No group gives guaranteed bytes for an unused guarantee: only where usage itself is above the watermark.
+        remainder = min(excess - sum(most for most, _ in payers), mark.excess(total))
+        if remainder > 0:  # guarantees that together exceed the watermark, and are used
+            yield ReclaimNeed(
+                reason,
+                amount=remainder,
+                filter=wanted,
+                usages=[each for held, _ in users for each in held.members],
+                name=name,
+            )
 
 
-class _SharedMark(NamedTuple):
+class _SharedWatermark(NamedTuple):
     """Groups that use one thing.
 
     Attributes:
-        reason: whose mark it is.
+        reason: its level.
         name: of the thing.
-        mark: of all groups together.
+        mark: watermark of all groups together.
         users: those that use some of it, with how many bytes.
         wanted: places that belong to it.
         guarantees: bytes by group that it can always have, also of groups that use nothing.
@@ -337,14 +355,14 @@ class _SharedMark(NamedTuple):
 
     reason: Reason
     name: str
-    mark: Mark | None
+    mark: Watermark | None
     users: Sequence[tuple[GroupUsage, int]]
     wanted: PlaceFilter
     guarantees: Mapping[str, int]
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are guaranteed and not used: nobody else may use them."""
+        """Bytes that are guaranteed and unused: no other group may use them."""
         used = {held.group.name: size for held, size in self.users}
         return sum(max(0, size - used.get(name, 0)) for name, size in self.guarantees.items())
 
@@ -361,17 +379,16 @@ def _is_on(name: str, place: StorageKey) -> bool:
     return place.storage == name
 
 
-# Whether a write has left its group above a mark: what wakes the reclaimer before its time.
+# Whether a write left its group above a watermark: then the reclaimer runs at once.
 #
-# It goes by what the ledger knows, which counts what is being deleted and, over a shared store, what is only reserved
-# yet: it may wake the reclaimer once too often, never too seldom. Every write asks, so what follows from the settings
-# is worked out when they change.
+# The ledger also counts locations being deleted and, over a shared store, reserved bytes: the check may wake the
+# reclaimer too often, never too seldom. Every write calls it, so the watermarks are computed when settings change.
 
 _NO_MARK = 1 << 63  # more bytes than there are
 
 
 class _GroupUsageSource(Protocol):
-    """Knows what groups hold: at least what they use."""
+    """Usage of groups; at least the true usage."""
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group holds, by place."""
@@ -384,29 +401,29 @@ class _GroupUsageSource(Protocol):
 
 
 class _OnStorage(NamedTuple):
-    """The mark of a storage with a capacity, and what groups are guaranteed on it."""
+    """The watermark of a storage with a capacity, and what groups are guaranteed on it."""
 
-    mark: Mark
+    mark: Watermark
     guaranteed: Mapping[str, int]
 
 
-class _QuotaMark(NamedTuple):
-    """The mark of a global quota, and the groups that draw from it."""
+class _QuotaWatermark(NamedTuple):
+    """The watermark of a global quota, and the groups that draw from it."""
 
-    mark: Mark
+    mark: Watermark
     group_names: Sequence[str]
 
 
-class _GroupMarks(NamedTuple):
+class _GroupWatermarks(NamedTuple):
     """What the holdings of a group are compared with.
 
     Attributes:
         group: as configured when this was worked out.
         total: most bytes.
-        by_type: most bytes on storage types that have a mark.
-        keys: most blocks of an instance, None without a mark.
-        storages: with a mark; the most bytes on each, and what groups are guaranteed there.
-        quota: the global quota, None without a mark.
+        by_type: most bytes on storage types that have a watermark.
+        keys: most blocks of an instance, None without a watermark.
+        storages: with a watermark; the most bytes on each, and what groups are guaranteed there.
+        quota: the global quota, None without a watermark.
     """
 
     group: InstanceGroup
@@ -414,11 +431,11 @@ class _GroupMarks(NamedTuple):
     by_type: Sequence[tuple[StorageType, int]]
     keys: int | None
     storages: Sequence[tuple[str, int, Mapping[str, int]]]
-    quota: _QuotaMark | None
+    quota: _QuotaWatermark | None
 
 
 class WatermarkCheck:
-    """Compares what groups hold with the marks that concern them.
+    """Compares what groups hold with the watermarks that concern them.
 
     Args:
         registry: groups, storages, global quotas, instances.
@@ -433,46 +450,46 @@ class WatermarkCheck:
         self._generation = -1
         self._blocks: Mapping[str, int] = {}
         self._storages: Mapping[str, _OnStorage] = {}
-        self._quotas: Mapping[str, _QuotaMark] = {}
-        self._watches: dict[str, _GroupMarks] = {}
+        self._quotas: Mapping[str, _QuotaWatermark] = {}
+        self._marks: dict[str, _GroupWatermarks] = {}
 
-    def is_above_a_mark(self, group: InstanceGroup) -> bool:
-        """Return whether what is held is above a mark that concerns a group, which has just written."""
+    def is_above_watermark(self, group: InstanceGroup) -> bool:
+        """Return whether usage is above a watermark that concerns a group, which has just written."""
         generation = self._registry.generation
         if self._generation != generation:
             self._generation = generation
             self._read()
-        watch = self._watches.get(group.name)
-        if watch is None or watch.group is not group:
-            watch = self._watches[group.name] = self._watch(group)
+        marks = self._marks.get(group.name)
+        if marks is None or marks.group is not group:
+            marks = self._marks[group.name] = self._watermarks_of(group)
         held = self._held
         by_place = held.group_bytes(group.name)
-        if sum(by_place.values()) > watch.total:
+        if sum(by_place.values()) > marks.total:
             return True
-        for kind, most in watch.by_type:  # every write passes here: generators would take longer than what they look at
+        for kind, most in marks.by_type:  # a loop, since every write passes here: a generator costs more
             if _on_type(by_place, kind) > most:
                 return True
-        for name, most, kept in watch.storages:
+        for name, most, kept in marks.storages:
             if _claimed_bytes(group.name, held.bytes_on_storage(name), kept) > most:
                 return True
-        if watch.keys is not None and max(self._key_counts(group.name), default=0) > watch.keys:
+        if marks.keys is not None and max(self._key_counts(group.name), default=0) > marks.keys:
             return True
-        return watch.quota is not None and _quota_usage(watch.quota, held.bytes_by_group()) > watch.quota.mark.high
+        return marks.quota is not None and _quota_usage(marks.quota, held.bytes_by_group()) > marks.quota.mark.high
 
-    def _watch(self, group: InstanceGroup) -> _GroupMarks:
+    def _watermarks_of(self, group: InstanceGroup) -> _GroupWatermarks:
         block, drawn = self._blocks.get(group.name, 0), self._quotas.get(group.global_quota_group_name)
-        totals = [mark.high for mark in (group_mark(group, block), size_mark(group)) if mark is not None]
+        totals = [mark.high for mark in (group_watermark(group, block), size_watermark(group)) if mark is not None]
         kinds = [quota.storage_type for quota in group.quota.quota_config]
-        marks = [(kind, mark.high) for kind in kinds if (mark := type_mark(group, kind, block)) is not None]
-        keys = key_mark(group, group.cache_config.meta_indexer_config.max_key_count)
+        marks = [(kind, mark.high) for kind in kinds if (mark := type_watermark(group, kind, block)) is not None]
+        keys = key_watermark(group, group.cache_config.meta_indexer_config.max_key_count)
         shared = [(name, self._storages[name]) for name in group.storage_candidates if name in self._storages]
-        return _GroupMarks(
+        return _GroupWatermarks(
             group,
-            min(totals, default=_NO_MARK),
-            marks,
-            keys.high if keys is not None else None,
-            [(name, mark.high, kept) for name, (mark, kept) in shared],
-            drawn,
+            total=min(totals, default=_NO_MARK),
+            by_type=marks,
+            keys=keys.high if keys is not None else None,
+            storages=[(name, mark.high, kept) for name, (mark, kept) in shared],
+            quota=drawn,
         )
 
     def _read(self) -> None:
@@ -484,22 +501,22 @@ class WatermarkCheck:
         self._blocks = blocks
         on_storages = ((each, _on_storage(each, groups, blocks)) for each in self._registry.storages.all())
         self._storages = {each.global_unique_name: found for each, found in on_storages if found is not None}
-        drawn = ((quota, _quota_mark(quota, groups, blocks)) for quota in self._registry.quotas.all())
+        drawn = ((quota, _quota_watermark(quota, groups, blocks)) for quota in self._registry.quotas.all())
         self._quotas = {quota.name: found for quota, found in drawn if found is not None}
-        self._watches = {}
+        self._marks = {}
 
 
 def _on_type(by_place: Mapping[StorageKey, int], kind: StorageType) -> int:
     return sum([size for place, size in by_place.items() if place.storage_type is kind])
 
 
-def _quota_usage(drawn: _QuotaMark, by_group: Mapping[str, int]) -> int:
+def _quota_usage(drawn: _QuotaWatermark, by_group: Mapping[str, int]) -> int:
     return sum([by_group.get(name, 0) for name in drawn.group_names])
 
 
 def _claimed_bytes(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, int]) -> int:
-    """Return the bytes on a storage that a writer has to reckon with: what is used, and what is kept for others. Within
-    its own guarantee it takes nothing that is kept for anybody."""
+    """Return the bytes on a storage that count for a writer: the usage, and unused guarantees of others. Within its own
+    guarantee a writer takes nothing that is guaranteed to others."""
     total = sum(by_group.values())
     if by_group.get(writer, 0) <= guaranteed.get(writer, 0):
         return total
@@ -512,14 +529,16 @@ def _on_storage(
     users = [group.name for group in groups if storage.global_unique_name in group.storage_candidates]
     guarantors = (group for group in groups if group.storage_guarantees)  # few of many
     guaranteed = {group.name: size for group in guarantors if (size := group.guaranteed_on(storage))}
-    mark = storage_mark(storage, _largest(blocks, users))
+    mark = storage_watermark(storage, _largest(blocks, users))
     return _OnStorage(mark, guaranteed) if mark is not None else None
 
 
-def _quota_mark(quota: GlobalQuota, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _QuotaMark | None:
+def _quota_watermark(
+    quota: GlobalQuota, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]
+) -> _QuotaWatermark | None:
     names = [group.name for group in groups if group.global_quota_group_name == quota.name]
-    mark = global_mark(quota, _largest(blocks, names))
-    return _QuotaMark(mark, names) if mark is not None else None
+    mark = global_watermark(quota, _largest(blocks, names))
+    return _QuotaWatermark(mark, names) if mark is not None else None
 
 
 def _largest(blocks: Mapping[str, int], names: Iterable[str]) -> int:

@@ -1,11 +1,11 @@
-"""The reclaimer: keeps usage below the soft marks by marking blocks as deleting, as few as does.
+"""The reclaimer: keeps usage below the watermarks by marking blocks as deleting, as few as possible.
 
-A look compares usage with every mark (`needs`), chooses victims a few at a time (`victims`), marks them by
-compare-and-set, and compares again, until nothing is above its mark. What is marked counts as gone at once, so the
-delay before a deletion changes nothing. Bytes are freed by the deletion executor.
+A round compares usage with every watermark (`needs`), selects victims a few at a time (`victims`), marks them by
+compare-and-set, and compares again, until nothing is above its watermark. Marked blocks count as gone at once, so the
+delay before a deletion changes nothing. The deletion executor frees the bytes.
 
-It looks once per trigger period, and at once when a write crosses a mark or is refused, or settings change. A step
-limit of a group bounds what one look marks; then the next look follows after a moment.
+A round runs once per trigger period, and at once when a write crosses a watermark or is rejected, or settings change. A
+step limit of a group bounds how much one round marks; then the next round follows after a moment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
@@ -55,21 +55,6 @@ _BLOCKS = 32  # the longest that requests wait for
 _SHARED_BLOCKS = 256
 
 
-class _VictimMarker(Protocol):
-    """Marks victims, and tells of that."""
-
-    def indexes(self) -> dict[int, MetaIndex]:
-        """Return the indexes by uid."""
-
-    async def mark(
-        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
-    ) -> list[tuple[str, Change]]:
-        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
-
-    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
-        """Count and publish what was marked; return the number of blocks."""
-
-
 class _VictimBatch:
     """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
     memory, too, a few at a time cost half of one by one.
@@ -84,7 +69,7 @@ class _VictimBatch:
         most: blocks of a batch.
     """
 
-    def __init__(self, reclaimer: _VictimMarker, need: ReclaimNeed) -> None:
+    def __init__(self, reclaimer: Reclaimer, need: ReclaimNeed) -> None:
         self._reclaimer = reclaimer
         self._need = need
         self.indexes = reclaimer.indexes()
@@ -101,8 +86,8 @@ class _VictimBatch:
         evictions[eviction.key] = eviction._replace(location_ids=known.location_ids | eviction.location_ids)
 
     async def yield_to_requests(self) -> None:
-        """Let requests run. Of an index of this process what was chosen is marked before: its order has let go of it.
-        What others share changes under the choice anyway, and the compare-and-set decides."""
+        """Let requests run. Victims of an index in this process are marked before: its order does not hold them any
+        more. A shared index changes during the selection anyway, and the compare-and-set decides."""
         if not self.is_shared:
             await self._mark_gathered()
         await asyncio.sleep(0)
@@ -118,10 +103,10 @@ class _VictimBatch:
                 await source.order.settle()
 
     async def finish(self) -> int:
-        """Mark what was gathered; return how many blocks were marked in all."""
+        """Mark the gathered victims; return how many blocks were marked in total."""
         try:
             await self._mark_gathered()
-        finally:  # what was marked before a failure is told as well
+        finally:  # also after a failure: report the blocks that were marked before
             blocks = [
                 self._reclaimer.report(self._need, source.holding, marked_blocks)
                 for source, marked_blocks in self._marked.values()
@@ -132,11 +117,11 @@ class _VictimBatch:
 # The needs of one look, served batch by batch, one need after the other.
 #
 # A group that is written to without a pause always needs something. Others do not wait until it needs nothing: needs
-# take turns. What a narrow mark still evicts counts for the wider ones, so a wide need has its turn for what goes
+# take turns. Evictions for a narrow watermark count for the wider ones, so a wide need has its turn for what goes
 # beyond that.
 
 Payment = tuple[Label, str]
-"""A mark, and the group that pays."""
+"""A watermark, and the group that pays."""
 
 
 class NeedProgress(NamedTuple):
@@ -154,10 +139,10 @@ class NeedProgress(NamedTuple):
 
 
 class NeedQueue:
-    """Which need is next, and what is known of each from the batches before.
+    """Selects the next need, and keeps the progress of each from batch to batch.
 
     Args:
-        hopeless: what cannot be served; kept by whoever looks again.
+        hopeless: needs that cannot be served; the caller keeps the set from round to round.
     """
 
     def __init__(self, hopeless: set[Payment]) -> None:
@@ -172,7 +157,7 @@ class NeedQueue:
         """Return the need that is worth a try and was not served for the longest time, None when there is none.
 
         Args:
-            found: the narrowest level first. The amount of what is returned is without what those before it take.
+            found: the narrowest level first. The amount of the result excludes what the needs before it take.
         """
         done = self._hopeless | self._held_back
         remaining = _without_overlap([need for need in found if _payment_of(need) not in done])
@@ -204,15 +189,15 @@ class NeedQueue:
 
 
 def _without_overlap(found: Sequence[ReclaimNeed]) -> Iterator[ReclaimNeed]:
-    """Yield needs, each without what those before it may take of the same groups, or for the same mark: up to a block
-    more than their amounts, since they take whole blocks."""
+    """Yield needs, each without what those before it may take of the same groups, or for the same watermark: up to a
+    block more than their amounts, since they take whole blocks."""
     of_group: Counter[str] = Counter()
     of_mark: Counter[Label] = Counter()
     counting_blocks: set[str] = set()
     for need in found:
         groups = {holding.group.name for holding in need.usages}
         amount = need.amount - of_mark[need.label] - sum(of_group[name] for name in groups)
-        # Blocks and bytes cannot be compared: who counts one waits for who counts the other.
+        # Blocks and bytes cannot be compared: a need in one unit waits for a need in the other.
         if need.counts_blocks:
             amount = 0 if any(of_group[name] for name in groups) else need.amount
         elif groups & counting_blocks:
@@ -229,21 +214,21 @@ def _without_overlap(found: Sequence[ReclaimNeed]) -> Iterator[ReclaimNeed]:
 
 
 def _payment_of(need: ReclaimNeed) -> Payment:
-    """Return what a need is told from others by."""
+    """Return the identity of a need."""
     return need.label, need.payer
 
 
-# What the reclaimer tells of its work: every compare-and-set, and sums.
+# Records of evictions: one per compare-and-set, and totals.
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionRecord:
-    """What one compare-and-set marked in one instance, for one reason.
+    """The blocks that one compare-and-set marked in one instance, for one reason.
 
     Attributes:
         instance: the instance.
-        need: what it was for.
-        policy: that chose it.
+        need: the need that they serve.
+        policy: name of the policy that selected them.
         changes: of its index.
         delay_seconds: until the bytes may go.
     """
@@ -256,7 +241,7 @@ class EvictionRecord:
 
     @property
     def locations(self) -> list[Location]:
-        """What was marked."""
+        """The marked locations."""
         return [location for change in self.changes for location in newly_deleting(change.old, change.new)]
 
 
@@ -265,22 +250,22 @@ class ReclaimStats:
     """Counts since the manager started; keys are (group, policy, reason).
 
     Attributes:
-        unmet: what the last look could not bring below its mark, by reason: all that is left is pinned or in use.
+        unmet: bytes or blocks above a watermark after the last round, by reason: all that is left is pinned or in use.
         ages: seconds since some of the evicted blocks were read.
-        rounds: seconds that looks took.
+        rounds: durations of rounds, in seconds.
     """
 
     evicted_keys: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     evicted_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     submitted_blocks: int = 0
     submitted_locations: int = 0
-    looks: int = 0
+    round_count: int = 0
     unmet: Counter[str] = field(default_factory=Counter)
     ages: Histogram = field(default_factory=lambda: Histogram(AGES))
     rounds: Histogram = field(default_factory=Histogram)
 
     def record(self, evicted: EvictionRecord) -> None:
-        """Count what was marked."""
+        """Count marked blocks."""
         label = (evicted.instance.instance_group_name, evicted.policy, evicted.need.reason.value)
         locations = evicted.locations
         self.evicted_keys[label] += len(evicted.changes)
@@ -289,11 +274,9 @@ class ReclaimStats:
         self.submitted_locations += len(locations)
 
 
-# How a manager that does not lead wakes the one that does: over a document of the store that they share.
-#
-# A write that crosses a mark, or is refused, may be served by any manager, and eviction is a duty of the leader.
-# Whoever has something to tell changes the document; the leader asks for the table's version twenty times a second,
-# which costs the store next to nothing, and looks when it has changed.
+# How a follower wakes the leader's reclaimer: over a document of the shared store. Any manager may serve the write that
+# crosses a watermark, and the leader evicts. A follower changes the document; the leader polls the version of the table
+# twenty times a second, which costs the store next to nothing, and starts a round when it changed.
 
 _DOCUMENT = "wake"
 _SECONDS = 0.05
@@ -312,59 +295,59 @@ class WakeBroadcast:
         self._table = table
         self._wake = wake
         self._is_leader = is_leader
-        self._is_pressed = False
+        self._is_requested = False
         self._version: int | None = None
 
     def request(self, _group_name: str = "") -> None:
-        """A write crossed a mark or was refused. Never waits: the leader hears of it within a moment."""
+        """Request a round: a write crossed a watermark or was rejected. Never waits; the leader is notified soon."""
         if self._is_leader():
             self._wake()
         else:
-            self._is_pressed = True
+            self._is_requested = True
 
     async def run(self) -> None:
-        """Tell and hear, until cancelled."""
+        """Exchange requests until cancelled."""
         while True:
             await self.exchange()
             await asyncio.sleep(_SECONDS)
 
     async def exchange(self) -> None:
-        """Tell the leader what was pressed here, or hear what was pressed elsewhere.
+        """Send requests of this manager to the leader, or receive those of others.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
         if self._is_leader():
             version = await self._table.version()
-            if self._is_pressed or version != self._version:
-                self._is_pressed, self._version = False, version
+            if self._is_requested or version != self._version:
+                self._is_requested, self._version = False, version
                 self._wake()
-        elif self._is_pressed:
+        elif self._is_requested:
             known = await self._table.get(_DOCUMENT)
-            following = (int.from_bytes(known or b"") + 1) % (1 << 64)
-            await self._table.replace(_DOCUMENT, known, following.to_bytes(8))
-            self._is_pressed = False  # if another manager was faster, it told the leader for both
+            next_value = (int.from_bytes(known or b"") + 1) % (1 << 64)
+            await self._table.replace(_DOCUMENT, known, next_value.to_bytes(8))
+            self._is_requested = False  # if another manager was faster, its change counts for both
 
 
-_STEP_SECONDS = 0.1  # between looks of a group that a step limit holds back
-_BETWEEN_ROUNDS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
-_MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
+_STEP_SECONDS = 0.1  # between rounds of a group that a step limit holds back
+_BETWEEN_ROUNDS_SECONDS = 0.01  # many writes that cross a watermark cause one round
+_MOST_WINDOWS = 16  # of 1,024 blocks; the next round continues behind them
 _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
-_ROUND_SECONDS = 1.0  # then it begins anew, with instances, ages and settings as they are now
+_ROUND_SECONDS = 1.0  # then a new round begins, with the current instances, ages and settings
 _AGES_PER_BATCH = 16  # of evicted blocks
 _log = structlog.get_logger("kvcm.reclaim")
 
 
 class Reclaimer:
-    """Keeps all groups below their marks.
+    """Keeps all groups below their watermarks.
 
     Args:
         indexes: returns the index of every instance, also of those that are being removed.
         find_group: from a name to a group, None when it is gone.
         limits: returns the limits above the groups, as they are now.
         clock: time source.
-        on_evicted: told of everything that is marked.
+        on_evicted: receives a record of all marked blocks.
         random: draws samples of shared indexes.
         turns: lets one slice of background work run at a time; deletions should share it.
     """
@@ -386,11 +369,11 @@ class Reclaimer:
         self._on_evicted = on_evicted
         self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
         self._turns = turns if turns is not None else Pacer()
-        self._following = EvictionOrders(find_group, partial(_window_order, clock, self._random))
+        self._eviction_orders = EvictionOrders(find_group, partial(_window_order, clock, self._random))
         self._orders: Mapping[int, Order] = {}
-        self._held = UsageReader()
-        self._asked: tuple[Sequence[InstanceUsage], Limits, Collection[Label]] | None = None
-        self._found: Sequence[ReclaimNeed] = ()
+        self._usage = UsageReader()
+        self._needs_input: tuple[Sequence[InstanceUsage], Limits, Collection[Label]] | None = None
+        self._known_needs: Sequence[ReclaimNeed] = ()
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
@@ -398,24 +381,24 @@ class Reclaimer:
         self._hopeless: set[Payment] = set()
         self._refreshed_at = 0.0
         self._is_leader: Callable[[], bool] = lambda: True
-        self._stepped: Counter[str] = Counter()
+        self._marked_bytes: Counter[str] = Counter()
         self._active: set[Label] = set()
         self.is_held_back = False
         self.stats = ReclaimStats()
 
     def wake(self) -> None:
-        """Look at once: a write crossed a mark or was refused, or settings changed."""
+        """Start a round at once: a write crossed a watermark or was rejected, or settings changed."""
         self._wake.set()
 
     def on_settings_changed(self, generation: int) -> None:
-        """Look at once if what is configured has changed, whoever did that: it may move a mark."""
+        """Start a round at once if the configuration changed here or elsewhere: it may move a watermark."""
         if generation != self._generation:
             self._generation = generation
             self._hopeless.clear()
             self._wake.set()
 
     async def run(self, is_leader: Callable[[], bool] = lambda: True) -> None:
-        """Look again and again while this manager leads, until cancelled."""
+        """Run rounds while this manager leads, until cancelled."""
         self._is_leader = is_leader
         loop, thorough_at = asyncio.get_running_loop(), 0.0
         while True:
@@ -426,7 +409,7 @@ class Reclaimer:
                 begin = time.perf_counter()
                 try:
                     await self.reclaim(is_hasty=is_hasty)
-                except KvcmError as error:  # the store cannot be asked: the next look tries again
+                except KvcmError as error:  # the store failed: the next round tries again
                     _log.warning("reclaim_interrupted", reason=str(error))
                 except Exception:
                     _log.exception("reclaim_failed")
@@ -440,34 +423,34 @@ class Reclaimer:
     def _pause_seconds(self) -> float:
         if not self._is_leader():  # then it may lead at any moment
             return TRIGGER_SECONDS
-        return _STEP_SECONDS if self.is_held_back else self._following.round_seconds
+        return _STEP_SECONDS if self.is_held_back else self._eviction_orders.round_seconds
 
-    def follow_orders(self) -> None:
-        """Keep an order of what can be evicted, as the groups say now. A new policy reads the whole index once."""
-        self._following.update(self._indexes(), self._limits())
-        self._orders = self._following.by_uid
+    def update_orders(self) -> None:
+        """Adapt the eviction orders to the current groups. A new policy reads the whole index once."""
+        self._eviction_orders.update(self._indexes(), self._limits())
+        self._orders = self._eviction_orders.by_uid
 
     async def begin(self) -> None:
-        """Do `follow` before anything is served: every block is read, and probes are answered meanwhile. Until this
-        returns nobody may change an index."""
-        await self._following.build(self._indexes(), self._limits())
-        self._orders = self._following.by_uid
+        """Do `update_orders` at startup: it reads every block and lets probes run meanwhile. No index may change before
+        this returns."""
+        await self._eviction_orders.build(self._indexes(), self._limits())
+        self._orders = self._eviction_orders.by_uid
 
     async def reclaim(self, *, is_hasty: bool = False) -> int:
-        """Bring everything below its mark; return the number of blocks that were marked.
+        """Bring all usage below the watermarks; return the number of blocks that were marked.
 
         Args:
-            is_hasty: leave out what the last look could not serve: little will have changed.
+            is_hasty: skip needs that the last round could not serve: little will have changed.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        self.stats.looks += 1
+        self.stats.round_count += 1
         self.stats.unmet.clear()
-        self.follow_orders()
-        self._stepped.clear()
-        for walk in self._windows.values():
-            walk.start_round()
+        self.update_orders()
+        self._marked_bytes.clear()
+        for scan in self._windows.values():
+            scan.start_round()
         self.is_held_back = False
         if not is_hasty:
             self._hopeless.clear()
@@ -475,10 +458,10 @@ class Reclaimer:
         return await self._expire() + await self._serve_needs()
 
     async def _refresh(self) -> None:
-        """Hear what shared indexes hold."""
-        for custody in self._indexes():
-            if custody.uid in self._orders and custody.meta_index.is_shared:
-                await custody.meta_index.refresh()
+        """Read the usage of shared indexes."""
+        for handle in self._indexes():
+            if handle.uid in self._orders and handle.meta_index.is_shared:
+                await handle.meta_index.refresh()
         self._refreshed_at = self._clock.now()
 
     async def _serve_needs(self) -> int:
@@ -502,7 +485,7 @@ class Reclaimer:
         return total
 
     def _count_unmet(self, hopeless: Sequence[ReclaimNeed]) -> None:
-        """Count what is left to do, once per mark whoever could have paid; what a step limit left is done later."""
+        """Count the excess that is left, once per watermark. Excess that a step limit left is evicted later."""
         if self.is_held_back:
             return
         amounts: dict[Label, int] = {}
@@ -513,28 +496,28 @@ class Reclaimer:
 
     def _holdings(self) -> list[InstanceUsage]:
         groups = ((each, self._find_group(each.instance.instance_group_name)) for each in self._indexes())
-        return self._held.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
+        return self._usage.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
 
     def _needs(self) -> Sequence[ReclaimNeed]:
-        """Return what has to go; found out anew only when something it depends on has changed."""
-        asked = (self._holdings(), self._limits(), self._active)
-        if asked != self._asked:
-            self._asked, self._found = asked, list(needs(*asked))
-        self._active = {need.label for need in self._found}
-        return self._found
+        """Return the needs, recomputed only when an input changed."""
+        needs_input = (self._holdings(), self._limits(), self._active)
+        if needs_input != self._needs_input:
+            self._needs_input, self._known_needs = needs_input, list(needs(*needs_input))
+        self._active = {need.label for need in self._known_needs}
+        return self._known_needs
 
     def indexes(self) -> dict[int, MetaIndex]:
         """Return the indexes by uid."""
-        return {custody.uid: custody.meta_index for custody in self._indexes()}
+        return {handle.uid: handle.meta_index for handle in self._indexes()}
 
     async def _serve(self, need: ReclaimNeed, serving: NeedProgress) -> int:
-        """Mark a batch of victims for a need; return how many blocks were marked, 0 when there are none to be had."""
+        """Mark a batch of victims for a need; return how many blocks were marked, 0 when no victim was found."""
         allowed = self._step_allowance(need)
         if allowed <= 0:
             self.is_held_back = True
             return 0
         batch = _VictimBatch(self, need)
-        goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
+        goal = Goal(need, amount=need.amount, most_bytes=allowed, most=batch.most, now=self._clock.now())
         if batch.is_shared:
             await self._choose_in_windows(goal, serving.shares, batch)
         else:
@@ -542,27 +525,27 @@ class Reclaimer:
         return await batch.finish()
 
     async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch) -> None:
-        """Look for victims window by window, from where the last batch or look found some, round to where it began."""
-        walk = self._windows[_payment_of(goal.need)]
-        walk.start_batch()
+        """Select victims window by window, from where the last batch or round found some, round to where it began."""
+        scan = self._windows[_payment_of(goal.need)]
+        scan.start_batch()
         for _ in range(_MOST_WINDOWS):
-            sources = await self._sources(goal.need.usages, batch, walk.window)
+            sources = await self._sources(goal.need.usages, batch, scan.window)
             if sources and await select_victims(goal, sources, shares, batch, ScanState()):
-                walk.found()
+                scan.found()
                 break
-            if walk.passed(is_end=not sources):
+            if scan.passed(is_end=not sources):
                 break
 
     def _step_allowance(self, need: ReclaimNeed) -> int:
-        """Return how many bytes this look may still mark."""
+        """Return how many bytes this round may still mark."""
         allowances = [1 << 62]
         for name, group in {holding.group.name: holding.group for holding in need.usages}.items():
             strategy = group.cache_config.reclaim_strategy
             if strategy.reclaim_step_size:
-                allowances.append(strategy.reclaim_step_size - self._stepped[name])
+                allowances.append(strategy.reclaim_step_size - self._marked_bytes[name])
             if strategy.reclaim_step_percentage:
                 step = group.quota.capacity * strategy.reclaim_step_percentage // 100
-                allowances.append(step - self._stepped[name])
+                allowances.append(step - self._marked_bytes[name])
         return min(allowances)
 
     async def _sources(self, holdings: Sequence[InstanceUsage], batch: _VictimBatch, window: int) -> list[Source]:
@@ -579,15 +562,15 @@ class Reclaimer:
 
     def _is_over_budget(self, group: InstanceGroup, prefix_class: PrefixClass) -> bool:
         used = sum(
-            self._orders[custody.uid].class_bytes(prefix_class.name)
-            for custody in self._indexes()
-            if custody.instance.instance_group_name == group.name and custody.uid in self._orders
+            self._orders[handle.uid].class_bytes(prefix_class.name)
+            for handle in self._indexes()
+            if handle.instance.instance_group_name == group.name and handle.uid in self._orders
         )
         return used > prefix_class.budget * group.quota.capacity
 
     async def _expire(self) -> int:
-        """Mark what has reached the age that its policy allows."""
-        total, expiring = 0, self._following.expiring
+        """Mark blocks that have reached the age that their policy allows."""
+        total, expiring = 0, self._eviction_orders.expiring
         for holding in self._holdings() if expiring else ():
             if holding.uid in expiring:
                 while blocks := await self._expire_some(holding):
@@ -597,8 +580,8 @@ class Reclaimer:
         return total
 
     async def _expire_windows(self, holding: InstanceUsage) -> int:
-        """Over a shared store what has reached its age may stand behind many blocks that are pinned, or of a class that
-        grows older: walk on from where the last look stopped, some windows at a time."""
+        """Over a shared store expired blocks may stand behind many that are pinned, or of a class with a longer TTL:
+        continue where the last round stopped, some windows at a time."""
         order = self._orders.get(holding.uid)
         if not isinstance(order, WindowOrder):
             return 0
@@ -617,10 +600,12 @@ class Reclaimer:
 
     async def _expire_some(self, holding: InstanceUsage, window: int = 0) -> int:
         if holding.uid not in self.indexes():
-            return 0  # it was removed since the look began
-        need = ReclaimNeed(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
+            return 0  # it was removed since the round began
+        need = ReclaimNeed(
+            Reason.TTL, amount=1 << 62, filter=lambda _place: True, usages=[holding], name=holding.instance.instance_id
+        )
         batch = _VictimBatch(self, need)
-        goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
+        goal = Goal(need, amount=need.amount, most_bytes=need.amount, most=batch.most, now=self._clock.now())
         for source in await self._sources([holding], batch, window):
             await select_expired(goal, source, batch)
         return await batch.finish()
@@ -632,10 +617,10 @@ class Reclaimer:
         delay = _delay_seconds(source.holding.group)
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            now = self._clock.now()  # a store that takes its time must not eat up the delay
+            now = self._clock.now()  # per key: a slow store must not shorten the delay
             return marked(old, evictions[key], now, now + delay)
 
-        # Asked before: a shared store forgets when a block was read as soon as it is marked.
+        # Read before: a shared store drops the access time of a block as soon as it is marked.
         sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]
         read_at = dict(zip(sampled, await index.accesses(sampled), strict=True))
         order = self._orders[source.holding.uid]
@@ -651,13 +636,15 @@ class Reclaimer:
         return marked_blocks
 
     def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
-        """Count and publish what was marked; return the number of blocks."""
+        """Count and publish marked blocks; return their number."""
         by_policy: defaultdict[str, list[Change]] = defaultdict(list)
         for policy, change in marked_blocks:
             by_policy[policy].append(change)
         for policy, changes in by_policy.items():
-            evicted = EvictionRecord(holding.instance, need, policy, changes, _delay_seconds(holding.group))
-            self._stepped[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
+            evicted = EvictionRecord(
+                holding.instance, need=need, policy=policy, changes=changes, delay_seconds=_delay_seconds(holding.group)
+            )
+            self._marked_bytes[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
             self.stats.record(evicted)
             self._on_evicted(evicted)
         return len(marked_blocks)

@@ -1,17 +1,17 @@
-"""Scrub: bytes without metadata.
+"""Scrub: deletes orphan objects, bytes without metadata.
 
 Managers that die between two steps, writers that come too late and metadata that was dropped leave objects on a storage
 that no location names. A scrub lists the objects of a deployment and strikes out what some location names, in whatever
 status. Names are compared below the deployment's directory, where a location's id makes each of them unique, so it does
 not matter at which path, or as which storage, a directory is mounted.
 
-What is deleted is old enough that no writer can be at it, was unknown twice, the second time right before, and did not
-change since it was listed. Whatever cannot be read, asked or understood ends the scrub before it deletes anything more.
+A deleted object is too old for a writer, was an orphan in two checks, the second right before the deletion, and did not
+change since it was listed. Any error ends the scrub before it deletes anything more.
 
-The name of an object tells its instance and its first block, so nearly all are found by asking for that block. A packed
-object may be known by other blocks alone, also by those that got slots of it later (file_slots.py notes that beside it
-first, so it changed), and memory of a pool has a name that tells nothing of its owner: what is left is gathered,
-and looked for in a scan of its instances, or of all, together. Memory: `_MOST_SUSPECTS` names.
+The name of an object contains its instance and its first block, so nearly all are resolved by reading that block. A
+packed object may be known by other blocks alone, also by those that got slots of it later (file_slots.py notes that
+beside it first, so it changed), and the name of pool memory lacks its owner: such suspects are gathered, and resolved
+together by a scan of their instances, or of all. Memory: `_MOST_SUSPECTS` names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ScrubIndexProvider(Protocol):
         """Return the index of every instance, also of those that are being removed."""
 
     async def unreadable_instances(self) -> Sequence[str]:
-        """Look for changes of other managers, and return what is stored of instances that cannot be read: their
+        """Refresh, and return the names of instance documents that cannot be read: their
         indexes are missing in `indexes`."""
 
 
@@ -58,13 +58,13 @@ class ScrubReport:
     """What a scrub found.
 
     Attributes:
-        objects: objects that were looked at.
+        objects: objects that were checked.
         bytes: what they take up.
         orphans: those that no metadata knows, without those that are too young.
         orphan_bytes: what they take up.
         too_young: unknown objects that changed so short a time ago that a writer may be at them.
         deleted: orphans that were deleted.
-        failed: objects that could not be looked at or deleted.
+        failed: objects that could not be checked or deleted.
     """
 
     objects: int = 0
@@ -80,16 +80,14 @@ class StorageScrubber:
     """Scrubs storages.
 
     Args:
-        custodian: knows the indexes.
+        provider: knows the indexes.
         storages: the open storages.
         clock: time source.
         cluster_id: of this deployment.
     """
 
-    def __init__(
-        self, custodian: _ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str
-    ) -> None:
-        self._custodian = custodian
+    def __init__(self, provider: _ScrubIndexProvider, storages: StorageProvider, clock: Clock, cluster_id: str) -> None:
+        self._provider = provider
         self._storages = storages
         self._clock = clock
         self._cluster_id = cluster_id
@@ -100,7 +98,7 @@ class StorageScrubber:
     async def scrub(
         self, storage: str, *, cluster_id: str = "", dry_run: bool, min_age_seconds: int = 0
     ) -> ScrubReport:
-        """Look for bytes that no metadata knows, and delete them.
+        """Find orphan objects, and delete them.
 
         Args:
             storage: name of an open storage.
@@ -120,7 +118,7 @@ class StorageScrubber:
         self._running.add(storage)
         try:
             oldest = self._clock.now() - (min_age_seconds or _DEFAULT_AGE_SECONDS)
-            scrub = _Scrub(self._custodian, backend, cluster_id or self._cluster_id, oldest, dry_run=dry_run)
+            scrub = _Scrub(self._provider, backend, cluster_id or self._cluster_id, oldest, dry_run=dry_run)
             report = await scrub.run()
         finally:
             self._running.discard(storage)
@@ -133,7 +131,7 @@ class StorageScrubber:
             raise InvalidArgumentError(f"min_age_seconds is {min_age_seconds}, must be 0 or more")
         if cluster_id and path_component(cluster_id) == path_component(self._cluster_id):
             raise InvalidArgumentError(
-                f"cluster_id {cluster_id!r} is this deployment's own: leave it empty to scrub what nobody knows of it"
+                f"cluster_id {cluster_id!r} is this deployment's own: leave it empty to scrub its own orphans"
             )
         backend = self._storages.backend(storage)
         if backend is None:
@@ -145,7 +143,7 @@ class _Scrub:
     """One scrub.
 
     Args:
-        custodian: knows the indexes.
+        provider: knows the indexes.
         backend: the storage.
         cluster_id: whose objects.
         oldest: unix seconds; what changed later is too young.
@@ -153,9 +151,9 @@ class _Scrub:
     """
 
     def __init__(
-        self, custodian: _ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
+        self, provider: _ScrubIndexProvider, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
     ) -> None:
-        self._custodian = custodian
+        self._provider = provider
         self._backend = backend
         self._cluster_id = cluster_id
         self._oldest = oldest
@@ -165,24 +163,24 @@ class _Scrub:
 
     async def run(self) -> ScrubReport:
         await self._check_instances()
-        async for page in self._backend.objects(self._cluster_id):
-            await self._collect(page)
+        async for batch in self._backend.objects(self._cluster_id):
+            await self._collect(batch)
         await self._check_suspects()
         return ScrubReport(**self._counts)
 
     async def _check_instances(self) -> None:
-        unreadable = await self._custodian.unreadable_instances()
+        unreadable = await self._provider.unreadable_instances()
         if unreadable:
             raise StorageIOError(
                 f"{len(unreadable)} stored instances cannot be read, {unreadable[0]!r} for one, so their objects would "
                 "look like orphans: run `kvcm index verify` first"
             )
 
-    async def _collect(self, page: ObjectBatch) -> None:
-        self._counts["objects"] += len(page.objects)
-        self._counts["bytes"] += sum(each.size_bytes for each in page.objects)
-        self._counts["failed"] += page.failed
-        unknown = await self._not_by_first_block(page.objects)
+    async def _collect(self, batch: ObjectBatch) -> None:
+        self._counts["objects"] += len(batch.objects)
+        self._counts["bytes"] += sum(each.size_bytes for each in batch.objects)
+        self._counts["failed"] += batch.failed
+        unknown = await self._not_by_first_block(batch.objects)
         self._suspects += [each for each in unknown if _is_suspect(each.name)]
         await self._delete_orphans([each for each in unknown if not _is_suspect(each.name)])
         if len(self._suspects) >= _MOST_SUSPECTS:
@@ -213,40 +211,41 @@ class _Scrub:
             self._counts["failed"] += len(reasons) - reasons.count(None)
 
     async def _not_by_first_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Return the objects that are not named by the block that their own name tells."""
+        """Return the objects that the block in their name does not reference."""
         by_key: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for each in objects:
             owner = owner_of(each.name)
             if owner is not None:
                 by_key[owner[0]][owner[1]].add(each.name)
         known: set[str] = set()
-        for custody in self._custodian.indexes():
-            wanted = by_key.get(path_component(custody.instance_id))
+        for handle in self._provider.indexes():
+            wanted = by_key.get(path_component(handle.instance_id))
             if wanted:
-                async for key, record in _records(custody.meta_index, list(wanted)):
+                async for key, record in _records(handle.meta_index, list(wanted)):
                     known |= wanted[key].intersection(_objects_of(key, record))
         return [each for each in objects if each.name not in known]
 
     async def _not_in_any_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Return the objects that no block of their instance names; of those that tell no instance, no block at all."""
+        """Return the objects that no block of their instance references; without an instance in the name, no block at
+        all."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for each in objects:
             names[each.name.partition("/")[0]].add(each.name)
-        for custody in list(self._custodian.indexes()) if objects else ():
-            unknown = [some for name in (path_component(custody.instance_id), "") if (some := names.get(name))]
+        for handle in list(self._provider.indexes()) if objects else ():
+            unknown = [some for name in (path_component(handle.instance_id), "") if (some := names.get(name))]
             if unknown:
-                await _discard_known(custody.meta_index, unknown)
+                await _discard_known(handle.meta_index, unknown)
         return [each for each in objects if each.name in names[each.name.partition("/")[0]]]
 
 
 def _is_suspect(name: str) -> bool:
-    """Return whether another block than that of its name may know an object, or its name tells of none."""
+    """Return whether another block than that in its name may reference an object, or its name has none."""
     return name.startswith("/") or slot_count(name) > 1
 
 
 async def _discard_known(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
-    async for page in index.scan():
-        async for key, record in _records(index, page):
+    async for batch in index.scan():
+        async for key, record in _records(index, batch):
             known = list(_objects_of(key, record))
             for names in unknown:
                 names.difference_update(known)
@@ -257,8 +256,8 @@ async def _discard_known(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
 async def _records(index: MetaIndex, keys: Sequence[int]) -> AsyncIterator[tuple[int, BlockRecord]]:
     """Yield the records of blocks, giving way to other requests in between."""
     for start in range(0, len(keys), _SLICE):
-        page = keys[start : start + _SLICE]
-        for key, record in zip(page, await index.get(page), strict=True):
+        batch = keys[start : start + _SLICE]
+        for key, record in zip(batch, await index.get(batch), strict=True):
             if record is not None:
                 yield key, record
         await asyncio.sleep(0)
@@ -274,16 +273,15 @@ def _objects_of(key: int, record: BlockRecord) -> Iterator[str]:
                     raise StorageIOError(f"block {key} cannot be read: {error}: run `kvcm index verify`") from error
 
 
-# Memory of a pool that nobody owns: a manager that dies between taking it and storing the blocks leaves it taken, and
-# so does a pool that is removed and added again. It is few bytes at a time, but memory is dear, and nobody else frees
-# it.
+# Leaked pool memory: a manager that dies between the allocation and the storing of the blocks leaves it allocated, and
+# so does a pool that is removed and added again. It is few bytes at a time, but memory is dear, and only the scrub
+# frees it.
 #
-# Where more of a pool is taken than blocks account for, the pool is scrubbed, as an operator would do it: only what no
-# block names and what was taken long ago is freed. Rarely, since that reads every block of every index.
+# Where more of a pool is allocated than blocks account for, the pool is scrubbed, as an operator would do it: only old
+# allocations that no block references are freed. Rarely, since that reads every block of every index.
 #
-# Memory is taken in whole pages, and blocks account for the sizes of their parts. How much more the one is than the
-# other depends on which blocks lie there. A scrub that leaves nothing in doubt tells; for a day it is expected, in
-# proportion.
+# Memory is allocated in whole pages, and blocks account for the sizes of their parts. The ratio depends on the blocks.
+# A scrub without leaks measures it; for a day that ratio is expected.
 
 _FIRST_SECONDS: Final = 60.0
 _SCRUB_SECONDS: Final = 3600.0
@@ -296,18 +294,18 @@ class _PoolUsageSource(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """What is handed out, as this manager saw it last."""
+        """Allocated bytes, as this manager saw them last."""
 
 
 class _Rounding(NamedTuple):
-    """What was taken of a pool for what blocks used, when nothing of it was nobody's."""
+    """Allocated and used bytes of a pool without leaks."""
 
     taken_bytes: int
     used_bytes: int
     until: float
 
     def allocated_for(self, used_bytes: int) -> int:
-        """Return what is taken for as many bytes, rounded up."""
+        """Return the expected allocation for so many used bytes, rounded up."""
         return -(-used_bytes * self.taken_bytes // self.used_bytes)
 
 

@@ -1,8 +1,16 @@
-"""The choice of victims: what goes next to serve a need, as little as does.
+"""Selection of victims: which locations are evicted next to serve a need, as few as possible.
 
-For an instance with linear-attention state the states between go first: a match can end only at a block that has one,
-so they are kept longest at branch points and at ends of chains. Then whole blocks go, the tail of a chain before its
-head. A block that lies elsewhere, too, loses only what helps.
+The path of one victim, all in this file; the policies that rank blocks are in `policies/`:
+
+1. `select_victims` asks each source (an instance) for its candidate: the first block of its eviction order.
+2. Of several sources `ShareOrder` decides which one gives a block.
+3. The candidate's locations that help the need are selected. While other blocks follow it in its prefix chain, the
+   coldest leaf behind it goes first (`_TailFirst`, invariant 7). Pinned locations and blocks being written stay.
+4. The sink gathers the victims and marks them by compare-and-set (`marked`).
+
+For an instance with linear-attention state, states between branch points go first: a match can end only at a block that
+has one, so they are kept longest at branch points and at ends of chains. A block with copies on other storages loses
+only the copies that help.
 """
 
 from __future__ import annotations
@@ -38,13 +46,13 @@ __all__ = [
     "select_victims",
 ]
 
-# Evictions: which parts of a block go, and how they are marked.
+# Evictions: which locations and specs of a block go, and how they are marked.
 
-_THINNED = "-s"  # ends the id of what was split off a location
+_THINNED = "-s"  # ends the id of a location that was split off another
 
 
 class Eviction(NamedTuple):
-    """Parts of a block that go.
+    """The evicted part of a block.
 
     Attributes:
         key: of the block.
@@ -60,8 +68,8 @@ class Eviction(NamedTuple):
 
 
 def _locations_to_evict(instance: Instance, serving: list[Location], wanted: Iterable[Location]) -> list[Location]:
-    """Return what goes with the wanted locations of a block: those themselves, and the others where what is left of the
-    block could not be read: specs of one spec group live and die together."""
+    """Return the locations to evict so that the wanted ones go: these, and the others if the block could not be read
+    without them. Specs of one spec group are evicted together."""
     going = list(wanted)
     ids = {location.id for location in going}
     left = [location for location in serving if location.id not in ids]
@@ -70,7 +78,7 @@ def _locations_to_evict(instance: Instance, serving: list[Location], wanted: Ite
 
 
 def marked(old: BlockRecord | None, eviction: Eviction, now: float, due: float) -> BlockRecord | None:
-    """Return the record with what goes marked as deleting; what is pinned or changed meanwhile stays as it is."""
+    """Return the record with evicted locations marked as deleting; those pinned or changed meanwhile stay."""
     if old is None:
         return None
     locations: list[Location] = []
@@ -127,21 +135,21 @@ def newly_deleting(old: BlockRecord | None, new: BlockRecord | None) -> list[Loc
     return [each for each in after if each.status is LocationStatus.DELETING and each.id not in before]
 
 
-# Prefix chains of one index, as the choice of victims sees them: records and families, without what was chosen.
+# Prefix chains of one index as the selection sees them: records and families, without the victims selected so far.
 #
-# On an index of this process's memory nothing here suspends, so what is read is the truth until the next await of
-# whoever asked. On a shared store it is a recent picture; the compare-and-set that marks victims decides.
+# On an index in this process nothing here suspends, so records stay current until the caller awaits. On a shared store
+# they are recent; the compare-and-set that marks victims decides.
 
 _NOTHING: frozenset[str] = frozenset()
 _MOST_DESCENDANTS = 4096  # that are read ahead: a block may have a million
 
 
 class Chains:
-    """A look at one index.
+    """A view of one index.
 
     Args:
         index: the index.
-        known: records that were read a moment ago, for an index that is asked over the network.
+        known: records that were read a moment ago, for an index over the network.
     """
 
     def __init__(self, index: MetaIndex, known: Mapping[int, BlockRecord] | None = None) -> None:
@@ -150,21 +158,21 @@ class Chains:
         self._families: dict[int, Sequence[int]] = {}
         self._chosen: dict[int, frozenset[str]] = {}
         self._around: Collection[int] = ()
-        self._looked = 0
+        self._blocks_read = 0
 
     def take_read_count(self) -> int:
-        """Return how many blocks were looked at to see whether they are living, since this was asked last."""
-        looked, self._looked = self._looked, 0
-        return looked
+        """Return how many blocks were checked for being alive since the last call."""
+        blocks_read, self._blocks_read = self._blocks_read, 0
+        return blocks_read
 
     @property
     def is_shared(self) -> bool:
-        """Whether the index is asked over the network."""
+        """Whether the index is read over the network."""
         return self._index.is_shared
 
     async def prefetch_families(self, keys: Collection[int]) -> None:
-        """Read blocks and what directly follows them, all at once: asked one by one over the network, each costs
-        journeys to every shard of the store."""
+        """Read blocks and their children in a few calls: one by one over the network, each costs a round trip to every
+        shard of the store."""
         self._around = keys
         await self.records(list(keys))
         await self.families(keys)
@@ -172,7 +180,7 @@ class Chains:
         await self.records(followers[:_MOST_DESCENDANTS])
 
     async def renew(self) -> None:
-        """Others may have changed what was read."""
+        """Read again: other managers may have changed the records."""
         self._records.clear()
         self._families.clear()
         if self._around:
@@ -209,13 +217,13 @@ class Chains:
         return not children or not await self.living(children)
 
     async def living(self, keys: Sequence[int]) -> list[tuple[int, BlockRecord]]:
-        """Return those of the blocks that are still there for readers or writers."""
-        self._looked += len(keys)
+        """Return the blocks that readers or writers still use."""
+        self._blocks_read += len(keys)
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 
     async def family(self, key: int, most: int) -> list[BlockRecord] | None:
-        """Return the records of a block and of everything living that follows it, None where that is more."""
+        """Return the records of a block and of all living descendants, None where there are more than `most`."""
         found: list[BlockRecord] = []
         level, seen = await self.living([key]), {key}
         while level:
@@ -229,7 +237,7 @@ class Chains:
         return found
 
     def is_living(self, key: int, record: BlockRecord) -> bool:
-        """Return whether something of a block is serving or being written that was not chosen."""
+        """Return whether a location of a block is serving or being written and was not selected."""
         chosen = self._chosen.get(key, _NOTHING)
         for each in record.locations:
             if each.status is LocationStatus.WRITING:
@@ -239,17 +247,17 @@ class Chains:
         return False
 
     def keeps_a_location(self, key: int, record: BlockRecord, going: Collection[Location]) -> bool:
-        """Return whether something of a block stays when some locations go."""
+        """Return whether a location of a block stays when some go."""
         going_ids = {each.id for each in going} | self._chosen.get(key, _NOTHING)
         return any(each.status is not LocationStatus.DELETING and each.id not in going_ids for each in record.locations)
 
     def serving(self, key: int, record: BlockRecord) -> list[Location]:
-        """Return the locations of a block that can be read and were not chosen."""
+        """Return the locations of a block that can be read and were not selected."""
         chosen = self._chosen.get(key, _NOTHING)
         return [each for each in record.locations if each.status is LocationStatus.SERVING and each.id not in chosen]
 
     def choose(self, key: int, location_ids: Iterable[str]) -> None:
-        """From now on these locations of a block count as gone."""
+        """Count these locations of a block as gone from now on."""
         self._chosen[key] = self._chosen.get(key, _NOTHING) | frozenset(location_ids)
 
     async def read_at(self, keys: Sequence[int]) -> dict[int, float]:
@@ -258,15 +266,15 @@ class Chains:
         return {key: access.at if access is not None else 0.0 for key, access in accesses}
 
 
-# The guard of prefix chains: the tail goes before the head (invariant 7).
+# Invariant 7: the tail of a prefix chain is evicted before its head.
 #
-# A policy names a victim; while other blocks still follow it, its coldest descendant leaf goes in its place (design.md
-# decision 18). *Coldest* is the leaf that was not read for the longest time; of equals the deepest, then the one of
-# the smallest key: the same for every policy and every store.
+# While other blocks follow a candidate, its coldest descendant leaf goes in its place (design.md decision 18).
+# *Coldest* is the leaf that was not read for the longest time; of equals the deepest, then the one of the smallest key:
+# the same for every policy and every store.
 
 MOST_DESCENDANTS = 1024
-"""Blocks behind a victim that are looked through for the coldest leaf: some milliseconds. A system prompt that more
-than that follow is passed over: what follows it has its own turn."""
+"""Blocks behind a candidate that are searched for the coldest leaf: some milliseconds. A system prompt with more
+descendants is skipped: they have their own turn."""
 _Leaf = tuple[float, int, int]
 """When it was read, its depth with the sign turned, its key."""
 
@@ -274,17 +282,17 @@ _Leaf = tuple[float, int, int]
 class _TailFirst:
     """The living descendants of a block in the order in which they are to go, and the block itself at last.
 
-    None where more than `MOST_FOLLOWERS` blocks follow.
+    None where more than `MOST_DESCENDANTS` blocks follow.
 
-    Whoever asks chooses a block (`Chains.choose`) before asking for the next, or does not: then nothing before it in
-    its chain is named either, since that block would be left without its prefix.
+    The caller selects a block (`Chains.choose`) before the next call, or does not: then no block before it in its
+    chain is returned either, since that block would lose its prefix.
 
     Args:
         chains: the blocks.
         key: of the block.
 
     Attributes:
-        seen: the block and what follows it, once the first was named.
+        seen: the block and its descendants, after the first call.
     """
 
     def __init__(self, chains: Chains, key: int) -> None:
@@ -353,7 +361,7 @@ class _TailFirst:
             await self._push(await self._chains.living([parent]))
 
 
-# From which instance the next victim is taken, when several could give one.
+# Which of several instances gives the next victim.
 #
 # Blocks of classes over their budget go first, then those of the lowest priority, then whose turn it is by the group's
 # `share` (`kvcm.reclaim.policies.sharing`).
@@ -375,7 +383,7 @@ class ShareOrder:
             for holding in need.usages
         }
         strategies = {holding.group.cache_config.reclaim_strategy.share for holding in need.usages}
-        # Instances of several groups compete only where guarantees exceed a mark: then by age.
+        # Instances of several groups compete only where guarantees exceed a watermark: then by age.
         self._sharing = Sharing(strategies.pop() if len(strategies) == 1 else "", used, weights, need.amount)
 
     @staticmethod
@@ -401,7 +409,7 @@ class ShareOrder:
 _CANDIDATES_WITHOUT_YIELD = 128
 _NAMES_LEAVES = "leaf_lru"
 _DELETING = LocationStatus.DELETING
-_MOST_THINNING_CANDIDATES = 512  # candidates that are looked at for states between, before whole blocks go
+_MOST_THINNING_CANDIDATES = 512  # candidates that are checked for states between, before whole blocks go
 
 
 class EvictionOrder(Protocol):
@@ -411,8 +419,8 @@ class EvictionOrder(Protocol):
         """Return the number of blocks that may be candidates."""
 
     async def prepare(self, count: int, window: int = 0) -> Mapping[int, BlockRecord]:
-        """Fetch what is needed to name so many candidates; if those were of no help, of the next window, and so on.
-        Return the records that were read for that."""
+        """Prepare so many candidates; if they did not help, those of the next window, and so on. Return the records
+        that were read for that."""
 
     def class_bytes(self, name: str) -> int:
         """Return the bytes of a prefix class."""
@@ -424,10 +432,10 @@ class EvictionOrder(Protocol):
         """Yield blocks that have reached their age."""
 
     def discard(self, key: int) -> None:
-        """Nothing is left of a block that was chosen."""
+        """Remove a block: all of it was selected."""
 
     async def settle(self) -> None:
-        """Write back what the choice changed in the order."""
+        """Write changes of the order back to the store."""
 
 
 class Source(NamedTuple):
@@ -454,7 +462,7 @@ class Goal(NamedTuple):
         amount: stop when so much is chosen.
         most_bytes: stop when so many bytes are chosen, whether they help or not.
         most: stop when so many blocks are chosen.
-        now: unix seconds; what is pinned longer is left alone.
+        now: unix seconds; locations pinned longer stay.
     """
 
     need: ReclaimNeed
@@ -465,12 +473,12 @@ class Goal(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """What goes of one block.
+    """The selected part of one block.
 
     Attributes:
         source: its instance.
-        eviction: the parts.
-        amount: how much of the need that serves.
+        eviction: the locations.
+        amount: how much of the need they serve.
     """
 
     source: Source
@@ -482,130 +490,129 @@ class VictimSink(Protocol):
     """Gathers victims and marks them."""
 
     def add(self, victim: Victim) -> None:
-        """A victim was chosen. Whatever is chosen next is chosen as if it were gone."""
+        """Add a victim. The rest of the selection counts it as gone."""
 
     async def yield_to_requests(self) -> None:
-        """Let requests run. What they could find half gone is marked before."""
+        """Let requests run, after marking victims that they could find half gone."""
 
 
 class Scope(IntEnum):
-    """How far the choice goes beyond the blocks that an order names; further only where nothing nearer helps."""
+    """How far the selection goes beyond the candidates; further only where nothing nearer helps."""
 
     AS_COLD = 0
-    """Copies of the blocks before one that is named, which lie elsewhere too, as long as they are as cold."""
+    """Redundant copies of the blocks before a candidate, as long as they are as cold."""
     ANY_COPY = 1
     """Such copies, however lately they were read."""
     DESCENDANTS = 2
-    """What follows a block that is named, although it lies where it does not help: nobody could read it."""
+    """The descendants of a candidate, although their eviction does not help: they could not be read without it."""
 
 
 class ScanState:
-    """How far a look has come through the orders for one need. It lasts from batch to batch: what was of no help once
-    is not looked at again until the next look.
+    """The position of a round in the orders for one need. It lasts from batch to batch: a candidate that did not help
+    is not tried again in the same round.
 
     Attributes:
-        reach: how far the choice goes.
-        climbed: blocks before which nothing is looked for any more.
+        reach: how far the selection goes.
+        climbed: blocks whose ancestors were searched.
     """
 
     def __init__(self) -> None:
         self.reach = Scope.AS_COLD
         self.climbed: set[tuple[int, int]] = set()
-        self._walks: dict[int, Iterator[Candidate]] = {}
+        self._iterators: dict[int, Iterator[Candidate]] = {}
         self._heads: dict[int, Candidate | None] = {}
 
     def head(self, source: Source) -> Candidate | None:
         """Return the candidate of a source, None when it has no more."""
         uid = source.holding.uid
-        if uid not in self._walks:
-            self._walks[uid] = source.order.candidates(source.is_over_budget)
+        if uid not in self._iterators:
+            self._iterators[uid] = source.order.candidates(source.is_over_budget)
             self.advance(source)
         return self._heads[uid]
 
     def advance(self, source: Source) -> None:
         """Go on to the next candidate of a source."""
         uid = source.holding.uid
-        self._heads[uid] = next(self._walks[uid], None)
+        self._heads[uid] = next(self._iterators[uid], None)
 
     def widen(self) -> bool:
-        """Begin again and go further; False when that is not possible."""
+        """Start again with a wider reach; False when it is the widest."""
         if self.reach is Scope.DESCENDANTS:
             return False
         self.reach = Scope(self.reach + 1)
         self.climbed.clear()
-        self._walks.clear()
+        self._iterators.clear()
         self._heads.clear()
         return True
 
 
 async def select_victims(
-    goal: Goal, sources: Sequence[Source], shares: ShareOrder, taker: VictimSink, walk: ScanState
+    goal: Goal, sources: Sequence[Source], shares: ShareOrder, sink: VictimSink, scan: ScanState
 ) -> list[Victim]:
-    """Choose victims.
+    """Select victims.
 
     Args:
-        goal: what they are for.
-        sources: where from.
-        shares: whose turn it is.
-        taker: told of each.
-        walk: where the last batch of this look stopped.
+        goal: the need and its limits.
+        sources: the instances.
+        shares: decides between instances.
+        sink: receives each victim.
+        scan: where the last batch of this round stopped.
     """
-    choice = _Selection(goal, shares, taker, walk)
+    choice = _Selection(goal, shares, sink, scan)
     for source in sources:
         if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
             await choice.thin(source)
     while not choice.victims:
         await choice.select(sources)
-        if not choice.victims and not walk.widen():
+        if not choice.victims and not scan.widen():
             break
     return choice.victims
 
 
-async def select_expired(goal: Goal, source: Source, taker: VictimSink) -> list[Victim]:
-    """Choose what has reached its age and is not followed by anything that has not."""
-    choice = _Selection(goal, ShareOrder(goal.need, goal.now), taker, ScanState())
+async def select_expired(goal: Goal, source: Source, sink: VictimSink) -> list[Victim]:
+    """Select expired blocks that no unexpired block follows."""
+    choice = _Selection(goal, ShareOrder(goal.need, goal.now), sink, ScanState())
     await choice.expire(source)
     return choice.victims
 
 
 class _Selection:
-    """Victims as they are chosen."""
+    """One selection in progress."""
 
-    def __init__(self, goal: Goal, shares: ShareOrder, taker: VictimSink, walk: ScanState) -> None:
+    def __init__(self, goal: Goal, shares: ShareOrder, sink: VictimSink, scan: ScanState) -> None:
         self.victims: list[Victim] = []
-        self._walk = walk
-        self._looks = 0
+        self._scan = scan
+        self._candidates_seen = 0
         self._need = goal.need
         self._left = goal.amount
         self._bytes_left = goal.most_bytes
         self._most = goal.most
         self._now = goal.now
         self._shares = shares
-        self._taker = taker
+        self._sink = sink
 
     def is_enough(self) -> bool:
         return min(self._left, self._bytes_left) <= 0 or len(self.victims) >= self._most
 
     async def select(self, sources: Sequence[Source]) -> None:
-        """Take whole blocks, each time from the source whose turn it is."""
+        """Select whole blocks, each from the source whose turn it is."""
         while not self.is_enough():
             await self._yield_to_requests(sources)
-            heads = [(source, head) for source in sources if (head := self._walk.head(source)) is not None]
+            heads = [(source, head) for source in sources if (head := self._scan.head(source)) is not None]
             if not heads:
                 return
             turn = self._shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
             source, head = heads[turn]
             await self._select_with_tail(source, head)
             if not self.is_enough():  # else this candidate may have more to give
-                self._walk.advance(source)
+                self._scan.advance(source)
 
     async def _yield_to_requests(self, sources: Sequence[Source]) -> None:
-        """Let requests run where many candidates are of no help, or one has many followers; what was read of them may
-        be old then."""
-        self._looks += 1 + sum([source.chains.take_read_count() for source in sources])
-        if self._looks >= _CANDIDATES_WITHOUT_YIELD:
-            self._looks = 0
-            await self._taker.yield_to_requests()
+        """Let requests run where many candidates do not help, or one has many descendants; records are stale then."""
+        self._candidates_seen += 1 + sum([source.chains.take_read_count() for source in sources])
+        if self._candidates_seen >= _CANDIDATES_WITHOUT_YIELD:
+            self._candidates_seen = 0
+            await self._sink.yield_to_requests()
             for source in sources:
                 await source.chains.renew()
 
@@ -616,7 +623,7 @@ class _Selection:
         is_leaf = await source.chains.is_leaf(head.key)
         if self._useful_locations(source, head.key, record):
             if not is_leaf and not self._stays_readable(source, head.key, record):
-                # Over a shared store it may take for a leaf what is none: then what follows goes if it is as cold.
+                # Over a shared store the order may name a block that is no leaf: its tail goes if it is as cold.
                 await self._select_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
                 return
             self._evict(source, head.key, record, head.policy)
@@ -628,12 +635,12 @@ class _Selection:
             await self._select_colder_tails(source, head, record)
 
     async def _select_colder_tails(self, source: Source, head: Candidate, record: BlockRecord) -> None:
-        """The end of a chain went. If the block before it is the end now, and colder, it is the coldest of all ends,
-        and the order has left it behind."""
+        """The end of a chain was selected. If the block before it is the end now, and colder, it is the coldest of all
+        ends, and the order has passed it already."""
         while record.parent is not None and not self.is_enough():
             key = record.parent
             if (await source.chains.read_at([key]))[key] >= head.read_at:
-                return  # as for nearly all: whoever reads a block reads those before it
+                return  # nearly always: a match reads the blocks before it, too
             parent = await source.chains.record(key)
             if (
                 parent is None
@@ -645,8 +652,8 @@ class _Selection:
             record = parent
 
     async def _select_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
-        """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
-        if self._walk.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
+        """Select the descendants of a block, then the block; stop at one that was read after some time, if any."""
+        if self._scan.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
             return
         tail = _TailFirst(source.chains, head.key)
         leaf = await tail.next()
@@ -658,8 +665,8 @@ class _Selection:
             leaf = await tail.next()
 
     async def _select_parent(self, source: Source, head: Candidate, record: BlockRecord) -> None:
-        """A block has nothing more that helps, and an order that names ends of chains only names none before it."""
-        climbed, uid = self._walk.climbed, source.holding.uid
+        """Select the ancestors of a candidate that does not help any more: an order of leaves does not contain them."""
+        climbed, uid = self._scan.climbed, source.holding.uid
         while record.parent is not None and (uid, record.parent) not in climbed and not self.is_enough():
             key, parent = record.parent, await source.chains.record(record.parent)
             if parent is None:
@@ -668,7 +675,7 @@ class _Selection:
                 if not await self._is_in_scope(source, key, head):
                     return
                 self._evict(source, key, parent, head.policy)
-            elif self._walk.reach is Scope.DESCENDANTS and self._useful_locations(source, key, parent):
+            elif self._scan.reach is Scope.DESCENDANTS and self._useful_locations(source, key, parent):
                 await self._select_tail(source, head._replace(key=key))
                 return
             climbed.add((uid, key))  # writers can make two blocks each other's parents
@@ -676,8 +683,8 @@ class _Selection:
             await self._yield_to_requests([source])
 
     async def _is_protected(self, source: Source, key: int) -> bool:
-        """Whether a block and what follows it is left alone: where something is pinned or being written nothing is won
-        by taking the rest, and where more than one block helps the lower ones cost less, and have their own turn."""
+        """Whether a block and its descendants stay: where a location is pinned or being written, evicting the rest
+        gains nothing; where more than one block helps, the lower ones cost less, and have their own turn."""
         family = await source.chains.family(key, MOST_DESCENDANTS)
         if family is None:
             return True
@@ -689,10 +696,10 @@ class _Selection:
         return sum(any(self._need.filter(each.place) for each in some) for some in places) > 1
 
     async def _is_in_scope(self, source: Source, key: int, head: Candidate) -> bool:
-        return self._walk.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
+        return self._scan.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
 
     async def expire(self, source: Source) -> None:
-        """Take what has reached its age, the tail of a chain first; what others follow that have not stays for them."""
+        """Select expired blocks, the tail of a chain first; a block that unexpired ones follow stays for them."""
         for candidate in source.order.expired(self._now):
             await self._yield_to_requests([source])
             record = await source.chains.record(candidate.key)
@@ -708,7 +715,7 @@ class _Selection:
         return [each for each in self._free(source, key, record) if self._need.filter(each.place)]
 
     def _stays_readable(self, source: Source, key: int, record: BlockRecord) -> bool:
-        """Whether a block can be read without what helps, so that nothing behind it loses its prefix."""
+        """Whether a block can be read without the locations that help, so that its descendants keep their prefix."""
         serving = source.chains.serving(key, record)
         going = {each.id for each in self._useful_locations(source, key, record)}
         names = {name for each in serving if each.id not in going for name in each.spec_names}
@@ -719,12 +726,12 @@ class _Selection:
         helping = [each for each in free if self._need.filter(each.place)]
         if helping:
             going = _locations_to_evict(source.holding.instance, free, helping)
-        elif self._walk.reach is Scope.DESCENDANTS and free:
+        elif self._scan.reach is Scope.DESCENDANTS and free:
             going = free
         else:
             return
         if self._need.counts_blocks and source.chains.keeps_a_location(key, record, going):
-            return  # the block would stay
+            return  # the block would remain
         amount = 1 if self._need.counts_blocks else sum(map(self._need.size_of, going))
         ids = frozenset(each.id for each in going)
         source.chains.choose(key, ids)
@@ -735,14 +742,14 @@ class _Selection:
     def _add(self, source: Source, eviction: Eviction, amount: int, size_bytes: int) -> None:
         victim = Victim(source, eviction, amount)
         self.victims.append(victim)
-        self._taker.add(victim)
+        self._sink.add(victim)
         self._shares.record(source.holding.uid, amount)
         self._left -= amount
         self._bytes_left -= size_bytes
 
     async def thin(self, source: Source) -> None:
-        """Take linear-attention state of blocks that have exactly one follower: of candidates, and of the blocks that
-        these follow, since some policies name ends of chains only."""
+        """Select the linear-attention state of blocks with exactly one child: of candidates and of their ancestors,
+        since some policies order ends of chains only."""
         seen: set[int] = set()
         for candidate in source.order.candidates(source.is_over_budget):
             key: int | None = candidate.key

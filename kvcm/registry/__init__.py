@@ -1,1 +1,1 @@
-"""What operators configure: storages, instance groups, instances, accounts; and who leads."""
+"""The configuration of a deployment (storages, instance groups, instances, accounts) and the leader election."""

@@ -1,4 +1,4 @@
-"""Accounts of the admin API."""
+"""Accounts of the admin API: user names, passwords as hashes, roles."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class AccountRegistry:
     """Accounts by user name.
 
     Args:
-        shelf: where they are kept.
-        flush: returns when what was changed is durable.
+        cache: their documents.
+        flush: returns when all changes are durable.
     """
 
-    def __init__(self, shelf: DocumentCache[Account], flush: Flush) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: DocumentCache[Account], flush: Flush) -> None:
+        self._cache = cache
         self._flush = flush
 
     async def add(self, user_name: str, password: str, role: AccountRole) -> None:
@@ -40,14 +40,14 @@ class AccountRegistry:
         require(user_name, "AddAccount.user_name")
         check_name("user_name", user_name)
         require(password, "AddAccount.password")
-        _check_name_is_free(await self._shelf.read(user_name))
+        _check_name_is_free(await self._cache.read(user_name))
         account = Account(user_name, role, await asyncio.to_thread(PasswordHash.of, password))
 
         def decide(known: Account | None) -> Account:
             _check_name_is_free(known)  # somebody may have added it while the password was hashed
             return account
 
-        await self._shelf.change(user_name, decide)
+        await self._cache.change(user_name, decide)
         await self._flush()
 
     async def set_password(self, user_name: str, password: str, proven: Account | None = None) -> bool:
@@ -75,7 +75,7 @@ class AccountRegistry:
             is_proven = proven is None or known.password == proven.password
             return replace(known, password=fresh) if is_proven else known
 
-        changed = await self._shelf.change(user_name, decide)
+        changed = await self._cache.change(user_name, decide)
         await self._flush()
         return changed is not None and changed.password == fresh
 
@@ -91,7 +91,7 @@ class AccountRegistry:
             if known is None:
                 raise InvalidArgumentError(f"account {user_name!r} does not exist")
 
-        await self._shelf.change(user_name, decide)
+        await self._cache.change(user_name, decide)
         await self._flush()
 
     async def authenticate(self, user_name: str, password: str) -> Account | None:
@@ -101,7 +101,7 @@ class AccountRegistry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        known = await self._shelf.read(user_name)  # another manager may have changed it a moment ago
+        known = await self._cache.read(user_name)  # another manager may have changed it a moment ago
         expected = known.password if known is not None else None
         is_right = await asyncio.to_thread((expected or _DUMMY_HASH).matches, password)
         return known if expected is not None and is_right else None
@@ -112,16 +112,16 @@ class AccountRegistry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        return await self._shelf.read(user_name)
+        return await self._cache.read(user_name)
 
     def role_of(self, user_name: str) -> Role | None:
         """Return what logins of an account may do, None when there is no such account."""
-        known = self._shelf.get(user_name)
+        known = self._cache.get(user_name)
         return ROLE_OF_ACCOUNT[known.role] if known is not None else None
 
     def all(self) -> list[Account]:
         """Return all accounts, ordered by name."""
-        return self._shelf.all()
+        return self._cache.all()
 
 
 def _check_name_is_free(known: Account | None) -> None:

@@ -2,8 +2,8 @@
 
 A key that is rotated gets a successor of the same principal name, so that write sessions which the old one started can
 be finished with the new one. A login's key counts while its account is there and has the role that the key was made
-with: nobody who changes accounts, in whatever way, has to think of keys. When keys were used is kept beside them: it
-changes all the time, and says nothing to whoever follows the keys.
+with: no change of accounts has to care for keys. When keys were used is kept beside them: it
+changes all the time, and does not concern readers of the keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NewKey:
         """Refuse what cannot be.
 
         Raises:
-            InvalidArgumentError: naming the field, the value and what is allowed.
+            InvalidArgumentError: naming the field, the value and the allowed values.
         """
         if not _NAME.fullmatch(self.name):
             raise InvalidArgumentError(f"name {self.name!r} is not 1 to 128 characters of A-Z a-z 0-9 . _ -")
@@ -86,14 +86,14 @@ def _check_ttl(seconds: float) -> None:
     """Refuse a time to live that is none.
 
     Raises:
-        InvalidArgumentError: naming what is allowed.
+        InvalidArgumentError: naming the allowed values.
     """
     if not 0 <= seconds <= _MOST_TTL_SECONDS:
         raise InvalidArgumentError(f"ttl_seconds is {seconds:.0f}, must be from 0 (no end) to {_MOST_TTL_SECONDS:.0f}")
 
 
 class KeyDocuments(NamedTuple):
-    """Where keys are kept, and what is known of them: when they were used, and how many were made with a name."""
+    """The documents of keys: keys, times of their last uses, and numbers of keys made per name."""
 
     keys: DocumentCache[ApiKey]
     uses: DocumentCache[KeyUse]
@@ -105,9 +105,9 @@ class KeyRegistry:
 
     Args:
         table: holds them.
-        shelves: the parts of it; uses are elsewhere.
-        follow: brings the keys up to date with the table.
-        flush: returns when what was changed is durable.
+        documents: the parts of it; uses are elsewhere.
+        refresh_view: brings the keys up to date with the table.
+        flush: returns when all changes are durable.
         clock: time source.
         role_of: what logins of an account may do, None when there is no such account.
         fresh: makes a new key.
@@ -116,16 +116,16 @@ class KeyRegistry:
     def __init__(
         self,
         table: Table,
-        shelves: KeyDocuments,
-        follow: Callable[[], Awaitable[None]],
+        documents: KeyDocuments,
+        refresh_view: Callable[[], Awaitable[None]],
         flush: Flush,
         clock: Clock,
         role_of: Callable[[str], Role | None],
         fresh: Callable[[], PresentedKey] = new_key,
     ) -> None:
         self._table = table
-        self._shelf, self._uses, self._numbers = shelves
-        self._follow = follow
+        self._cache, self._uses, self._numbers = documents
+        self._refresh_view = refresh_view
         self._flush = flush
         self._clock = clock
         self._role_of = role_of
@@ -137,13 +137,13 @@ class KeyRegistry:
     @property
     def generation(self) -> int:
         """Grows with every change of a key."""
-        return self._shelf.generation
+        return self._cache.generation
 
     async def create(self, wanted: NewKey) -> tuple[ApiKey, PresentedKey | None]:
         """Make a key.
 
         Returns:
-            What is kept of it, and what its owner shows; None for a certificate's.
+            The stored key, and the secret that its owner presents; None for a certificate's.
 
         Raises:
             InvalidArgumentError: a field is malformed.
@@ -154,7 +154,16 @@ class KeyRegistry:
         groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
         verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
         now = self._clock.now()
-        key = ApiKey("", wanted.name, wanted.role, groups, verbs, now, _end(now, wanted.ttl_seconds), b"")
+        key = ApiKey(
+            "",
+            name=wanted.name,
+            role=wanted.role,
+            groups=groups,
+            verbs=verbs,
+            created_at=now,
+            expires_at=_end(now, wanted.ttl_seconds),
+            digest=b"",
+        )
         made, presented = self._fresh_like(replace(key, certificate_name=wanted.certificate_name))
         while not await self._try_add(made):
             pass  # another key was made meanwhile, perhaps of that name
@@ -164,7 +173,18 @@ class KeyRegistry:
     async def log_in(self, account: str, role: Role, ttl_seconds: float) -> tuple[ApiKey, PresentedKey | None]:
         """Make a key for an account whose password was right. Of very many the oldest ends."""
         now = self._clock.now()
-        key = ApiKey("", f"account/{account}", role, (ALL_GROUPS,), (), now, now + ttl_seconds, b"", "", account)
+        key = ApiKey(
+            "",
+            name=f"account/{account}",
+            role=role,
+            groups=(ALL_GROUPS,),
+            verbs=(),
+            created_at=now,
+            expires_at=now + ttl_seconds,
+            digest=b"",
+            certificate_name="",
+            account=account,
+        )
         made, presented = await self._add(key)
         others = sorted((each for each in self._logins(account) if each.id != made.id), key=lambda key: key.created_at)
         await self._forget_all(others[: 1 - _MOST_LOGINS])
@@ -182,7 +202,7 @@ class KeyRegistry:
         _check_ttl(ttl_seconds)
         if not 0 <= overlap_seconds <= _MOST_TTL_SECONDS:
             raise InvalidArgumentError(f"overlap_seconds is {overlap_seconds:.0f}, must be from 0")
-        old = self._existing(key_id, await self._shelf.read(key_id))
+        old = self._existing(key_id, await self._cache.read(key_id))
         if not old.digest or old.account:
             raise InvalidArgumentError(
                 f"key {key_id!r} is of {_kind(old)}: only keys with a lasting secret are rotated"
@@ -196,7 +216,7 @@ class KeyRegistry:
                 return None
             return replace(known, expires_at=min(end, known.expires_at or end))
 
-        await self._shelf.change(key_id, decide)
+        await self._cache.change(key_id, decide)
         await self._flush()
         return made
 
@@ -207,7 +227,7 @@ class KeyRegistry:
             InvalidArgumentError: there is no such key.
             StorageIOError: the store cannot be asked.
         """
-        self._existing(key_id, await self._shelf.read(key_id))
+        self._existing(key_id, await self._cache.read(key_id))
         await self._forget(key_id)
         await self._flush()
 
@@ -222,18 +242,18 @@ class KeyRegistry:
             await self._forget_all([key])
 
     async def revoke_logins(self, account: str) -> None:
-        """End the keys of whoever logged in to an account, as far as they are known here."""
+        """Revoke the login keys of an account that are known here."""
         await self._forget_all(self._logins(account))
 
     def find(self, key_id: str) -> ApiKey | None:
         """Return a key, None when there is none of that id."""
-        return self._shelf.get(key_id)
+        return self._cache.get(key_id)
 
     def all(self) -> list[ApiKey]:
         """Return the keys that have not ended, ordered by name and time."""
         now = self._clock.now()
         return sorted(
-            (key for key in self._shelf.all() if not self._is_over(key, now)),
+            (key for key in self._cache.all() if not self._is_over(key, now)),
             key=lambda key: (key.name, key.created_at),
         )
 
@@ -248,7 +268,7 @@ class KeyRegistry:
 
     def authenticate(self, presented: PresentedKey) -> ApiKey | None:
         """Return the key that somebody proves to have, ended ones included; None when there is no such key."""
-        key = self._shelf.get(presented.id)
+        key = self._cache.get(presented.id)
         if key is None or not key.is_proven_by(presented):
             return None
         return key
@@ -267,27 +287,27 @@ class KeyRegistry:
         return True
 
     async def tidy(self) -> None:
-        """Write down what was used, and forget what has ended. To be called now and then."""
+        """Store the uses, and forget expired keys. To be called now and then."""
         used, self._used = self._used, {}
         for key_id, at in used.items():
-            if self._shelf.get(key_id) is not None:
+            if self._cache.get(key_id) is not None:
                 await self._uses.change(key_id, lambda known, at=at: _later(known, at))  # type: ignore[misc]
         now = self._clock.now()
-        await self._forget_all([key for key in self._shelf.all() if self._is_over(key, now)])
+        await self._forget_all([key for key in self._cache.all() if self._is_over(key, now)])
 
     def _is_over(self, key: ApiKey, now: float) -> bool:
         return key.is_expired(now) or (key.account != "" and self._role_of(key.account) is not key.role)
 
     def _invalidate_changed(self) -> None:
-        """Forget what was remembered of keys that may have changed."""
-        if self._shelf.generation != self._read_generation:
-            self._read_generation = self._shelf.generation
+        """Invalidate derived data of keys that may have changed."""
+        if self._cache.generation != self._read_generation:
+            self._read_generation = self._cache.generation
             self._of_certificates = {key.certificate_name: key for key in self._certified()}
 
     def _certified(self) -> list[ApiKey]:
         """Return the keys of certificates, of each name the one that counts last: ended ones are not forgotten yet."""
         now = self._clock.now()
-        keys = (key for key in self._shelf.all() if key.certificate_name)
+        keys = (key for key in self._cache.all() if key.certificate_name)
         return sorted(keys, key=lambda key: (not self._is_over(key, now), key.created_at))
 
     async def _try_add(self, made: ApiKey) -> bool:
@@ -298,9 +318,9 @@ class KeyRegistry:
         """
         number, batch = await self._numbers.read(_MADE), DocumentBatch()
         batch.stage(self._numbers, _MADE, (number or 0) + 1)
-        await self._follow()
+        await self._refresh_view()
         self._check_name_is_free(made)
-        batch.stage(self._shelf, made.id, made)
+        batch.stage(self._cache, made.id, made)
         return await batch.commit(self._table)
 
     def _fresh_like(self, key: ApiKey) -> tuple[ApiKey, PresentedKey | None]:
@@ -317,12 +337,12 @@ class KeyRegistry:
             assert known is None, "80 random bits came twice"
             return made
 
-        await self._shelf.change(made.id, decide)
+        await self._cache.change(made.id, decide)
         await self._flush()
         return made, presented
 
     def _logins(self, account: str) -> list[ApiKey]:
-        return [key for key in self._shelf.all() if key.account == account]
+        return [key for key in self._cache.all() if key.account == account]
 
     async def _forget_all(self, keys: Sequence[ApiKey]) -> None:
         for key in keys:
@@ -331,7 +351,7 @@ class KeyRegistry:
             await self._flush()
 
     async def _forget(self, key_id: str) -> None:
-        await self._shelf.change(key_id, lambda _known: None)
+        await self._cache.change(key_id, lambda _known: None)
         await self._uses.change(key_id, lambda _known: None)
 
     def _existing(self, key_id: str, known: ApiKey | None) -> ApiKey:
@@ -389,7 +409,7 @@ class ImportedKeys:
         table: holds the documents.
         keys: those that there are.
         taken: when keys were taken over, unix seconds by id.
-        flush: returns when what was changed is durable.
+        flush: returns when all changes are durable.
         clock: time source.
     """
 
@@ -410,14 +430,23 @@ class ImportedKeys:
             presented: the key.
 
         Returns:
-            What is kept of the key, None when it has ended.
+            The stored key, None when it has expired.
 
         Raises:
             InvalidArgumentError: the key of its id has another secret.
             StorageIOError: the store cannot be asked.
         """
         now = self._clock.now()
-        new = ApiKey(presented.id, name, Role.ROLE_ADMIN, (ALL_GROUPS,), (), now, 0.0, presented.digest())
+        new = ApiKey(
+            presented.id,
+            name=name,
+            role=Role.ROLE_ADMIN,
+            groups=(ALL_GROUPS,),
+            verbs=(),
+            created_at=now,
+            expires_at=0.0,
+            digest=presented.digest(),
+        )
         while await self._taken.read(presented.id) is None:
             await self._import(new)
         known = await self._keys.read(presented.id)
@@ -426,7 +455,7 @@ class ImportedKeys:
         return known if known is not None and not known.is_expired(now) else None
 
     async def all(self) -> list[ImportedKey]:
-        """Return what was taken over so far, ordered by id.
+        """Return the imported keys, ordered by id.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -437,7 +466,7 @@ class ImportedKeys:
         ]
 
     async def remember(self, taken: ImportedKey) -> None:
-        """Note that a key was taken over, elsewhere; what is noted already stays.
+        """Record that a key was imported elsewhere; an earlier record stays.
 
         Raises:
             StorageIOError: the store cannot be asked.

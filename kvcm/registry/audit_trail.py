@@ -1,4 +1,4 @@
-"""Makes entries of the audit log: of changes of the registry, and of calls that change something else."""
+"""Entries of the audit log: changes of the registry, and calls that change something else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HIDDEN: Final = "…"
 
 
 class AuditTrail:
-    """Tells a log of changes.
+    """Writes changes to a log.
 
     Args:
         record: takes entries.
@@ -54,7 +54,7 @@ class AuditTrail:
 
 
 def _cut(value: Any) -> Any:
-    """Return what is said, of what strangers say only the beginning: they fill the file with nothing else."""
+    """Return a text for the log, cut short when an unauthenticated client sent it: it must not fill the file."""
     return value[:_MOST_OF_STRANGERS] if call_context.get().principal is ANONYMOUS and isinstance(value, str) else value
 
 

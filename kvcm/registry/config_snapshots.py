@@ -1,4 +1,24 @@
-"""All that is configured as one value, and what a load of it changes."""
+"""Snapshots: the whole configuration as one value, which is exported, compared and loaded as a whole.
+
+A load is checked completely, then decided against the configuration, then all documents change together
+(`DocumentBatch`); if another manager was faster it is decided again. So a load is never half done, and two loads at a
+time end as one after the other. Rules:
+
+* A configured value that is not in the snapshot stays (`keep`), unless `prune` is set. Then groups, global quotas and
+  accounts are removed, as their own calls would. Instances and storages never are: that deletes blocks. A prune that
+  would have to is refused; RemoveInstance and RemoveStorage say so by name.
+* The version of a group is not compared. A group that changes gets the snapshot's version, or the one above the
+  stored one if that is higher; a new one gets the snapshot's.
+* An instance's config never changes: one that is registered with another layout refuses the load. What takes no part
+  in that comparison (user data, the quota group at its registration) stays as it is registered, as RegisterInstance
+  does.
+* A storage that is added, or gets another medium, is opened first, as by AddStorage and UpdateStorage: one that does
+  not open refuses the load. Opening may make the storage's directories, and those stay; a dry run opens nothing.
+  Whether a storage is enabled is loaded; a drain is no configuration, it goes on.
+* A new account is added without a password, so login is impossible; an existing one keeps its own.
+* Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from the configured value, or
+  refuses the load.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +110,7 @@ class ConfigChange(NamedTuple):
     Attributes:
         kind: as of its entry.
         name: of the entry.
-        action: `add`, `change`, `remove`, or `keep`: it is not in what is loaded and stays.
+        action: `add`, `change`, `remove`, or `keep`: it is not in the snapshot and stays.
         old: value so far, None for none; with its secrets.
         new: value afterwards, None for none; with its secrets.
     """
@@ -181,7 +201,7 @@ _ORDER = {kind: at for at, kind in enumerate(("storage", "group", "quota", "inst
 
 
 class ConfigDocuments(NamedTuple):
-    """Where what is configured is kept, by kind."""
+    """The document caches of the configuration, by kind."""
 
     storages: DocumentCache[StorageConfig]
     groups: DocumentCache[InstanceGroup]
@@ -193,10 +213,10 @@ class ConfigDocuments(NamedTuple):
         """Return them as they are now."""
         return ConfigDocuments(
             self.storages.copy(),
-            self.groups.copy(),
-            self.quotas.copy(),
-            self.registrations.copy(),
-            self.accounts.copy(),
+            groups=self.groups.copy(),
+            quotas=self.quotas.copy(),
+            registrations=self.registrations.copy(),
+            accounts=self.accounts.copy(),
         )
 
     def configuration(self) -> Configuration:
@@ -205,26 +225,26 @@ class ConfigDocuments(NamedTuple):
         Raises:
             StorageIOError: a document cannot be read, so that it would be missing.
         """
-        shelves: Mapping[str, DocumentCache[Any]] = self._asdict()
-        unreadable = [f"{kind} {name!r}" for kind, shelf in shelves.items() for name in shelf.unreadable]
+        caches: Mapping[str, DocumentCache[Any]] = self._asdict()
+        unreadable = [f"{kind} {name!r}" for kind, cache in caches.items() for name in cache.unreadable]
         if unreadable:
             raise StorageIOError(
                 f"the configuration cannot be read as a whole, unreadable are {unreadable[:5]}: see `kvcm index verify`"
             )
         return Configuration(
             tuple(each for each in self.storages.all() if not each.is_removed),
-            tuple(self.groups.all()),
-            tuple(self.quotas.all()),
-            tuple(each.instance for each in self.registrations.all()),
-            tuple(map(AccountEntry.of, self.accounts.all())),
+            groups=tuple(self.groups.all()),
+            quotas=tuple(self.quotas.all()),
+            instances=tuple(each.instance for each in self.registrations.all()),
+            accounts=tuple(map(AccountEntry.of, self.accounts.all())),
         )
 
 
 class ConfigDraft:
-    """What a load comes to, as of what was known when it was decided.
+    """The outcome of a load, by the view at the time of the decision.
 
     Attributes:
-        changes: what to tell.
+        changes: for the answer.
         batch: what to store.
         storages: those that are added or changed.
         to_open: those of them whose medium has to be opened first.
@@ -238,20 +258,22 @@ class ConfigDraft:
 
     def record(self, entry: Entry, old: Any, new: Any) -> None:
         """Write down what becomes of an entry."""
-        self.changes.append(ConfigChange(entry.kind, entry.name, "add" if old is None else "change", old, new))
+        self.changes.append(
+            ConfigChange(entry.kind, name=entry.name, action="add" if old is None else "change", old=old, new=new)
+        )
 
 
 class _ConfigDrafting:
-    """Decides loads. Asks nobody and waits for nothing, so that it may run on a thread.
+    """Decides loads. It does no I/O, so that it may run on a thread.
 
     Args:
-        shelves: what is configured, in copies of their own.
-        enrolment: registers instances, likewise.
+        caches: the configuration, in copies of their own.
+        batch_registration: registers instances, likewise.
     """
 
-    def __init__(self, shelves: ConfigDocuments, enrolment: BatchRegistration) -> None:
-        self._shelves = shelves
-        self._enrolment = enrolment
+    def __init__(self, caches: ConfigDocuments, batch_registration: BatchRegistration) -> None:
+        self._caches = caches
+        self._batch_registration = batch_registration
 
     def draft(self, wanted: Configuration, *, prune: bool) -> ConfigDraft:
         """Return what a load comes to.
@@ -261,9 +283,9 @@ class _ConfigDrafting:
             prune: also remove groups, quotas and accounts that it does not have.
 
         Raises:
-            KvcmError: it cannot take the place of what is configured.
+            KvcmError: it cannot replace the configured value.
         """
-        present = self._shelves.configuration()
+        present = self._caches.configuration()
         draft = ConfigDraft()
         instances = []
         for entry in wanted.entries():
@@ -274,7 +296,7 @@ class _ConfigDrafting:
         groups = {each.name: each for each in present.groups} | {
             change.name: change.new for change in draft.changes if isinstance(change.new, InstanceGroup)
         }
-        self._enrolment.stage(draft.batch, instances, groups)
+        self._batch_registration.stage(draft.batch, instances, groups)
         self._draft_absent(draft, present, wanted, prune=prune)
         draft.changes.sort(key=lambda change: (_ORDER[change.kind], change.name))
         return draft
@@ -289,7 +311,7 @@ class _ConfigDrafting:
         drafts[entry.kind](draft, entry)
 
     def _draft_storage(self, draft: ConfigDraft, entry: Entry) -> None:
-        stored = self._shelves.storages.get(entry.name)
+        stored = self._caches.storages.get(entry.name)
         known = None if stored is None or stored.is_removed else stored
         new: StorageConfig = _restored(entry, stored)
         if known is None:
@@ -300,37 +322,37 @@ class _ConfigDrafting:
         if new == known:
             return
         draft.record(entry, known, new)
-        draft.batch.stage(self._shelves.storages, entry.name, new)
+        draft.batch.stage(self._caches.storages, entry.name, new)
         draft.storages.append(new)
         if known is None or medium_of(new) != medium_of(known):
             draft.to_open.append(new)
 
     def _draft_group(self, draft: ConfigDraft, entry: Entry) -> None:
-        known = self._shelves.groups.get(entry.name)
+        known = self._caches.groups.get(entry.name)
         new: InstanceGroup = _restored(entry, known)
         if known is not None:
             if replace(new, version=known.version) == known:
                 return
             new = replace(new, version=_next_version(entry, new.version, known.version))
         draft.record(entry, known, new)
-        draft.batch.stage(self._shelves.groups, entry.name, new)
+        draft.batch.stage(self._caches.groups, entry.name, new)
 
     def _draft_quota(self, draft: ConfigDraft, entry: Entry) -> None:
-        known = self._shelves.quotas.get(entry.name)
+        known = self._caches.quotas.get(entry.name)
         if entry.value != known:
             draft.record(entry, known, entry.value)
-            draft.batch.stage(self._shelves.quotas, entry.name, entry.value)
+            draft.batch.stage(self._caches.quotas, entry.name, entry.value)
 
     def _draft_account(self, draft: ConfigDraft, entry: Entry) -> None:
-        known = self._shelves.accounts.get(entry.name)
+        known = self._caches.accounts.get(entry.name)
         if known is not None and known.role is entry.value.role:
             return
         draft.record(entry, None if known is None else AccountEntry.of(known), entry.value)
         new = Account(entry.name, entry.value.role, None) if known is None else replace(known, role=entry.value.role)
-        draft.batch.stage(self._shelves.accounts, entry.name, new)
+        draft.batch.stage(self._caches.accounts, entry.name, new)
 
     def _new_instance(self, draft: ConfigDraft, entry: Entry) -> list[Instance]:
-        known = self._shelves.registrations.get(entry.name)
+        known = self._caches.registrations.get(entry.name)
         new: Instance = _restored(entry, known.instance if known is not None else None)
         if known is None:
             draft.record(entry, None, new)
@@ -346,17 +368,21 @@ class _ConfigDrafting:
         absent = [entry for entry in present.entries() if (entry.kind, entry.name) not in names]
         if prune:
             _refuse_loss(absent)
-        shelves: Mapping[str, DocumentCache[Any]] = {
-            "group": self._shelves.groups,
-            "quota": self._shelves.quotas,
-            "account": self._shelves.accounts,
+        caches: Mapping[str, DocumentCache[Any]] = {
+            "group": self._caches.groups,
+            "quota": self._caches.quotas,
+            "account": self._caches.accounts,
         }
         for entry in absent:
             if prune:
-                draft.changes.append(ConfigChange(entry.kind, entry.name, "remove", entry.value, None))
-                draft.batch.stage(shelves[entry.kind], entry.name, None)
+                draft.changes.append(
+                    ConfigChange(entry.kind, name=entry.name, action="remove", old=entry.value, new=None)
+                )
+                draft.batch.stage(caches[entry.kind], entry.name, None)
             else:
-                draft.changes.append(ConfigChange(entry.kind, entry.name, "keep", entry.value, entry.value))
+                draft.changes.append(
+                    ConfigChange(entry.kind, name=entry.name, action="keep", old=entry.value, new=entry.value)
+                )
 
 
 def _restored(entry: Entry, known: object) -> Any:
@@ -382,35 +408,9 @@ def _refuse_loss(absent: Iterable[Entry]) -> None:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise InvalidArgumentError(
             f"prune would remove {', '.join(lost[:5])}{more}, and blocks with it: "
-            "remove what is meant by RemoveInstance and RemoveStorage first, or load without prune"
+            "remove them by RemoveInstance and RemoveStorage first, or load without prune"
         )
 
-
-# Takes the whole configuration out, and loads one as a whole.
-#
-# A load is checked completely, then decided against what is configured, then all documents change together (`Batch`);
-# if anybody was faster it is decided anew. So nothing of it is ever half done, and two loads at a time end as one
-# after the other. What was decided:
-#
-# * What is configured and not in the snapshot stays (`keep`), unless `prune` is asked for. Then groups, global quotas
-#   and
-#   accounts are removed, as their own calls would. Instances and storages never are: that deletes blocks. A prune
-#     that
-#   would have to is refused; RemoveInstance and RemoveStorage say so by name.
-# * A group's version is no part of what is compared. A group that changes gets the snapshot's version, or the one
-#   above
-#   the stored one if that is higher; a new one gets the snapshot's.
-# * An instance's config never changes: one that is registered with another layout refuses the load. What takes no
-#   part in
-#   that comparison (user data, the quota group at its registration) stays as it is registered, as RegisterInstance
-#     does.
-# * A storage that is added, or gets another medium, is opened first, as by AddStorage and UpdateStorage: one that
-#   does
-#   not open refuses the load. Opening may make the storage's directories, and those stay; a dry run opens nothing.
-#   Whether a storage is enabled is loaded; a drain is no configuration, it goes on.
-# * An account that is not there is added without a password, so nobody can log in; one that is there keeps its own.
-# * Secrets are not in snapshots (`kvcm.registry.secrets`); a text that lacks one gets it from what is configured, or
-#   refuses the load.
 
 _MOST_TRIES = 32
 
@@ -420,29 +420,29 @@ class ConfigSnapshots:
 
     Args:
         table: holds all of it.
-        shelves: the parts of it.
-        enrolment: registers instances.
-        storages: opens what is added.
-        follow: brings the shelves up to date with the table.
-        flush: returns when what was changed is durable.
+        caches: the parts of it.
+        batch_registration: registers instances.
+        storages: opens added storages.
+        refresh_view: brings the caches up to date with the table.
+        flush: returns when all changes are durable.
         store_kind: the deployment's metadata store, which groups may name.
     """
 
     def __init__(
         self,
         table: Table,
-        shelves: ConfigDocuments,
-        enrolment: BatchRegistration,
+        caches: ConfigDocuments,
+        batch_registration: BatchRegistration,
         storages: StorageRegistry,
-        follow: Callable[[], Awaitable[None]],
+        refresh_view: Callable[[], Awaitable[None]],
         flush: Flush,
         store_kind: str,
     ) -> None:
         self._table = table
-        self._shelves = shelves
-        self._enrolment = enrolment
+        self._caches = caches
+        self._batch_registration = batch_registration
         self._storages = storages
-        self._follow = follow
+        self._refresh_view = refresh_view
         self._flush = flush
         self._store_kind = store_kind
 
@@ -452,22 +452,22 @@ class ConfigSnapshots:
         Raises:
             StorageIOError: the store cannot be asked, or a document in it cannot be read.
         """
-        await self._follow()
-        return self._shelves.configuration()
+        await self._refresh_view()
+        return self._caches.configuration()
 
     async def load(self, wanted: Configuration, *, prune: bool = False, dry_run: bool = False) -> list[ConfigChange]:
-        """Make what is configured agree with `wanted`, as a whole or not at all.
+        """Replace the configuration by `wanted`, as a whole or not at all.
 
         Args:
-            wanted: the configuration; secrets may be left out of what is configured already.
+            wanted: the configuration; values that are configured already may lack their secrets.
             prune: also remove groups, quotas and accounts that it does not have.
             dry_run: change nothing and open nothing.
 
         Returns:
-            What was changed, or would be, and what stays although `wanted` does not have it.
+            The changes, made or planned, and the values that stay although `wanted` lacks them.
 
         Raises:
-            InvalidArgumentError: a value is wrong, or cannot take the place of what is configured.
+            InvalidArgumentError: a value is wrong, or cannot replace the configured one.
             DuplicateEntityError: an instance is registered with another config.
             CapacityError: a group would have more instances than it may.
             NotReadyError: the configuration changes all the time, or a storage's name is still taken.
@@ -490,9 +490,9 @@ class ConfigSnapshots:
         raise NotReadyError("others change the configuration all the time; nothing was loaded, try again")
 
     async def _drafted(self, wanted: Configuration, *, prune: bool) -> ConfigDraft:
-        await self._follow()
-        await self._enrolment.refresh(wanted.instances)
-        drafting = _ConfigDrafting(self._shelves.copy(), self._enrolment.copy())
+        await self._refresh_view()
+        await self._batch_registration.refresh(wanted.instances)
+        drafting = _ConfigDrafting(self._caches.copy(), self._batch_registration.copy())
         return await asyncio.to_thread(drafting.draft, wanted, prune=prune)
 
     async def _open(self, configs: Iterable[StorageConfig], opened: dict[StorageConfig, Any]) -> None:

@@ -1,4 +1,15 @@
-"""Documents of the registry's table: JSON with a version number, made from the frozen values of the model."""
+"""Documents of the registry's table, as this manager read them last, changed by compare-and-set.
+
+A document is JSON with a version number, made from a frozen value of the model. Every change reads the document first,
+validates against it, and writes only if no other manager was faster: of several managers one wins, and the others
+validate again against its value. No lock is held meanwhile: a slow store delays one change only. Reads use the local
+view; `refresh_from` brings in changes of other managers.
+
+Invariants:
+
+1. Every document here was in the table.
+2. A document that was read before a change made here never replaces that change (`watching`).
+"""
 
 from __future__ import annotations
 
@@ -108,14 +119,14 @@ def _version_of(value: object) -> int:
 def _storage_document(config: StorageConfig) -> _Storage:
     return _Storage(
         config.global_unique_name,
-        type(config.spec).__name__,
-        msgspec.Raw(msgspec.json.encode(config.spec)),
-        config.check_storage_available_when_open,
-        config.is_available,
-        config.capacity_bytes,
-        config.used_percentage,
-        config.draining_since or msgspec.UNSET,
-        config.removed_at or msgspec.UNSET,
+        spec_type=type(config.spec).__name__,
+        spec=msgspec.Raw(msgspec.json.encode(config.spec)),
+        check_storage_available_when_open=config.check_storage_available_when_open,
+        is_available=config.is_available,
+        capacity_bytes=config.capacity_bytes,
+        used_percentage=config.used_percentage,
+        draining_since=config.draining_since or msgspec.UNSET,
+        removed_at=config.removed_at or msgspec.UNSET,
     )
 
 
@@ -130,62 +141,63 @@ def _storage(value: msgspec.Raw) -> StorageConfig:
         raise StorageIOError(f"document names storage spec {stored.spec_type!r}, this release knows {sorted(_SPECS)}")
     return StorageConfig(
         stored.global_unique_name,
-        msgspec.json.decode(stored.spec, type=spec_type),
-        stored.check_storage_available_when_open,
-        stored.is_available,
-        stored.capacity_bytes,
-        stored.used_percentage,
-        _time(stored.draining_since),
-        _time(stored.removed_at),
+        spec=msgspec.json.decode(stored.spec, type=spec_type),
+        check_storage_available_when_open=stored.check_storage_available_when_open,
+        is_available=stored.is_available,
+        capacity_bytes=stored.capacity_bytes,
+        used_percentage=stored.used_percentage,
+        draining_since=_time(stored.draining_since),
+        removed_at=_time(stored.removed_at),
     )
 
-
-# Documents of one kind, as this manager saw them last, changed by compare-and-set in a table that managers share.
-#
-# Every change reads the document first, validates against that, and writes only if nobody was faster; so of several
-# managers one wins, and the others validate again against what the winner made. No lock is held meanwhile: one slow
-# answer of the store holds up nobody else. Reads ask the local view alone; `take` brings what others changed.
-#
-# Invariants:
-# 1. What is here was in the table.
-# 2. What was read before a change made here never replaces that change (`watching`).
 
 _log = structlog.get_logger("kvcm.registry")
 Flush = Callable[[], Awaitable[None]]
 """Returns when every change made so far is as durable as configured."""
 ChangeListener = Callable[[str, object, object], None]
-"""Told of a change that was made here: full name of the document, old and new value, None for none."""
+"""Receives a change that was made here: full name of the document, old and new value, None for none."""
 
 
 class DocumentCache(Generic[Value]):
-    """Documents whose names begin alike.
+    """Documents of one kind.
 
     Args:
         table: holds them.
         prefix: what their names begin with.
         kind: class of the values.
-        listener: told of changes that are made here.
+        listener: receives changes that are made here.
+        on_put: called after every change of the local view.
 
     Attributes:
         values: the present values by name, for callers on the path of every request.
     """
 
-    def __init__(self, table: Table, prefix: str, kind: type[Value], listener: ChangeListener | None = None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        prefix: str,
+        kind: type[Value],
+        listener: ChangeListener | None = None,
+        on_put: Callable[[], None] = lambda: None,
+    ) -> None:
         self._listener = listener
+        self._on_put = on_put
         self._table = table
         self._prefix = prefix
         self._kind = kind
         self._values: dict[str, Value] = {}
+        self.get: Callable[[str], Value | None] = self._values.get  # no frame of ours: each request reads several
+        """Returns a value, None when there is none of that name."""
         self.values: Mapping[str, Value] = MappingProxyType(self._values)
         self._documents: dict[str, bytes] = {}
         self._order: list[str] | None = None  # of the names, until one comes or goes: duties ask for it all the time
-        self._unreadable: dict[str, bytes] = {}  # said once each
+        self._unreadable: dict[str, bytes] = {}  # logged once each
         self._watchers: list[set[str]] = []
         self.origin = self
         self.generation = 0
 
     def copy(self) -> DocumentCache[Value]:
-        """Return the local view as it is now, whose `origin` is this shelf: for a thread to read while this goes on."""
+        """Return the local view as it is now, whose `origin` is this cache: for a thread, while this one changes."""
         copied = DocumentCache(self._table, self._prefix, self._kind)
         copied._values.update(self._values)
         copied._documents.update(self._documents)
@@ -197,10 +209,6 @@ class DocumentCache(Generic[Value]):
     def unreadable(self) -> list[str]:
         """Names of documents that cannot be read, in order: their old values are in force, if there were any."""
         return sorted(self._unreadable)
-
-    def get(self, name: str) -> Value | None:
-        """Return a value, None when there is none of that name."""
-        return self._values.get(name)
 
     def names(self) -> list[str]:
         """Return all names in order."""
@@ -231,7 +239,7 @@ class DocumentCache(Generic[Value]):
         Args:
             name: of the document.
             decide: from the present value, None for none, to the new one, None to remove it; raises to refuse. Called
-                again whenever somebody else was faster.
+                again whenever another manager was faster.
 
         Returns:
             The new value.
@@ -255,11 +263,11 @@ class DocumentCache(Generic[Value]):
         return Replacement(self._prefix + name, self._documents.get(name), document)
 
     def apply(self, replacement: Replacement, new: Value | None) -> None:
-        """Take over what was just put into the table, and what nobody changed here meanwhile."""
+        """Apply a replacement that was just stored, of a document that did not change here meanwhile."""
         self._put(replacement.name.removeprefix(self._prefix), replacement.new, new)
 
     def notify(self, replacement: Replacement, new: Value | None) -> None:
-        """Tell the listener of what was just put into the table."""
+        """Report a replacement that was just stored to the listener."""
         if self._listener is not None:
             old = None if replacement.old is None else decode_document(self._kind, replacement.old)
             self._listener(replacement.name, old, new)
@@ -268,7 +276,7 @@ class DocumentCache(Generic[Value]):
         document = None if new is None else encode_document(new)
         with self.watching() as changed:
             won = await self._table.replace(self._prefix + name, self._documents.get(name), document)
-        if won and name in changed:  # somebody went on from what was just written, or came before it
+        if won and name in changed:  # another manager changed it before or after this change
             await self.read(name)
         elif won:
             self._put(name, document, new)
@@ -308,7 +316,7 @@ class DocumentCache(Generic[Value]):
 
     def _put(self, name: str, document: bytes | None, value: Value | None = None) -> None:
         if document == self._documents.get(name):
-            self._unreadable.pop(name, None)  # it was mended
+            self._unreadable.pop(name, None)  # it was repaired
             return
         if document is None or name not in self._values:
             self._order = None
@@ -319,14 +327,15 @@ class DocumentCache(Generic[Value]):
             self._documents[name] = document
         self._unreadable.pop(name, None)
         self.generation += 1
+        self._on_put()
         for watcher in self._watchers:
             watcher.add(name)
 
 
 # Changes of documents of any kind that are made together or not at all.
 #
-# A change by a shelf alone (`Shelf.change`) decides again when somebody was faster; a batch was decided from many
-# documents, so it is refused as a whole then, and whoever made it begins anew.
+# A single change (`DocumentCache.change`) decides again when another manager was faster. A batch is decided from many
+# documents: it is rejected as a whole then, and its caller starts again.
 
 
 class _Staged(NamedTuple):
@@ -337,7 +346,7 @@ class _Staged(NamedTuple):
 
 
 class DocumentBatch:
-    """Changes to come, each of another document, based on what the shelves knew when it was staged."""
+    """Staged changes, each of another document, based on the view of its cache at that time."""
 
     def __init__(self) -> None:
         self._staged: list[_Staged] = []
@@ -345,9 +354,9 @@ class DocumentBatch:
     def __bool__(self) -> bool:
         return bool(self._staged)
 
-    def stage(self, shelf: DocumentCache[Value], name: str, new: Value | None) -> None:
-        """Add a change of a document of a shelf or of its copy; None removes the document."""
-        self._staged.append(_Staged(shelf.origin, name, shelf.replacement(name, new), new))
+    def stage(self, cache: DocumentCache[Value], name: str, new: Value | None) -> None:
+        """Add a change of a document of a cache or of its copy; None removes the document."""
+        self._staged.append(_Staged(cache.origin, name, cache.replacement(name, new), new))
 
     async def commit(self, table: Table) -> bool:
         """Make all changes. False: a document is another one by now, and nothing was changed.
@@ -357,7 +366,7 @@ class DocumentBatch:
         """
         with contextlib.ExitStack() as watches:
             watched = {id(each.cache): each.cache for each in self._staged}
-            changed = {key: watches.enter_context(shelf.watching()) for key, shelf in watched.items()}
+            changed = {key: watches.enter_context(cache.watching()) for key, cache in watched.items()}
             won = await table.replace_together([each.replacement for each in self._staged])
         if won:
             for each in self._staged:
@@ -366,7 +375,7 @@ class DocumentBatch:
         return won
 
     async def _apply(self, staged: _Staged, *, is_newer: bool) -> None:
-        if is_newer:  # somebody went on from what was just written, or came before it
+        if is_newer:  # another manager changed it before or after this change
             await staged.cache.read(staged.name)
         else:
             staged.cache.apply(staged.replacement, staged.new)

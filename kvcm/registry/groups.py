@@ -1,6 +1,8 @@
-"""The configured instance groups."""
+"""The instance groups and global quotas of the configuration."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
@@ -15,16 +17,18 @@ class GroupRegistry:
     """Instance groups by name.
 
     Args:
-        shelf: where they are kept.
-        flush: returns when what was changed is durable.
+        cache: their documents.
+        flush: returns when all changes are durable.
         store_kind: the deployment's metadata store, which groups may name.
     """
 
-    def __init__(self, shelf: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
-        self._shelf = shelf
-        self.by_name = shelf.values  # for callers on the path of every request
+    def __init__(self, cache: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
+        self._cache = cache
+        self.by_name = cache.values  # for callers on the path of every request
         self._flush = flush
         self._store_kind = store_kind
+        self.find: Callable[[str], InstanceGroup | None] = cache.get
+        """Returns a group, None when there is none of that name."""
 
     async def create(self, group: InstanceGroup) -> None:
         """Add a group.
@@ -43,7 +47,7 @@ class GroupRegistry:
                 )
             return restored(group, None)
 
-        await self._shelf.change(group.name, decide)
+        await self._cache.change(group.name, decide)
         await self._flush()
 
     async def update(self, group: InstanceGroup, current_version: int) -> None:
@@ -63,7 +67,7 @@ class GroupRegistry:
             _check_versions(_existing(group.name, known).version, group.version, current_version)
             return restored(group, known)
 
-        await self._shelf.change(group.name, decide)
+        await self._cache.change(group.name, decide)
         await self._flush()
 
     async def remove(self, name: str) -> None:
@@ -77,7 +81,7 @@ class GroupRegistry:
         def decide(known: InstanceGroup | None) -> None:
             _existing(name, known)
 
-        await self._shelf.change(name, decide)
+        await self._cache.change(name, decide)
         await self._flush()
 
     async def read(self, name: str) -> InstanceGroup:
@@ -87,7 +91,7 @@ class GroupRegistry:
             InvalidArgumentError: there is no such group.
             StorageIOError: the store cannot be asked.
         """
-        return _existing(name, await self._shelf.read(name))
+        return _existing(name, await self._cache.read(name))
 
     def get(self, name: str) -> InstanceGroup:
         """Return a group.
@@ -95,15 +99,11 @@ class GroupRegistry:
         Raises:
             InvalidArgumentError: there is no such group.
         """
-        return _existing(name, self._shelf.get(name))
-
-    def find(self, name: str) -> InstanceGroup | None:
-        """Return a group, None when there is none of that name."""
-        return self._shelf.get(name)
+        return _existing(name, self._cache.get(name))
 
     def all(self) -> list[InstanceGroup]:
         """Return all groups, ordered by name."""
-        return self._shelf.all()
+        return self._cache.all()
 
 
 def _existing(name: str, known: InstanceGroup | None) -> InstanceGroup:
@@ -119,21 +119,20 @@ def _check_versions(stored: int, new: int, current: int) -> None:
         raise InvalidArgumentError(f"instance_group.version is {new}, must be above {stored}")
 
 
-# The limits that groups of one `global_quota_group_name` have together.
-
-
 class QuotaRegistry:
     """Global quotas by name. Groups may carry a name that has none: then there is no such limit.
 
     Args:
-        shelf: where they are kept.
-        flush: returns when what was changed is durable.
+        cache: their documents.
+        flush: returns when all changes are durable.
     """
 
-    def __init__(self, shelf: DocumentCache[GlobalQuota], flush: Flush) -> None:
-        self._shelf = shelf
-        self.by_name = shelf.values  # for callers on the path of every request
+    def __init__(self, cache: DocumentCache[GlobalQuota], flush: Flush) -> None:
+        self._cache = cache
+        self.by_name = cache.values  # for callers on the path of every request
         self._flush = flush
+        self.find: Callable[[str], GlobalQuota | None] = cache.get
+        """Returns a quota, None when there is none of that name."""
 
     async def set(self, quota: GlobalQuota) -> None:
         """Add a quota, or put it in the place of the one of that name; in force at once.
@@ -143,7 +142,7 @@ class QuotaRegistry:
             StorageIOError: the store cannot be asked.
         """
         check_global_quota(quota)
-        await self._shelf.change(quota.name, lambda _known: quota)
+        await self._cache.change(quota.name, lambda _known: quota)
         await self._flush()
 
     async def remove(self, name: str) -> None:
@@ -158,13 +157,9 @@ class QuotaRegistry:
             if known is None:
                 raise InvalidArgumentError(f"global quota {name!r} does not exist")
 
-        await self._shelf.change(name, decide)
+        await self._cache.change(name, decide)
         await self._flush()
-
-    def find(self, name: str) -> GlobalQuota | None:
-        """Return a quota, None when there is none of that name."""
-        return self._shelf.get(name)
 
     def all(self) -> list[GlobalQuota]:
         """Return all quotas, ordered by name."""
-        return self._shelf.all()
+        return self._cache.all()

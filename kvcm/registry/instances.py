@@ -16,27 +16,26 @@ from kvcm.registry.validation import check_instance
 
 __all__ = ["BatchRegistration", "InstanceRegistry", "ReservedInstances", "same_registration", "with_sorted_groups"]
 
-# Seats: which instances count towards a group's `max_instance_count`, exact however many managers register at once.
+# The instance limit of a group (`max_instance_count`), exact however many managers register at once.
 #
-# Per group one document lists the seats that are taken. An instance is registered in two steps:
+# One document per group lists its reservations. An instance is registered in two steps:
 #
-# 1. It takes a seat by compare-and-set, which is where the limit is checked; the seat carries the whole registration.
-# 2. The registration is stored.
+# 1. Reserve by compare-and-set, which checks the limit; the reservation carries the whole registration.
+# 2. Store the registration.
 #
-# A manager that dies in between leaves a seat whose registration is missing. Where such a seat is in somebody's way,
-# whoever comes next does the second step for it: that is what its caller asked for. Giving the seat away instead could
-# let a manager that was only slow store one registration too many.
+# A manager that dies in between leaves a reservation without a registration. When the group is full, the next register
+# call completes such reservations. To release them instead could let a slow manager store one registration too many.
 #
-# Removal goes the other way round: the registration first, then the seat. A seat that was left behind by a manager
-# that died there is known by the removal, which is remembered before anything else, and given away.
+# A removal removes the registration first, then the reservation. It is recorded before both, so a reservation that a
+# manager left behind there is recognized and released.
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedInstances:
-    """The seats of one group.
+    """The reservations of one group.
 
     Attributes:
-        held: uid to instance id of what was registered when last looked at.
+        held: uid to instance id of the registrations that were stored at the last change.
         pending: registrations that may not be stored yet.
     """
 
@@ -45,36 +44,36 @@ class ReservedInstances:
 
     @property
     def uids(self) -> set[int]:
-        """Numbers of all registrations that have a seat."""
+        """Uids of all registrations with a reservation."""
         return {*self.held, *(each.placement.uid for each in self.pending)}
 
     def without(self, uids: Container[int]) -> ReservedInstances:
-        """Return the seats less some."""
+        """Return the reservations without those of some uids."""
         held = {uid: instance_id for uid, instance_id in self.held.items() if uid not in uids}
         return ReservedInstances(held, tuple(each for each in self.pending if each.placement.uid not in uids))
 
 
 class _InstanceLimit:
-    """Gives and takes seats.
+    """Reserves and releases places of instances in groups.
 
     Args:
-        shelf: where they are kept, by group.
-        registrations: what is registered, by instance id.
+        cache: their documents, by group.
+        registrations: by instance id.
         removals: removals that are not done yet, by uid.
     """
 
     def __init__(
         self,
-        shelf: DocumentCache[ReservedInstances],
+        cache: DocumentCache[ReservedInstances],
         registrations: DocumentCache[Registration],
         removals: DocumentCache[Removal],
     ) -> None:
-        self._shelf = shelf
+        self._cache = cache
         self._registrations = registrations
         self._removals = removals
 
     async def try_reserve(self, group: InstanceGroup, new: Registration) -> bool:
-        """Take a seat for a registration that is about to be stored. False: all seats of the group are taken.
+        """Reserve for a registration that is about to be stored. False: the group is full.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -86,32 +85,32 @@ class _InstanceLimit:
 
     async def _try_reserve(self, group: InstanceGroup, new: Registration) -> bool:
         def decide(known: ReservedInstances | None) -> ReservedInstances:
-            seats = self.settled(group.name, known or ReservedInstances())
-            if group.max_instance_count and len(seats.uids) >= group.max_instance_count:
-                return seats
-            return ReservedInstances(seats.held, (*seats.pending, new))
+            reservations = self.settled(group.name, known or ReservedInstances())
+            if group.max_instance_count and len(reservations.uids) >= group.max_instance_count:
+                return reservations
+            return ReservedInstances(reservations.held, (*reservations.pending, new))
 
-        seats = await self._shelf.change(group.name, decide)
-        return seats is not None and new in seats.pending
+        reservations = await self._cache.change(group.name, decide)
+        return reservations is not None and new in reservations.pending
 
-    def settled(self, group_name: str, seats: ReservedInstances) -> ReservedInstances:
-        """Return the seats with what this manager knows to be registered; a seat too many is given away when it is in
-        the way."""
+    def settled(self, group_name: str, reservations: ReservedInstances) -> ReservedInstances:
+        """Return the reservations with all registrations that this manager knows. Excess ones are released when the
+        group is full."""
         registered = {
             each.placement.uid: each.instance.instance_id
             for each in self._registrations.all()
             if each.instance.instance_group_name == group_name
         }
-        pending = tuple(each for each in seats.pending if each.placement.uid not in registered)
-        return ReservedInstances({**seats.held, **registered}, pending)
+        pending = tuple(each for each in reservations.pending if each.placement.uid not in registered)
+        return ReservedInstances({**reservations.held, **registered}, pending)
 
     async def _settle_abandoned(self, group_name: str) -> None:
-        """Finish what managers that died left half done."""
-        seats = await self._shelf.read(group_name) or ReservedInstances()
-        for each in seats.pending:
+        """Complete or release reservations that dead managers left."""
+        reservations = await self._cache.read(group_name) or ReservedInstances()
+        for each in reservations.pending:
             if await self._removals.read(str(each.placement.uid)) is None:
                 await self._store(each)
-        names = seats.held | {each.placement.uid: each.instance.instance_id for each in seats.pending}
+        names = reservations.held | {each.placement.uid: each.instance.instance_id for each in reservations.pending}
         free = {uid for uid, instance_id in names.items() if not await self._is_stored(uid, instance_id)}
         await self._release(group_name, free)
 
@@ -123,20 +122,20 @@ class _InstanceLimit:
         return stored is not None and stored.placement.uid == uid
 
     async def revoked(self, stored: Registration) -> bool:
-        """Return whether a registration that was stored a moment ago must be taken back: this manager was so slow that
-        others completed it, and removed it again. Then it has no seat and is stored all the same: a removal takes the
-        registration before the seat.
+        """Return whether a registration that was just stored must be removed again: this manager was so slow that
+        others completed it and removed it. Then it is stored without a reservation: a removal removes the registration
+        before the reservation.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        seats = await self._shelf.read(stored.instance.instance_group_name)
-        if seats is not None and stored.placement.uid in seats.uids:
+        reservations = await self._cache.read(stored.instance.instance_group_name)
+        if reservations is not None and stored.placement.uid in reservations.uids:
             return False
         return await self._is_stored(stored.placement.uid, stored.instance.instance_id)
 
     async def release(self, registration: Registration) -> None:
-        """Give a seat back; doing so twice is fine.
+        """Release a reservation; idempotent.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -148,7 +147,7 @@ class _InstanceLimit:
             left = known.without(uids) if known is not None else None
             return left if left is not None and left.uids else None
 
-        await self._shelf.change(group_name, decide)
+        await self._cache.change(group_name, decide)
 
 
 _DEFAULT_SHARDS = 16
@@ -160,12 +159,12 @@ class InstanceRegistry:
     """Instances by id.
 
     Args:
-        shelf: where registrations are kept, by instance id.
+        cache: where registrations are kept, by instance id.
         removals: where removals are kept that are not done yet, by uid.
         numbers: holds the next uid.
-        seats: which instances count towards a group's limit, by group.
+        reservations: which instances count towards a group's limit, by group.
         groups: the groups that instances belong to.
-        flush: returns when what was changed is durable.
+        flush: returns when all changes are durable.
 
     Attributes:
         by_id: the registrations, for callers on the path of every request.
@@ -173,18 +172,18 @@ class InstanceRegistry:
 
     def __init__(
         self,
-        shelf: DocumentCache[Registration],
+        cache: DocumentCache[Registration],
         removals: DocumentCache[Removal],
         numbers: DocumentCache[int],
-        seats: DocumentCache[ReservedInstances],
+        reservations: DocumentCache[ReservedInstances],
         groups: GroupRegistry,
         flush: Flush,
     ) -> None:
-        self._shelf = shelf
-        self.by_id = shelf.values
+        self._cache = cache
+        self.by_id = cache.values
         self._removals = removals
         self._numbers = numbers
-        self._seats = _InstanceLimit(seats, shelf, removals)
+        self._limit = _InstanceLimit(reservations, cache, removals)
         self._groups = groups
         self._flush = flush
 
@@ -203,7 +202,7 @@ class InstanceRegistry:
         """
         check_instance(instance)
         instance = with_sorted_groups(instance)
-        known = await self._shelf.read(instance.instance_id)
+        known = await self._cache.read(instance.instance_id)
         instance = restored(instance, known.instance if known is not None else None)
         stored = same_registration(known.instance, instance) if known is not None else await self._add(instance)
         await self._flush()
@@ -215,8 +214,8 @@ class InstanceRegistry:
             replace(instance, quota_group_name=group.global_quota_group_name),
             Placement(await self._next_uid(), _shard_count_in(group)),
         )
-        if not await self._seats.try_reserve(group, new):
-            known = self._shelf.get(instance.instance_id)  # another manager's half-done registration was completed
+        if not await self._limit.try_reserve(group, new):
+            known = self._cache.get(instance.instance_id)  # another manager's half-done registration was completed
             if known is None:
                 raise CapacityError(
                     f"instance group {group.name!r} is full: it has its max_instance_count of "
@@ -226,37 +225,37 @@ class InstanceRegistry:
         return same_registration((await self._store(new)).instance, instance)
 
     async def _store(self, new: Registration) -> Registration:
-        """Store a registration that has a seat, and return what is registered then."""
+        """Store a reserved registration, and return the one that is registered then."""
         instance_id = new.instance.instance_id
-        stored = await self._shelf.change(instance_id, lambda known: known or new)
+        stored = await self._cache.change(instance_id, lambda known: known or new)
         assert stored is not None
         if stored != new:  # another manager was faster
-            await self._seats.release(new)
-        elif await self._seats.revoked(new):
-            await self._shelf.change(instance_id, lambda known: None if known == new else known)
+            await self._limit.release(new)
+        elif await self._limit.revoked(new):
+            await self._cache.change(instance_id, lambda known: None if known == new else known)
             raise NotReadyError(
                 f"instance {instance_id!r} was removed while it was being registered: register it again"
             )
         return stored
 
     async def _next_uid(self) -> int:
-        following = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
-        assert following is not None
-        return following - 1
+        next_uid = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
+        assert next_uid is not None
+        return next_uid - 1
 
     async def remove(self, instance_id: str, uid: int | None = None) -> Instance:
-        """Forget an instance and return it. Its removal is remembered first, until `forget_removal`.
+        """Remove an instance and return it. Its removal is recorded first, until `forget_removal`.
 
         Args:
             instance_id: names it.
-            uid: of the registration that is meant; None for whichever there is.
+            uid: of the registration to remove; None for any.
 
         Raises:
-            UnknownInstanceError: there is no such instance, or it was registered anew.
+            UnknownInstanceError: there is no such instance, or it was registered again.
             StorageIOError: the store cannot be asked.
         """
-        known = _registered(instance_id, await self._shelf.read(instance_id))
-        if uid not in {None, known.placement.uid}:
+        known = await self._cache.read(instance_id)
+        if known is None or uid not in {None, known.placement.uid}:
             raise _unknown(instance_id)
         await self._removals.change(str(known.placement.uid), lambda _: known)
 
@@ -264,8 +263,8 @@ class InstanceRegistry:
             if registered != known:  # another manager removed it meanwhile
                 raise _unknown(instance_id)
 
-        await self._shelf.change(instance_id, decide)
-        await self._seats.release(known)
+        await self._cache.change(instance_id, decide)
+        await self._limit.release(known)
         await self._flush()
         return known.instance
 
@@ -274,7 +273,7 @@ class InstanceRegistry:
         removals = self._removals.all()
         if not removals:  # nearly always, and duties ask all the time
             return []
-        registered = {registration.placement.uid for registration in self._shelf.all()}
+        registered = {registration.placement.uid for registration in self._cache.all()}
         going = (removal for removal in removals if removal.placement.uid not in registered)
         return sorted(going, key=lambda removal: removal.placement.uid)
 
@@ -286,7 +285,7 @@ class InstanceRegistry:
         """
         removal = await self._removals.read(str(uid))
         if removal is not None:
-            await self._seats.release(removal)  # whoever removed it may have died before
+            await self._limit.release(removal)  # the manager that removed it may have died before
         await self._removals.change(str(uid), lambda _: None)
         await self._flush()
 
@@ -296,11 +295,14 @@ class InstanceRegistry:
         Raises:
             UnknownInstanceError: there is no such instance.
         """
-        return _registered(instance_id, self._shelf.get(instance_id)).instance
+        registration = self._cache.get(instance_id)
+        if registration is None:
+            raise _unknown(instance_id)
+        return registration.instance
 
     def group_of(self, instance_id: str) -> str | None:
         """Return the group of an instance, None when there is no such instance."""
-        registration = self._shelf.get(instance_id)
+        registration = self._cache.get(instance_id)
         return None if registration is None else registration.instance.instance_group_name
 
     def placement(self, instance_id: str) -> Placement:
@@ -309,23 +311,20 @@ class InstanceRegistry:
         Raises:
             UnknownInstanceError: there is no such instance.
         """
-        return _registered(instance_id, self._shelf.get(instance_id)).placement
+        registration = self._cache.get(instance_id)
+        if registration is None:
+            raise _unknown(instance_id)
+        return registration.placement
 
     def all(self, group_name: str = "") -> list[Instance]:
         """Return the instances of a group, of all groups when no name is given, ordered by id."""
-        instances = (registration.instance for registration in self._shelf.all())
+        instances = (registration.instance for registration in self._cache.all())
         return [i for i in instances if not group_name or i.instance_group_name == group_name]
 
 
 def _shard_count_in(group: InstanceGroup | None) -> int:
     """Return how many lock shards the index of an instance has that is registered in a group now."""
     return (group.cache_config.meta_indexer_config.mutex_shard_num if group is not None else 0) or _DEFAULT_SHARDS
-
-
-def _registered(instance_id: str, known: Registration | None) -> Registration:
-    if known is None:
-        raise _unknown(instance_id)
-    return known
 
 
 def _unknown(instance_id: str) -> UnknownInstanceError:
@@ -341,7 +340,7 @@ def with_sorted_groups(instance: Instance) -> Instance:
 
 
 def same_registration(known: Instance, again: Instance) -> Instance:
-    """Return what is registered, if it is registered again just so.
+    """Return the registered instance, if it is registered again with the same config.
 
     Raises:
         DuplicateEntityError: the id is registered with another config; the message names the field.
@@ -355,11 +354,8 @@ def same_registration(known: Instance, again: Instance) -> Instance:
     return known
 
 
-# Registers many instances as part of a batch: numbers, seats and registrations change together.
-#
-# A registration by itself takes two steps (`kvcm.registry.seats`), since it may die in between. In a batch nothing
-# lies in between: whoever has a seat by it is registered, and a register call that comes at the same time sees the
-# number or the seats of its group changed, or makes the batch begin anew.
+# Batch registration: uids, reservations and registrations change together, so no step lies in between. A register call
+# at the same time sees the next uid or the reservations of its group changed, or makes the batch start again.
 
 _NEXT_UID = "next_uid"
 
@@ -368,10 +364,10 @@ class BatchRegistration:
     """Adds registrations to batches.
 
     Args:
-        registrations: what is registered, by instance id.
+        registrations: by instance id.
         removals: removals that are not done yet, by uid.
         numbers: holds the next uid.
-        seats: which instances count towards a group's limit, by group.
+        reservations: which instances count towards a group's limit, by group.
     """
 
     def __init__(
@@ -379,20 +375,22 @@ class BatchRegistration:
         registrations: DocumentCache[Registration],
         removals: DocumentCache[Removal],
         numbers: DocumentCache[int],
-        seats: DocumentCache[ReservedInstances],
+        reservations: DocumentCache[ReservedInstances],
     ) -> None:
         self._registrations = registrations
         self._removals = removals
         self._numbers = numbers
-        self._taken = seats
-        self._seats = _InstanceLimit(seats, registrations, removals)
+        self._reservations = reservations
+        self._limit = _InstanceLimit(reservations, registrations, removals)
 
     def copy(self) -> BatchRegistration:
-        """Return one that decides by what is known now."""
-        return BatchRegistration(self._registrations.copy(), self._removals, self._numbers.copy(), self._taken.copy())
+        """Return a copy that decides by the current view."""
+        return BatchRegistration(
+            self._registrations.copy(), self._removals, self._numbers.copy(), self._reservations.copy()
+        )
 
     async def refresh(self, instances: Iterable[Instance]) -> None:
-        """Bring up to date what is needed to register instances.
+        """Read the documents that a registration of these instances needs.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -401,7 +399,7 @@ class BatchRegistration:
         if new:
             await self._numbers.read(_NEXT_UID)
         for group_name in sorted({each.instance_group_name for each in new}):
-            await self._taken.read(group_name)
+            await self._reservations.read(group_name)
 
     def stage(self, batch: DocumentBatch, new: Iterable[Instance], groups: Mapping[str, InstanceGroup]) -> None:
         """Register instances that are not registered.
@@ -430,12 +428,12 @@ class BatchRegistration:
     def _stage_reservations(
         self, batch: DocumentBatch, group_name: str, new: list[Registration], group: InstanceGroup | None
     ) -> None:
-        seats = self._seats.settled(group_name, self._taken.get(group_name) or ReservedInstances())
+        reservations = self._limit.settled(group_name, self._reservations.get(group_name) or ReservedInstances())
         most = group.max_instance_count if group is not None else 0
-        if most and len(seats.uids) + len(new) > most:
+        if most and len(reservations.uids) + len(new) > most:
             raise CapacityError(
-                f"instance group {group_name!r} has {len(seats.uids)} instances and would get {len(new)} more: its "
-                f"max_instance_count is {most}; remove some, or raise it"
+                f"instance group {group_name!r} has {len(reservations.uids)} instances and would get {len(new)} more: "
+                f"its max_instance_count is {most}; remove some, or raise it"
             )
-        held = seats.held | {each.placement.uid: each.instance.instance_id for each in new}
-        batch.stage(self._taken, group_name, ReservedInstances(held, seats.pending))
+        held = reservations.held | {each.placement.uid: each.instance.instance_id for each in new}
+        batch.stage(self._reservations, group_name, ReservedInstances(held, reservations.pending))

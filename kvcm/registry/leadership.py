@@ -1,12 +1,12 @@
-"""Who runs the background duties: the manager that holds the lease in the store.
+"""Leader election: the manager that holds the lease in the store runs the background tasks.
 
-Leading concerns duties only: every manager serves every call unless `kvcm.service.require_leader` is set.
+Leading concerns background tasks only: every manager serves every call unless `kvcm.service.require_leader` is set.
 
 Invariants:
-1. Of the managers on one store never two lead at the same time: this one counts its term from before it asked for the
-   lease, ends it early by a margin, and the store gives the lease to another only when it ran out or was released.
+1. Never two managers on one store lead at the same time: this one counts its term from before it requested the lease,
+   ends it early by a margin, and the store grants the lease to another only when it expired or was released.
 2. Silence of the store ends no term early and none late.
-3. After `demote` and `withdraw` this manager does not lead, whatever an answer says that was under way.
+3. After `demote` and `withdraw` this manager does not lead, whatever an answer in flight says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_FORGOTTEN = 16  # at one renewal
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What is stored. The deadline is inside too: those who remove the dead must see a renewal that changed nothing
+    """The stored document. It includes the deadline: the removal of dead nodes must see a renewal that changed nothing
     else."""
 
     endpoint: Endpoint
@@ -62,7 +62,7 @@ class NodeTable:
         self._renew_at = 0.0
 
     async def publish(self, endpoint: Endpoint) -> None:
-        """Tell all managers where this one is; they keep knowing it while `renew` is called.
+        """Publish the addresses of this manager; they stay known while `renew` is called.
 
         Raises:
             StorageIOError: the store cannot be asked; `renew` tries again.
@@ -71,7 +71,7 @@ class NodeTable:
         await self.renew()
 
     async def renew(self) -> None:
-        """When it is time, renew the own entry and remove entries of others that nobody renewed.
+        """When it is time, renew the own entry and remove expired entries of others.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -132,7 +132,7 @@ def _ended(document: bytes, now: float) -> bool:
     try:
         return decode_document(_Node, document).until <= now
     except StorageIOError:
-        return True  # nobody can use what nobody can read
+        return True  # unreadable, so useless
 
 
 _log = structlog.get_logger("kvcm.registry")
@@ -170,14 +170,14 @@ class Leadership:
         self._term_seconds = lease_seconds - min(margin_seconds, lease_seconds / 2)
         self._lease = lease
         self._nodes = NodeTable(node_id, clock, nodes)
-        self._asking = asyncio.Lock()  # an answer to `hold` and a release must not overtake each other
+        self._asking = asyncio.Lock()  # an answer to `acquire` and a release must not overtake each other
         self._expires = 0.0
         self._stay_out_until = 0.0
         self._resignations = 0
         self._seen = LeaseState("", 0)
         self._seen_until = 0.0
         self._endpoint: Endpoint | None = None
-        self._look_again_at = 0.0
+        self._observe_again_at = 0.0
 
     @property
     def is_leader(self) -> bool:
@@ -196,7 +196,7 @@ class Leadership:
 
     @property
     def leader_node_id(self) -> str:
-        """Id of the holder as last seen, "" when nobody is known to hold the lease."""
+        """Id of the holder as last seen, "" when no holder is known."""
         if self.is_leader:
             return self.node_id
         seen = self._seen.holder if self._clock.now() < self._seen_until else ""
@@ -209,7 +209,7 @@ class Leadership:
         return known if known is not None and known.node_id == self.leader_node_id else None
 
     async def publish(self, endpoint: Endpoint) -> None:
-        """Tell the other managers where this one is. What the store fails to take now is told again by ticks."""
+        """Publish the addresses of this manager. Ticks retry where the store fails."""
         try:
             await self._nodes.publish(endpoint)
         except StorageIOError as error:
@@ -243,11 +243,11 @@ class Leadership:
                 return
             state = await self._lease.acquire(self.node_id, self._lease_seconds)
             if resignations != self._resignations:
-                return  # the lease may have been taken or renewed for one who does not want it; release follows
+                return  # the store may have granted the lease in vain; release follows
             self._record_state(state, begin)
 
     async def _observe(self, begin: float) -> None:
-        """Hear who leads while this manager does not want to."""
+        """Read the current leader while this manager does not campaign."""
         state = await self._lease.get()
         if state.holder == self.node_id:  # giving it up did not reach the store
             await self._lease.release(self.node_id)
@@ -267,9 +267,9 @@ class Leadership:
     async def _refresh_nodes(self) -> None:
         await self._nodes.renew()
         leader, now = self.leader_node_id, self._clock.now()
-        if leader and (self.leader_endpoint is None or now >= self._look_again_at):
+        if leader and (self.leader_endpoint is None or now >= self._observe_again_at):
             self._endpoint = await self._nodes.find(leader)
-            self._look_again_at = now + _OBSERVE_SECONDS
+            self._observe_again_at = now + _OBSERVE_SECONDS
 
     async def demote(self) -> None:
         """Give the lease up; it is taken again at the first tick after the campaign delay.
@@ -304,8 +304,7 @@ class Leadership:
 # The vitals of the managers of a deployment, in a table of their own.
 #
 # A document has a deadline and is replaced long before it, so that those of managers that were killed vanish by
-# themselves. Managers of other releases need not know the table, and what they wrote and nobody can read is passed
-# over.
+# themselves. Managers of other releases need not know the table; documents that cannot be read are skipped.
 
 _VITALS_LIFE_SECONDS = 20.0
 
@@ -330,7 +329,7 @@ class VitalsTable:
         self._written: bytes | None = None
 
     async def publish(self, vitals: Vitals) -> None:
-        """Tell the others, and remove what managers left that are gone.
+        """Publish the own vitals, and remove those of dead managers.
 
         Raises:
             StorageIOError: the store cannot be asked.

@@ -1,4 +1,9 @@
-"""All that is configured, in one object over one table of the metadata store."""
+"""The registry: all configured values of a deployment, over one table of the metadata store.
+
+Every read uses a local view (`DocumentCache`). Every change goes to the table first, by compare-and-set, and `refresh`
+brings changes of other managers into the view. `generation` grows with every change of the view, so that derived data
+is recomputed only then.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +101,7 @@ _OPEN_AT_REFRESH_SECONDS = 0.5
 
 
 async def _flush_nothing() -> None:
-    """What is in memory alone is as durable as it gets."""
+    """Do nothing: a table in memory has no durability."""
 
 
 class Registry:
@@ -106,11 +111,11 @@ class Registry:
     Args:
         opener: opens storages when they are added.
         table: the deployment's documents; without one they end with this object.
-        flush: returns when what was changed is durable; every change waits for it.
+        flush: returns when all changes are durable; every change waits for it.
         store_kind: the metadata store, `memory`, `rocksdb` or `redis`: what groups may name.
         clock: time source.
         uses: table of when keys were used; a table of its own, for it changes all the time.
-        listener: told of every change that is made here.
+        listener: receives every change that is made here.
     """
 
     def __init__(
@@ -127,39 +132,50 @@ class Registry:
         self._flush = flush
         self._version: int | None = None
         self._refreshing = asyncio.Lock()
-        storages = DocumentCache(self._table, "storage/", StorageConfig, listener)
-        groups = DocumentCache(self._table, "group/", InstanceGroup, listener)
-        instances = DocumentCache(self._table, "instance/", Registration, listener)
-        removals = DocumentCache(self._table, "removal/", Removal)
-        accounts = DocumentCache(self._table, "account/", Account, listener)
-        quotas = DocumentCache(self._table, "quota/", GlobalQuota, listener)
+        self.generation = 0
+        """Grows with every change of the local view, but for that of keys."""
+        on_put = self._count_change
+        storages = DocumentCache(self._table, "storage/", StorageConfig, listener, on_put)
+        groups = DocumentCache(self._table, "group/", InstanceGroup, listener, on_put)
+        instances = DocumentCache(self._table, "instance/", Registration, listener, on_put)
+        removals = DocumentCache(self._table, "removal/", Removal, on_put=on_put)
+        accounts = DocumentCache(self._table, "account/", Account, listener, on_put)
+        quotas = DocumentCache(self._table, "quota/", GlobalQuota, listener, on_put)
         keys = DocumentCache(self._table, "key/", ApiKey, listener)
-        self._configured: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas]
-        self._shelves: list[DocumentCache[Any]] = [*self._configured, keys]
+        self._caches: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas, keys]
         self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
         self.quotas = QuotaRegistry(quotas, flush)
-        numbers, seats = (
+        numbers, reservations = (
             DocumentCache(self._table, "meta/", int),
             DocumentCache(self._table, "seats/", ReservedInstances),
         )
-        self.instances = InstanceRegistry(instances, removals, numbers, seats, self.groups, flush)
+        self.instances = InstanceRegistry(
+            instances, removals=removals, numbers=numbers, reservations=reservations, groups=self.groups, flush=flush
+        )
         self.accounts = AccountRegistry(accounts, flush)
         used: DocumentCache[KeyUse] = DocumentCache(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
         taken = DocumentCache(self._table, "taken_key/", float)
-        self.taken_keys = ImportedKeys(self._table, keys, taken, flush, clock)
-        shelves = KeyDocuments(keys, used, numbers)
-        self.keys = KeyRegistry(self._table, shelves, self._on_tables_read, flush, clock, self.accounts.role_of)
+        self.taken_keys = ImportedKeys(self._table, keys=keys, taken=taken, flush=flush, clock=clock)
+        caches = KeyDocuments(keys, used, numbers)
+        self.keys = KeyRegistry(
+            self._table,
+            documents=caches,
+            refresh_view=self._on_tables_read,
+            flush=flush,
+            clock=clock,
+            role_of=self.accounts.role_of,
+        )
         self.snapshots = ConfigSnapshots(
             self._table,
-            ConfigDocuments(storages, groups, quotas, instances, accounts),
-            BatchRegistration(instances, removals, numbers, seats),
-            self.storages,
-            self._on_tables_read,
-            flush,
-            store_kind,
+            caches=ConfigDocuments(storages, groups=groups, quotas=quotas, registrations=instances, accounts=accounts),
+            batch_registration=BatchRegistration(instances, removals, numbers, reservations),
+            storages=self.storages,
+            refresh_view=self._on_tables_read,
+            flush=flush,
+            store_kind=store_kind,
         )
 
     async def load(self) -> None:
@@ -187,7 +203,7 @@ class Registry:
         return self.generation != before
 
     async def end_logins(self, account: str) -> None:
-        """End the keys of whoever logged in to an account, at whatever manager.
+        """Revoke the login keys of an account, of all managers.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -196,7 +212,7 @@ class Registry:
         await self.keys.revoke_logins(account)
 
     def unreadable_instances(self) -> list[str]:
-        """Return what is stored of instances, removed ones included, but cannot be read."""
+        """Return the names of instance documents that cannot be read, removals included."""
         return [*self._registrations.unreadable, *self._removals.unreadable]
 
     async def cluster_id(self, new: str) -> str:
@@ -217,15 +233,13 @@ class Registry:
 
     async def _read_all(self) -> None:
         with contextlib.ExitStack() as watches:
-            changed = [watches.enter_context(shelf.watching()) for shelf in self._shelves]
+            changed = [watches.enter_context(cache.watching()) for cache in self._caches]
             documents = await self._table.all()
-        for shelf, names in zip(self._shelves, changed, strict=True):
-            shelf.refresh_from(documents, names)
+        for cache, names in zip(self._caches, changed, strict=True):
+            cache.refresh_from(documents, names)
 
-    @property
-    def generation(self) -> int:
-        """Grows with every change of the local view, but for that of keys."""
-        return sum([shelf.generation for shelf in self._configured])  # asked for several times per write
+    def _count_change(self) -> None:
+        self.generation += 1
 
 
 async def ensure_cluster_id(table: Table, new: str, flush: Flush = _flush_nothing) -> str:

@@ -5,7 +5,7 @@ In these a login before an `@` of an address, and the value of anything that is 
 a key, become `HIDDEN`. A login goes as a whole: the user's name alone may be a token. Too much may be left out, never
 too little of an address. Names and paths hold no secrets and are left as they are: values are known by them.
 
-Engines set free texts and everybody reads them, so every pattern takes time in proportion to the text: what is repeated
+Engines set free texts and everybody reads them, so every pattern takes time in proportion to the text: a repeated part
 is never tried again with less of it (`*+`), or is found from where the text or a word begins.
 
 A value that comes back gets its secrets from the one of its name that is configured, if the texts agree otherwise.
@@ -72,10 +72,10 @@ def restored(value: Value, known: Value | None) -> Value:
 
     Args:
         value: as somebody sent it.
-        known: what is configured under its name, None for nothing.
+        known: the configured value of that name, None for none.
 
     Raises:
-        InvalidArgumentError: a text lacks a secret, and what is configured has none that fits.
+        InvalidArgumentError: a text lacks a secret, and the configured value has none that fits.
     """
     for place in _places(value):
         text = _text(value, place)
@@ -91,7 +91,7 @@ def _missing(value: object, place: str) -> InvalidArgumentError:
     if isinstance(value, StorageConfig):
         place = place.replace("spec", type(value.spec).__name__, 1)
     reason = (
-        f"lacks a secret, {HIDDEN} stands in its place, and what is configured has no text that is equal but for that: "
+        f"lacks a secret, {HIDDEN} stands in its place, and the configured value has no text equal but for that: "
         "write the secret there"
     )
     return InvalidArgumentError(f"{place} {reason}", f"{type(value).__name__}.{place}", reason)
@@ -119,7 +119,7 @@ def _without(login: re.Pattern[str], text: str) -> str:
             left += text[done:start] + HIDDEN
         done = max(done, end)
     left += text[done:]
-    return left if left == text else _without(login, left)  # what is left may look like a login only now
+    return left if left == text else _without(login, left)  # the rest may look like a login only now
 
 
 def _text(value: Any, place: str) -> str:

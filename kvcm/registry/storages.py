@@ -1,8 +1,8 @@
 """The configured storages. A storage that does not open where it is added is refused and not stored.
 
-What is configured and what is open here are two things: another manager may have added a storage that this one cannot
+Configured and open storages differ: another manager may have added a storage that this one cannot
 reach. It stays closed, its locations count as absent, and it is tried again at refreshes, less and less often.
-Only adding and updating make anything on a medium: what is opened later may not be mounted yet.
+Only adding and updating create anything on a medium: one that is opened later may not be mounted yet.
 
 A drain, and a removal while there are still blocks that lay on the storage, stand in the storage's own document: so of
 a drain, a removal and an addition at the same time each sees the other, and the name of a storage that is still to be
@@ -111,7 +111,7 @@ class StorageOpener(Protocol):
     def prepare(self, config: StorageConfig, *, is_new: bool) -> Any:
         """Open a storage's medium, which may block, and change nothing else; raises KvcmError if it cannot.
 
-        Only for one that is being configured, `is_new`, anything may be made on the medium: what was configured
+        Only for one that is being configured, `is_new`, anything may be created on the medium: one that was configured
         earlier may just not be mounted here.
         """
 
@@ -119,10 +119,10 @@ class StorageOpener(Protocol):
         """Do `prepare` in a thread that nothing else waits for: a medium may hang for ever."""
 
     def discard(self, prepared: Any) -> None:
-        """Close what was prepared and will not be installed."""
+        """Close a prepared medium that will not be installed."""
 
     def install(self, config: StorageConfig, prepared: Any) -> None:
-        """Put what was prepared in place of an open storage of that name."""
+        """Install a prepared medium in place of an open storage of that name."""
 
     def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Make an open storage available for reads and writes, or not."""
@@ -159,14 +159,14 @@ class StorageRegistry:
     """Storages by their unique name.
 
     Args:
-        opener: opens what is added.
-        shelf: where the configs are kept.
-        flush: returns when what was changed is durable.
+        opener: opens added storages.
+        cache: where the configs are kept.
+        flush: returns when all changes are durable.
     """
 
-    def __init__(self, opener: StorageOpener, shelf: DocumentCache[StorageConfig], flush: Flush) -> None:
+    def __init__(self, opener: StorageOpener, cache: DocumentCache[StorageConfig], flush: Flush) -> None:
         self._opener = opener
-        self._shelf = shelf
+        self._cache = cache
         self._flush = flush
         self._open: dict[str, StorageConfig] = {}
         # By medium, so that a corrected config does not wait for the hopeless one of that name.
@@ -178,7 +178,7 @@ class StorageRegistry:
     async def add(self, config: StorageConfig) -> None:
         """Add and open a storage, before the manager serves: opening its medium blocks.
 
-        One that was removed and is not forgotten yet comes back as it was, with what is left of its blocks.
+        One that was removed and is not forgotten yet comes back as it was, with the rest of its blocks.
 
         Raises:
             InvalidArgumentError: a field is missing or malformed.
@@ -219,7 +219,7 @@ class StorageRegistry:
     async def _new(self, config: StorageConfig) -> StorageConfig:
         """Return the config with its secrets, if it may be added."""
         check_storage(config)
-        known = await self._shelf.read(config.global_unique_name)
+        known = await self._cache.read(config.global_unique_name)
         config = restored(config, known)
         check_name_is_free(config, known)
         return config
@@ -228,16 +228,16 @@ class StorageRegistry:
         """Return the config with its secrets, and whether only its limit changes: then nothing has to be opened, which
         its medium may not allow now."""
         check_storage(config)
-        known = _existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        known = _existing_storage(config.global_unique_name, await self._cache.read(config.global_unique_name))
         config = restored(config, known)
         return config, _limit_of(config) != _limit_of(known) and medium_of(config) == medium_of(known)
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            check_name_is_free(config, known)  # somebody may have added it meanwhile
+            check_name_is_free(config, known)  # another manager may have added it meanwhile
             return config
 
-        await self._shelf.change(config.global_unique_name, decide)
+        await self._cache.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
 
     async def _replace_limit(self, config: StorageConfig) -> None:
@@ -253,7 +253,7 @@ class StorageRegistry:
             check_same_type(config, known)
             return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
-        await self._shelf.change(config.global_unique_name, decide)
+        await self._cache.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
 
     async def _changed(self, config: StorageConfig, prepared: Any) -> None:
@@ -269,10 +269,10 @@ class StorageRegistry:
         return await self._opener.prepare_in_thread(config, is_new=True)
 
     def apply(self, config: StorageConfig, prepared: Any = None) -> None:
-        """Make what is open here agree with a config that was stored, with its medium if that had to be opened."""
+        """Apply a stored config to the open storage, with its medium if that had to be opened."""
         if prepared is not None:
             self._install(config, prepared)
-        self._is_current(config.global_unique_name)
+        self._sync_open(config.global_unique_name)
 
     def discard(self, prepared: Any) -> None:
         """Close a medium that was opened in vain."""
@@ -335,24 +335,24 @@ class StorageRegistry:
 
     async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
         """Change what needs no medium."""
-        await self._shelf.change(name, decide)
-        self._is_current(name)
+        await self._cache.change(name, decide)
+        self._sync_open(name)
         await self._flush()
 
     def drains(self) -> list[StorageDrain]:
         """Return the storages that are to be emptied or forgotten, ordered by name."""
-        if self._drains[0] != self._shelf.generation:
-            drains = (_drain_of(config) for config in self._shelf.all())
-            self._drains = self._shelf.generation, tuple(drain for drain in drains if drain is not None)
+        if self._drains[0] != self._cache.generation:
+            drains = (_drain_of(config) for config in self._cache.all())
+            self._drains = self._cache.generation, tuple(drain for drain in drains if drain is not None)
         return list(self._drains[1])
 
     def find_draining(self, drain: StorageDrain) -> StorageConfig | None:
-        """Return the storage of a drain that this manager has not heard the end of, None of one that is over."""
-        known = self._shelf.get(drain.name)
+        """Return the storage of a drain that is not over as far as this manager knows, else None."""
+        known = self._cache.get(drain.name)
         return known if known is not None and _drain_of(known) == drain else None
 
     def check_new(self, config: StorageConfig) -> None:
-        """Refuse what `add` would refuse, by what this manager knows.
+        """Reject a config that `add` would reject, by the view of this manager.
 
         Raises:
             InvalidArgumentError: a field is missing or malformed.
@@ -360,11 +360,11 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
         """
         check_storage(config)
-        check_name_is_free(config, self._shelf.get(config.global_unique_name))
+        check_name_is_free(config, self._cache.get(config.global_unique_name))
 
     def all(self) -> list[StorageConfig]:
         """Return all storages, ordered by name."""
-        return [config for config in self._shelf.all() if not config.is_removed]
+        return [config for config in self._cache.all() if not config.is_removed]
 
     def existing(self, names: Iterable[str]) -> list[StorageConfig]:
         """Return those of `names` that exist, ordered by name."""
@@ -372,28 +372,28 @@ class StorageRegistry:
 
     def is_configured(self, name: str) -> bool:
         """Return whether there is a storage of a name, open here or not, readable by this release or not."""
-        return self._get(name) is not None or name in self._shelf.unreadable
+        return self._get(name) is not None or name in self._cache.unreadable
 
     def _get(self, name: str) -> StorageConfig | None:
-        known = self._shelf.get(name)
+        known = self._cache.get(name)
         return None if known is None or known.is_removed else known
 
     async def open_missing(self, wait_seconds: float) -> None:
-        """Make what is open here agree with what is configured; media are opened in threads.
+        """Open, close and switch storages as configured; media are opened in threads.
 
         Args:
             wait_seconds: for media to open; those that take longer go on in the background.
         """
         self._round += 1
-        wanting = [name for name in {*self._shelf.names(), *self._open} if not self._is_current(name)]
+        wanting = [name for name in {*self._cache.names(), *self._open} if not self._sync_open(name)]
         media = [medium_of(config) for config in self.existing(wanting)]
         self._failures = {medium: self._failures[medium] for medium in media if medium in self._failures}
         started = [self._start_opening(medium) for medium in media if self._is_retry_due(medium)]
         if started:
             await asyncio.wait(started, timeout=wait_seconds)
 
-    def _is_current(self, name: str) -> bool:
-        """Close or switch an open storage as it is configured. False: its medium has to be opened."""
+    def _sync_open(self, name: str) -> bool:
+        """Close or switch an open storage as configured. False: its medium has to be opened."""
         wanted, is_open = self._get(name), self._open.get(name)
         if wanted is None:
             if is_open is not None:

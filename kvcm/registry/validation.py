@@ -1,4 +1,5 @@
-"""Checks of configured values. Each names the field, the value and what is allowed; what fails is never stored."""
+"""Checks of configured values. An error names the field, the value and the allowed values; a value that fails is never
+stored."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def require(condition: object, path: str, reason: str = "is required") -> None:
     Args:
         condition: what must be true.
         path: the field with its messages, outermost first, as in `StorageConfig.NfsStorageSpec.root_path`.
-        reason: what is wrong and what is allowed.
+        reason: the error and the allowed values.
 
     Raises:
         InvalidArgumentError: the condition does not hold.

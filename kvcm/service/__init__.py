@@ -1,1 +1,1 @@
-"""gRPC, REST, auth, limits, access log: thin translation, no decisions."""
+"""gRPC, REST, authentication, admission, limits, metrics, access log: thin translation, no decisions of the cache."""

@@ -1,7 +1,7 @@
-"""Who calls, and whether it may: asked before a request is read, and again before anything is looked up for it.
+"""Authentication and permissions: checked before a request is read, and again before its handler runs.
 
-Nobody learns more than that it may not: a key that is not known, one with another secret and one that was revoked have
-the same answer, and so has every instance of a foreign group. Only who proves a key that has ended is told so.
+A rejected client learns only that it lacks permission: an unknown key, a wrong secret and a revoked key have the same
+answer, and so has every instance of a foreign group. Only a client that proves an expired key learns of the expiry.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
     "redacted_for_principal",
 ]
 
-# Who may call what: every call, page and stream has its row here, and what has none is not served.
+# The permissions of calls: every call, page and stream has its row here; one without a row is not served.
 #
-# A test compares the table with what is served.
+# A test compares the table with the served calls.
 
 
 class Scope(Enum):
@@ -63,14 +63,14 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may do something.
+    """The permission that a call needs.
 
     Attributes:
         verbs: of which the principal needs one; None for that any principal will do.
         scope: what it has to cover.
         field: of the request that names the group; where it is empty, the call is about all groups.
-        is_open: whether strangers may do it, too.
-        own: of the request that names an account: whoever is logged in as that one may, too.
+        is_open: whether it needs no authentication.
+        own: of the request that names an account: a login of that account has the permission, too.
     """
 
     verbs: frozenset[Verb] | None
@@ -81,7 +81,7 @@ class Policy:
 
     @property
     def action(self) -> str:
-        """What is denied, as a label of metrics."""
+        """The denied action, as a label of metrics."""
         return "any" if self.verbs is None else "_or_".join(sorted(verb.value for verb in self.verbs))
 
 
@@ -142,7 +142,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "RemoveStorage": _ADMINISTER,
         "UpdateStorage": _ADMINISTER,
         "ListStorage": _VIEW,
-        # A group has quotas: whoever is limited to it does not set them.
+        # A principal that is limited to a group does not set its quotas.
         "CreateInstanceGroup": _ADMINISTER,
         "UpdateInstanceGroup": _ADMINISTER,
         "RemoveInstanceGroup": _ADMINISTER,
@@ -214,7 +214,7 @@ PAGE_POLICIES: Final[Mapping[str, Policy]] = {
     "/api/events": _VIEW,
     "/v1/events/recent": _ADMINISTER,
     "/v1/managers": _VIEW,
-    "/v1/history": Policy(frozenset({Verb.VIEW}), Scope.NOTHING),  # tells of the groups that the principal covers
+    "/v1/history": Policy(frozenset({Verb.VIEW}), Scope.NOTHING),  # of the groups that the principal covers
 }
 """Of pages, streams and resources without a call, by path. A resource below /v1 that is not here wants a principal, and
 the calls that it makes want what they want."""
@@ -243,11 +243,11 @@ _MALFORMED: Final = "malformed"
 _UNKNOWN: Final = "unknown"
 _EXPIRED: Final = "expired"
 OUTCOMES: Final = (_ACCEPTED, _MISSING, _MALFORMED, _UNKNOWN, _EXPIRED)
-"""What becomes of credentials, as labels of metrics."""
+"""Outcomes of authentication, as labels of metrics."""
 
 
 class Credentials(NamedTuple):
-    """What a client shows of itself.
+    """The credentials of a request.
 
     Attributes:
         authorization: as in the header of HTTP and the metadata of gRPC, "" for none.
@@ -262,77 +262,77 @@ _NO_CREDENTIALS: Final = Credentials()
 
 
 class Access(Protocol):
-    """Decides who may do what."""
+    """Checks credentials and permissions."""
 
     @property
     def requires_credentials(self) -> bool:
-        """Whether credentials are looked at."""
+        """Whether requests need credentials."""
 
     def principal(self, policy: Policy, credentials: Credentials) -> Principal:
-        """Return who calls.
+        """Return the principal of credentials.
 
         Raises:
-            UnauthenticatedError: nobody who is known.
-            ForbiddenError: he may do nothing of the kind anywhere.
+            UnauthenticatedError: they are of no principal.
+            ForbiddenError: the principal has the permission nowhere.
         """
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
-        """Return who asks for a page or a stream of its own policy.
+        """Return the principal that asks for a page or a stream.
 
         Raises:
-            UnauthenticatedError: nobody who is known.
-            ForbiddenError: he may not.
+            UnauthenticatedError: the credentials are of no principal.
+            ForbiddenError: the principal lacks the permission.
         """
 
     def check_page(self, path: str, principal: Principal) -> None:
-        """Refuse a page of its own policy to somebody who is known and may not see it.
+        """Check the permission of an authenticated principal for a page.
 
         Raises:
-            ForbiddenError: he may not.
+            ForbiddenError: the principal lacks it.
         """
 
     def is_key_valid(self, principal: Principal) -> bool:
-        """Return whether the key of somebody who was let in a while ago still counts."""
+        """Return whether the key of a principal that was authenticated earlier is still valid."""
 
     def check(self, service: str, name: str, request: Any, principal: Principal) -> None:
-        """Refuse a call that its principal may not make.
+        """Check the permission of a principal for a call.
 
         Raises:
-            UnauthenticatedError: it is nobody who is known.
-            ForbiddenError: it may not do such a thing, or not there.
+            UnauthenticatedError: the principal is not authenticated, or its key ended meanwhile.
+            ForbiddenError: it lacks the permission, or has it for other groups only.
         """
 
 
 class OpenAccess:
-    """Nobody is asked who he is."""
+    """Authentication is disabled."""
 
     requires_credentials = False
 
     def principal(self, _policy: Policy, _credentials: Credentials) -> Principal:
-        """Return everybody."""
+        """Return the principal without restrictions."""
         return UNRESTRICTED
 
     def page_principal(self, _path: str, _credentials: Credentials) -> Principal:
-        """Return everybody."""
+        """Return the principal without restrictions."""
         return UNRESTRICTED
 
     def check_page(self, _path: str, _principal: Principal) -> None:
-        """Refuse nothing."""
+        """Reject nothing."""
 
     def is_key_valid(self, _principal: Principal) -> bool:
-        """Return that it does."""
+        """Return True."""
         return True
 
     def check(self, _service: str, _name: str, _request: Any, _principal: Principal) -> None:
-        """Refuse nothing."""
+        """Reject nothing."""
 
 
 class KeyedAccess:
-    """Everybody shows a key or a certificate, but for what is open to strangers.
+    """Every client presents a key or a certificate, except for open calls and pages.
 
     Args:
-        keys: those that there are.
-        group_of: group of a registered instance, None for one that is not known.
+        keys: all API keys.
+        group_of: group of a registered instance, None for an unknown one.
     """
 
     requires_credentials = True
@@ -340,13 +340,13 @@ class KeyedAccess:
     def __init__(self, keys: KeyRegistry, group_of: Callable[[str], str | None]) -> None:
         self._keys = keys
         self._group_of = group_of
-        self._known: dict[Credentials, tuple[ApiKey, Principal]] = {}  # to read and hash them takes long
+        self._known: dict[Credentials, tuple[ApiKey, Principal]] = {}  # parsing and hashing is slow
         self._known_generation = -1
         self.outcomes: Counter[str] = Counter()
         self.denied: Counter[str] = Counter()
 
     def principal(self, policy: Policy, credentials: Credentials) -> Principal:
-        """Return who calls, strangers only where they may."""
+        """Return the principal; the anonymous one for an open call."""
         if policy.is_open:
             return ANONYMOUS
         principal = self._authenticated(credentials)
@@ -355,7 +355,7 @@ class KeyedAccess:
         return principal
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
-        """Return who asks for a page."""
+        """Return the principal that asks for a page."""
         has_calls = path.startswith(("/v1/", "/console/")) and path not in PAGE_POLICIES
         policy = _ANY_PRINCIPAL if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
         if policy.is_open:
@@ -365,23 +365,23 @@ class KeyedAccess:
         return principal
 
     def check_page(self, path: str, principal: Principal) -> None:
-        """Refuse a page; one without a policy of its own makes calls, which have theirs."""
+        """Check the permission for a page; one without a policy makes calls, which have theirs."""
         policy = PAGE_POLICIES.get(path, _ANY_PRINCIPAL)
         if not policy.is_open:
             self._check_verbs(policy, principal)
             self._check_scope(policy, None, principal)
 
     def is_key_valid(self, principal: Principal) -> bool:
-        """Return whether the key is there and has not ended; to go on is a use of it."""
+        """Return whether the key exists and has not expired; this counts as a use of it."""
         key = self._keys.find(principal.key_id)
         return key is not None and self._keys.use(key)
 
     def check(self, service: str, name: str, request: Any, principal: Principal) -> None:
-        """Refuse a call that its principal may not make."""
+        """Check the permission of a principal for a call."""
         policy = POLICIES[service, name]
         if policy.is_open:
             return
-        if principal is UNRESTRICTED or principal is ANONYMOUS:  # nobody was asked, or nobody answered
+        if principal is UNRESTRICTED or principal is ANONYMOUS:  # not authenticated
             raise self._unauthenticated(_MISSING, _KEY_WANTED)
         if self._keys.find(principal.key_id) is None or (principal.account and not self.is_key_valid(principal)):
             raise self._unauthenticated(_EXPIRED, _ENDED)  # since its request began to come
@@ -391,7 +391,7 @@ class KeyedAccess:
         self._check_scope(policy, request, principal)
 
     def _optional_principal(self, credentials: Credentials) -> Principal:
-        """Return who asks for what is open to strangers: it may show more to others."""
+        """Return the principal of an open page, which may show more to authenticated clients."""
         if credentials == _NO_CREDENTIALS:
             return ANONYMOUS
         try:
@@ -400,7 +400,7 @@ class KeyedAccess:
             return ANONYMOUS
 
     def _authenticated(self, credentials: Credentials) -> Principal:
-        """Return who shows this; what was right is, as long as no key has changed."""
+        """Return the principal of credentials; cached until a key changes."""
         if self._known_generation != self._keys.generation:
             self._known.clear()
             self._known_generation = self._keys.generation
@@ -484,21 +484,21 @@ def _action_text(policy: Policy) -> str:
     return policy.action.replace("_", " ")
 
 
-# What became of credentials and permissions, for Prometheus.
+# Metrics of authentication and permissions.
 
 
 class AccessMetrics:
-    """Counters of one manager; all zero while nobody is asked who he is.
+    """Counters of one manager; all zero while authentication is disabled.
 
     Args:
-        access: counts.
+        access: has the counters.
     """
 
     def __init__(self, access: Access) -> None:
         self._access = access
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         keyed = self._access if isinstance(self._access, KeyedAccess) else None
         for outcome in OUTCOMES:
             yield Reading(catalog.AUTH, keyed.outcomes[outcome] if keyed else 0, (outcome,))
@@ -506,25 +506,25 @@ class AccessMetrics:
             yield Reading(catalog.AUTHZ_DENIED, keyed.denied[action] if keyed else 0, (action,))
 
 
-# What the client of an HTTP request shows of itself.
+# Credentials in an HTTP request.
 
 CERTIFICATE_NAMES: Final = "kvcm.certificate_names"
-"""Key of a scope: subject alternative names of the client's certificate, where it showed one that was verified."""
+"""Key of a scope: subject alternative names of the client's certificate, if it was verified."""
 
 
 def credentials_of(scope: Mapping[str, Any]) -> Credentials:
-    """Return the credentials in the scope of a request. Of two authorizations none counts: which one was meant?"""
+    """Return the credentials in the scope of a request. Two authorizations are ambiguous: neither counts."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     authorization = given[0].decode("latin-1") if len(given) == 1 else "twice" if given else ""
     return Credentials(authorization, scope.get(CERTIFICATE_NAMES, ()))
 
 
-# What of a configured value its reader may see: whoever may change all of it sees all of it, others no secrets.
+# Secrets in configured values: only principals that may change them see them.
 
 Value = TypeVar("Value")
 
 
 def redacted_for_principal(value: Value) -> Value:
-    """Return a configured value as the present task's principal sees it; what it sends back is completed
-    (`kvcm.registry.secrets.restored`)."""
+    """Return a configured value as the present principal sees it; `kvcm.registry.secrets.restored` completes it when it
+    is sent back."""
     return value if Verb.ADMINISTER in call_context.get().principal.verbs else redacted(value)

@@ -1,4 +1,4 @@
-"""AccessService: keys, logins, and who the caller is. Translation, and the patience with wrong passwords."""
+"""AccessService: keys, logins, and the principal of the caller. Translation, and the limit on wrong passwords."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kvcm.service.rejections import ForbiddenError, RateLimitedError, RejectedEr
 
 __all__ = ["AccessApi", "network_of"]
 
-# Whose address it is: of IPv6 everybody has a whole network, and so as many addresses as he likes.
+# The network of a client. With IPv6 each client has a whole network, and so any number of addresses.
 
 _OWN_BITS = 64  # RFC 6177: no site has less
 
 
 def network_of(peer: str) -> str:
-    """Return what stands for whoever has an address: itself, of IPv6 its network of 64 bits. What is no address stands
-    for itself."""
+    """Return the network that identifies the client of an address: the address itself, of IPv6 its network of 64 bits.
+    A text that is no address is returned as it is."""
     try:
         address = ipaddress.ip_address(unquote(peer).strip("[]"))
     except ValueError:
@@ -60,7 +60,7 @@ _MAX_CONCURRENT_HASHES: Final = 2  # a hash takes 50 ms and 16 MiB
 _MAX_WAITING_LOGINS: Final = 32
 _RETRY_SECONDS: Final = 5.0
 _WRONG_CREDENTIALS: Final = "user name or password is wrong"
-_WRONG_OLD: Final = "old_password is not the password of the account, and whoever is logged in as it has to give it"
+_WRONG_OLD: Final = "old_password is not the password of the account; a login of that account has to give it"
 
 
 class AccessApi:
@@ -147,7 +147,7 @@ class AccessApi:
         if account is None:
             raise UnauthenticatedError(_WRONG_CREDENTIALS, "unauthenticated")
         key, presented = await self._keys.log_in(account.user_name, ROLE_OF_ACCOUNT[account.role], seconds)
-        # Who changes an account ends the logins that there are: this one may have come a moment too late for that.
+        # A change of an account ends its logins: this one may have come a moment too late for that.
         if await self._accounts.read(account.user_name) != account:
             with suppress(InvalidArgumentError):  # it did not
                 await self._keys.revoke(key.id)
@@ -160,7 +160,7 @@ class AccessApi:
         return Reply(admin_pb.CommonResponse())
 
     async def set_password(self, request: Any) -> Reply:
-        """Change the password of an account and end its logins. Whoever is logged in as it proves the present one, for
+        """Change the password of an account and end its logins. A login of that account proves the present one, for
         a key that was left behind somewhere is not to become the account."""
         account, proven = call_context.get().principal.account, None
         if request.old_password or (account and account == request.user_name):
@@ -173,7 +173,7 @@ class AccessApi:
         return Reply(admin_pb.CommonResponse())
 
     async def who_am_i(self, _request: Any) -> Reply:
-        """Tell the caller who it is."""
+        """Return the principal of the caller."""
         message = pb.WhoAmIResponse(is_required=self._is_required)
         principal = call_context.get().principal
         key = self._keys.find(principal.key_id) if principal is not UNRESTRICTED else None
@@ -183,15 +183,15 @@ class AccessApi:
 
     async def _check_password(self, user_name: str, password: str) -> Account | None:
         """Return the account whose password is right, None where it is wrong. A name that is unknown takes as long as a
-        wrong password. Who was wrong too often has to wait."""
+        wrong password. After too many wrong ones the client has to wait."""
         network = network_of(call_context.get().peer)
         wait_seconds = self._tries.acquire(network, 1)
         if wait_seconds:
-            text = f"too many tries of passwords; the next is heard in {wait_seconds:.0f} s"
+            text = f"too many tries of passwords; the next one counts in {wait_seconds:.0f} s"
             raise RateLimitedError(text, "rate", wait_seconds)
         try:
             account = await self._compare_password(user_name, password)
-        except (KvcmError, RejectedError):  # nobody looked at it
+        except (KvcmError, RejectedError):  # the password was not checked
             self._tries.refund(network, 1)
             raise
         if account is not None:

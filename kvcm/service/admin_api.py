@@ -71,8 +71,8 @@ class AdminApi:
 
     Args:
         cache: blocks and instances.
-        registry: what is configured.
-        leadership: who leads.
+        registry: the configuration.
+        leadership: of this manager.
         metrics: counters of the calls.
         limits: sizes of requests.
         drains: removes storages, and forgets what lay on them.
@@ -101,7 +101,7 @@ class AdminApi:
         self._said_uri_is_ignored = False
         cluster_id = storages.cluster_id if storages is not None else ""
         self._snapshots = ConfigSnapshotApi(registry.snapshots, cluster_id, registry.end_logins)
-        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+        self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the admin plane."""
@@ -399,7 +399,7 @@ class ConfigApi:
     """Handlers of the calls about settings.
 
     Args:
-        reload: reads the settings anew and returns what changed.
+        reload: reads the settings again and returns the changed ones.
     """
 
     def __init__(self, reload: Callable[[], Awaitable[Sequence[SettingChange]]]) -> None:
@@ -413,7 +413,7 @@ class ConfigApi:
         ]
 
     async def reload_config(self, _request: Any) -> Reply:
-        """Read the settings anew."""
+        """Read the settings again."""
         message = config_pb.ReloadConfigResponse()
         for change in await self._reload():
             message.changes.add(

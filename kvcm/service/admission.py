@@ -1,15 +1,14 @@
-"""Whom to serve while more is asked for than can be answered: rate, overload, deadlines, lanes.
+"""Admission control: the serving phase, rate limits, overload, deadlines, and the queue of long requests.
 
-Only calls of engines are ever refused here: what operators, probes and scrapers ask for is rare, and is needed most
-when there is too much of the rest. In this order, the cheapest first:
+Only calls of engines are ever rejected by load: operators, probes and scrapers are rare, and needed most in an
+overload. The checks, the cheapest first:
 
-1. When its head has come, where the transport shows that (`knock`): those before it will take too long (work_ahead.py).
-2. Before a request is read (`refusal`): its client has given up already; or it has waited in the event loop for longer
-   than it may. Where that is not known of the single request, as with gRPC, it is the time that requests of that kind
-   wait just now, and one in `_LET_IN` is served all the same: the answers to the refused ones are work, too, and may
-   alone keep the wait as long as it is.
-3. Its keys are taken from its client's bucket.
-4. A request of many keys takes the lane of its kind; short ones never wait.
+1. `check_head`, when the head of a request has come, where the transport shows that: the backlog takes too long.
+2. `rejection`, before a request is read: its deadline has passed, or it has waited for the event loop too long. gRPC
+   does not report the wait of the single request; there the present delay of the loop counts, and one request in
+   `_ALWAYS_ADMITTED` is served all the same, since the rejections are work, too, and could alone keep the delay up.
+3. `enter`: the keys of the request are taken from the token bucket of its client.
+4. `enter`: a request of many keys waits for its turn in a queue; short ones never wait.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ __all__ = [
     "AdmissionSettings",
     "BacklogEstimate",
     "GuardedAdmission",
+    "LoopDelay",
     "Phase",
     "RequestQueue",
     "ServingGate",
@@ -42,17 +42,17 @@ __all__ = [
     "refuse_unless_leading",
 ]
 
-# A lane of requests that take long: few run at a time, few wait, and none waits in vain.
+# The queue of long requests: few run at a time, few wait, and none waits in vain.
 #
-# 1. At most `slots` requests are inside, at most `places` wait, in the order in which they came. 2. A request that
-# would wait for longer than it may, by the lane's measured pace, is refused at once, and so is one whose client would
-# have given up before its answer. 3. One whose turn did not come in time after all is refused then. 4. Whoever is
-# cancelled while it waits gives its place up, and its turn to the next, if it was just given one.
+# 1. At most `slots` requests run, at most `places` wait, in the order of their arrival. 2. A request that would wait
+# too long, by the measured pace, or until after its deadline is rejected at once. 3. A request whose turn does not come
+# in time after all is rejected then. 4. A request that is cancelled while it waits gives up its place, and hands on its
+# turn if it just had one.
 
 QUEUE: Final = "queue"
-"""Reason of what is refused since too many wait."""
+"""Reason of a rejection: too many requests wait."""
 DEADLINE: Final = "deadline"
-"""Reason of what is refused since its client will have given up."""
+"""Reason of a rejection: the deadline of the client passes before the answer."""
 _SMOOTHING: Final = 0.2  # in the pace; the last ten or so count
 _MIN_RETRY_SECONDS: Final = 0.1
 
@@ -87,7 +87,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def set(self, slots: int, places: int, most_wait_seconds: float) -> None:
-        """Change the sizes; who is inside or waits stays."""
+        """Change the sizes; requests that run or wait stay."""
         self._slots, self._places, self._most_wait_seconds = slots, places, most_wait_seconds
         self._admit_waiting()
 
@@ -101,7 +101,7 @@ class RequestQueue:
             When it began, for `leave`.
 
         Raises:
-            TurnedAwayError: there is no turn for it in time.
+            RejectedError: there is no turn for it in time.
         """
         if self._inside >= self._slots or self._waiting:
             await self._wait(deadline)
@@ -111,6 +111,7 @@ class RequestQueue:
 
     def leave(self, began: float) -> None:
         """Give the turn to the next."""
+        assert self._inside > 0
         took = self._clock() - began
         self._pace_seconds += (took - self._pace_seconds) * (_SMOOTHING if self._pace_seconds else 1.0)
         self._inside -= 1
@@ -169,12 +170,12 @@ def _deadline_missed(retry_seconds: float) -> RejectedError:
 
 # How much each client may ask for: a token bucket per principal, in a table that stays small.
 #
-# A bucket holds up to `burst` tokens and gains `rate` a second. What asks for more than a bucket can ever hold passes
+# A bucket holds up to `burst` tokens and gains `rate` a second. A request for more than a bucket can ever hold passes
 # when it is full, and leaves a debt; else it could never pass. 1. A principal never gets more than burst + rate x
-# time, and what its last request was larger than the burst. 2. Who is told to wait for so long passes then, if nobody
-# else took from the same bucket. 3. The table has `most` buckets: full ones are forgotten, for they say nothing, and
-# when none is full whoever is new shares one bucket with all who came as late. Forgetting the oldest instead would
-# forgive its debt to whoever can send from many addresses.
+# time, plus the excess of its last request over the burst. 2. A request that is retried after the reported time passes,
+# unless another one took from the same bucket. 3. The table has `most` buckets: full ones are forgotten, for they hold
+# no information, and when none is full all new principals share one bucket. Forgetting the oldest instead would forgive
+# the debt of a client that can send from many addresses.
 
 _MAX_PRINCIPALS: Final = 16_384
 _SWEEP_SECONDS: Final = 1.0  # between looks for full buckets, which cost milliseconds where the table is full
@@ -194,21 +195,20 @@ class TokenBuckets:
     Args:
         clock: seconds of a clock that never runs backwards.
         most: buckets in the table.
+
+    Attributes:
+        is_on: whether there is a rate.
     """
 
     def __init__(self, clock: Callable[[], float], most: int = _MAX_PRINCIPALS) -> None:
         self._clock = clock
         self._most = most
+        self.is_on = False
         self._rate = 0.0
         self._burst = 0.0
         self._buckets: dict[str, _Bucket] = {}
         self._others = _Bucket(0.0, clock())
         self._swept_at = clock() - _SWEEP_SECONDS
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody is limited."""
-        return self._rate > 0
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -220,10 +220,11 @@ class TokenBuckets:
             for bucket in (*self._buckets.values(), self._others):
                 self._fill(bucket, now)
                 bucket.tokens = min(bucket.tokens, burst)
-        else:  # it says nothing what was in them before
+        else:  # what they held has no meaning at another rate
             self._buckets.clear()
             self._others = _Bucket(burst, now)
         self._rate, self._burst = rate, burst
+        self.is_on = rate > 0
 
     def acquire(self, principal: str, amount: float) -> float:
         """Take tokens of a principal.
@@ -239,7 +240,7 @@ class TokenBuckets:
         return 0.0
 
     def refund(self, principal: str, amount: float) -> None:
-        """Put back what was taken for something that was not done after all."""
+        """Put back the tokens of a request that was not served after all."""
         bucket = self._bucket(principal)
         bucket.tokens = min(bucket.tokens + amount, self._burst)
 
@@ -274,15 +275,14 @@ class TokenBuckets:
 
 # How long a request that comes now will wait for those that came before it.
 #
-# The event loop turns to requests in the order in which they come, and to tell somebody that it cannot serve him costs
-# it a twentieth of serving him, if it does so at once. So what counts is known when the head of a request is there:
-# the work that was let in and is not done. Its size is guessed from bodies, whose larger part are keys, and its pace
-# is measured.
+# The event loop takes requests in the order of their arrival, and a rejection costs a twentieth of an answer if it
+# comes at once. So the decision is made when the head of a request has come, by the work that was admitted and is not
+# done. Its size is estimated from the bodies, whose larger part are keys, and its pace is measured.
 
 _BYTES_PER_REQUEST: Final = 10_000
 """A request without a body costs about as much as so many bytes of keys."""
 _MAX_BYTES: Final = 1 << 16
-"""Of a request: what is longer is worked on piece by piece, and lets others pass."""
+"""Of a request: longer ones are served in batches, and let others pass."""
 _SECONDS_PER_BYTE: Final = 5e-8
 _MIN_SAMPLE_BYTES: Final = 2_000_000
 _BUSY: Final = 0.7
@@ -290,7 +290,7 @@ _MAX_CHANGE: Final = 2.0
 
 
 class BacklogEstimate:
-    """The requests of one event loop that were let in and are not answered.
+    """The requests of one event loop that were admitted and are not answered.
 
     Args:
         wall_seconds: clock.
@@ -314,15 +314,15 @@ class BacklogEstimate:
 
     @property
     def seconds(self) -> float:
-        """How long a request that comes now will wait, about."""
+        """The estimated wait of a request that comes now."""
         return self._bytes * self.seconds_per_byte
 
     def add(self, body_bytes: int) -> None:
-        """Let a request in, with a body of so many bytes."""
+        """Add a request with a body of so many bytes."""
         self._bytes += _weight_bytes(body_bytes)
 
     def remove(self, body_bytes: int) -> None:
-        """It is answered, or was turned away after all."""
+        """The request was answered, or rejected after all."""
         self._bytes -= _weight_bytes(body_bytes)
         self._done_bytes += _weight_bytes(body_bytes)
         if self._done_bytes >= _MIN_SAMPLE_BYTES:
@@ -344,7 +344,7 @@ def _weight_bytes(body_bytes: int) -> int:
 _RATE: Final = "rate"
 _OVERLOAD: Final = "overload"
 REASONS: Final = (_RATE, _OVERLOAD, DEADLINE, QUEUE)
-"""Why requests are turned away, as labels of metrics."""
+"""Reasons of rejections, as labels of metrics."""
 _ALWAYS_ADMITTED: Final = 8
 _OVERLOAD_RETRY_SECONDS: Final = 1.0
 _TOKENS_PER_KEY: Final = 16  # blocks of engines have 16 to 64 tokens
@@ -369,29 +369,38 @@ class AdmissionSettings:
     long_places: int = 64
 
 
+class LoopDelay:
+    """How long requests wait just now for the event loop, in seconds; written by the measurement of its lag."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class GuardedAdmission:
     """The `Admission` of a manager. To be used inside one event loop.
 
     Args:
         settings: limits.
-        most_keys: of any request: more is not charged for, since it will be refused.
-        waits_now: how long requests wait just now for the event loop to turn to them, in seconds.
+        most_keys: of any request: more is not charged for, since such a request is rejected.
+        delay: of requests by the event loop.
         clock: seconds of the clock of `Arrival.deadline`.
-        ahead: requests that were let in when their heads came.
+        ahead: requests that were admitted by their heads.
     """
 
     def __init__(
         self,
         settings: AdmissionSettings,
         most_keys: Callable[[], int],
-        waits_now: Callable[[], float] = lambda: 0.0,
+        delay: LoopDelay | None = None,
         clock: Callable[[], float] = time.monotonic,
         ahead: BacklogEstimate | None = None,
     ) -> None:
         self._clock = clock
         self._ahead = ahead if ahead is not None else BacklogEstimate()
         self._most_keys = most_keys
-        self._waits_now = waits_now
+        self._delay = delay if delay is not None else LoopDelay()
         self._buckets = TokenBuckets(clock)
         self._long = RequestQueue(clock, settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._late = 0
@@ -405,7 +414,7 @@ class GuardedAdmission:
         self._buckets.set(settings.keys_per_second, settings.burst_keys)
 
     def check_head(self, call: Call, body_bytes: int) -> RejectedError | None:
-        """Return why a request whose head has come is not let in: those before it will take too long."""
+        """Return why a request is rejected by its head: the backlog takes too long."""
         if call.plane is not Plane.DATA:
             return None
         if 0 < self._most_wait_seconds < self._ahead.seconds:
@@ -414,12 +423,12 @@ class GuardedAdmission:
         return None
 
     def release_body(self, call: Call, body_bytes: int) -> None:
-        """A request that was let in is answered."""
+        """A request that was admitted by its head is answered."""
         if call.plane is Plane.DATA:
             self._ahead.remove(body_bytes)
 
     def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
-        """Return why a request that has come is not even read; None while it may be served."""
+        """Return why a request is rejected before it is read; None while it may be served."""
         if call.plane is not Plane.DATA:
             return None
         if arrival.deadline is not None and arrival.deadline <= self._clock():
@@ -429,21 +438,27 @@ class GuardedAdmission:
             return None
         if arrival.received_at is not None and self._clock() - arrival.received_at > most:
             return _overload()
-        if self._waits_now() > most:
+        if self._delay.seconds > most:
             self._late += 1
             return _overload() if self._late % _ALWAYS_ADMITTED else None
         return None
 
     async def enter(self, call: Call, request: Any, arrival: Arrival) -> float | None:
-        """Return when the request's turn has come.
+        """Wait for the request's turn.
+
+        Returns:
+            When it began, for `leave`; None for a short request, which has no turn.
 
         Raises:
             RateLimitedError: the client asks for more keys than it may.
-            TurnedAwayError: there is no turn for the request in time.
+            RejectedError: there is no turn for the request in time.
         """
         if call.plane is not Plane.DATA:
             return None
-        keys = min(key_count(call, request), self._most_keys())
+        keys = key_count(call, request)
+        if keys < self._long_keys and not self._buckets.is_on:
+            return None
+        keys = min(keys, self._most_keys())
         if self._buckets.is_on:
             self._charge(arrival.principal.name or arrival.peer, keys)
         if keys < self._long_keys:
@@ -455,10 +470,9 @@ class GuardedAdmission:
                 self._buckets.refund(arrival.principal.name or arrival.peer, keys)
             raise
 
-    def leave(self, entered: float | None) -> None:
-        """The request that entered was answered."""
-        if entered is not None:
-            self._long.leave(entered)
+    def leave(self, entered: float) -> None:
+        """The request that had a turn was answered."""
+        self._long.leave(entered)
 
     def _charge(self, principal: str, keys: int) -> None:
         wait_seconds = self._buckets.acquire(principal, keys)
@@ -475,7 +489,7 @@ _counters: dict[type[Any], tuple[str, ...]] = {}
 
 
 def key_count(call: Call, request: Any) -> int:
-    """Return how many keys a request is worth: those that it names, or what takes as long; at least 1."""
+    """Return the cost of a request in keys: its keys, or others that take as long; at least 1."""
     fields = _counters.get(call.request_type)
     if fields is None:
         fields = _counters[call.request_type] = _counted_fields(call.request_type)
@@ -501,10 +515,10 @@ def _named_blocks(mask: Any) -> int:
     return max(mask.offset, len(mask.bool_masks.values)) if mask.WhichOneof("info") else 1
 
 
-# Whether requests are served now, and how many are: the one place that starting and stopping are told to.
+# The serving phase and the requests in flight.
 #
-# Both transports ask before they read a request, and tell when its answer is sent. A request that was let in is
-# carried out whatever happens to the gate afterwards.
+# Both transports check the phase before they read a request, and count it until its answer is sent. A request that was
+# admitted is carried out in any later phase.
 
 _DRAIN_RETRY_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -516,7 +530,7 @@ class Phase(Enum):
 
     STARTING = "starting"
     SERVING = "serving"
-    LEAVING = "leaving"  # still serves, and wants nobody new to come
+    LEAVING = "leaving"  # still serves, and accepts no new clients
     CLOSED = "draining"
 
 
@@ -527,56 +541,65 @@ _REJECTIONS = {
 
 
 class ServingGate:
-    """Lets requests in while the manager serves. To be made inside the event loop."""
+    """Admits requests while the manager serves. To be made inside the event loop.
+
+    Attributes:
+        phase: of the manager.
+        is_open: whether requests are served in this phase.
+        in_flight: requests that were admitted and are not answered.
+    """
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
+        self.is_open = False
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._turned_away = 0
-        self._followers: list[Callable[[], Awaitable[None]]] = []
+        self._rejected = 0
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def is_draining(self) -> bool:
         """Whether the end has begun: connections are not worth keeping."""
         return self.phase in {Phase.LEAVING, Phase.CLOSED}
 
-    def on_phase_change(self, told: Callable[[], Awaitable[None]]) -> None:
-        """Have something awaited whenever the phase has changed."""
-        self._followers.append(told)
+    def on_phase_change(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await a callback after every change of the phase."""
+        self._callbacks.append(callback)
 
     async def enter_phase(self, phase: Phase) -> None:
-        """Go on to a phase; returns when everybody was told."""
+        """Go on to a phase, and await the callbacks."""
         self.phase = phase
-        for told in self._followers:
-            await told()
+        self.is_open = phase not in _REJECTIONS
+        for callback in self._callbacks:
+            await callback()
 
     def rejection(self) -> RejectedError | None:
-        """Return why a request that has come is not let in, None while everybody is."""
+        """Return why requests are rejected in this phase, None while it is open."""
         text = _REJECTIONS.get(self.phase)
         if text is None:
             return None
-        self._turned_away += 1
+        self._rejected += 1
         return RejectedError(text, self.phase.value, _DRAIN_RETRY_SECONDS)
 
     def enter(self) -> None:
-        """Count a request that is let in."""
+        """Count an admitted request."""
         self.in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """Its answer is sent, or nobody waits for it any more."""
+        """The answer of an admitted request is sent, or its client is gone."""
         self.in_flight -= 1
+        assert self.in_flight >= 0, "every request enters once and leaves once"
         if not self.in_flight:
             self._idle.set()
 
     async def wait_until_quiet(self) -> None:
-        """Wait until nobody has been turned away for a moment, but not for long."""
+        """Wait until no request has been rejected for a moment, for a second at most."""
         for _ in range(_MAX_POLLS):
-            before = self._turned_away
+            before = self._rejected
             await asyncio.sleep(_POLL_SECONDS)
-            if self._turned_away == before:
+            if self._rejected == before:
                 return
 
     async def wait_until_idle(self, seconds: float) -> bool:
@@ -589,14 +612,14 @@ class ServingGate:
         return True
 
 
-# What this manager says of who leads.
+# Leader only.
 
 
 def refuse_unless_leading(leadership: Leadership, plane: Plane) -> None:
-    """Send a caller to the leader, for deployments where only that one serves.
+    """Send a caller to the leader, for deployments where only the leader serves.
 
     Args:
-        leadership: who leads.
+        leadership: of this manager.
         plane: which of the leader's addresses the caller needs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How much counters grew of late: what happened long ago is no present trouble."""
+"""Evaluation of alerts: gathers the inputs, and remembers since when each alert is firing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RecentGrowth(Generic[Key]):
         self._noted: deque[tuple[float, dict[Key, int]]] = deque()
 
     def record(self, counts: Mapping[Key, int], now: float) -> None:
-        """Remember how the counters stand, and forget what is older than need be."""
+        """Remember the counters, and drop older records than are needed."""
         self._noted.append((now, dict(counts)))
         while len(self._noted) > 1 and self._noted[1][0] <= now - self._seconds:
             self._noted.popleft()
@@ -64,21 +64,21 @@ class RecentGrowth(Generic[Key]):
         return next((counts[key] for _, counts in self._noted if key in counts), count)
 
 
-# Gathers what a manager knows, has it judged, and remembers since when something is wrong.
+# Evaluates the alerts of a manager, and remembers since when each is firing.
 #
-# Every ten seconds it looks at what is in memory, so that it knows since when, also while nobody asks; over a shared
-# store, where others change what there is, it asks the store now and then. Who asks has it asked too, at most once in
-# two seconds however many ask. What must last for a while before it is told must have been there at every look.
+# Every ten seconds it evaluates the state in memory, so that it knows the beginning without any request; over a shared
+# store, which other managers change, it reads the store now and then. A request reads it, too, at most once in two
+# seconds for all requests. An alert with a delay must have been firing at every evaluation in it.
 
 _CHECK_INTERVAL_SECONDS = 10.0
 _STORE_CACHE_SECONDS = 2.0
-_SHARED_STATE_SECONDS = 30.0  # what managers change is heard so often at least
+_SHARED_STATE_SECONDS = 30.0  # changes of other managers are read so often at least
 _OVERDUE_SECONDS = 15.0  # the leader ends sessions within a second or two
 _DELAY_SECONDS = {
     "KvcmReclaimStuck": 30.0,
     "KvcmGroupNearlyFull": 30.0,
     "KvcmNoLeader": 5.0,
-    "KvcmSeveralLeaders": 20.0,  # vitals are some seconds old: of a handover they may tell both
+    "KvcmSeveralLeaders": 20.0,  # vitals are some seconds old: in a failover they may name both
 }
 
 
@@ -88,7 +88,7 @@ AlertKey = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class AlertSources:
-    """What is looked at.
+    """The inputs of alerts.
 
     Attributes:
         lag_seconds: by which the event loop is late all the time.
@@ -108,7 +108,7 @@ class AlertSources:
 
 @dataclass(frozen=True, slots=True)
 class _StoreState:
-    """What the store said, and when."""
+    """The state of the store, and when it was read."""
 
     at: float = 0.0
     trouble: str = ""
@@ -118,15 +118,15 @@ class _StoreState:
 
 
 class AlertWatch:
-    """Tells what is wrong.
+    """Evaluates alerts.
 
     Args:
-        sources: what is looked at.
+        sources: inputs.
         now: unix seconds.
 
     Attributes:
-        certificates: tells when they end, unix seconds, by what they are for; none unless somebody sets it.
-        managers: tells of all managers; none unless somebody sets it.
+        certificates: their expiry, unix seconds, by purpose; none unless set.
+        managers: all managers; none unless set.
     """
 
     def __init__(self, sources: AlertSources, now: Callable[[], float]) -> None:
@@ -139,7 +139,7 @@ class AlertWatch:
         self._dropped: RecentGrowth[str] = RecentGrowth(RECENT_SECONDS)
         self._mismatches: RecentGrowth[tuple[str, str]] = RecentGrowth(RECENT_SECONDS)
         self._since: dict[AlertKey, float] = {}
-        self._heard = _StoreState()
+        self._shared = _StoreState()
         self._asking: asyncio.Task[_StoreState] | None = None
         self._record_counts()
 
@@ -150,14 +150,14 @@ class AlertWatch:
             await self.check()
 
     async def check(self) -> None:
-        """Note how counters stand, and what is wrong."""
+        """Record counters and firing alerts."""
         self._record_counts()
-        if self._sources.is_shared and self._now() - self._heard.at >= _SHARED_STATE_SECONDS:
-            self._heard = await self._store_state()
-        self._update_first_seen(_evaluate(await self._inputs(self._heard)))
+        if self._sources.is_shared and self._now() - self._shared.at >= _SHARED_STATE_SECONDS:
+            self._shared = await self._store_state()
+        self._update_first_seen(_evaluate(await self._inputs(self._shared)))
 
     async def alerts(self, group: str = "") -> list[Alert]:
-        """Return what is wrong, as far as it concerns whoever asks: the worst first, then by name and subject.
+        """Return the alerts that the principal may see: the worst first, then by name and subject.
 
         Args:
             group: only what concerns this group; empty for everything.
@@ -166,8 +166,8 @@ class AlertWatch:
             InvalidArgumentError: there is no such group.
         """
         wanted = self._subjects_of(group) if group else None
-        self._heard = await self._store_state()
-        facts = await self._inputs(self._heard)
+        self._shared = await self._store_state()
+        facts = await self._inputs(self._shared)
         if call_context.get().principal.has_all_groups:
             found = self._update_first_seen(_evaluate(facts))
         else:
@@ -181,8 +181,8 @@ class AlertWatch:
 
     async def _store_state(self) -> _StoreState:
         if self._asking is None or self._asking.done():
-            if self._now() - self._heard.at < _STORE_CACHE_SECONDS:
-                return self._heard
+            if self._now() - self._shared.at < _STORE_CACHE_SECONDS:
+                return self._shared
             self._asking = asyncio.create_task(self._load_store_state())
         return await asyncio.shield(self._asking)
 
@@ -196,9 +196,9 @@ class AlertWatch:
                 writing[session.instance_group] += session.bytes
             return _StoreState(now, "", await sources.drains.list_drains(), writing, overdue)
         except KvcmError as error:
-            return replace(self._heard, at=now, trouble=str(error))
+            return replace(self._shared, at=now, trouble=str(error))
 
-    async def _inputs(self, heard: _StoreState) -> AlertInputs:
+    async def _inputs(self, shared: _StoreState) -> AlertInputs:
         sources = self._sources
         configured = sources.registry.storages.all()
         leadership = sources.leadership
@@ -213,25 +213,25 @@ class AlertWatch:
             },
             backlogs=sources.deletions.backlogs(),
             deleting=self._deleting(),
-            writing=heard.writing,
+            writing=shared.writing,
             refused=self._recent_refusals(),
             mismatches=self._mismatches.growth(sources.cache.missing.mismatches),
-            drains=heard.drains,
+            drains=shared.drains,
             node_id=leadership.node_id,
             leader=leadership.leader_node_id,
             leaders=[each.endpoint.node_id for each in self.managers() if each.vitals and each.vitals.is_leader],
-            overdue_sessions=heard.overdue,
+            overdue_sessions=shared.overdue,
             certificates=self.certificates(),
             lag_seconds=sources.lag_seconds(),
-            store_trouble=heard.trouble,
+            store_trouble=shared.trouble,
             dropped_accesses=self._dropped.growth({"": sources.cache.accesses.dropped})[""],
         )
 
     def _deleting(self) -> Mapping[str, Mapping[str, int]]:
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for custody in self._sources.cache.indexes():
-            for place, size in custody.meta_index.deleting_bytes.items():
-                found[custody.instance.instance_group_name][place.storage] += size
+        for handle in self._sources.cache.indexes():
+            for place, size in handle.meta_index.deleting_bytes.items():
+                found[handle.instance.instance_group_name][place.storage] += size
         return {group: +sizes for group, sizes in found.items()}
 
     def _record_counts(self) -> None:
@@ -263,7 +263,7 @@ class AlertWatch:
         return self._persistent(found)
 
     def _persistent(self, found: Iterable[Alert]) -> list[Alert]:
-        """Return the alerts that last long enough to be told, each with when it was first seen."""
+        """Return the alerts that last longer than their delay, each with its beginning."""
         now = self._now()
         dated = [replace(alert, since_ms=int(self._since.get(alert.key, now) * 1000)) for alert in found]
         return [each for each in dated if now - each.since_ms / 1000 >= _DELAY_SECONDS.get(each.name, 0.0)]

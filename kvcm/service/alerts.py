@@ -1,4 +1,4 @@
-"""What is wrong now, why, and what to do: pure functions over what a manager knows, and a watch that gathers it."""
+"""The rules of alerts: what is wrong, the reason and the remedy, as pure functions of the state of a manager."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Alert:
         severity: how urgent it is.
         subject_kind: one of `SubjectKind`.
         subject_name: "" for the cluster.
-        summary: what is wrong.
-        reason: why.
-        advice: what to do.
+        summary: one sentence.
+        reason: of it.
+        advice: the remedy.
         since_ms: when it was first seen, unix time in ms.
     """
 
@@ -93,31 +93,31 @@ class Alert:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What stays the same while it lasts."""
+        """The identity of a firing alert."""
         return self.name, self.subject_kind, self.subject_name
 
 
 @dataclass(frozen=True, slots=True)
 class AlertInputs:
-    """What a manager knows at one moment.
+    """The state of a manager at one moment.
 
     Attributes:
         now: unix seconds.
-        usage: of everything that whoever asks may see.
+        usage: of everything that the principal may see.
         groups: as configured.
         types: of the configured storages, by name.
         storages: how each is for this manager.
-        backlogs: what waits for deletion, by storage.
+        backlogs: of pending deletions, by storage.
         deleting: bytes that wait for deletion, by group and storage.
         writing: bytes of open write sessions, by group.
-        refused: writes refused lately for want of room, by group.
+        refused: writes rejected lately for lack of space, by group.
         mismatches: wrong checksums reported lately, by group and storage.
         drains: and removals.
         node_id: of this manager.
-        leader: node id of the one that leads, "" for none.
+        leader: node id of the leader, "" for none.
         leaders: managers that say that they lead.
-        overdue_sessions: write sessions that nobody ended in time.
-        certificates: when they end, unix seconds, by what they are for.
+        overdue_sessions: write sessions that did not expire in time.
+        certificates: their expiry, unix seconds, by purpose.
         lag_seconds: by which the event loop is late all the time.
         store_trouble: why the metadata store does not answer, "" while it does.
         dropped_accesses: reads that lately could not be written down.
@@ -186,7 +186,7 @@ def sentence(clause: str) -> str:
 _OWN_MARK = "trigger_strategy.used_percentage of the group"
 """The setting of a group from which on its blocks leave."""
 FULL = 0.98
-"""Ratio of a limit from which on it is taken for reached: what is left may be less than one write needs."""
+"""Ratio of a limit from which on it counts as reached: the rest may be less than one write needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _of_global_quotas(facts: AlertInputs, group: GroupUsage) -> Iterator[Limit]:
 
 
 def _of_storages(facts: AlertInputs, group: GroupUsage, configured: InstanceGroup) -> Iterator[Limit]:
-    """Yield what limits the group on its roomiest storage: while one has room, no other limits it."""
+    """Yield the limits of the group on its emptiest storage: while one has space, no other limits it."""
     usable = [name for name in configured.storage_candidates if not storage_trouble(facts.storages.get(name))]
     tightest = [max(_on_storage(facts, group, name), key=lambda limit: limit.ratio, default=None) for name in usable]
     limits = [limit for limit in tightest if limit is not None]
@@ -303,7 +303,7 @@ def storage_trouble(status: StorageStatus | None) -> str:
 
 # What keeps a full group full: pins, deletions that wait, writes, marks that are off, other groups.
 
-_MIN_SHARE = 0.05  # of a limit; what is less does not explain that it is full
+_MIN_SHARE = 0.05  # of a limit; less does not explain that it is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class QuotaHolder:
 def _holders_of(
     facts: AlertInputs, group: GroupUsage, configured: InstanceGroup, limit: Limit
 ) -> Sequence[QuotaHolder]:
-    """Return what keeps a group at a limit, the most telling first; one at least."""
+    """Return the reasons why a group stays at a limit, the strongest first; one at least."""
     found = [*_no_evicting_manager(facts), *_eviction_is_off(configured, limit)]
     held = [
         *_pinned(group),
@@ -349,7 +349,7 @@ def _eviction_is_off(configured: InstanceGroup, limit: Limit) -> Iterator[QuotaH
     text = f"nothing is evicted because of it: {limit.mark} is off"
     if limit.mark == _OWN_MARK:
         mark = configured.cache_config.reclaim_strategy.trigger_strategy.used_percentage
-        text = f"nothing is evicted for want of room: the mark is {f'{mark:g}, which is off' if mark else 'not set'}"
+        text = f"nothing is evicted for lack of space: the mark is {f'{mark:g}, which is off' if mark else 'not set'}"
         if ttl := configured.policy_of("").ttl_seconds:
             text += f", and blocks leave by age alone, after {duration_text(ttl)}"
     yield QuotaHolder(math.inf, text, f"set {limit.mark} to 0.8 or so")
@@ -405,20 +405,20 @@ def _other_groups(limit: Limit) -> Iterator[QuotaHolder]:
 def _eviction_too_slow(limit: Limit) -> QuotaHolder:
     mark = limit.usage.high_mark_bytes
     if mark < 0:
-        return QuotaHolder(0, "what lies beside the blocks takes the room", "make room on it")
+        return QuotaHolder(0, "other files take the space", "free space on it")
     shown = f"{mark:,} blocks" if limit.counts_blocks else format_size(mark)
-    text = f"eviction begins at {shown} and does not make room as fast as blocks are written"
+    text = f"eviction begins at {shown} and does not free space as fast as blocks are written"
     return QuotaHolder(0, text, f"lower {limit.mark}, so that eviction begins earlier")
 
 
-# What is wrong with groups: full, nearly full, without a storage, above a mark that eviction does not reach.
+# Alerts of groups: full, nearly full, without a storage, above a mark that eviction does not reach.
 
 _NEARLY = 0.9
 _MAX_HOLDERS = 3
 
 
 def group_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with groups."""
+    """Yield the alerts of groups."""
     for group in facts.usage.groups:
         configured = facts.groups.get(group.name)
         if configured is None:
@@ -436,11 +436,16 @@ def _without_storage(facts: AlertInputs, group: InstanceGroup) -> Alert | None:
         return None
     clauses = [f"storage {name} {trouble}" for name, trouble in troubles]
     return Alert(
-        *("KvcmGroupWithoutStorage", Severity.ALERT_PAGE, SubjectKind.GROUP, group.name),
-        f"No storage takes blocks of group {group.name}.",
-        sentence(join_clauses(clauses)) if clauses else "The group names no storage.",
-        f"Bring {'it' if len(troubles) == 1 else 'one of them'} back, or give the group another storage "
-        "(storage_candidates).",
+        name="KvcmGroupWithoutStorage",
+        severity=Severity.ALERT_PAGE,
+        subject_kind=SubjectKind.GROUP,
+        subject_name=group.name,
+        summary=f"No storage takes blocks of group {group.name}.",
+        reason=sentence(join_clauses(clauses)) if clauses else "The group names no storage.",
+        advice=(
+            f"Bring {'it' if len(troubles) == 1 else 'one of them'} back, or give the group another storage "
+            "(storage_candidates)."
+        ),
     )
 
 
@@ -449,7 +454,7 @@ def _short_of_capacity(facts: AlertInputs, group: GroupUsage, configured: Instan
     worst = limits[0]
     if refused:
         severity = Severity.ALERT_PAGE if worst.is_full else Severity.ALERT_TICKET
-        state = "is full" if worst.is_full else "is short of room"
+        state = "is full" if worst.is_full else "is short of space"
         state += f" and refused {count_text(refused, 'write')} in the last 5 minutes"
         yield _group_alert("KvcmGroupFull", severity, facts, group, configured, limits, state)
     elif worst.is_full:
@@ -475,10 +480,13 @@ def _group_alert(
     holders = _holders_of(facts, group, configured, worst)[:_MAX_HOLDERS]
     reached = [limit.text for limit in limits if limit is worst or limit.is_full]
     return Alert(
-        *(name, severity, SubjectKind.GROUP, group.name),
-        f"Group {group.name} {state}.",
-        f"{sentence(join_clauses(reached))} {_holders_text(holders)}",
-        f"{sentence(holders[0].advice)} Or raise the limit: {worst.raised_by}.",
+        name=name,
+        severity=severity,
+        subject_kind=SubjectKind.GROUP,
+        subject_name=group.name,
+        summary=f"Group {group.name} {state}.",
+        reason=f"{sentence(join_clauses(reached))} {_holders_text(holders)}",
+        advice=f"{sentence(holders[0].advice)} Or raise the limit: {worst.raised_by}.",
     )
 
 
@@ -488,11 +496,16 @@ def _stuck(facts: AlertInputs, group: GroupUsage, configured: InstanceGroup) -> 
     limit = limits_of(facts, group, configured)[0]
     holders = _holders_of(facts, group, configured, limit)
     return Alert(
-        *("KvcmReclaimStuck", Severity.ALERT_TICKET, SubjectKind.GROUP, group.name),
-        f"Group {group.name} stays {left} above the mark at which eviction begins.",
-        f"It uses {format_size(total.used_bytes)}, the mark is {format_size(total.high_mark_bytes)}. "
-        f"{_holders_text(holders)}",
-        sentence(holders[0].advice),
+        name="KvcmReclaimStuck",
+        severity=Severity.ALERT_TICKET,
+        subject_kind=SubjectKind.GROUP,
+        subject_name=group.name,
+        summary=f"Group {group.name} stays {left} above the mark at which eviction begins.",
+        reason=(
+            f"It uses {format_size(total.used_bytes)}, the mark is {format_size(total.high_mark_bytes)}. "
+            f"{_holders_text(holders)}"
+        ),
+        advice=sentence(holders[0].advice),
     )
 
 
@@ -500,7 +513,7 @@ def _holders_text(holders: Sequence[QuotaHolder]) -> str:
     return " ".join(sentence(holder.text) for holder in holders)
 
 
-# What is wrong with storages: down, full, out of use, oversubscribed, deletions that fail, wrong bytes.
+# Alerts of storages: down, full, out of use, oversubscribed, deletions that fail, wrong bytes.
 
 _NEARLY_FULL = 0.95
 _MEDIUM_FULL = 0.98
@@ -508,7 +521,7 @@ _OVERSUBSCRIBED = 1.0
 
 
 def storage_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with storages."""
+    """Yield the alerts of storages."""
     for name, status in sorted(facts.storages.items()):
         yield from _of_health(facts, name, status)
         yield from _of_medium(name, status)
@@ -516,19 +529,26 @@ def storage_alerts(facts: AlertInputs) -> Iterator[Alert]:
         yield from _of_usage(facts, usage)
     for (group, name), count in sorted(facts.mismatches.items()):
         yield _storage_alert(
-            *("KvcmChecksumMismatch", Severity.ALERT_PAGE, name),
-            f"Storage {name} returned wrong bytes to group {group} {_times(count)} in the last 5 minutes.",
-            "Checksums of what was read differ from those that the writers told.",
-            "Disable the storage and look at its medium; the blocks concerned are removed already.",
+            name="KvcmChecksumMismatch",
+            severity=Severity.ALERT_PAGE,
+            storage=name,
+            summary=f"Storage {name} returned wrong bytes to group {group} {_times(count)} in the last 5 minutes.",
+            reason="Checksums of the bytes read differ from those of their writers.",
+            advice="Disable the storage and look at its medium; the blocks concerned are removed already.",
         )
     for drain in facts.drains:
         if drain.reason and drain.state is not DrainState.DRAIN_DONE:
             what = "removal" if drain.is_removal else "drain"
             yield _storage_alert(
-                *("KvcmDrainWaits", Severity.ALERT_INFO, drain.storage_unique_name),
-                f"The {what} of storage {drain.storage_unique_name} waits, {format_size(drain.left_bytes)} are left.",
-                sentence(drain.reason),
-                "Nothing has to be done while what it waits for goes on by itself.",
+                name="KvcmDrainWaits",
+                severity=Severity.ALERT_INFO,
+                storage=drain.storage_unique_name,
+                summary=(
+                    f"The {what} of storage {drain.storage_unique_name} waits, "
+                    f"{format_size(drain.left_bytes)} are left."
+                ),
+                reason=sentence(drain.reason),
+                advice="Nothing has to be done while what it waits for goes on by itself.",
             )
 
 
@@ -545,24 +565,30 @@ def _of_health(facts: AlertInputs, name: str, status: StorageStatus) -> Iterator
     since = f" for {lasts}" if lasts else ""
     if not status.is_enabled:
         yield _storage_alert(
-            *("KvcmStorageDisabled", Severity.ALERT_INFO, name),
-            f"Storage {name} is disabled.",
-            "Somebody switched it off: its blocks are not read, and nothing is written to it.",
-            f"Enable it again when it is ready: kvcm storage enable {name}.",
+            name="KvcmStorageDisabled",
+            severity=Severity.ALERT_INFO,
+            storage=name,
+            summary=f"Storage {name} is disabled.",
+            reason="Somebody switched it off: its blocks are not read, and nothing is written to it.",
+            advice=f"Enable it again when it is ready: kvcm storage enable {name}.",
         )
     elif status.health is HealthState.SH_DOWN:
         yield _storage_alert(
-            *("KvcmStorageDown", Severity.ALERT_PAGE, name),
-            f"Storage {name} is down{since}: its blocks are not read.",
-            sentence(status.reason) if status.reason else "Its probes are not answered.",
-            "Bring its medium back (mount, network, service); it is used again by itself after two good probes.",
+            name="KvcmStorageDown",
+            severity=Severity.ALERT_PAGE,
+            storage=name,
+            summary=f"Storage {name} is down{since}: its blocks are not read.",
+            reason=sentence(status.reason) if status.reason else "Its probes are not answered.",
+            advice="Bring its medium back (mount, network, service); it is used again by itself after two good probes.",
         )
     elif status.health is HealthState.SH_DEGRADED:
         yield _storage_alert(
-            *("KvcmStorageDegraded", Severity.ALERT_TICKET, name),
-            f"Storage {name} is degraded{since}.",
-            sentence(status.reason) if status.reason else "Some of its probes were slow or failed.",
-            "Look at its medium before it goes down.",
+            name="KvcmStorageDegraded",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"Storage {name} is degraded{since}.",
+            reason=sentence(status.reason) if status.reason else "Some of its probes were slow or failed.",
+            advice="Look at its medium before it goes down.",
         )
 
 
@@ -570,11 +596,15 @@ def _of_medium(name: str, status: StorageStatus) -> Iterator[Alert]:
     size, free = status.medium_bytes, status.medium_free_bytes
     if size > 0 and 0 <= free < (1 - _MEDIUM_FULL) * size:
         yield _storage_alert(
-            *("KvcmStorageNearlyFull", Severity.ALERT_TICKET, name),
-            f"The medium of storage {name} has {format_size(free)} left.",
-            f"It is {percent(size - free, size)} used ({format_size(size - free)} of {format_size(size)}), "
-            "by whatever lies on it.",
-            f"Make room on it, or set capacity_bytes of storage {name} so that blocks leave in time.",
+            name="KvcmStorageNearlyFull",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"The medium of storage {name} has {format_size(free)} left.",
+            reason=(
+                f"It is {percent(size - free, size)} used ({format_size(size - free)} of {format_size(size)}), "
+                "by all files on it."
+            ),
+            advice=f"Free space on it, or set capacity_bytes of storage {name} so that blocks leave in time.",
         )
 
 
@@ -583,30 +613,38 @@ def _of_usage(facts: AlertInputs, storage: StorageUsage) -> Iterator[Alert]:
     if usage.capacity_bytes > 0 and usage.used_bytes > _NEARLY_FULL * usage.capacity_bytes:
         numbers = f"{format_size(usage.used_bytes)} of {format_size(usage.capacity_bytes)}"
         yield _storage_alert(
-            *("KvcmStorageNearlyFull", Severity.ALERT_TICKET, name),
-            f"Storage {name} is {percent(usage.used_bytes, usage.capacity_bytes)} full.",
-            f"It holds {numbers}, {format_size(usage.deleting_bytes)} of it wait for their deletion.",
-            f"Raise capacity_bytes of storage {name}, or lower the quotas of the groups that use it.",
+            name="KvcmStorageNearlyFull",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"Storage {name} is {percent(usage.used_bytes, usage.capacity_bytes)} full.",
+            reason=f"It holds {numbers}, {format_size(usage.deleting_bytes)} of it wait for their deletion.",
+            advice=f"Raise capacity_bytes of storage {name}, or lower the quotas of the groups that use it.",
         )
     if storage.oversubscription > _OVERSUBSCRIBED:
         yield _storage_alert(
-            *("KvcmStorageOversubscribed", Severity.ALERT_INFO, name),
-            f"Storage {name} is oversubscribed {storage.oversubscription:.3g} times.",
-            "The quotas of the groups that may use it exceed its capacity: not all of them can fill theirs.",
-            "That is fine while they do not; else lower quotas, raise the capacity, or guarantee shares.",
+            name="KvcmStorageOversubscribed",
+            severity=Severity.ALERT_INFO,
+            storage=name,
+            summary=f"Storage {name} is oversubscribed {storage.oversubscription:.3g} times.",
+            reason="The quotas of the groups that may use it exceed its capacity: not all of them can fill theirs.",
+            advice="That is fine while they do not; else lower quotas, raise the capacity, or guarantee shares.",
         )
     backlog = facts.backlogs.get(name)
     if backlog is not None and backlog.failures and (backlog.waiting or backlog.late):
         yield _storage_alert(
-            *("KvcmDeletionsFail", Severity.ALERT_TICKET, name),
-            f"Storage {name} does not delete what it is asked to.",
-            f"{count_text(backlog.waiting, 'location')} wait, {backlog.failures:,} attempts failed, "
-            f"{backlog.late:,} hang.",
-            "Look at its medium and at the log; deletions are tried again by themselves.",
+            name="KvcmDeletionsFail",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"Storage {name} does not delete what it is asked to.",
+            reason=(
+                f"{count_text(backlog.waiting, 'location')} wait, {backlog.failures:,} attempts failed, "
+                f"{backlog.late:,} hang."
+            ),
+            advice="Look at its medium and at the log; deletions are tried again by themselves.",
         )
 
 
-# What is wrong with managers and with what they share: leadership, the store, sessions, certificates, the loop.
+# Alerts of managers and their shared state: leadership, the store, sessions, certificates, the loop.
 
 _MAX_LOOP_LAG_SECONDS = 0.1
 _CERTIFICATE_SECONDS = 14 * 86_400
@@ -614,62 +652,89 @@ _URGENT_SECONDS = 2 * 86_400
 
 
 def cluster_alerts(facts: AlertInputs) -> Iterator[Alert]:
-    """Yield what is wrong with managers and the cluster."""
+    """Yield the alerts of managers and the cluster."""
     yield from _of_leadership(facts)
     yield from _of_store(facts)
     yield from _of_sessions(facts)
     yield from _of_certificates(facts)
     if facts.lag_seconds > _MAX_LOOP_LAG_SECONDS:
         yield Alert(
-            *("KvcmLoopLag", Severity.ALERT_TICKET, SubjectKind.MANAGER, facts.node_id),
-            f"The event loop of manager {facts.node_id} is late by {duration_text(facts.lag_seconds)} all the time.",
-            "It is asked for more than it can do on one core, or its host is short of processor time.",
-            "Add a manager on the same store, or give it a core of its own.",
+            name="KvcmLoopLag",
+            severity=Severity.ALERT_TICKET,
+            subject_kind=SubjectKind.MANAGER,
+            subject_name=facts.node_id,
+            summary=(
+                f"The event loop of manager {facts.node_id} is late by {duration_text(facts.lag_seconds)} all the time."
+            ),
+            reason="It is asked for more than it can do on one core, or its host is short of processor time.",
+            advice="Add a manager on the same store, or give it a core of its own.",
         )
 
 
 def _of_leadership(facts: AlertInputs) -> Iterator[Alert]:
     if not facts.leader:
         yield Alert(
-            *("KvcmNoLeader", Severity.ALERT_PAGE, SubjectKind.CLUSTER, ""),
-            "No manager leads: nothing is evicted and nothing deleted.",
-            f"Manager {facts.node_id} sees nobody who holds the lease in the store.",
-            "Look whether the store answers and takes writes, and at the managers' logs for `election_round_failed`.",
+            name="KvcmNoLeader",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary="No manager leads: nothing is evicted and nothing deleted.",
+            reason=f"Manager {facts.node_id} finds no holder of the lease in the store.",
+            advice=(
+                "Look whether the store answers and takes writes, and at the managers' logs "
+                "for `election_round_failed`."
+            ),
         )
     if len(facts.leaders) > 1:
         yield Alert(
-            *("KvcmSeveralLeaders", Severity.ALERT_PAGE, SubjectKind.CLUSTER, ""),
-            f"{len(facts.leaders)} managers say that they lead.",
-            f"They are {', '.join(sorted(facts.leaders))}.",
-            "Check that their clocks run evenly, and that they use one store.",
+            name="KvcmSeveralLeaders",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"{len(facts.leaders)} managers say that they lead.",
+            reason=f"They are {', '.join(sorted(facts.leaders))}.",
+            advice="Check that their clocks run evenly, and that they use one store.",
         )
 
 
 def _of_store(facts: AlertInputs) -> Iterator[Alert]:
     if facts.store_trouble:
         yield Alert(
-            *("KvcmStoreAway", Severity.ALERT_PAGE, SubjectKind.CLUSTER, ""),
-            f"The metadata store does not answer manager {facts.node_id}.",
-            f"{facts.store_trouble}.",
-            "Look at the Redis or Valkey server, or at the disk of the data directory. Reads go on from memory as "
-            "far as they can; writes are refused until it is back.",
+            name="KvcmStoreAway",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"The metadata store does not answer manager {facts.node_id}.",
+            reason=f"{facts.store_trouble}.",
+            advice=(
+                "Look at the Redis or Valkey server, or at the disk of the data directory. Reads go on from memory as "
+                "far as they can; writes are refused until it is back."
+            ),
         )
     if facts.dropped_accesses:
         yield Alert(
-            *("KvcmAccessesDropped", Severity.ALERT_PAGE, SubjectKind.MANAGER, facts.node_id),
-            f"{count_text(facts.dropped_accesses, 'read')} could not be written down in the last 5 minutes.",
-            "The metadata store takes them more slowly than engines read, so that eviction does not know of them.",
-            "Give the store more processor time or a faster network.",
+            name="KvcmAccessesDropped",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.MANAGER,
+            subject_name=facts.node_id,
+            summary=f"{count_text(facts.dropped_accesses, 'read')} could not be written down in the last 5 minutes.",
+            reason=(
+                "The metadata store takes them more slowly than engines read, so that eviction does not know of them."
+            ),
+            advice="Give the store more processor time or a faster network.",
         )
 
 
 def _of_sessions(facts: AlertInputs) -> Iterator[Alert]:
     if facts.overdue_sessions:
         yield Alert(
-            *("KvcmWriteSessionsOverdue", Severity.ALERT_TICKET, SubjectKind.CLUSTER, ""),
-            f"{count_text(facts.overdue_sessions, 'write session')} should have ended and did not.",
-            "The leader ends them; it is not there, the store does not answer, or there are too many at a time.",
-            "Look at the write sessions and at the log of the leader for `session_not_ended`.",
+            name="KvcmWriteSessionsOverdue",
+            severity=Severity.ALERT_TICKET,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"{count_text(facts.overdue_sessions, 'write session')} should have ended and did not.",
+            reason="The leader ends them; it is not there, the store does not answer, or there are too many at a time.",
+            advice="Look at the write sessions and at the log of the leader for `session_not_ended`.",
         )
 
 
@@ -680,10 +745,14 @@ def _of_certificates(facts: AlertInputs) -> Iterator[Alert]:
             continue
         is_urgent = left < _URGENT_SECONDS
         yield Alert(
-            *("KvcmCertificateEnds", Severity.ALERT_PAGE if is_urgent else Severity.ALERT_TICKET),
-            *(SubjectKind.MANAGER, facts.node_id),
-            f"The certificate ({what}) of manager {facts.node_id} "
-            + (f"ends in {duration_text(left)}." if left > 0 else f"ended {duration_text(-left)} ago."),
-            "It was not replaced yet.",
-            "Put another one in its place: the manager reads it anew by itself.",
+            name="KvcmCertificateEnds",
+            severity=Severity.ALERT_PAGE if is_urgent else Severity.ALERT_TICKET,
+            subject_kind=SubjectKind.MANAGER,
+            subject_name=facts.node_id,
+            summary=(
+                f"The certificate ({what}) of manager {facts.node_id} "
+                + (f"ends in {duration_text(left)}." if left > 0 else f"ended {duration_text(-left)} ago.")
+            ),
+            reason="It was not replaced yet.",
+            advice="Put another one in its place: the manager reloads it by itself.",
         )

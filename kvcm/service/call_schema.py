@@ -1,6 +1,6 @@
 """The calls of a port as an OpenAPI document, made of the contract's descriptors: POST /api/<call> with JSON bodies.
 
-It says what is promised. More is understood: names in lowerCamelCase, and fields that nobody knows are ignored.
+It is the promise. The server accepts more: names in lowerCamelCase, and unknown fields, which it ignores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REASON: Final = {"x-kvcm-error": {"description": "What is wrong.", "schema": {"
 _DESCRIPTION: Final = (
     "The calls of this port. Whatever their outcome, the status is 200: it stands in `header.status`. Integers of 64 "
     "bits are texts in answers, and texts or numbers in requests; enums are names, and also numbers in requests, where "
-    "names that nobody knows are ignored. null is the default."
+    "unknown names are ignored. null is the default."
 )
 
 

@@ -49,10 +49,10 @@ class _Traced(NamedTuple):
 
 
 class CallTracing:
-    """A `CallObserver` that makes spans. A call that is not sampled costs a random number and a look at its parent.
+    """A `CallObserver` that makes spans. A call that is not sampled costs a random number and a check of its parent.
 
     Args:
-        tracer: exports whatever it begins: what is sampled is decided here.
+        tracer: exports every span that it begins; sampling is decided here.
         draw: a random number from 0 to 1, excluding 1.
     """
 
@@ -62,7 +62,7 @@ class CallTracing:
         self._sample = 0.0
 
     def set(self, sample: float) -> None:
-        """Say which ratio of the calls is sampled whose client does not say whether to, from 0 to 1."""
+        """Set the ratio of sampled calls, from 0 to 1; a trace parent of the client decides for itself."""
         self._sample = sample
 
     def begin(self, call: Call, request: Any, arrival: Arrival) -> _Traced | None:
@@ -122,7 +122,7 @@ class CallTracing:
 
 
 def _parent_of(text: str) -> SpanContext | None:
-    """Return the client's span, None for what is none."""
+    """Return the client's span, None if the text is not one."""
     found = _TRACE_PARENT.fullmatch(text[:_MAX_TEXT_CHARACTERS])
     if found is None:
         return None

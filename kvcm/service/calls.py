@@ -1,7 +1,10 @@
-"""What a call of the interface is, and how one is answered: the same on gRPC and HTTP.
+"""One call of the interface, from the parsed request to the answer: the same on gRPC and HTTP.
 
-Every request passes `Caller.answer`: it is admitted or turned away (`Admission`), carried out, and whoever counts,
-logs or traces calls (`CallObserver`) is told how it began and ended.
+`Caller.answer` is the whole path: permission, admission, leader check, limits of size, handler, header. All observers
+of a call are one `CallRecorder`: metrics, the access log, the audit trail, the span, the trace id of log lines.
+
+Every admitted request ends in one answer whose header has the outcome, or in a cancellation (invariant 9). A request
+that is not admitted has no header; the transport rejects it in its own way (design.md decision 9).
 """
 
 from __future__ import annotations
@@ -37,74 +40,15 @@ __all__ = [
     "Arrival",
     "AuditCalls",
     "Call",
-    "CallMetrics",
     "CallObserver",
-    "CallTiming",
+    "CallRecorder",
     "Caller",
     "Outcome",
     "Plane",
     "Reply",
-    "RequestContext",
 ]
 
-# The timing tree of an answer's header, for trace ids that ask for it (wire.md 2.4).
-
-_SUFFIX: Final = "__kvcm_need_span_tracer"
 Result = TypeVar("Result")
-
-
-class CallTiming:
-    """Measures one call. To be made by `of`, which knows whether somebody wants to know.
-
-    Args:
-        place: of the handler, as `<file>:<function>`.
-    """
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self._stage: Stage | None = None
-
-    @classmethod
-    def of(cls, handler: Any, name: str, trace_id: str | None) -> CallTiming | None:
-        """Return what measures a call, None if its trace id does not ask for that.
-
-        Args:
-            handler: of the call.
-            name: of the call, for a handler that has none.
-            trace_id: of the request.
-        """
-        if trace_id is None or not trace_id.endswith(_SUFFIX):
-            return None
-        module = handler.__module__.rpartition(".")[2]
-        return cls(f"{module}.py:{getattr(handler, '__name__', name)}")
-
-    async def measure(self, work: Awaitable[Result]) -> Result:
-        """Do the work."""
-        with open_stage("handle", self._place) as self._stage:
-            return await work
-
-    def fill_header(self, header: Any, seconds: float) -> None:
-        """Put the tree in a header, if it has a place for it: those of the admin package have none.
-
-        Args:
-            header: of the answer.
-            seconds: that the whole call took.
-        """
-        if "tracer_result" in header.DESCRIPTOR.fields_by_name:
-            tree: dict[str, Any] = {"span_time_us": round(seconds * 1e6)}
-            if self._stage is not None:
-                tree |= _by_place([self._stage])
-            header.tracer_result = json.dumps(tree, separators=(",", ":"))
-
-
-def _by_place(stages: list[Stage]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for stage in stages:
-        span = {"span_time_us": stage.microseconds, **_by_place(stage.parts)}
-        found.setdefault(stage.place, []).append(span)
-    return found
-
-
 _log = structlog.get_logger("kvcm.service")
 
 
@@ -178,11 +122,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         transport: "grpc", "http", or "" for a call from inside.
-        peer: address of the client without its port, "" when unknown. While nobody is asked who he is, it stands for
+        peer: address of the client without its port, "" when unknown. While authentication is disabled, it stands for
             the principal.
-        deadline: on `time.monotonic`'s clock, when the client gives up; None when it does not say.
+        deadline: on `time.monotonic`'s clock, when the client gives up; None without a deadline.
         trace_parent: W3C trace context that the client sent, "" for none, and while calls are not traced.
-        received_at: on the same clock, when its first bytes were seen; None when the transport does not say.
+        received_at: on the same clock, when its first bytes arrived; None when the transport does not report it.
         principal: on whose behalf it came.
     """
 
@@ -214,36 +158,36 @@ class Outcome(NamedTuple):
 
 
 class CallObserver(Protocol):
-    """Is told of every request; on the path of each, so it does little and never waits or raises."""
+    """Follows every request. It runs on the path of each, so it does little and never waits or raises."""
 
     def begin(self, call: Call, request: Any, arrival: Arrival) -> Any:
-        """A request was admitted; what is returned comes back with its end."""
+        """A request was admitted; the result comes back with its end."""
 
     def end(self, begun: Any, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
-        """It was answered, or its client went away."""
+        """The request was answered, or its client went away."""
 
     def rejected(self, call: Call, arrival: Arrival, reason: str) -> None:
         """A request was not admitted; `reason` is one of few words, fit for a label."""
 
 
 class Admission(Protocol):
-    """Decides whether a request is worked on now."""
+    """Decides whether the manager works on a request now."""
 
     def check_head(self, call: Call, body_bytes: int) -> RejectedError | None:
-        """Return why a request whose head has come, with a body of so many bytes to follow, is not let in; None where
-        it is, and `gone` says when it is done."""
+        """Return why a request is rejected by its head, with a body of so many bytes to follow; None where it is
+        admitted, and `release_body` follows."""
 
     def release_body(self, call: Call, body_bytes: int) -> None:
-        """A request that was let in is answered, in whatever way."""
+        """A request that was admitted by its head is answered, in whatever way."""
 
     def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
-        """Return why a request that has come is not even read; None while it may be served."""
+        """Return why a request is rejected before it is read; None while it may be served."""
 
     async def enter(self, call: Call, request: Any, arrival: Arrival) -> Any:
-        """Return when the request's turn has come; what is returned comes back when it leaves.
+        """Wait for the request's turn; `leave` takes the result, unless it is None.
 
         Raises:
-            TurnedAwayError: it is not served, and when to try again.
+            RejectedError: it is not served, and when to try again.
         """
 
     def leave(self, entered: Any) -> None:
@@ -251,7 +195,7 @@ class Admission(Protocol):
 
 
 class _NoAdmission:
-    """Admits everybody."""
+    """Admits every request."""
 
     def check_head(self, _call: Call, _body_bytes: int) -> RejectedError | None:
         return None
@@ -262,10 +206,23 @@ class _NoAdmission:
     def rejection(self, _call: Call, _arrival: Arrival) -> RejectedError | None:
         return None
 
-    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
+    async def enter(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
         pass
 
     def leave(self, _entered: None) -> None:
+        pass
+
+
+class _NoObserver:
+    """Records no call."""
+
+    def begin(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
+        pass
+
+    def end(self, _begun: None, _call: Call, _request: Any, _arrival: Arrival, _outcome: Outcome) -> None:
+        pass
+
+    def rejected(self, _call: Call, _arrival: Arrival, _reason: str) -> None:
         pass
 
 
@@ -278,22 +235,22 @@ def _unchecked_size(_request: Any) -> None:
 
 
 class Caller:
-    """Runs calls: admission, leader check, header, errors.
+    """Runs calls.
 
     Args:
-        observers: are told of every call.
+        observer: follows every call.
         refuse: raises KvcmError while leader-only calls of a plane cannot be served.
         labels: from an instance id to the labels of its metrics; empty when it is not registered.
-        refresh: brings in what other managers changed, and says whether there was anything.
-        admission: whom to serve.
-        check_sizes: raises InvalidArgumentError for a request that has too much of something.
-        access: who may call what.
-        wants_trace_parents: whether an observer looks at `Arrival.trace_parent`.
+        refresh: reads the changes of other managers, and returns whether there were any.
+        admission: admits or rejects requests.
+        check_sizes: raises InvalidArgumentError for a request with a field above its limit.
+        access: permissions of principals.
+        wants_trace_parents: whether the observer reads `Arrival.trace_parent`.
     """
 
     def __init__(
         self,
-        observers: Sequence[CallObserver],
+        observer: CallObserver | None,
         refuse: Callable[[Plane], None],
         labels: Callable[[str], Mapping[str, str]],
         refresh: Callable[[], Awaitable[bool]] = _no_refresh,
@@ -304,19 +261,42 @@ class Caller:
         wants_trace_parents: bool = False,
     ) -> None:
         self.wants_trace_parents = wants_trace_parents
-        self._observers = tuple(observers)
+        self._observer: CallObserver = observer if observer is not None else _NoObserver()
         self._refuse = refuse
         self._labels = labels
         self._refresh = refresh
-        self._admission: Admission = admission if admission is not None else _NoAdmission()
+        self.admission: Admission = admission if admission is not None else _NoAdmission()
         self._check_sizes = check_sizes
         self.access: Access = access if access is not None else OpenAccess()
+        self._is_guarded = self.access.requires_credentials
+
+    # Before the request is read.
+
+    def check_head(self, call: Call, arrival: Arrival, body_bytes: int) -> RejectedError | None:
+        """Return why a request is rejected by its head, and record that; None where it is admitted, and `release_body`
+        is to follow."""
+        error = self.admission.check_head(call, body_bytes)
+        if error is not None:
+            self.report_rejection(call, arrival, error)
+        return error
+
+    def release_body(self, call: Call, body_bytes: int) -> None:
+        """A request that was admitted by `check_head` is answered, in whatever way."""
+        self.admission.release_body(call, body_bytes)
+
+    def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
+        """Return why a request is not to be read, and record that; None where it is. To be called before `answer`."""
+        error = self.admission.rejection(call, arrival)
+        if error is not None:
+            self.report_rejection(call, arrival, error)
+        return error
 
     def authenticate(self, call: Call, arrival: Arrival, credentials: Credentials) -> Arrival:
-        """Return the arrival with its principal; to be asked before a request is read, where `access` asks.
+        """Return the arrival with its principal; to be called before a request is read, where `access` requires
+        credentials.
 
         Raises:
-            TurnedAwayError: it may make no such call; observers are told.
+            RejectedError: it may make no such call; that is recorded.
         """
         try:
             principal = self.access.principal(policy_of(call.service, call.name), credentials)
@@ -326,43 +306,30 @@ class Caller:
         return Arrival(*arrival[:-1], principal)  # several times as fast as _replace
 
     def authenticate_page(self, path: str, credentials: Credentials) -> Principal:
-        """Return who asks for a page or a stream.
+        """Return the principal that asks for a page or a stream.
 
         Raises:
-            TurnedAwayError: it may not.
+            RejectedError: it may not.
         """
         return self.access.page_principal(path, credentials)
 
-    def check_head(self, call: Call, arrival: Arrival, body_bytes: int) -> RejectedError | None:
-        """Return why a request whose head has come is not let in, observers are told then; None where it is, and `gone`
-        is to follow."""
-        error = self._admission.check_head(call, body_bytes)
-        if error is not None:
-            self.report_rejection(call, arrival, error)
-        return error
+    def report_rejection(self, call: Call, arrival: Arrival, error: RejectedError) -> None:
+        """Record a request that is not served; for transports that find that out themselves."""
+        self._observer.rejected(call, arrival, error.reason)
 
-    def release_body(self, call: Call, body_bytes: int) -> None:
-        """A request that was let in by `knock` is answered, in whatever way."""
-        self._admission.release_body(call, body_bytes)
-
-    def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
-        """Return why a request that has come is not to be read, None where it is; observers are told. To be asked
-        before `answer`."""
-        error = self._admission.rejection(call, arrival)
-        if error is not None:
-            self.report_rejection(call, arrival, error)
-        return error
+    # The call itself.
 
     async def answer(self, call: Call, request: Any, arrival: Arrival = LOCAL) -> Reply:
         """Answer a request; any outcome is in the header (invariant 9).
 
         Raises:
-            TurnedAwayError: the request was not admitted; the transport says so in its own way (design.md decision 9).
+            RejectedError: the request was not admitted.
         """
         try:
-            self.access.check(call.service, call.name, request, arrival.principal)
-            entered = await self._admission.enter(call, request, arrival)
-            if entered is not None:  # it has waited: its principal may have lost its key meanwhile, or the right
+            if self._is_guarded:
+                self.access.check(call.service, call.name, request, arrival.principal)
+            entered = await self.admission.enter(call, request, arrival)
+            if self._is_guarded and entered is not None:  # it waited: its key or its permission may be gone
                 self._recheck_access(call, request, arrival, entered)
         except RejectedError as error:
             self.report_rejection(call, arrival, error)
@@ -370,26 +337,22 @@ class Caller:
         try:
             return await self._answer_admitted(call, request, arrival)
         finally:
-            self._admission.leave(entered)
+            if entered is not None:
+                self.admission.leave(entered)
 
     def _recheck_access(self, call: Call, request: Any, arrival: Arrival, entered: Any) -> None:
         try:
             self.access.check(call.service, call.name, request, arrival.principal)
         except RejectedError:
-            self._admission.leave(entered)
+            self.admission.leave(entered)
             raise
 
-    def report_rejection(self, call: Call, arrival: Arrival, error: RejectedError) -> None:
-        """Tell the observers of a request that is not served, where a transport finds that out itself."""
-        for observer in self._observers:
-            observer.rejected(call, arrival, error.reason)
-
     async def _answer_admitted(self, call: Call, request: Any, arrival: Arrival) -> Reply:
-        begin = time.perf_counter()
-        begun = [observer.begin(call, request, arrival) for observer in self._observers]
+        start = time.perf_counter()
+        begun = self._observer.begin(call, request, arrival)
         labels = self._labels(request.instance_id) if call.per_instance else {}
-        trace_id = request.trace_id if call.is_traced else None
-        timing = CallTiming.of(call.handler, call.name, trace_id)
+        trace_id = request.trace_id if call.is_traced else ""
+        timing = _CallTiming(call.name) if trace_id.endswith(_TIMING_SUFFIX) else None
         try:
             if call.leader_only:
                 self._refuse(call.plane)
@@ -397,10 +360,12 @@ class Caller:
             run = self._run(call, request, arrival)
             reply = await (run if timing is None else timing.measure(run))
             code, text = ErrorCode.OK, ""
-        except RejectedError as error:
-            outcome = Outcome(ErrorCode.UNSPECIFIED, str(error), time.perf_counter() - begin, labels)
-            self._report_end(begun, call, request, arrival, outcome)
-            self.report_rejection(call, arrival, error)
+        except (RejectedError, asyncio.CancelledError) as error:
+            text = str(error) if isinstance(error, RejectedError) else "the client went away"
+            outcome = Outcome(ErrorCode.UNSPECIFIED, text, time.perf_counter() - start, labels)
+            self._observer.end(begun, call, request, arrival, outcome)
+            if isinstance(error, RejectedError):
+                self.report_rejection(call, arrival, error)
             raise
         except KvcmError as error:
             reply, code, text = Reply(call.response_type()), error.code, str(error)
@@ -409,24 +374,20 @@ class Caller:
             _log.exception("failed", api=call.name)
             reply, code = Reply(call.response_type()), ErrorCode.INTERNAL_ERROR
             text = "the manager failed to answer; its log has the reason"
-        except asyncio.CancelledError:
-            outcome = Outcome(ErrorCode.UNSPECIFIED, "the client went away", time.perf_counter() - begin, labels)
-            self._report_end(begun, call, request, arrival, outcome)
-            raise
-        seconds = time.perf_counter() - begin
-        _fill_header(reply.message, trace_id, code, text)
+        seconds = time.perf_counter() - start
+        header = reply.message.header
+        header.status.code = code
+        if text:  # a handler may have left a remark on a success
+            header.status.message = text
+        if call.is_traced and hasattr(header, "request_id"):
+            header.request_id = f"{trace_id}_{time.time_ns() // 1000}"
         if timing is not None:
-            timing.fill_header(reply.message.header, seconds)
-        outcome = Outcome(code, text, seconds, labels)
-        self._report_end(begun, call, request, arrival, outcome)
+            timing.fill_header(header, seconds)
+        self._observer.end(begun, call, request, arrival, Outcome(code, text, seconds, labels))
         return reply
 
-    def _report_end(self, begun: list[Any], call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
-        for observer, token in zip(self._observers, begun, strict=True):
-            observer.end(token, call, request, arrival, outcome)
-
     async def _run(self, call: Call, request: Any, arrival: Arrival) -> Reply:
-        """Run the handler; again when another manager registered the instance a moment ago."""
+        """Run the handler; a second time when another manager registered the instance a moment ago."""
         before = call_context.set(CallContext(arrival.principal, call.name, arrival.peer))
         try:
             try:
@@ -434,22 +395,13 @@ class Caller:
             except UnknownInstanceError:
                 if not await self._refresh():
                     raise
-            self.access.check(call.service, call.name, request, arrival.principal)  # only now its group is known
+            self.access.check(call.service, call.name, request, arrival.principal)  # its group is known only now
             return await call.handler(request)
         finally:
             call_context.reset(before)
 
 
-def _fill_header(message: Any, trace_id: str | None, code: ErrorCode, text: str) -> None:
-    header = message.header
-    header.status.code = code
-    if text:  # a handler may have left a remark on a success
-        header.status.message = text
-    if trace_id is not None and hasattr(header, "request_id"):
-        header.request_id = f"{trace_id}_{time.time_ns() // 1000}"
-
-
-# Counts calls as they are answered: for Prometheus by method and code, for GetMetrics by api and instance.
+# Everything that observes a call.
 
 _CANCELLED: Final = "CANCELLED"
 _DECLARED_CODES: Final = (ErrorCode.OK, ErrorCode.INTERNAL_ERROR)
@@ -457,7 +409,7 @@ _MAX_REASONS: Final = 32
 
 
 class _Method:
-    """What is counted of one call."""
+    """The counters of one call."""
 
     __slots__ = ("codes", "has_keys", "keys", "seconds")
 
@@ -468,54 +420,88 @@ class _Method:
         self.keys = Histogram(KEYS)
 
 
-class CallMetrics:
-    """A `CallObserver` that counts; some microseconds per call.
+_Begun = tuple[_Method, Any, Token[Any] | None]
+"""A call in progress: its counters, its span, and how to unbind it from log lines."""
+
+
+class CallRecorder:
+    """The `CallObserver` of a manager: counts every call, and passes on those that are logged, audited or traced.
 
     Args:
         metrics: the table that GetMetrics lists.
-        reasons: why requests may be turned away, so that their series exist from the start.
+        reasons: of rejections, so that their series exist from the start.
+        access_log: logs calls.
+        audit: records changes.
+        tracing: makes spans.
     """
 
-    def __init__(self, metrics: ApiMetrics, reasons: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        metrics: ApiMetrics,
+        reasons: Iterable[str] = (),
+        *,
+        access_log: AccessLog | None = None,
+        audit: AuditCalls | None = None,
+        tracing: CallObserver | None = None,
+    ) -> None:
         self._metrics = metrics
+        self._access_log = access_log if access_log is not None else AccessLog(lambda: 0.0)
+        self._audit = audit
+        self._tracing = tracing
         self._methods: dict[str, _Method] = {}
         self._inflight = 0
         self._reasons = BoundedLabels(_MAX_REASONS)
         self._rejected = {self._reasons.label(reason): 0 for reason in reasons}
 
     def declare(self, call: Call) -> None:
-        """Make the series of a call exist before it is first asked."""
+        """Make the series of a call exist before its first request."""
         self._metrics.declare(call.name)
         self._method(call)
 
     def _method(self, call: Call) -> _Method:
-        """Return what is counted of a call; one name may stand for calls of several services, as in GetMetrics."""
+        """Return the counters of a call; one name may stand for calls of several services, as in GetMetrics."""
         method = self._methods.get(call.name)
         if method is None:
             method = self._methods[call.name] = _Method(call)
         return method
 
-    def begin(self, call: Call, request: Any, _arrival: Arrival) -> _Method:
-        """Count a request that is being worked on, and its keys."""
-        method = self._method(call)
+    def begin(self, call: Call, request: Any, arrival: Arrival) -> _Begun:
+        """Count a request in flight and its keys, begin its span, and bind it to log lines."""
+        method = self._methods.get(call.name) or self._method(call)
         self._inflight += 1
         if method.has_keys and (count := len(request.block_keys)):
             method.keys.observe(count)
-        return method
+        span = self._tracing.begin(call, request, arrival) if self._tracing is not None else None
+        return method, span, current_request_id.set(request) if call.is_traced else None
 
-    def end(self, begun: _Method, call: Call, _request: Any, _arrival: Arrival, outcome: Outcome) -> None:
-        """Count the call."""
+    def end(self, begun: _Begun, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        """Count the outcome, log and audit it, and end the span. The request is unbound last, so that these log lines
+        still have its trace id."""
+        method, span, bound = begun
         code, seconds = outcome.code, outcome.seconds
         self._inflight -= 1
-        begun.codes[code] += 1
-        begun.seconds.observe(seconds)
-        if code is not ErrorCode.UNSPECIFIED:  # GetMetrics knows of answers only
+        assert self._inflight >= 0
+        method.codes[code] += 1
+        method.seconds.observe(seconds)
+        if code is not ErrorCode.UNSPECIFIED:  # GetMetrics counts answers only
             self._metrics.record(call.name, outcome.labels, code, code is ErrorCode.OK, seconds * 1e6)
+        log = self._access_log
+        if log.sample or seconds > log.slow_seconds:
+            log.end(call, request, arrival, outcome)
+        if self._audit is not None and call.name in _AUDITED:
+            self._audit.end(call, request, arrival, outcome)
+        if self._tracing is not None:
+            self._tracing.end(span, call, request, arrival, outcome)
+        if bound is not None:
+            current_request_id.reset(bound)
 
-    def rejected(self, _call: Call, _arrival: Arrival, reason: str) -> None:
-        """Count a request that was not worked on."""
-        reason = self._reasons.label(reason)
-        self._rejected[reason] = self._rejected.get(reason, 0) + 1
+    def rejected(self, call: Call, arrival: Arrival, reason: str) -> None:
+        """Count, log and audit a request that is not served. It has no span: in an overload there would be too many."""
+        label = self._reasons.label(reason)
+        self._rejected[label] = self._rejected.get(label, 0) + 1
+        self._access_log.rejected(call, arrival, reason)
+        if self._audit is not None:
+            self._audit.rejected(call, arrival, reason)
 
     def answers(self, name: str) -> tuple[int, int]:
         """Return how many calls of a name were answered, and how many of those with an outcome that is not OK."""
@@ -530,7 +516,7 @@ class CallMetrics:
         return self._method(call).seconds
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         yield Reading(catalog.RPC_INFLIGHT, self._inflight)
         for reason, count in list(self._rejected.items()):
             yield Reading(catalog.RPC_REJECTED, count, (reason,))
@@ -543,52 +529,53 @@ class CallMetrics:
                 yield Reading(catalog.RPC_REQUEST_KEYS, method.keys.read(), (name,))
 
 
-# The access log: one event per request that is drawn from all, or that took long. Never keys, tokens or uris.
+# The access log: one event per sampled request, and per slow one. Never keys, tokens or uris.
 
-_MAX_NAME_BYTES = 256  # those that are longer are of no instance
+_MAX_NAME_BYTES = 256  # longer ones are of no instance
 _access_log = structlog.get_logger("kvcm.access")
 
 
 class AccessLog:
-    """A `CallObserver` that logs requests, at level INFO. One that is not logged costs two comparisons.
+    """Logs requests, at level INFO.
 
     Args:
         draw: a random number from 0 to 1, excluding 1.
+
+    Attributes:
+        sample: ratio of requests that are logged, from 0 to 1.
+        slow_seconds: requests that took longer are always logged; infinity for none.
     """
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self._draw = draw
-        self._sample = 0.0
-        self._slow_seconds = math.inf
+        self.sample = 0.0
+        self.slow_seconds = math.inf
 
     def set(self, sample: float, slow_seconds: float) -> None:
-        """Say what is logged from now on.
+        """Change what is logged.
 
         Args:
             sample: ratio of requests, from 0 to 1.
-            slow_seconds: those that took longer are logged always; 0 for none.
+            slow_seconds: requests that took longer are always logged; 0 for none.
         """
-        self._sample = sample
-        self._slow_seconds = slow_seconds or math.inf
+        self.sample = sample
+        self.slow_seconds = slow_seconds or math.inf
 
-    def begin(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
-        """Whether it is logged is decided at the end."""
-
-    def end(self, _begun: Any, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
-        """Log the request if it is to be logged."""
-        is_slow = outcome.seconds > self._slow_seconds
+    def end(self, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        """Log the request if it is sampled or slow."""
+        is_slow = outcome.seconds > self.slow_seconds
         if (is_slow or self._is_sampled()) and is_enabled(logging.INFO):
             _access_log.info("request", is_slow=is_slow, **_log_fields(call, request, arrival, outcome))
 
     def rejected(self, call: Call, arrival: Arrival, reason: str) -> None:
-        """Log a request that was not worked on."""
+        """Log a rejected request if it is sampled."""
         if self._is_sampled() and is_enabled(logging.INFO):
             _access_log.info(
                 "turned_away", method=call.name, reason=reason, transport=arrival.transport, peer=arrival.peer
             )
 
     def _is_sampled(self) -> bool:
-        return self._sample > 0 and self._draw() < self._sample
+        return self.sample > 0 and self._draw() < self.sample
 
 
 def _log_fields(call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> dict[str, Any]:
@@ -604,7 +591,7 @@ def _log_fields(call: Call, request: Any, arrival: Arrival, outcome: Outcome) ->
     }
 
 
-# Audits calls that change something beside the configuration, whose changes are audited where they are made.
+# The audit of calls that change something beside the configuration, whose changes are audited where they are made.
 
 _LOGIN: Final = "Login"
 _AUDITED: Final = frozenset(
@@ -616,14 +603,14 @@ _AUDITED: Final = frozenset(
     }
 )
 """Names of such calls."""
-_WRONG_PASSWORD_REASON: Final = "unauthenticated"  # noqa: S105 - as the call is turned away
+_WRONG_PASSWORD_REASON: Final = "unauthenticated"  # noqa: S105 - a reason, no secret
 
 
 class AuditCalls:
-    """A `CallObserver`.
+    """Records audited calls.
 
-    A login is a stranger's, who may try as often as there is bandwidth. So of those that fail only wrong passwords are
-    written down, which are bounded by the patience with them; the others are in the counters of calls.
+    Strangers may try to log in as often as their bandwidth allows. So only wrong passwords are recorded of failed
+    logins, and the number of attempts bounds those; the metrics count the others.
 
     Args:
         trail: makes the entries.
@@ -633,36 +620,33 @@ class AuditCalls:
         self._trail = trail
         self._failed_login: tuple[Arrival, Any] | None = None
 
-    def begin(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
-        """It is told at its end."""
-
-    def end(self, _begun: None, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
-        """Record the call if it is such a one."""
+    def end(self, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        """Record the call if it is an audited one."""
         if call.name not in _AUDITED:
             return
         if call.name == _LOGIN and outcome.code is not ErrorCode.OK:
-            self._failed_login = arrival, request  # `turned_away` follows at once if it was the password
+            self._failed_login = arrival, request  # `rejected` follows at once if the password was wrong
         else:
             self._record(call, request, arrival, outcome.code)
 
     def rejected(self, call: Call, arrival: Arrival, reason: str) -> None:
-        """Record a wrong password; whatever else is turned away has changed nothing."""
+        """Record a wrong password; other rejected requests have changed nothing."""
         login, self._failed_login = self._failed_login, None
         if login is not None and login[0] is arrival and reason == _WRONG_PASSWORD_REASON:
             self._record(call, login[1], arrival, ErrorCode.UNSPECIFIED)
 
     def _record(self, call: Call, request: Any, arrival: Arrival, code: ErrorCode) -> None:
-        worked_for = call_context.set(CallContext(arrival.principal, call.name, arrival.peer))
-        in_hand = current_request_id.set(request if call.is_traced else None)
+        context = call_context.set(CallContext(arrival.principal, call.name, arrival.peer))
+        bound = current_request_id.set(request if call.is_traced else None)
         try:
             self._trail.called(call.name, code.name, dict(_audit_fields(request)))
         finally:
-            current_request_id.reset(in_hand)
-            call_context.reset(worked_for)
+            current_request_id.reset(bound)
+            call_context.reset(context)
 
 
 def _audit_fields(request: Any) -> list[tuple[str, object]]:
-    """Return what a request says, of lists only how long they are: keys of blocks tell of prompts."""
+    """Return the fields of a request, of lists only their length: block keys reveal prompts."""
     found: list[tuple[str, object]] = []
     for field, value in request.ListFields():
         if field.name == "trace_id":
@@ -674,21 +658,65 @@ def _audit_fields(request: Any) -> list[tuple[str, object]]:
     return found
 
 
-# Tells the log which request is being handled.
+# The timing tree in an answer's header, for trace ids that ask for it (wire.md 2.4).
+
+_TIMING_SUFFIX: Final = "__kvcm_need_span_tracer"
+_STAGE_OF_CALL: Final = {
+    "RegisterInstance": "meta_api.py:register_instance",
+    "GetInstanceInfo": "meta_api.py:get_instance_info",
+    "GetCacheMeta": "block_calls.py:get_cache_meta",
+    "GetCacheLocation": "meta_api.py:match",
+    "GetCacheLocationLen": "meta_api.py:match_length",
+    "StartWriteCache": "meta_api.py:start_write",
+    "FinishWriteCache": "meta_api.py:finish_write",
+    "RemoveCache": "block_calls.py:remove_cache",
+    "TrimCache": "meta_api.py:trim",
+    "GetClusterInfo": "meta_api.py:cluster_info",
+    "RenewReadLease": "meta_api.py:renew_lease",
+    "ReleaseReadLease": "meta_api.py:release_lease",
+    "RenewWriteSession": "meta_api.py:renew_write",
+    "PinPrefix": "pin_api.py:pin_prefix",
+    "UnpinPrefix": "pin_api.py:unpin_prefix",
+    "ListPins": "pin_api.py:list_pins",
+    "ReportMissing": "pin_api.py:report_missing",
+    "ReportPool": "pool_api.py:report_pool",
+}
+"""How the outermost stage of a call is called. Clients read these names: they stay, wherever the code goes."""
 
 
-class RequestContext:
-    """A `CallObserver` that binds the request while it is handled. It stands last, so that those before it can still
-    log the end of the request under its trace id."""
+class _CallTiming:
+    """Measures one call.
 
-    def begin(self, call: Call, request: Any, _arrival: Arrival) -> Token[Any] | None:
-        """Bind the request."""
-        return current_request_id.set(request) if call.is_traced else None
+    Args:
+        name: of the call.
+    """
 
-    def end(self, begun: Token[Any] | None, _call: Call, _request: Any, _arrival: Arrival, _outcome: Outcome) -> None:
-        """Let go of it."""
-        if begun is not None:
-            current_request_id.reset(begun)
+    def __init__(self, name: str) -> None:
+        self._place = _STAGE_OF_CALL.get(name, name)
+        self._stage: Stage | None = None
 
-    def rejected(self, _call: Call, _arrival: Arrival, _reason: str) -> None:
-        """It is not handled."""
+    async def measure(self, work: Awaitable[Result]) -> Result:
+        """Do the work."""
+        with open_stage("handle", self._place) as self._stage:
+            return await work
+
+    def fill_header(self, header: Any, seconds: float) -> None:
+        """Put the tree in the header of an answer, if it has a field for it: those of the admin package have none.
+
+        Args:
+            header: of the answer.
+            seconds: that the whole call took.
+        """
+        if "tracer_result" in header.DESCRIPTOR.fields_by_name:
+            tree: dict[str, Any] = {"span_time_us": round(seconds * 1e6)}
+            if self._stage is not None:
+                tree |= _by_place([self._stage])
+            header.tracer_result = json.dumps(tree, separators=(",", ":"))
+
+
+def _by_place(stages: list[Stage]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for stage in stages:
+        span = {"span_time_us": stage.microseconds, **_by_place(stage.parts)}
+        found.setdefault(stage.place, []).append(span)
+    return found

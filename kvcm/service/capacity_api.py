@@ -1,4 +1,4 @@
-"""CapacityService: what is used and allowed, limits above the group, garbage. Thin translation."""
+"""CapacityService: usage and limits, quotas above the group, garbage collection. Thin translation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CapacityApi:
     """Handlers of the capacity calls.
 
     Args:
-        view: what is used.
+        view: of the usage.
         quotas: the global quotas.
         garbage: finds blocks that are worth nothing.
         scrubber: finds bytes that no metadata knows.
@@ -72,7 +72,7 @@ class CapacityApi:
         ]
 
     async def get_usage(self, request: Any) -> Reply:
-        """Tell what is used and allowed."""
+        """Return usage and limits."""
         message = pb.GetUsageResponse()
         report = await self._view.current(request.instance_group)
         await asyncio.to_thread(fill, message, report)  # thousands of instances take a while

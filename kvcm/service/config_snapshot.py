@@ -1,4 +1,4 @@
-"""Messages out of JSON documents that are kept and edited by hand: what is not understood is refused, with its path.
+"""Messages of JSON documents that are edited by hand: an unknown field is an error that names its path.
 
 Bodies of requests are read by `json_codec`, which ignores what it does not know. Here its rules for values hold, too,
 but unknown fields, unknown names and numbers of enums, nulls and repeated keys are errors.
@@ -169,7 +169,7 @@ def _check_value(value: Any, field: FieldDescriptor, path: str) -> None:
 #     }
 #
 # Each value is what the admin API prints for it, so that operators know it and can send it back in other calls: 64-bit
-# numbers are strings, enums are names, every field is there, what is not set at all is left out. All five lists are
+# numbers are strings, enums are names, every field is there, unset messages are left out. All five lists are
 # required, each ordered by name when printed: two snapshots of one configuration differ in their time alone. The
 # format's version grows only with what an older release would not understand.
 #
@@ -324,7 +324,7 @@ class ConfigSnapshotApi:
     Args:
         snapshots: takes and loads it.
         cluster_id: of the deployment.
-        end_logins: ends the keys of whoever logged in to an account.
+        end_logins: ends the logins of an account.
         now: wall clock in unix seconds.
     """
 
@@ -348,7 +348,7 @@ class ConfigSnapshotApi:
         return Reply(pb.ConfigSnapShotResponse(config_snapshot=text))
 
     async def load(self, request: Any) -> Reply:
-        """Load a configuration, or tell what that would change."""
+        """Load a configuration, or return the changes that this would make."""
         if not request.config_snapshot:
             raise InvalidArgumentError("config_snapshot is empty, must be a text of GenConfigSnapshot")
         wanted = await asyncio.to_thread(read_snapshot, request.config_snapshot)

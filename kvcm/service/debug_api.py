@@ -27,7 +27,7 @@ class Faults:
         self._by_api: dict[str, int | None] = {}
 
     def inject(self, api_name: str, number: int | None) -> None:
-        """Make an api fail, in place of what was injected for it before.
+        """Make an api fail, in place of an earlier fault.
 
         Args:
             api_name: name of the rpc; of unknown ones nothing follows.
@@ -88,7 +88,7 @@ class DebugApi:
         self._faults = faults
 
     def calls(self) -> list[Call]:
-        """Return every call. Faults are of this process, whoever leads."""
+        """Return every call. Faults are of this process, whether it leads or not."""
         calls = {
             "InjectFault": (pb.InjectFaultRequest, self.inject),
             "RemoveFault": (pb.RemoveFaultRequest, self.remove),

@@ -1,5 +1,5 @@
 """The calls on gRPC. Bytes in, bytes out: messages are parsed and joined by hand, since answers are mostly encoded
-already. Who asks is known before the body of a request is taken.
+already. The client is authenticated before the body of its request is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.principals import ANONYMOUS, Principal
+from kvcm.model.principals import ANONYMOUS
 from kvcm.model.tasks import end_tasks
 from kvcm.service.access import Credentials
 from kvcm.service.admission import Phase, ServingGate
@@ -33,15 +33,15 @@ from kvcm.service.tls import ServerTls
 
 __all__ = ["GrpcServer", "WakeupSocket", "coalesced_wakeups"]
 
-# Bodies of requests over gRPC: taken when it is known who sends them, and given up where they do not come in time.
+# Bodies of requests: read after authentication, and given up where they do not come in time.
 #
-# gRPC takes the body of a plain call, whatever its size, before it asks anybody, and waits for its rest for ever. So
-# every call is served as one whose client streams requests, of which one is read.
+# gRPC reads the body of a plain call, whatever its size, before it calls any of our code, and waits for its rest for
+# ever. So every call is served as one whose client streams requests, of which one is read.
 #
-# Rejected: cancelling what waits for a body. gRPC goes on to write to what that held; a request that is answered ends
-# its own wait.
+# Rejected: cancelling the wait for a body. gRPC goes on to write to its memory; a request that is answered ends its own
+# wait.
 
-_MAX_UNAUTHENTICATED: Final = 8  # whose bodies are taken at a time
+_MAX_UNAUTHENTICATED: Final = 8  # requests whose bodies are read at a time
 _TOO_SLOW: Final = "the request did not arrive in time"
 _TOO_LARGE: Final = "the body is larger than one of a request without a key may be"
 _INCOMPLETE: Final = "the request ended before its body did"
@@ -51,37 +51,36 @@ class _BodyWatch:
     """Reads bodies, and ends requests whose body is too slow. A timer for each of them would cost more than this.
 
     Args:
-        limits: looked at all the time: they may change.
+        limits: may change at any time.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._since: dict[Any, float] = {}
-        self._strangers = asyncio.Semaphore(_MAX_UNAUTHENTICATED)
+        self._unauthenticated = asyncio.Semaphore(_MAX_UNAUTHENTICATED)
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def read(self, context: Any, principal: Principal) -> bytes:
-        """Return the body of a request; aborts it where there is none, or a larger one than the principal may send."""
-        if principal is ANONYMOUS:  # of whom any number may come, with bodies as large as those of engines
-            async with self._strangers:
-                body = await self._arrived(context)
-        else:
-            body = await self._arrived(context)
-        if body is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _INCOMPLETE)
-        if len(body) > max_body_bytes(principal, len(body)):
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
-        return bytes(body)
-
-    async def _arrived(self, context: Any) -> Any:
+    async def read(self, context: Any) -> bytes:
+        """Return the body of a request; abort the request where there is none."""
         self._since[context] = time.monotonic()
         try:
-            return await context.read()
+            body = await context.read()
         finally:
             self._since.pop(context, None)
+        if body is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _INCOMPLETE)
+        return bytes(body)
+
+    async def read_unauthenticated(self, context: Any) -> bytes:
+        """Return the body of a request without a key; abort the request where its body is larger than it may be."""
+        async with self._unauthenticated:  # any number may come, with bodies as large as those of engines
+            body = await self.read(context)
+        if len(body) > max_body_bytes(ANONYMOUS, len(body)):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
+        return body
 
     async def run(self) -> None:
-        """Look now and then, for good."""
+        """End slow requests now and then, for good."""
         while True:
             await asyncio.sleep(self._limits.check_seconds)
             latest = time.monotonic() - self._limits.receive_seconds
@@ -102,7 +101,7 @@ async def _end(context: Any) -> None:
 # For every event of a call (there are three or four) that thread queues it and writes a byte into a pair of sockets.
 # The loop then takes all events that are queued, but only one byte per turn. In a loop whose turns take milliseconds
 # more bytes come than are taken, until the pair is full after some 280; then the thread stands still until three
-# quarters of them were taken one by one, and for half a second gRPC neither hears nor says anything. So the loop is
+# quarters of them were taken one by one, and for half a second gRPC neither reads nor writes. So the loop is
 # given a socket that is read to its end: a byte is written behind its event, hence nothing that was queued is missed.
 
 _ALL = 1 << 16
@@ -140,7 +139,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _GrpcHealth(health.aio.HealthServicer):
-    """Health of the listener as a whole ("") and of each service, which is always the same. To be told once before the
+    """Health of the listener as a whole ("") and of each service, which is always the same. To be set once before the
     server is started.
 
     Args:
@@ -156,18 +155,18 @@ class _GrpcHealth(health.aio.HealthServicer):
             health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def add_services(self, services: Sequence[str]) -> None:
-        """Tell of these services, too."""
+        """Serve the health of these services, too."""
         self._services += services
         await self.set_serving(self._is_serving)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Tell whoever watches."""
+        """Publish to all watchers."""
         self._is_serving = is_serving
         for service in self._services:
             await self.set(service, _SERVING if is_serving else _NOT_SERVING)
 
     def close(self) -> None:
-        """End the streams of those who watch: they would hold up the end of the server."""
+        """End the streams of watchers: they would hold up the end of the server."""
         self._is_over.set()
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the name of the rpc
@@ -183,8 +182,8 @@ class _GrpcHealth(health.aio.HealthServicer):
 
 
 def _reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
-    """Return what lets clients ask a listener for its services and messages (`grpcurl`). It may be added after the
-    server was started, which grpc_reflection's own way cannot do."""
+    """Return the handler of reflection: the services and messages of a listener (`grpcurl`). It may be added after the
+    server was started, unlike grpc_reflection's own one."""
     servicer = reflection.aio.ReflectionServicer([*services, health.SERVICE_NAME, reflection.SERVICE_NAME])
     method: Any = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -221,7 +220,7 @@ _REJECTED_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class GrpcLimits:
-    """What gRPC itself refuses.
+    """Limits that gRPC itself enforces.
 
     Attributes:
         max_body_bytes: largest request; answers have no limit.
@@ -290,7 +289,7 @@ class GrpcServer:
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to answer: health at once, calls when it is told of them."""
+        """Begin to answer: health at once, calls after `serve`."""
         self._watch = asyncio.create_task(self._arriving.run())
         await self.health.set_serving(is_serving=False)
         for server in self._acceptors:
@@ -342,7 +341,7 @@ and once more whenever the context is asked, which takes longer than all else th
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """Finds what answers a request. Until it is known what there is to call, everything is refused."""
+    """Finds the handler of a request. Before `add`, every request is rejected."""
 
     def __init__(self, gate: ServingGate) -> None:
         self._gate = gate
@@ -350,7 +349,7 @@ class _Methods(grpc.GenericRpcHandler):
         self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
 
     def add(self, call: Call, answer: Callable[[Any, Any], Awaitable[bytes]]) -> None:
-        """Have a call answered."""
+        """Serve a call."""
         method: Any = grpc.stream_unary_rpc_method_handler(answer)
         self._by_path[f"/{call.service}/{call.name}"] = method
 
@@ -380,7 +379,7 @@ def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Find out ourselves that an address is taken: a second manager has to fail, not to share its requests; and gRPC
+    """Check ourselves whether an address is taken: a second manager has to fail, not to share its requests; and gRPC
     would write lines of its own to stderr."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -393,55 +392,53 @@ def _check_free(host: str, port: int) -> None:
 def _method(
     call: Call, caller: Caller, arriving: _BodyWatch, bodies: BodyReader, gate: ServingGate
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
-    arrived = _traced_arrival if caller.wants_trace_parents else _arrival
-    asks = caller.access.requires_credentials
+    is_traced = caller.wants_trace_parents
+    requires_credentials = caller.access.requires_credentials
 
     async def serve(_bodies: Any, context: Any) -> bytes:
-        arrival = arrived(context)
-        refusal = gate.rejection()
-        if refusal is not None:
-            caller.report_rejection(call, arrival, refusal)
-        else:
-            refusal = caller.rejection(call, arrival)
-        if refusal is not None:
-            await _abort_rejected(context, refusal)
-        if asks:
+        remaining = context.time_remaining()
+        arrival = Arrival(
+            "grpc",
+            peer=context.peer().partition(":")[2].rpartition(":")[0],  # of ipv4:1.2.3.4:567 or ipv6:[::1]:567
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            trace_parent=_trace_parent() if is_traced else "",
+        )
+        rejection = caller.admission.rejection(call, arrival) if gate.is_open else gate.rejection()
+        if rejection is not None:
+            caller.report_rejection(call, arrival, rejection)
+            await _abort_rejected(context, rejection)
+        if requires_credentials:
             try:
                 arrival = caller.authenticate(call, arrival, _credentials(context))
             except RejectedError as error:
                 await _abort_rejected(context, error)
         gate.enter()
         try:
-            return await answer(await arriving.read(context, arrival.principal), context, arrival)
+            has_key = arrival.principal is not ANONYMOUS
+            body = await (arriving.read(context) if has_key else arriving.read_unauthenticated(context))
+            try:
+                request = await bodies.proto(call, body, arrival.deadline)
+            except DecodeError:
+                text = f"the request is not a {call.request_type.__name__}"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+            except RejectedError as error:
+                caller.report_rejection(call, arrival, error)
+                await _abort_rejected(context, error)
+            try:
+                reply = await caller.answer(call, request, arrival)
+            except RejectedError as error:
+                await _abort_rejected(context, error)
+            return reply.encoded()
         finally:
             gate.leave()
-
-    async def answer(body: bytes, context: Any, arrival: Arrival) -> bytes:
-        try:
-            request = await bodies.proto(call, body, arrival.deadline)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
-        except RejectedError as error:
-            caller.report_rejection(call, arrival, error)
-            await _abort_rejected(context, error)
-        try:
-            reply = await caller.answer(call, request, arrival)
-        except RejectedError as error:
-            await _abort_rejected(context, error)
-        return reply.encoded()
 
     return serve
 
 
-def _arrival(context: Any) -> Arrival:
-    remaining = context.time_remaining()
-    return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
-
-
-def _traced_arrival(context: Any) -> Arrival:
+def _trace_parent() -> str:
     parents = (value for key, value in _metadata.get() if key == "traceparent")
     parent = next(parents, "")
-    return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
+    return parent if isinstance(parent, str) else ""
 
 
 def _credentials(context: Any) -> Credentials:
@@ -452,11 +449,6 @@ def _credentials(context: Any) -> Credentials:
         return Credentials(given[0])
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return Credentials("", tuple(name.decode("utf-8", "replace") for name in names))
-
-
-def _host(peer: str) -> str:
-    """Return the address in `ipv4:1.2.3.4:567` or `ipv6:[::1]:567`, percent-encoded brackets or not."""
-    return peer.partition(":")[2].rpartition(":")[0]
 
 
 async def _abort_rejected(context: Any, error: RejectedError) -> NoReturn:

@@ -29,7 +29,7 @@ from kvcm.service.tls import ServerTls, names_of_peer
 __all__ = ["BODY_BYTES", "RECEIVED_AT", "ConnectionLimits", "ConnectionWatch", "TlsListener", "WatchedConnection"]
 
 BODY_BYTES: Final = "kvcm.body_bytes"
-"""Key of a scope: bytes of the body of a request that was let in, as its head says."""
+"""Key of a scope: bytes of the body of a request that its head admitted."""
 RECEIVED_AT: Final = "kvcm.came"
 """Key of a scope: when the head of the request was read, on the event loop's clock, which is `time.monotonic`'s."""
 _log = structlog.get_logger("kvcm.service")
@@ -90,8 +90,8 @@ class WatchedConnection(HttpToolsProtocol):
 
     Args:
         limits: of the connections of its server.
-        knock: asked for a request whose head has come, by its scope: the whole answer to one that is not let in, with
-            no work done for it; None for one that is.
+        check_head: from the scope of a request whose head has come to the whole answer if it is rejected; None if it
+            is admitted.
         uvicorn: what uvicorn makes connections of.
 
     Attributes:
@@ -100,10 +100,10 @@ class WatchedConnection(HttpToolsProtocol):
         idle_since: when the last request ended, None while there is one.
     """
 
-    def __init__(self, limits: ConnectionLimits, knock: Callable[[Any], bytes | None], **uvicorn: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, check_head: Callable[[Any], bytes | None], **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
-        self._knock = knock
+        self._check_head = check_head
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         self.idle_since: float | None = None
@@ -115,12 +115,12 @@ class WatchedConnection(HttpToolsProtocol):
         self._names: Sequence[str] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; a connection too many is told so and closed."""
+        """Begin; a connection too many gets an answer and is closed."""
         self.receiving_since = self.loop.time()
         super().connection_made(transport)
         if transport.get_extra_info("ssl_object") is not None:
             self._is_secure = True
-            transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)  # as without TLS: who is slow is to be seen
+            transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)  # as without TLS: slow clients are to be seen
             self._names = names_of_peer(transport.get_extra_info("peercert"))
         if len(self.connections) > self._limits.most:
             transport.write(_BUSY)
@@ -143,7 +143,7 @@ class WatchedConnection(HttpToolsProtocol):
         self.scope[RECEIVED_AT] = self.loop.time()  # type: ignore[typeddict-unknown-key]
         if self._names:
             self.scope[CERTIFICATE_NAMES] = self._names  # type: ignore[typeddict-unknown-key]
-        refusal = self._knock(self._head()) if self._is_alone() else None
+        refusal = self._check_head(self._head()) if self._is_alone() else None
         if refusal is None:
             super().on_headers_complete()
         else:
@@ -152,8 +152,8 @@ class WatchedConnection(HttpToolsProtocol):
         self.headers = []  # the request keeps its own: what follows its body is no header of it
 
     def _is_alone(self) -> bool:
-        """Return whether the answer to this request can be written at once, and the connection kept. Who does not take
-        his answers must not be written more of them: on the ordinary path he is not heard either until he does."""
+        """Return whether the answer to this request can be written at once, and the connection kept. A client
+        that does not read its answers must get no more of them; on the ordinary path its requests wait, too."""
         is_free = (self.cycle is None or self.cycle.response_complete) and self.sending_since is None
         return is_free and not self.expect_100_continue and self.parser.should_keep_alive()
 
@@ -198,7 +198,7 @@ class WatchedConnection(HttpToolsProtocol):
         limits = self._limits
         if _is_over(self.sending_since, limits.send_seconds, now):
             self._cancel_cycles()
-            # What is not sent will not be taken either: the system is to forget it, too, in place of trying on.
+            # The client will not read the rest: the system is to drop it, too, in place of trying on.
             with contextlib.suppress(OSError):
                 if (connection := self.transport.get_extra_info("socket")) is not None:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
@@ -211,7 +211,7 @@ class WatchedConnection(HttpToolsProtocol):
             self._part()
 
     def _part(self) -> None:
-        """End what was closed, whether or not the client says goodbye: at the second look at which all has arrived."""
+        """End a closed connection, whether or not the client ends it: at the second check at which all has arrived."""
         has_arrived = not self.transport.get_write_buffer_size() and not _unacknowledged_bytes(self.transport)
         if has_arrived and self._is_parting:
             self.transport.abort()
@@ -226,7 +226,7 @@ class WatchedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Have nobody write to what is closed."""
+        """End the requests of a closed connection."""
         self._cancel_cycles()
         super().connection_lost(exc)
 
@@ -235,7 +235,7 @@ class WatchedConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _cancel_cycles(self) -> None:
-        """Have nobody wait for more of the client, nor write to it."""
+        """Let no request wait for the client or write to it."""
         for cycle in (self._running, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -243,9 +243,9 @@ class WatchedConnection(HttpToolsProtocol):
 
 
 def _unacknowledged_bytes(transport: asyncio.Transport) -> int:
-    """Return what the system holds for the client. While it holds nothing, nobody in front of it holds anything."""
+    """Return what the system holds for the client. While that is nothing, no proxy holds anything."""
     connection = transport.get_extra_info("socket")
-    if connection is None:  # TLS has lost it, and its protocol is told in the loop's next turn
+    if connection is None:  # TLS has lost it, and its protocol learns that in the loop's next turn
         return 0
     try:
         found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
@@ -290,7 +290,7 @@ class ConnectionWatch:
 
 # Accepts the TLS connections of one HTTP server.
 #
-# uvicorn hears of a connection when its handshake is over, and has one context for good. So connections are accepted
+# uvicorn learns of a connection when its handshake is over, and has one context for good. So connections are accepted
 # here: those that are not there yet count as connections, have their time, and take the context of the moment.
 #
 # Rejected: a plain listener whose connections turn to TLS by `start_tls`. With uvloop the first bytes may come before
@@ -338,7 +338,7 @@ class TlsListener:
         return bool(self._greeting)
 
     def handshake(self, connection: socket.socket) -> None:
-        """Shake hands with somebody who connected; one too many is closed: there are no words for him yet."""
+        """Do the handshake of a connection; one too many is closed: before the handshake there is no answer."""
         if len(self._greeting) + len(self._inside) >= self._limits.most:
             connection.close()
             return
@@ -348,7 +348,7 @@ class TlsListener:
         task.add_done_callback(self._greeting.discard)
 
     def close(self) -> None:
-        """Accept nobody any more; handshakes go on."""
+        """Accept no more connections; handshakes go on."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._listener)
@@ -357,7 +357,7 @@ class TlsListener:
         """Return at once."""
 
     async def stop(self) -> None:
-        """Accept nobody any more and end handshakes."""
+        """Accept no more connections and end handshakes."""
         self.close()
         await end_tasks(list(self._greeting))
 
@@ -387,7 +387,7 @@ class TlsListener:
                     connection,
                     ssl=self._tls.context,
                     ssl_handshake_timeout=limits.receive_seconds,
-                    ssl_shutdown_timeout=limits.send_seconds,  # what was answered last is still being taken then
+                    ssl_shutdown_timeout=limits.send_seconds,  # the last answer is still being read then
                 )
             except OSError as error:  # what TLS refuses and what took too long are such errors
                 _log.debug("handshake_failed", reason=_reason(error))

@@ -1,4 +1,7 @@
-"""uvicorn beside gRPC in one event loop: it must not touch signals (design.md decision 21)."""
+"""The HTTP ports: calls as JSON, pages, streams of lines, resources and the console, by uvicorn.
+
+uvicorn runs beside gRPC in one event loop: it must not touch signals (design.md decision 21).
+"""
 
 from __future__ import annotations
 
@@ -53,16 +56,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 """Lower-case names and values."""
 
-# What GET of a path answers: probes, metrics and the like. Small, made on the spot, and not one of the calls.
+# Pages, answers to GET of a path: probes, metrics and the like. Small, made on the spot, and not one of the calls.
 
 
 class PageRequest(NamedTuple):
     """A GET.
 
     Attributes:
-        query: what stands behind the question mark, as it came.
+        query: the text behind the question mark, as it came.
         headers: by lower-case name, as they came.
-        principal: who asks.
+        principal: of the client.
     """
 
     query: bytes
@@ -87,30 +90,30 @@ class Page(NamedTuple):
 PageRoute = Callable[[PageRequest], Awaitable[Page]]
 """Answers GET of one path. It is asked on the event loop, so it does little or awaits."""
 
-# Lines as they come, as the body of an HTTP answer that goes on until somebody ends it.
+# Lines as they come, as the body of an HTTP answer that goes on until one side ends it.
 
 _HEADERS: Final[Headers] = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _RECHECK_SECONDS: Final = 1.0  # while no line comes
 
 
 class LineStream(Protocol):
-    """Lines as they come, to be closed by whoever reads them."""
+    """Lines as they come; the reader closes it."""
 
     def __aiter__(self) -> LineStream: ...
 
     async def __anext__(self) -> bytes: ...
 
     def close(self) -> None:
-        """Want no more."""
+        """Want no more lines."""
 
 
 async def _send_lines(lines: LineStream, may_listen: Callable[[], bool], receive: Receive, send: Send) -> None:
     """Send lines until they end, the client goes away, or it may not listen any more: then its body ends as when there
-    are no more lines, and whoever asks anew is told why.
+    are no more lines, and the next request gets the reason.
 
     Args:
-        lines: what to send; closed at the end.
-        may_listen: asked before every line, and now and then while none comes.
+        lines: to send; closed at the end.
+        may_listen: called before every line, and now and then while none comes.
         receive: of ASGI.
         send: of ASGI.
     """
@@ -145,8 +148,8 @@ async def _revoked(may_listen: Callable[[], bool]) -> None:
 
 # The calls on HTTP: POST /api/<call> with JSON bodies (wire.md 2.2), as a bare ASGI application; and streams of lines.
 #
-# What cannot be parsed is answered with 400 and `{}` as clients of the original expect; the header `x-kvcm-error` says
-# what is wrong with it.
+# A body that cannot be parsed is answered with 400 and `{}` as clients of the original expect; the header
+# `x-kvcm-error` has the error.
 
 Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """Answers requests below /v1, as an ASGI application."""
@@ -170,13 +173,13 @@ class _ClientGoneError(Exception):
 
 
 class HttpApp:
-    """ASGI application for one port: answers pages at once, and calls when it is told of them.
+    """ASGI application for one port: answers pages at once, and calls after `serve`.
 
     Args:
         gate: whether calls are served.
         max_body_bytes: largest body.
         pages: what GET of a path answers, whether calls are served or not.
-        visitor: who asks for pages before calls are served.
+        visitor: principal of pages before calls are served.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class HttpApp:
         resources: Resources | None = None,
         console: Resources | None = None,
     ) -> None:
-        """Answer calls from now on, as far as the gate is open.
+        """Answer calls from now on, while the gate is open.
 
         Args:
             calls: what to serve.
@@ -217,7 +220,7 @@ class HttpApp:
             streams: what GET of a path begins to listen to.
             pages: further pages.
             bodies: reads requests.
-            resources: answers what is below /v1.
+            resources: answers paths below /v1.
             console: answers browsers, at / and below /console.
         """
         self._resources, self._console = resources, console
@@ -227,7 +230,7 @@ class HttpApp:
         self._pages.update(pages or {})
 
     def check_head(self, scope: MutableMapping[str, Any]) -> bytes | None:
-        """Return the whole answer to a request that is not let in, by its head; None where it is."""
+        """Return the whole answer to a request that is rejected by its head; None if it is admitted."""
         call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
         if call is None or self._caller is None or self._gate.phase is not Phase.SERVING:
             return None
@@ -281,7 +284,7 @@ class HttpApp:
         else:
             self._gate.enter()
             try:
-                await self._authenticate(call, headers, arrival, scope, receive, send)
+                await self._answer(call, headers, arrival, scope, receive, send)
             finally:
                 self._gate.leave()
 
@@ -289,7 +292,7 @@ class HttpApp:
         return Arrival("http", scope["client"][0] if scope["client"] else "", received_at=scope.get(RECEIVED_AT))
 
     def _refusal(self, call: Call | None, arrival: Arrival) -> RejectedError | None:
-        """Return why a request is not to be read; the observers are told."""
+        """Return why a request is not to be read, and record that."""
         refusal = self._gate.rejection()
         if call is None or self._caller is None:
             return refusal
@@ -324,7 +327,7 @@ class HttpApp:
             self._gate.leave()
 
     async def _page(self, console: Resources, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a browser: the console knows which of them may come in, and who they are."""
+        """Answer a browser: the console authenticates it."""
         if (refusal := self._gate.rejection()) is not None:
             await _respond(send, refusal.http_status, str(refusal).encode(), _rejection_response(refusal))
             return
@@ -341,7 +344,7 @@ class HttpApp:
             self._gate.leave()
 
     def _problem(self, method: str, headers: Mapping[bytes, bytes]) -> Problem | None:
-        """Return why a request for a resource is not let in, None where it is."""
+        """Return why a request for a resource is rejected, None where it is admitted."""
         if b"origin" in headers or (method in {"GET", "HEAD"} and b"accept-language" in headers):
             return Problem(403, _NO_PAGES)
         if (refusal := self._gate.rejection()) is not None:
@@ -375,7 +378,7 @@ class HttpApp:
             return self._visitor
         return self._caller.authenticate_page(scope["path"], credentials_of(scope))
 
-    async def _authenticate(
+    async def _answer(
         self,
         call: Call,
         headers: dict[bytes, bytes],
@@ -385,17 +388,13 @@ class HttpApp:
         send: Send,
     ) -> None:
         assert self._caller is not None
+        assert self._bodies is not None
         if self._caller.access.requires_credentials:
             try:
                 arrival = self._caller.authenticate(call, arrival, credentials_of(scope))
             except RejectedError as error:
                 await _respond(send, error.http_status, b"{}", _rejection_response(error))
                 return
-        await self._answer(call, headers, arrival, receive, send)
-
-    async def _answer(
-        self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
-    ) -> None:
         try:
             body = await self._read(headers, receive, max_body_bytes(arrival.principal, self._max_body_bytes))
         except _BodyTooLargeError as error:
@@ -403,8 +402,6 @@ class HttpApp:
             return
         except _ClientGoneError:
             return
-        assert self._caller is not None
-        assert self._bodies is not None
         try:
             request = await self._bodies.json(call, body)
         except MalformedBody as error:
@@ -443,7 +440,7 @@ def _reason(text: str) -> Headers:
     return [(b"x-kvcm-error", _header_text(text))]
 
 
-@lru_cache(256)  # of those who are turned away there are many, and few reasons
+@lru_cache(256)  # there may be many rejections, and few reasons
 def _header_text(text: str) -> bytes:
     """Header values are latin-1 without control characters; what the client sent may be quoted in the text."""
     printable = "".join(character if character.isprintable() else "?" for character in text)[:500]
@@ -469,9 +466,9 @@ async def _not_found(send: Send) -> None:
 
 
 async def _refuse_page(send: Send) -> None:
-    """Refuse a browser: only those send an origin, with everything but a GET of what they take for the page's own site,
-    and only those send languages. Nobody is authenticated: a page that somebody on this host looks at must neither act
-    nor listen here."""
+    """Reject a browser: only browsers send an origin, with everything but a GET of the page's own site, and only they
+    send languages. While authentication is disabled, a page in a browser on this host must neither act nor listen
+    here."""
     await _respond(send, 403, b"{}", _reason(_NO_PAGES))
 
 
@@ -590,9 +587,9 @@ class HttpServer:
         self._socket.close()
 
     def _accept_backlog(self, server: _SignallessServer) -> None:
-        """Accept whoever has connected and perhaps sent a request: closing the socket would cut them off."""
+        """Accept clients that have connected and perhaps sent a request: closing the socket would cut them off."""
         loop, protocol = asyncio.get_running_loop(), _maker(server)
-        with contextlib.suppress(OSError):  # nobody waits
+        with contextlib.suppress(OSError):  # no client waits
             while True:
                 connection, _ = self._socket.accept()
                 if self._secure is not None:
@@ -603,7 +600,7 @@ class HttpServer:
             self._socket.shutdown(socket.SHUT_RD)  # now, and not in the loop's next turn: more are refused
 
     async def stop(self, seconds: float = 0.0) -> None:
-        """Close everything; what is in flight has so long to end."""
+        """Close everything; requests in flight have so long to end."""
         self.stop_accepting()
         if self._server is not None and self._task is not None:
             await asyncio.gather(*self._late, return_exceptions=True)
@@ -638,9 +635,8 @@ def _maker(server: _SignallessServer) -> Callable[[], asyncio.Protocol]:
     return make
 
 
-# The resources, made when the first request for one comes: what they are made of takes a second to import, and tens
-# of MiB, which managers that nobody asks for resources are spared. A thread makes them, so that others are answered
-# meanwhile.
+# The resources, made when the first request for one comes: their imports take a second and tens of MiB, which a manager
+# without such requests is spared. A thread makes them, so that other requests are answered meanwhile.
 
 
 class LazyResources:

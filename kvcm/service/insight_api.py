@@ -1,4 +1,4 @@
-"""InsightService: what goes on, for people. Thin translation; what is told is gathered in other places."""
+"""InsightService: sessions, blocks, curves and alerts, for people. Thin translation."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["Curve", "Curves", "InsightApi"]
 
 _SERVICE = "kvcm.v1.InsightService"
 _FILL_BATCH = 128
-_OFF = "lookups are not sampled: set kvcm.optimizer.sampled_keys to 8192 and start the managers anew"
+_OFF = "lookups are not sampled: set kvcm.optimizer.sampled_keys to 8192 and restart the managers"
 _TOO_MANY = "lookups of 64 other groups are sampled already: this one's are not"
 _NO_LOOKUPS_YET = "nothing was asked of this manager for it since it started"
 
 
 class Curve(Protocol):
-    """What is estimated of one group."""
+    """The estimated hit ratios of one group by its capacity."""
 
     @property
     def since(self) -> float: ...
@@ -73,7 +73,7 @@ class Curves(Protocol):
         """Whether no further group is counted."""
 
     def curve(self, group_name: str) -> Curve | None:
-        """Return what is estimated of a group, None while nothing is."""
+        """Return the curve of a group, None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class InsightApi:
 
     Attributes:
         cache: blocks and sessions.
-        registry: what is configured.
+        registry: the configuration.
         storages: the open storages.
         limits: sizes of requests.
-        alerts: what is wrong.
-        view: what is used.
-        curves: what capacity is worth.
+        alerts: of this manager.
+        view: of the usage.
+        curves: estimated hit ratios.
         clock: time source.
     """
 
@@ -105,7 +105,12 @@ class InsightApi:
 
         def call(name: str, handler: Any) -> Call:
             return Call(
-                *(_SERVICE, name, Plane.ADMIN, getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response"), handler)
+                service=_SERVICE,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=getattr(pb, f"{name}Request"),
+                response_type=getattr(pb, f"{name}Response"),
+                handler=handler,
             )
 
         return [
@@ -116,7 +121,7 @@ class InsightApi:
         ]
 
     async def list_sessions(self, request: Any) -> Reply:
-        """List the open write sessions of the groups that whoever asks may see."""
+        """List the open write sessions of the groups that the principal may see."""
         if request.instance_group:
             self.registry.groups.get(request.instance_group)
         if request.instance_id:
@@ -139,9 +144,9 @@ class InsightApi:
         return Reply(message)
 
     async def explore_blocks(self, request: Any) -> Reply:
-        """Tell what is known of every block of a chain."""
+        """Return every block of a chain."""
         cache = self.cache.cache(request.instance_id)
-        calls = BlockCalls(self.cache, self.limits, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
+        calls = BlockCalls(self.cache, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
         keys = await calls.keys("ExploreBlocks", request)
         explorer = ChainExplorer(cache, self.storages.everywhere, self._trouble_of, self.clock.now)
         blocks = await explorer.explore(keys)
@@ -159,7 +164,7 @@ class InsightApi:
         return storage_trouble(statuses[0] if statuses else None) or "is not readable from here"
 
     async def get_curve(self, request: Any) -> Reply:
-        """Tell what capacity is worth to a group."""
+        """Return the hit ratio of a group by its capacity."""
         require(request.instance_group, "GetCurve.instance_group")
         group = self.registry.groups.get(request.instance_group)
         curve = self.curves.curve(group.name)
@@ -187,7 +192,7 @@ class InsightApi:
         return Reply(message)
 
     async def list_alerts(self, request: Any) -> Reply:
-        """Tell what is wrong."""
+        """List the alerts."""
         message = pb.ListAlertsResponse()
         for alert in await self.alerts.alerts(request.instance_group):
             fill(message.alerts.add(), alert)

@@ -47,8 +47,8 @@ _MAX_DIGITS_INT64 = 20  # of a number of 64 bits, with its sign
 
 
 def plain_integers(texts: list[str]) -> list[int]:
-    """Read numbers that are all written as Python writes them; return nothing where one is not, so that whoever knows
-    all the ways of writing a number reads them one by one."""
+    """Read numbers that are all written as Python writes them; return nothing if one is not, and the caller reads them
+    one by one."""
     if max(map(len, texts)) > _MAX_DIGITS_INT64:
         return []
     try:
@@ -67,7 +67,7 @@ _MAX_DIGITS = 20  # of a number of 64 bits
 
 
 class MalformedBody(ValueError):  # noqa: N818 - it says what the body is
-    """The body is not the JSON form of the expected message; the text names the place and what is wrong there."""
+    """The body is not the JSON form of the expected message; the text names the place and the error."""
 
 
 def parse_request(body: bytes, message_type: type[M]) -> M:
@@ -94,7 +94,7 @@ def print_response(message: Message) -> bytes:
 
 
 class _WrongValueError(ValueError):
-    """What is wrong with one value. `path` grows from the inside out while the exception rises."""
+    """An error in one value. `path` grows from the inside out while the exception rises."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -426,12 +426,12 @@ def _enum_printer(enum: EnumDescriptor) -> Callable[[int], str | int]:
     return lambda number: names.get(number, number)
 
 
-# Encoded locations as JSON, with no message per block: what `json_codec.print_response` prints of the same bytes.
+# Encoded locations as JSON, with no message per block: the same text as that of `print_response`.
 #
-# An answer to a match is a join of encoded locations, and so is its JSON form a join of texts. Hot blocks are asked
-# for again and again: the texts of the latest are kept by their bytes, which never change and keep their hash, so a
-# known location costs one lookup in C. Addresses for fresh blocks are told once and not kept. Whatever a location
-# holds that this module does not know goes through the general codec.
+# An answer to a match is a join of encoded locations, and so is its JSON form a join of texts. Hot blocks are read
+# again and again: the texts of the latest are cached by their bytes, which never change and keep their hash, so a
+# cached location costs one lookup in C. Addresses of fresh blocks are printed once and not cached. A location with
+# fields that this section does not know goes through the general codec.
 
 _FIELD = "locations"  # the one that the encoded fields of every reply belong to
 _READ_TAG = 0x12  # field 2, of answers to reads; that of StartWriteCache is another one
@@ -452,7 +452,7 @@ class LocationTexts:
     """Texts of the locations that were read lately.
 
     Args:
-        most_bytes: kept, about; half of it may be of texts that nobody asks for any more.
+        most_bytes: of the cache, about; half of it may be texts that are read no more.
     """
 
     def __init__(self, most_bytes: int = _MAX_CACHED_BYTES) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvcm.cache.instance_cache import batches
 from kvcm.cache.manager import CacheManager
@@ -15,7 +15,8 @@ from kvcm.cache.prefix_match import BlockMeta, Match, MatchMode, MatchQuery
 from kvcm.cache.read_leases import MAX_LEASE_MS
 from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
-from kvcm.model.keys import BlockMask, block_keys_from_tokens
+from kvcm.model.instances import Instance
+from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens
 from kvcm.model.locations import Location, SpecUri, decode_chunk, retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
@@ -26,7 +27,7 @@ from kvcm.registry.validation import require
 from kvcm.service.access import redacted_for_principal
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.request_limits import RequestLimits
-from kvcm.service.translate import fill, instance_of, mask_of, write_mask
+from kvcm.service.translate import fill, instance_of
 from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
 
 __all__ = ["BlockCalls", "MetaApi", "RequestEvents"]
@@ -43,16 +44,12 @@ class BlockCalls:
 
     Args:
         cache: answers them.
-        limits: sizes of requests.
         meta_response: class of GetCacheMetaResponse in the package.
         common_response: class of CommonResponse in the package.
     """
 
-    def __init__(
-        self, cache: CacheManager, limits: RequestLimits, meta_response: type[Any], common_response: type[Any]
-    ) -> None:
+    def __init__(self, cache: CacheManager, meta_response: type[Any], common_response: type[Any]) -> None:
         self._cache = cache
-        self._limits = limits
         self._meta_response = meta_response
         self._common_response = common_response
 
@@ -61,13 +58,18 @@ class BlockCalls:
 
         Raises:
             UnknownInstanceError: the instance is not registered.
-            InvalidArgumentError: neither is given, there are too many, or the instance has no block size.
+            InvalidArgumentError: neither is given, or the instance has no block size.
         """
         instance = self._cache.cache(request.instance_id).instance
-        self._limits.check(len(request.block_keys), len(request.token_ids))
-        if request.block_keys:
-            keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
-            return keys
+        keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
+        return keys or await self.keys_of_tokens(api, request, instance)
+
+    async def keys_of_tokens(self, api: str, request: Any, instance: Instance) -> Sequence[int]:
+        """Return the block keys of a request without `block_keys`, made from its tokens.
+
+        Raises:
+            InvalidArgumentError: there are no tokens either, or the instance has no block size.
+        """
         require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
         if instance.block_size <= 0:
             raise InvalidArgumentError(
@@ -82,7 +84,7 @@ class BlockCalls:
     async def get_cache_meta(self, request: Any) -> Reply:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
         keys = await self.keys("GetCacheMeta", request)
-        blocks = await self._cache.metas(request.instance_id, keys, mask_of(request, "block_mask"))
+        blocks = await self._cache.metas(request.instance_id, keys, _mask_of(request, "block_mask"))
         message = self._meta_response()
         for page in batches(blocks, _TEXT_BATCH):
             message.metas.extend([_meta_text(block, request.detail_level) for block in page])
@@ -93,7 +95,7 @@ class BlockCalls:
     async def remove_cache(self, request: Any) -> Reply:
         """Answer RemoveCache."""
         keys = await self.keys("RemoveCache", request)
-        await self._cache.remove(request.instance_id, keys, mask_of(request, "block_mask"))
+        await self._cache.remove(request.instance_id, keys, _mask_of(request, "block_mask"))
         return Reply(self._common_response())
 
 
@@ -133,12 +135,11 @@ _READ, _STARTED, _FINISHED = "GetCacheLocation", "StartWriteCache", "FinishWrite
 
 
 class RequestEvents:
-    """Tells an event log of calls that succeeded, and has them kept for a while. Nothing is built while nobody listens
-    and nothing is kept.
+    """Publishes successful calls to the event log, and keeps the latest. Builds nothing while neither is active.
 
     Args:
         log: where events go.
-        recent: keeps the latest, without the tokens of prompts; with what became of them beside.
+        recent: keeps the latest with their outcomes, without the tokens of prompts.
     """
 
     def __init__(self, log: EventLog, recent: RecentAccesses) -> None:
@@ -146,8 +147,8 @@ class RequestEvents:
         self._recent = recent
 
     def on_read(self, request: Any, query: MatchQuery, found: Match) -> None:
-        """GetCacheLocation, unless it is not to count as an access."""
-        if request.peek or not (self._log.is_active or self._recent.is_active):
+        """GetCacheLocation that counts as an access."""
+        if not (self._log.is_active or self._recent.is_active):
             return
         fields: dict[str, Any] = {
             "query_type": query.mode.name.lower(),
@@ -156,11 +157,11 @@ class RequestEvents:
             "location_spec_names": list(request.location_spec_names),
         }
         if self._recent.is_active:
-            told = {**fields, "hit_keys": len(found.keys)}
-            self._recent.add(request.instance_id, _READ, told, query.keys, flags=_flags(query.mask))
+            event = {**fields, "hit_keys": len(found.keys)}
+            self._recent.add(request.instance_id, _READ, event, query.keys, flags=_flags(query.mask))
         if self._log.is_active:
-            told = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
-            self._log.publish(request.instance_id, CACHE_MANAGER, _READ, told)
+            event = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _READ, event)
 
     def on_write_started(self, request: Any, keys: Sequence[int], started: StartedWrite) -> None:
         """StartWriteCache."""
@@ -173,14 +174,14 @@ class RequestEvents:
             "write_timeout_seconds": request.write_timeout_seconds,
         }
         if self._recent.is_active:
-            told = {**fields, "refused_keys": started.rejected}
-            self._recent.add(request.instance_id, _STARTED, told, keys, flags=_flags(started.mask))
+            event = {**fields, "refused_keys": started.rejected}
+            self._recent.add(request.instance_id, _STARTED, event, keys, flags=_flags(started.mask))
         if self._log.is_active:
-            told = {**fields, "keys": keys, "tokens": list(request.token_ids)}
-            self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, told)
+            event = {**fields, "keys": keys, "tokens": list(request.token_ids)}
+            self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, event)
 
     def on_write_refused(self, request: Any, keys: Sequence[int]) -> None:
-        """StartWriteCache that found no room at all: no event, but kept as one without a session."""
+        """StartWriteCache without space for any block: no event, but kept as a write without a session."""
         if self._recent.is_active:
             fields = {"write_session_id": "", "block_mask": len(keys), "refused_keys": len(keys)}
             self._recent.add(request.instance_id, _STARTED, fields, keys)
@@ -217,10 +218,10 @@ class MetaApi:
     Args:
         cache: blocks.
         registry: groups and storages.
-        leadership: who leads.
+        leadership: of this manager.
         limits: sizes of requests.
-        events: told of what engines ask for.
-        recent: keeps the latest of that.
+        events: of the calls of engines.
+        recent: keeps the latest calls.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class MetaApi:
         kept = recent if recent is not None else RecentAccesses(0)
         self._events = RequestEvents(events if events is not None else EventLog(), kept)
         self._limits = limits
-        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+        self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the data plane."""
@@ -286,7 +287,7 @@ class MetaApi:
         ]
 
     async def register_instance(self, request: Any) -> Reply:
-        """Register an instance; the answer tells the transfer layer of its group's storages."""
+        """Register an instance; the answer has the storages of its group, for the transfer layer."""
         instance = await self._cache.register_instance(instance_of(request))
         group = self._registry.groups.find(instance.instance_group_name)
         storages = self._registry.storages.existing(group.storage_candidates if group is not None else ())
@@ -301,25 +302,28 @@ class MetaApi:
 
     async def match(self, request: Any) -> Reply:
         """Answer GetCacheLocation, with a read lease when one is asked for."""
-        self._cache.cache(request.instance_id)
+        instance = self._cache.cache(request.instance_id).instance
         lease_ms = request.read_lease_ms
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
-        mask = mask_of(request, "block_mask")
+        mask = _mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
+        mode = _MODE_OF_TYPE.get(request.query_type) or _match_mode(request)
+        keys: Sequence[int] = request.block_keys[:]
         query = MatchQuery(
-            _match_mode(request),
-            await self._blocks.keys("GetCacheLocation", request),
-            mask,
-            request.sw_size,
-            frozenset(request.location_spec_names),
-            request.node_id,
-            request.require_location_specs,
+            mode,
+            keys or await self._blocks.keys_of_tokens("GetCacheLocation", request, instance),
+            mask=mask,
+            window=request.sw_size,
+            spec_names=frozenset(request.location_spec_names),
+            node_id=request.node_id,
+            requires_specs=request.require_location_specs,
         )
         found = await self._cache.match(request.instance_id, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
-        self._events.on_read(request, query, found)
+        if not request.peek:  # a peek is no access
+            self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
 
     async def _pin(self, message: Any, request: Any, found: Match) -> None:
@@ -357,7 +361,7 @@ class MetaApi:
             raise
         self._events.on_write_started(request, write.keys, started)
         message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
-        write_mask(message.block_mask, started.mask)
+        _write_mask(message.block_mask, started.mask)
         if started.rejected:
             message.header.status.message = f"{started.rejected} blocks were refused: {started.rejection}"
         return Reply(message, retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD))
@@ -365,13 +369,13 @@ class MetaApi:
     async def finish_write(self, request: Any) -> Reply:
         """Answer FinishWriteCache."""
         self._cache.cache(request.instance_id)
-        require(request.write_session_id, "FinishWriteCache.write_session_id")
-        require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
-        success = mask_of(request, "success_blocks")
+        if not request.write_session_id or not request.HasField("success_blocks"):
+            _reject_incomplete_finish(request)
+        success = _mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
-        told = _LazyLocations(request.locations, self._limits.max_keys)
+        locations = _LazyLocations(request.locations, self._limits.max_keys)
         finished = await self._cache.finish_write(
-            request.instance_id, request.write_session_id, success, retention, told
+            request.instance_id, request.write_session_id, success, retention, locations
         )
         self._events.on_write_finished(request, success)
         message = pb.CommonResponse()
@@ -395,7 +399,7 @@ class MetaApi:
         return Reply(pb.CommonResponse())
 
     async def cluster_info(self, _request: Any) -> Reply:
-        """Answer GetClusterInfo: this node, and the one that leads."""
+        """Answer GetClusterInfo: this node, and the leader."""
         message = pb.GetClusterInfoResponse(
             self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
         )
@@ -431,7 +435,7 @@ class MetaApi:
 
 
 class _LazyLocations(Sequence[LocationChecksums]):
-    """What a request tells of locations, read when it is needed: there may be hundreds of thousands of parts."""
+    """The locations of a request, read when they are needed: there may be hundreds of thousands of parts."""
 
     def __init__(self, locations: Sequence[Any], most: int) -> None:
         if len(locations) > most:
@@ -453,9 +457,43 @@ class _LazyLocations(Sequence[LocationChecksums]):
         )
 
 
+_MODE_OF_TYPE: Final = {mode.value: mode for mode in MatchMode}
+
+
 def _match_mode(request: Any) -> MatchMode:
-    try:
-        return MatchMode(request.query_type)
-    except ValueError:
+    """Return the match mode of a request.
+
+    Raises:
+        InvalidArgumentError: `query_type` is none of them.
+    """
+    mode = _MODE_OF_TYPE.get(request.query_type)
+    if mode is None:
         allowed = ", ".join(f"QT_{mode.name}" for mode in MatchMode)
-        raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}") from None
+        raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}")
+    return mode
+
+
+def _reject_incomplete_finish(request: Any) -> None:
+    require(request.write_session_id, "FinishWriteCache.write_session_id")
+    require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
+
+
+def _mask_of(message: Any, field: str) -> BlockMask:
+    """Return the block mask in a field of a request."""
+    if not message.HasField(field):
+        return NO_MASK
+    mask = getattr(message, field)
+    member = mask.WhichOneof("info")
+    if member == "offset":
+        return BlockMask(offset=mask.offset)
+    if member == "bool_masks":
+        return BlockMask(flags=tuple(mask.bool_masks.values))
+    return NO_MASK
+
+
+def _write_mask(message: Any, mask: BlockMask) -> None:
+    """Fill a BlockMask message."""
+    if mask.flags is not None:
+        message.bool_masks.values.extend(mask.flags)
+    else:
+        message.offset = mask.offset or 0

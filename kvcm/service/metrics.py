@@ -1,4 +1,4 @@
-"""Counts what is asked of the cache: lookups by group, write sessions by how they end."""
+"""Metrics beside those of calls: lookups by group, write sessions by outcome, reuse of evicted blocks, loop lag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Final
 from kvcm import __version__
 from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery, WriteEnd
 from kvcm.model.instances import Instance
+from kvcm.model.keys import NO_MASK
 from kvcm.reclaim.reclaimer import EvictionRecord
+from kvcm.service.admission import LoopDelay
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import AGES, KEYS, BoundedLabels, Histogram, Reading
 
@@ -35,7 +37,7 @@ class _Count:
 
 
 class _Lookups:
-    """What is counted of one group."""
+    """The counters of one group."""
 
     __slots__ = ("error", "filtered", "hit", "miss", "prefix", "revisits")
 
@@ -50,7 +52,7 @@ class CacheMetrics:
 
     Args:
         groups: bounds the names of groups that become labels.
-        on_miss: told of the instance and the key at which a prefix match ended.
+        on_miss: called with the instance and the key at which a prefix match ended.
     """
 
     def __init__(
@@ -79,11 +81,17 @@ class CacheMetrics:
 
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         """Count a lookup."""
-        lookups = self._of(instance.instance_group_name)
-        asked, hit, filtered = len(query.keys), len(found.keys), _masked(query)
+        group_name = instance.instance_group_name
+        lookups = self._groups.get(group_name) or self._of(group_name)
+        asked, hit = len(query.keys), len(found.keys)
+        filtered = 0 if query.mask is NO_MASK else _masked(query)
+        tokens = max(0, instance.block_size)
         self._modes[query.mode] += 1
-        lookups.hit.add(hit, instance.block_size)
-        lookups.miss.add(asked - filtered - hit, instance.block_size)
+        lookups.hit.keys += hit
+        lookups.hit.tokens += hit * tokens
+        missed = asked - filtered - hit
+        lookups.miss.keys += missed
+        lookups.miss.tokens += missed * tokens
         if filtered:
             lookups.filtered.add(filtered, instance.block_size)
         if query.mode is MatchMode.PREFIX_MATCH or query.mode is MatchMode.PREFIX_MATCH_WITH_MAMBA:
@@ -116,7 +124,7 @@ class CacheMetrics:
         return {name: (each.hit.keys, each.miss.keys) for name, each in self._groups.items()}
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         for name, each in list(self._groups.items()):
             results = {"hit": each.hit, "miss": each.miss, "filtered": each.filtered, "error": each.error}
             for result, count in results.items():
@@ -139,11 +147,10 @@ def _masked(query: MatchQuery) -> int:
     return sum(mask.flags[:count]) if mask.flags is not None else 0
 
 
-# Counts evicted blocks that are asked for again: those that should have stayed.
+# Evicted blocks that are read again: those that should have stayed.
 #
-# What was evicted is remembered for one block in `_ONE_IN`, and the latest `_MOST` of those: some megabytes, however
-# many blocks there are. Only the block at which a prefix match ends is looked for, which costs a lookup a look into a
-# dict.
+# One evicted block in `_ONE_IN` is remembered, and the latest `_MAX_TRACKED` of those: some megabytes, however many
+# blocks there are. Only the block at which a prefix match ends is looked up: one access to a dict per lookup.
 
 _ONE_IN: Final = 8  # a power of two
 _MAX_TRACKED: Final = 32_768
@@ -152,7 +159,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 class EvictionMetrics:
-    """Is told of evictions and of misses.
+    """Measures the time from evictions to misses of the same block.
 
     Args:
         now: seconds, never running backwards.
@@ -164,7 +171,7 @@ class EvictionMetrics:
         self._gaps = Histogram(AGES)
 
     def on_evicted(self, evicted: EvictionRecord) -> None:
-        """Remember what went."""
+        """Remember evicted blocks."""
         instance_id, now, gone = evicted.instance.instance_id, self._now(), self._gone
         for change in evicted.changes:
             if (change.key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0:
@@ -180,23 +187,24 @@ class EvictionMetrics:
             self._gaps.observe(self._now() - at)
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was counted."""
+        """Yield the metrics."""
         yield Reading(catalog.EVICT_REUSE_GAP, self._gaps.read())
 
 
-# What is counted all the time, beside calls: lookups, write sessions, and how late the event loop is.
+# The lag of the event loop, and all of these metrics together.
 
 _LAG_SECONDS: Final = 0.1
 _BLOCKED_AFTER_LAGS: Final = 3
 
 
 class _LoopLag:
-    """Measures how late the event loop wakes what is due."""
+    """Measures the delay of wakeups in the event loop."""
 
     def __init__(self) -> None:
         self._histogram = Histogram()
         self._latest_seconds = deque([0.0], maxlen=_BLOCKED_AFTER_LAGS)
         self._peak_seconds = 0.0
+        self.delay = LoopDelay()
 
     async def run(self) -> None:
         """Measure for good."""
@@ -206,6 +214,7 @@ class _LoopLag:
             late_seconds = max(0.0, time.perf_counter() - due)
             self._histogram.observe(late_seconds)
             self._latest_seconds.append(late_seconds)
+            self.delay.seconds = min(self._latest_seconds)
             self._peak_seconds = max(self._peak_seconds, late_seconds)
 
     def pop_peak_seconds(self) -> float:
@@ -214,11 +223,11 @@ class _LoopLag:
         return peak
 
     def blocked_seconds(self) -> float:
-        """Return how late it is for good: every time of late. One large request is late once and over."""
-        return min(self._latest_seconds)
+        """Return by how much every latest wakeup was late. One large request delays only one."""
+        return self.delay.seconds
 
     def readings(self) -> Iterator[Reading]:
-        """Yield what was measured."""
+        """Yield the metrics."""
         yield Reading(catalog.LOOP_LAG, self._histogram.read())
 
 
@@ -227,9 +236,9 @@ class Counts:
 
     Attributes:
         groups: bounds the names of groups that become labels.
-        cache: to be told of lookups and write sessions.
-        evictions: to be told of evictions.
-        lag: to be run.
+        cache: observer of lookups and write sessions.
+        evictions: observer of evictions.
+        lag: of the event loop; to be run.
     """
 
     def __init__(self) -> None:
@@ -239,7 +248,7 @@ class Counts:
         self.lag = _LoopLag()
 
     def readings(self) -> Iterator[Reading]:
-        """Yield everything that was counted."""
+        """Yield all metrics."""
         yield from self.cache.readings()
         yield from self.evictions.readings()
         yield from self.lag.readings()

@@ -1,6 +1,6 @@
 """Readings as text: Prometheus' own format or OpenMetrics, whichever the scraper asks for.
 
-Written in slices, with room for requests between them: a thousand groups make tens of thousands of lines. Rejected: a
+Written in slices, with time for requests between them: a thousand groups make tens of thousands of lines. Rejected: a
 thread, which takes the interpreter from the event loop for 5 ms at a time.
 """
 
@@ -33,7 +33,7 @@ from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.calls import CallMetrics
+from kvcm.service.calls import CallRecorder
 from kvcm.service.http_server import Page, PageRequest
 from kvcm.service.metrics import Counts
 from kvcm.service.usage_report import UsageView
@@ -135,9 +135,8 @@ class _SingleFamilyCollector:
 
 # The state of the manager at the moment of a scrape: usage, limits, deletions, storages, leadership.
 #
-# What managers share is heard from the store in the background, one hearing at a time. A scrape waits for it a moment
-# and then tells what was heard last, so that it is answered while the store is away. Sums over instances are made in
-# slices.
+# State that managers share is read from the store in the background, one read at a time. A scrape waits for it a moment
+# and then shows the last state, so that it is answered while the store is away. Sums over instances are made in slices.
 
 _REFRESH_TIMEOUT_SECONDS: Final = 1.0  # scrapers give up after ten
 _SLICE_INSTANCES: Final = 50
@@ -149,7 +148,7 @@ _log = structlog.get_logger("kvcm.service")
 
 @dataclass(frozen=True, slots=True)
 class ManagerState:
-    """What is looked at."""
+    """The parts of a manager that have metrics."""
 
     cache: CacheManager
     registry: Registry
@@ -193,10 +192,10 @@ class _StateMetrics:
             self._hearing = asyncio.create_task(self._refresh_usage())
         await asyncio.wait([self._hearing], timeout=_REFRESH_TIMEOUT_SECONDS)
         sums = _Sums()
-        for number, custody in enumerate(list(self._state.cache.indexes())):
+        for number, handle in enumerate(list(self._state.cache.indexes())):
             if number % _SLICE_INSTANCES == 0:
                 await asyncio.sleep(0)
-            group_name, index = custody.instance.instance_group_name, custody.meta_index
+            group_name, index = handle.instance.instance_group_name, handle.meta_index
             sums.keys[group_name] += index.key_count
             sums.used[group_name].update(index.usage_bytes)
         self._sums = sums
@@ -219,7 +218,7 @@ class _StateMetrics:
             yield Reading(catalog.ORPHANS, count, (kind,))
 
     def _bounded(self, readings: Iterable[tuple[Metric, float, tuple[str, ...]]]) -> Iterator[Reading]:
-        """Bound the first label, which is a group; what is beyond the bound is summed up."""
+        """Bound the first label, which is a group; groups beyond the bound are summed up."""
         sums: dict[tuple[Metric, tuple[str, ...]], float] = {}
         for metric, value, (group_name, *others) in readings:
             labels = (self._names.label(group_name), *others)
@@ -332,13 +331,13 @@ class MetricsPage:
     """Answers scrapes, one at a time: another one in between waits for its turn.
 
     Args:
-        calls: of what is counted of calls.
-        counts: what is counted beside calls.
+        calls: counters of calls.
+        counts: other counters.
         state: what there is to look at.
         others: what else there is to read.
     """
 
-    def __init__(self, calls: CallMetrics, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
+    def __init__(self, calls: CallRecorder, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
         self._state = _StateMetrics(state, counts.groups)
         self._registry, self._counts = state.registry, counts
         self._sources: tuple[Source, ...] = (calls.readings, *others, counts.readings, self._state.readings)
@@ -368,7 +367,7 @@ class MetricsPage:
         return chain(table.pop_all(), await asyncio.to_thread(lambda: list(self._process.collect())))
 
 
-# Series of what groups need, as somebody estimates it who is told of lookups.
+# Series of the capacity that groups need, as estimated from lookups.
 
 
 class GroupNeeds(Protocol):
@@ -384,7 +383,7 @@ class GroupNeeds(Protocol):
 
 
 def needed_readings(needed: GroupNeeds, names: BoundedLabels, group_names: Iterable[str]) -> Iterator[Reading]:
-    """Yield what is estimated of groups that have series of their own."""
+    """Yield the estimates of groups that have series of their own."""
     for name in group_names:
         if names.label(name) != OTHER:
             yield Reading(catalog.OPTIMIZER_ATTAINABLE, needed.attainable_ratio(name), (name,))

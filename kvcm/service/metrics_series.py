@@ -1,5 +1,5 @@
-"""What GetMetrics tells of capacity and of the health of storages: under the original's names where it has them
-(wire.md 10.1), else under ours.
+"""Series of GetMetrics: capacity, health of storages, state of the manager; under the original's names where it has
+them (wire.md 10.1), else under ours.
 
 Every series exists from the start, with 0 where its labels are known. `type` is a kind of storage, or `total`.
 """
@@ -33,7 +33,7 @@ class CapacitySeries:
     """Gauges and counters of quotas, eviction, deletion and health.
 
     Args:
-        view: what is used.
+        view: of the usage.
         registry: which groups and storages there are.
         reclaimer: counts what it evicts.
         deletions: counts what it deletes.
@@ -61,7 +61,7 @@ class CapacitySeries:
         self._storages = storages
 
     async def series(self) -> list[Series]:
-        """Return all of them as they are now. Every index hears its usage from the store for that."""
+        """Return all of them as they are now. Every index reads its usage from the store for that."""
         report = await self._view.refreshed_or_last()
         return [
             *self._of_groups(report),
@@ -144,16 +144,16 @@ def _ratio(storage: StorageUsage) -> float:
     return usage.used_bytes / usage.capacity_bytes if usage.capacity_bytes > 0 else 0.0
 
 
-# What GetMetrics tells of the manager's state, under the original's names (wire.md 10.1) where it has them.
+# The state of the manager.
 
 
 async def state_series(cache: CacheManager, registry: Registry, capacity: CapacitySeries | None) -> list[Series]:
     """Return gauges and counters of the index, the groups and the instances, of quotas and evictions: as the store has
-    them now, or as last heard while it does not answer."""
+    them now, or as last read while it does not answer."""
     with suppress(KvcmError):
         for group in registry.groups.all():
             await cache.usage.refresh_group(group.name)
-    of_capacity = await capacity.series() if capacity is not None else []  # hears the indexes, too
+    of_capacity = await capacity.series() if capacity is not None else []  # refreshes the indexes, too
     return [
         *_search_cache(cache),
         *_groups(cache, registry),

@@ -32,7 +32,7 @@ class PinApi:
     def __init__(self, cache: CacheManager, limits: RequestLimits) -> None:
         self._cache = cache
         self._limits = limits
-        self._blocks = BlockCalls(cache, limits, meta.GetCacheMetaResponse, meta.CommonResponse)
+        self._blocks = BlockCalls(cache, meta.GetCacheMetaResponse, meta.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the service."""

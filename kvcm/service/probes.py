@@ -33,7 +33,7 @@ class _Check(NamedTuple):
 
 
 class Probes:
-    """What is known of this manager's health.
+    """The health of this manager.
 
     Args:
         gate: the phase of the manager's life.
@@ -75,19 +75,19 @@ class Probes:
         """Return the pages of one port.
 
         Args:
-            has_detail: whether it tells the reasons to those who may view, when asked to.
+            has_detail: whether `verbose` shows the reasons to principals with the permission to view.
         """
 
-        def page(name: str, look: Callable[[], list[_Check]]) -> PageRoute:
+        def page(name: str, check: Callable[[], list[_Check]]) -> PageRoute:
             async def answer(request: PageRequest) -> Page:
                 may_see = has_detail and Verb.VIEW in request.principal.verbs
                 is_verbose = may_see and b"verbose" in parse_qs(request.query, keep_blank_values=True)
-                return _page(name, look(), is_verbose=is_verbose)
+                return _page(name, check(), is_verbose=is_verbose)
 
             return answer
 
-        looks = {"livez": self._livez, "readyz": self._readyz, "startupz": self._startupz}
-        return {f"/{name}": page(name, look) for name, look in looks.items()}
+        checks = {"livez": self._livez, "readyz": self._readyz, "startupz": self._startupz}
+        return {f"/{name}": page(name, check) for name, check in checks.items()}
 
     async def _report_change(self) -> None:
         await self._on_change(self.is_ready)

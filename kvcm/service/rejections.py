@@ -1,6 +1,7 @@
-"""Requests that are not begun. No answer has a header: transports say so in their own way (design.md decision 9).
+"""Rejections of requests before any work. They have no header: transports answer in their own way (design.md decision
+9).
 
-The answer to whoever may not do something says nothing of what there is: neither blocks nor instances.
+The answer to a missing permission reveals nothing of the content: neither blocks nor instances.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RejectedError(Exception):
     """Overload or draining: the client may try again, here or elsewhere.
 
     Args:
-        message: what to do about it.
+        message: the reason and the remedy.
         reason: one of few words, fit for a label of a metric.
         retry_after_seconds: when to try again, > 0; None for that it is of no use.
     """
@@ -45,7 +46,7 @@ class RejectedError(Exception):
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """What HTTP says beside the status."""
+        """Further headers of the HTTP answer."""
         if self.retry_after_seconds is None:
             return []
         return [("retry-after", str(max(1, math.ceil(self.retry_after_seconds))))]
@@ -58,7 +59,7 @@ class RateLimitedError(RejectedError):
 
 
 class UnauthenticatedError(RejectedError):
-    """The client does not prove who it is."""
+    """The client is not authenticated."""
 
     http_status = 401
 
@@ -67,7 +68,7 @@ class UnauthenticatedError(RejectedError):
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """What HTTP says beside the status (RFC 6750 section 3)."""
+        """Further headers of the HTTP answer (RFC 6750 section 3)."""
         return [("www-authenticate", 'Bearer realm="kvcm"')]
 
 
@@ -88,11 +89,11 @@ Headers = Sequence[tuple[str, str]]
 
 
 class FieldError(NamedTuple):
-    """What is wrong with one field.
+    """One invalid field.
 
     Attributes:
         field: its path in the request, e.g. `body.quota.capacity`.
-        value: what was given, shortened; None where nothing was, or where it is secret.
+        value: as given, shortened; None for a missing or secret one.
         allowed: what may stand there.
     """
 
@@ -106,7 +107,7 @@ class Problem(NamedTuple):
 
     Attributes:
         status: of HTTP.
-        detail: what is wrong and what to do.
+        detail: the error and the remedy.
         code: outcome code of the call behind it, "" where no call was run.
         errors: the fields that are wrong.
         request_id: of the call behind it.
@@ -139,14 +140,14 @@ class ProblemError(Exception):
 
 
 def problem_of_code(code: ErrorCode, text: str, request_id: str) -> Problem:
-    """Return what the outcome of a call is on HTTP."""
+    """Return the outcome of a call as an HTTP error."""
     status = _STATUS.get(code, 500)
     headers = [("retry-after", "1")] if status == 503 else []
     return Problem(status, text, code.name, request_id=request_id, headers=headers)
 
 
 def problem_of_refusal(error: RejectedError) -> Problem:
-    """Return what a request that was not let in is answered with."""
+    """Return the answer to a rejected request."""
     return Problem(error.http_status, str(error), headers=error.headers)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of requests that are refused before any work."""
+"""Limits on the size of requests, checked before any work: bytes of bodies, entries of lists, bytes of texts."""
 
 from __future__ import annotations
 
@@ -33,27 +33,15 @@ __all__ = [
 
 @dataclass(slots=True)
 class RequestLimits:
-    """Most keys and tokens of one request, most bytes of one body. Every call looks at the same object, whose first two
-    change when settings are read anew."""
+    """Most keys and tokens of one request, most bytes of one body. All calls share one object, whose first two
+    change with the settings."""
 
     max_keys: int = 65536
     max_tokens: int = 1 << 20
     max_body_bytes: int = 64 << 20
 
-    def check(self, key_count: int, token_count: int) -> None:
-        """Refuse a request that is too large.
 
-        Raises:
-            InvalidArgumentError: naming the field, its size and the limit.
-        """
-        if key_count > self.max_keys:
-            raise InvalidArgumentError(f"block_keys has {key_count} entries, at most {self.max_keys} are allowed")
-        if token_count > self.max_tokens:
-            raise InvalidArgumentError(f"token_ids has {token_count} entries, at most {self.max_tokens} are allowed")
-
-
-# Turns bodies into requests: small ones at once, large ones beside the event loop, and those that are made to be
-# slow to read not at all.
+# Parsing of bodies: small ones at once, large ones in a thread. Bodies that are made to be slow to parse are rejected.
 #
 # A body may be of 64 MiB and hold a value in every second byte. Reading that takes seconds and gigabytes, and takes
 # them under Python's global lock, so a thread alone does not help: the values of a large body are counted first. What
@@ -69,13 +57,13 @@ _MAX_JSON_PAIRS: Final = 16_384  # of requests without such locations
 
 
 def max_body_bytes(principal: Principal, most: int) -> int:
-    """Return how large a body may be, where it may be so large at all: what strangers may do needs little."""
+    """Return the limit of a body, `most` or less: requests without authentication are small."""
     return min(_MAX_UNAUTHENTICATED_BYTES, most) if principal is ANONYMOUS else most
 
 
 class BodyReader:
-    """Reads bodies. Large ones take a lane: threads that read share Python's lock with the event loop, and several of
-    them would leave it little.
+    """Parses bodies. Large ones wait in a queue: parsing threads share Python's lock with the event loop, and several
+    of them would leave it little.
 
     Args:
         limits: of keys and tokens.
@@ -91,7 +79,7 @@ class BodyReader:
 
         Raises:
             MalformedBody: it is not the JSON form of the request, or holds more values than any request may.
-            TurnedAwayError: it is large, and cannot be read in time.
+            RejectedError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_JSON_BYTES:
             return parse_request(body, call.request_type)
@@ -109,7 +97,7 @@ class BodyReader:
 
         Raises:
             DecodeError: it is no such message, or has more fields than any request may.
-            TurnedAwayError: it is large, and cannot be read in time.
+            RejectedError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_PROTO_BYTES:
             return call.request_type.FromString(body)
@@ -181,11 +169,10 @@ def _messages_of(descriptor: Any) -> dict[int, Any]:
 
 _messages: dict[str, dict[int, Any]] = {}
 
-# How much of everything a request may hold, looked at before any work: entries of lists, bytes of texts.
+# Limits of fields.
 #
-# Every field of every request has a limit, by what it holds: nothing that a client sends is without one. What is named
-# for keys may have as many entries as there may be keys. Parts of locations and of reports are as many: their handlers
-# look at them when they read them.
+# Every field of every request has a limit, by its content. Lists that belong to keys may have as many entries as there
+# may be keys. So may the parts of locations and of reports, whose handlers check the limits inside them.
 
 MAX_ENTRIES: Final = 1024
 """Of a list that has nothing to do with keys; more than any model has parts."""
@@ -228,39 +215,40 @@ class RequestSizes:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
-    def check(self, request: Any) -> None:
-        """Refuse a request that holds too much of anything.
+    def check(self, message: Any, path: str = "") -> None:
+        """Reject a request with a field above its limit.
+
+        Args:
+            message: the request, or a message in it.
+            path: of that message in the request, with the dot behind it.
 
         Raises:
             InvalidArgumentError: naming the field, its size and the limit.
         """
-        self._check(request, "")
-
-    def _check(self, message: Any, path: str) -> None:
         bounds = _known.get(type(message)) or _bounds(type(message))
         for field, most in bounds.texts:
             text = getattr(message, field)
             if len(text) * 4 > most:
                 check_text(f"{path}{field}", text, most)
-        for bound in bounds.lists:
-            if items := getattr(message, bound[0]):
-                self._check_list(items, path, *bound)
+        for field, entries, most, has_parts in bounds.lists:
+            if items := getattr(message, field):
+                if entries <= 0:
+                    entries = self._limits.max_tokens if entries else self._limits.max_keys
+                if len(items) > entries:
+                    raise InvalidArgumentError(f"{path}{field} has {len(items)} entries, at most {entries} are allowed")
+                if most or has_parts:
+                    self._check_items(items, f"{path}{field}", most, has_parts)
         for field in bounds.parts:
             if message.HasField(field):
-                self._check(getattr(message, field), f"{path}{field}.")
+                self.check(getattr(message, field), f"{path}{field}.")
 
-    def _check_list(self, items: Any, path: str, field: str, entries: int, most: int, has_parts: bool) -> None:
-        count = len(items)
-        if entries <= 0:
-            entries = self._limits.max_tokens if entries else self._limits.max_keys
-        if count > entries:
-            raise InvalidArgumentError(f"{path}{field} has {count} entries, at most {entries} are allowed")
+    def _check_items(self, items: Any, path: str, most: int, has_parts: bool) -> None:
         if most and max(map(len, items)) * 4 > most:
             for position, text in enumerate(items):
-                check_text(f"{path}{field}[{position}]", text, most)
+                check_text(f"{path}[{position}]", text, most)
         if has_parts:
             for position, item in enumerate(items):
-                self._check(item, f"{path}{field}[{position}].")
+                self.check(item, f"{path}[{position}].")
 
 
 def check_text(name: str, text: str, most: int) -> None:

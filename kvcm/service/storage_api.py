@@ -1,4 +1,4 @@
-"""StorageService: emptying storages. Thin translation."""
+"""StorageService and PoolService: drains, and memory pools. Thin translation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcm.storage.mempool import PoolReport
 
 __all__ = ["DrainView", "PoolApi", "StorageApi"]
 
-# How far the drains are, and why one does not go on: what several rooms know, put together for operators.
+# The progress of drains, and the reason why one does not go on, for operators.
 #
 # Field names are those of the wire messages, as in `usage_values`.
 
@@ -32,9 +32,9 @@ class DrainView:
     """Looks at the drains.
 
     Args:
-        drains: what was asked for, and how far it is.
+        drains: with their progress.
         storages: the open storages, whose health may be the reason.
-        deletions: what waits for its deletion.
+        deletions: the pending ones.
         leadership: whether this manager carries them out.
     """
 
@@ -89,7 +89,7 @@ class DrainView:
         if progress.writing:
             yield f"{progress.writing} locations are being written"
         if progress.is_marked and progress.remaining_bytes and not troubles:
-            yield "what is left goes when delay_before_delete_ms, read leases and write sessions allow it"
+            yield "the rest goes when delay_before_delete_ms, read leases and write sessions allow it"
 
     def _troubles(self, name: str) -> Iterator[str]:
         health = self._storages.health(name)
@@ -112,7 +112,7 @@ class StorageApi:
 
     Args:
         drains: begins and ends drains.
-        view: tells how far they are.
+        view: of their progress.
     """
 
     def __init__(self, drains: StorageDrains, view: DrainView) -> None:
@@ -141,14 +141,14 @@ class StorageApi:
         return Reply(admin_pb.CommonResponse())
 
     async def list_drains(self, _request: Any) -> Reply:
-        """List what is being emptied or forgotten, by name."""
+        """List drains and removals, by name."""
         message = pb.ListDrainResponse()
         for status in await self._view.list_drains():
             fill(message.drains.add(), status)
         return Reply(message)
 
 
-# The call of kvcm.v1.PoolService: hosts tell of their memory pools.
+# The call of kvcm.v1.PoolService: hosts report their memory pools.
 
 _POOL_SERVICE = "kvcm.v1.PoolService"
 
@@ -157,7 +157,7 @@ class PoolApi:
     """Handler of PoolService.
 
     Args:
-        registry: what is configured.
+        registry: the configuration.
         storages: the open storages.
     """
 

@@ -1,8 +1,8 @@
-"""TLS of the ports: what they show and whom they believe, replaced while they serve.
+"""TLS of the ports: certificates and authorities, replaced while they serve.
 
-A connection keeps what it began with. Each new one gets what is in force then: HTTP a context that nobody changes any
-more, gRPC what its fetcher hands out. A context that is changed while it is used would pass through states in which
-key and certificate do not fit, and would go on to believe authorities that were taken away.
+A connection keeps the material that it began with. Each new one gets the present material: HTTP an immutable context,
+gRPC that of its fetcher. A context that is changed while it is used would pass through states in which key and
+certificate do not fit, and would go on to trust removed authorities.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
     "read_certificates",
 ]
 
-# What certificates say of themselves, and which of it tells who a client is: its alternative names alone.
+# Names in certificates. Only the alternative names identify a client.
 #
-# The common name does not count: anybody may write anything there, and authorities check it no longer.
+# The common name does not count: it may hold anything, and authorities check it no longer.
 
-_KINDS: Final = {"DNS", "URI", "email", "IP Address"}  # those that gRPC tells, too
+_KINDS: Final = {"DNS", "URI", "email", "IP Address"}  # those that gRPC reports, too
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is told of a certificate.
+    """The description of a certificate.
 
     Attributes:
         subject: as in RFC 4514.
@@ -65,7 +65,7 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
 
 
 def describe_certificate(certificate: x509.Certificate) -> Certificate:
-    """Return what is told of a certificate."""
+    """Return the description of a certificate."""
     return Certificate(
         certificate.subject.rfc4514_string(),
         _names(certificate),
@@ -90,7 +90,7 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
 
 
 def _plain(kind: str, name: str) -> str:
-    """Return a name as gRPC tells it: the ssl module writes addresses at full length."""
+    """Return a name as gRPC reports it: the ssl module writes addresses at full length."""
     try:
         return str(ip_address(name.strip())) if kind == "IP Address" else name
     except ValueError:
@@ -103,12 +103,12 @@ _CLIENT_CA: Final = "client_ca"
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What ports show and whom they believe. Its parts fit together.
+    """Certificates, key and trusted authorities of the ports. Its parts fit together.
 
     Attributes:
         chain_pem: the certificate, and those between it and its authority.
         key_pem: its key.
-        client_ca_pem: authorities of clients, b"" for that certificates of clients are not asked for.
+        client_ca_pem: authorities of clients, b"" to request no certificates of clients.
         requires_client: whether clients without a certificate are refused.
         certificate: that of the ports.
         client_cas: authorities of clients.
@@ -139,7 +139,7 @@ class TlsMaterial:
             raise ValueError(error.reason or str(error)) from error
         if self.client_ca_pem:
             context.verify_mode = ssl.CERT_REQUIRED if self.requires_client else ssl.CERT_OPTIONAL
-            # Who comes back with a ticket is not looked at again: his certificate may have ended since.
+            # A resumed session is not verified again: its certificate may have expired since.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
         return context
@@ -152,7 +152,7 @@ class TlsMaterial:
 
 
 class ServerTls:
-    """What is in force.
+    """The TLS material in force.
 
     Args:
         material: at the beginning.
@@ -175,7 +175,7 @@ class ServerTls:
         self.material, self.context = material, context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for one server of gRPC: each is told of changes by itself."""
+        """Return credentials for one server of gRPC: each fetches changes by itself."""
         given = self.material
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:  # for each connection, on threads of gRPC
@@ -204,7 +204,7 @@ def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
 
 
 def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:
-    """Load a chain with its key from memory: what was checked, not what the files hold by now."""
+    """Load a chain with its key from memory: the checked one, not the present content of the files."""
     descriptor = os.memfd_create("kvcm-tls")
     try:
         with os.fdopen(descriptor, "wb", closefd=False) as file:

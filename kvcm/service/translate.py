@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Instance
-from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.storages import (
     DummyStorageSpec,
     LocalStorageSpec,
@@ -26,7 +25,7 @@ from kvcm.model.storages import (
 )
 from kvcm.registry.validation import require
 
-__all__ = ["fill", "instance_of", "mask_of", "read", "read_storage", "storage_of", "write_mask", "write_storage"]
+__all__ = ["fill", "instance_of", "read", "read_storage", "storage_of", "write_storage"]
 
 Value = TypeVar("Value")
 
@@ -177,24 +176,3 @@ def instance_of(request: Any) -> Instance:
         instance_id=request.instance_id,
         **parts,
     )
-
-
-def mask_of(message: Any, field: str) -> BlockMask:
-    """Return the block mask in a field of a request."""
-    if not message.HasField(field):
-        return NO_MASK
-    mask = getattr(message, field)
-    member = mask.WhichOneof("info")
-    if member == "offset":
-        return BlockMask(offset=mask.offset)
-    if member == "bool_masks":
-        return BlockMask(flags=tuple(mask.bool_masks.values))
-    return NO_MASK
-
-
-def write_mask(message: Any, mask: BlockMask) -> None:
-    """Fill a BlockMask message."""
-    if mask.flags is not None:
-        message.bool_masks.values.extend(mask.flags)
-    else:
-        message.offset = mask.offset or 0

@@ -1,4 +1,4 @@
-"""What groups, storages and global quotas use, and what they may use: put together from plain values.
+"""Usage and limits of groups, storages and global quotas, summed up from plain values.
 
 Bytes come from the indexes, which change them together with the records; marks are those that reclaiming works with.
 """
@@ -22,7 +22,14 @@ from kvcm.model.locations import StorageKey
 from kvcm.model.principals import call_context
 from kvcm.model.storages import StorageConfig
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
-from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, size_mark, storage_mark, type_mark
+from kvcm.reclaim.watermarks import (
+    Watermark,
+    global_watermark,
+    group_watermark,
+    size_watermark,
+    storage_watermark,
+    type_watermark,
+)
 from kvcm.registry.registry import Registry
 from kvcm.service.usage_values import (
     NOT_LIMITED,
@@ -65,9 +72,9 @@ class UsageSources:
         groups: as configured.
         storages: as configured.
         quotas: the global quotas.
-        indexes: of all registrations, also of those that are being removed.
+        indexes: of all registrations, removals included.
         pinned: bytes that pins hold, by group.
-        refused: writes refused for want of room, by group.
+        refused: writes rejected for lack of space, by group.
         backlogs: by storage.
     """
 
@@ -80,7 +87,7 @@ class UsageSources:
     backlogs: Mapping[str, Backlog] = field(default_factory=dict)
 
     def of_groups(self, names: Set[str]) -> UsageSources:
-        """Return what concerns some groups alone, as if there were no others: sums would tell what those do."""
+        """Return the sources of some groups alone, as if there were no others: sums would reveal the others."""
         return replace(
             self,
             groups=[group for group in self.groups if group.name in names],
@@ -92,7 +99,7 @@ class UsageSources:
 @dataclass(slots=True)
 class _Sums:
     """Bytes in use and bytes being deleted, and the largest block of the groups whose bytes these are: eviction leaves
-    room for one."""
+    space for one."""
 
     used: Counter[StorageKey] = field(default_factory=Counter)
     deleting: Counter[StorageKey] = field(default_factory=Counter)
@@ -126,7 +133,7 @@ class _Sums:
     def used_bytes(self) -> int:
         return sum(self.used.values())
 
-    def usage(self, capacity: int | None = None, mark: Mark | None = None) -> Usage:
+    def usage(self, capacity: int | None = None, mark: Watermark | None = None) -> Usage:
         limit = NOT_LIMITED if capacity is None else capacity
         high, low = (NOT_LIMITED, NOT_LIMITED) if mark is None else (mark.high, mark.low)
         return Usage(self.used_bytes, sum(self.deleting.values()), limit, high, low)
@@ -172,8 +179,8 @@ def _group_usage(
     )
 
 
-def _total_mark(group: InstanceGroup, sums: _Sums) -> Mark | None:
-    marks = [mark for mark in (group_mark(group, sums.largest_block), size_mark(group)) if mark is not None]
+def _total_mark(group: InstanceGroup, sums: _Sums) -> Watermark | None:
+    marks = [mark for mark in (group_watermark(group, sums.largest_block), size_watermark(group)) if mark is not None]
     return min(marks, key=lambda mark: mark.high, default=None)
 
 
@@ -185,7 +192,7 @@ def _type_usages(group: InstanceGroup | None, sums: _Sums) -> Iterator[TypeUsage
         if group is None:
             yield TypeUsage(kind, part.usage())
         else:
-            mark = type_mark(group, kind, sums.largest_block)
+            mark = type_watermark(group, kind, sums.largest_block)
             yield TypeUsage(kind, part.usage(group.quota.capacity_of(kind), mark))
 
 
@@ -222,7 +229,7 @@ def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[
     for name in sorted(configured.keys() | parts.keys()):
         storage, part = configured.get(name), parts[name]
         capacity = storage.limit_bytes if storage is not None else 0
-        mark = storage_mark(storage, part.largest_block) if storage is not None else None
+        mark = storage_watermark(storage, part.largest_block) if storage is not None else None
         backlog = sources.backlogs.get(name, Backlog())
         yield StorageUsage(
             name,
@@ -247,11 +254,11 @@ def _quota_usages(sources: UsageSources, sums: Mapping[str, _Sums]) -> Iterator[
         whole = _Sums()
         for name in names:
             whole.add(sums[name])
-        usage = whole.usage(quota.capacity_bytes, global_mark(quota, whole.largest_block))
+        usage = whole.usage(quota.capacity_bytes, global_watermark(quota, whole.largest_block))
         yield GlobalQuotaUsage(quota.name, usage, tuple(names))
 
 
-# Looks at what is used, for the capacity calls and the metrics.
+# The present usage, for the capacity calls and the metrics.
 
 _SLICE: Final = 50
 
@@ -262,10 +269,10 @@ class UsageView:
     Args:
         cache: blocks and instances.
         registry: the limits.
-        deletions: what waits for its deletion.
+        deletions: the pending ones.
 
     Attributes:
-        pinned: bytes that pins hold, by group, as last heard.
+        pinned: bytes that pins hold, by group, as last read.
     """
 
     def __init__(self, cache: CacheManager, registry: Registry, deletions: DeletionExecutor) -> None:
@@ -275,8 +282,8 @@ class UsageView:
         self.pinned: dict[str, int] = {}
 
     async def current(self, group: str = "") -> UsageReport:
-        """Return the usage of everything, or of one group and what it draws from. Whoever is limited to groups sees as
-        used what those use.
+        """Return the usage of everything, or of one group and what it draws from. A principal that is limited to
+        groups sees the usage of those.
 
         Raises:
             InvalidArgumentError: there is no such group.
@@ -288,13 +295,13 @@ class UsageView:
         return await self.last(group)
 
     async def refresh(self) -> None:
-        """Hear from the store what the indexes hold and what pins take.
+        """Read the usage of indexes and pins from the store.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        for number, custody in enumerate(list(self._cache.indexes())):
-            await custody.meta_index.refresh()
+        for number, handle in enumerate(list(self._cache.indexes())):
+            await handle.meta_index.refresh()
             if number % _SLICE == 0:  # a store of this process answers without giving way
                 await asyncio.sleep(0)
         pinned: dict[str, int] = {}
@@ -305,13 +312,13 @@ class UsageView:
         self.pinned = pinned
 
     async def refreshed_or_last(self) -> UsageReport:
-        """Return the usage of everything as the store has it now, or as last heard while it does not answer."""
+        """Return the usage of everything as the store has it now, or as last read while it does not answer."""
         with suppress(KvcmError):
             return await self.current()
         return await self.last()
 
     async def last(self, group: str = "") -> UsageReport:
-        """Return the same as last heard, without asking the store. Of many instances that is much to sum up: a thread
+        """Return the same as last read, without asking the store. Of many instances that is much to sum up: a thread
         does it, while lookups are answered."""
         sources = UsageSources(
             self._registry.groups.all(),
@@ -334,7 +341,7 @@ class UsageView:
         return held
 
 
-def _usage_of(custody: IndexHandle) -> IndexUsage:
-    index = custody.meta_index
+def _usage_of(handle: IndexHandle) -> IndexUsage:
+    index = handle.meta_index
     used, deleting = dict(index.usage_bytes), dict(index.deleting_bytes)  # which change while a thread reads them
-    return IndexUsage(custody.instance, index.key_count, index.max_key_count, used, deleting)
+    return IndexUsage(handle.instance, index.key_count, index.max_key_count, used, deleting)

@@ -1,4 +1,4 @@
-"""Usage, limits and health as reports tell them. Field names are those of the wire messages, so that one generic
+"""Usage, limits and health as reported. Field names are those of the wire messages, so that one generic
 translation serves both directions: the manager fills answers from these values, commands read them back.
 """
 
@@ -46,7 +46,7 @@ class Usage:
 
     @property
     def is_above_mark(self) -> bool:
-        """Whether eviction has something to do; what is being deleted counts as gone then."""
+        """Whether eviction has something to do; blocks that are being deleted do not count."""
         return 0 <= self.high_mark_bytes < self.used_bytes - self.deleting_bytes
 
 
@@ -121,16 +121,23 @@ class StorageStatus:
 
     @classmethod
     def of(cls, config: StorageConfig, health: StorageHealth | None) -> StorageStatus:
-        """Return the status of a storage with the health of what is open of it, None while that is nothing."""
+        """Return the status of a storage with the health of its backend, None while none is open."""
         name, is_enabled = config.global_unique_name, config.is_available
         if health is None:
             reason = "it could not be opened on this manager, whose log says why"
             return cls(name, is_enabled, HealthState.SH_DOWN, reason, is_draining=config.is_draining)
         space = health.space or StorageSpace(-1, -1)
         return cls(
-            *(name, is_enabled, health.state, health.reason),
-            *(int(health.since * 1000), health.probe_seconds, health.failed_probes),
-            *(space.capacity_bytes, space.free_bytes, config.is_draining),
+            storage_unique_name=name,
+            is_enabled=is_enabled,
+            health=health.state,
+            reason=health.reason,
+            since_ms=int(health.since * 1000),
+            probe_seconds=health.probe_seconds,
+            failed_probes=health.failed_probes,
+            medium_bytes=space.capacity_bytes,
+            medium_free_bytes=space.free_bytes,
+            is_draining=config.is_draining,
         )
 
 

@@ -1,4 +1,4 @@
-"""How the managers of a deployment are, and how that went on: rates of counters, kept in rings."""
+"""Vitals of the managers of a deployment: read, exchanged through the store, and kept as a history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
 from kvcm.reclaim.reclaimer import ReclaimStats
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.leadership import Leadership, VitalsTable
-from kvcm.service.calls import Call, CallMetrics
+from kvcm.service.calls import Call, CallRecorder
 from kvcm.service.metrics import Counts
 from kvcm.service.vitals_history import History, HistoryRange, Rates
 
@@ -40,12 +40,12 @@ class VitalsReader:
         clock: time source.
         phase: returns the stage of its life.
         calls: of engines.
-        answered: what is counted of calls.
-        counts: what is counted beside calls.
+        answered: counters of calls.
+        counts: other counters.
         cache: blocks.
         groups: as configured.
         stats: of evictions.
-        leadership: who leads.
+        leadership: of this manager.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VitalsReader:
         clock: Clock,
         phase: Callable[[], str],
         calls: Sequence[Call],
-        answered: CallMetrics,
+        answered: CallRecorder,
         counts: Counts,
         cache: CacheManager,
         groups: GroupRegistry,
@@ -69,7 +69,7 @@ class VitalsReader:
         self._matches = answered.durations(next(call for call in calls if call.name == "GetCacheLocation"))
 
     async def read(self) -> Vitals:
-        """Return how it is now. Whoever leads asks the store what groups use."""
+        """Return the present vitals. The leader reads the usage of groups from the store."""
         is_leader = self._leadership.is_leader
         used_bytes = await self._used_bytes() if is_leader else {}
         requests, errors = self._requests()
@@ -115,7 +115,7 @@ class VitalsReader:
 
     async def _used_bytes(self) -> Mapping[str, Mapping[str, int]]:
         groups = self._groups.all()
-        with suppress(KvcmError):  # then as last heard
+        with suppress(KvcmError):  # then as last read
             await self._cache.usage.refresh_groups([group.name for group in groups])
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for group in groups:
@@ -125,10 +125,10 @@ class VitalsReader:
         return found
 
 
-# The duty that tells the other managers how this one is, hears how they are, and keeps what that adds up to.
+# The background task that exchanges vitals with the other managers and keeps their history.
 #
-# Every manager hears everything, so that each of them answers for the whole deployment. While the store is away, it
-# goes on with what it knows of itself.
+# Every manager reads all vitals, so that each of them answers for the whole deployment. While the store is away, it
+# goes on with its own.
 
 _INTERVAL_SECONDS = 5.0
 
@@ -142,7 +142,7 @@ class ManagerView:
         seen_at: unix seconds when it last said that it lives.
         is_leader: whether it runs the background duties.
         is_self: whether it is the one that answers.
-        vitals: None of managers that do not tell any: those of earlier releases, and those that died a moment ago.
+        vitals: None of managers that publish none: those of earlier releases, and those that died a moment ago.
         rates: None where they are not known yet.
     """
 
@@ -159,8 +159,8 @@ class VitalsWatch:
 
     Args:
         signs: of this manager.
-        board: where managers tell theirs.
-        leadership: who leads, and where managers are.
+        board: shared by all managers.
+        leadership: the leader and the addresses of managers.
         groups: as configured.
         clock: time source.
     """
@@ -176,7 +176,7 @@ class VitalsWatch:
         self._history = History(signs.started_at)
 
     async def run(self) -> None:
-        """Tell and hear for good."""
+        """Exchange vitals for good."""
         while True:
             self._wake.clear()
             await self.exchange()
@@ -185,7 +185,7 @@ class VitalsWatch:
                     await self._wake.wait()
 
     async def exchange(self) -> None:
-        """Tell and hear once."""
+        """Exchange vitals once."""
         own = await self._signs.read()
         vitals: Mapping[str, Vitals] = {}
         with suppress(KvcmError):
@@ -197,7 +197,7 @@ class VitalsWatch:
         self._history.add(self._clock.now(), self._vitals, quotas)
 
     async def publish_now(self) -> None:
-        """Tell at once: the phase has changed."""
+        """Publish at once: the phase has changed."""
         self._wake.set()
 
     async def withdraw(self) -> None:

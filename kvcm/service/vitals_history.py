@@ -1,4 +1,4 @@
-"""Rates of one manager: what its counters gained between two of its vitals."""
+"""History of vitals: rates of managers between two of their vitals, sampled into rings."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class Rates(NamedTuple):
 
 
 def rates_between(before: Vitals | None, after: Vitals, since: float) -> Rates | None:
-    """Return the rates between two vitals of one manager, None where they cannot be told.
+    """Return the rates between two vitals of one manager, None where they are unknown.
 
     A manager that started meanwhile began to count at nothing, so a restart makes no rate negative.
 
     Args:
         before: the earlier ones; None where there are none.
         after: the later ones.
-        since: unix seconds; a manager without earlier vitals that started before this was there and not heard.
+        since: unix seconds; a manager without earlier vitals that started before this was missed.
     """
     if before is not None and before.started_at == after.started_at:
         return _rates(before, after, after.at - before.at) if after.at > before.at else None
@@ -138,7 +138,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> fl
 
 # A ring of samples: the last so many slots of time, as one array of floats per series.
 #
-# Slots are numbered from the epoch on. A slot that nobody wrote is not known, and neither is a series in a slot whose
+# Slots are numbered from the epoch on. A slot without a sample is unknown, and so is a series in a slot whose
 # sample lacks it. Floats of 32 bits: seven digits are more than a chart shows.
 
 Floats = npt.NDArray[np.float32]
@@ -146,7 +146,7 @@ _TIDY_SLOTS = 60
 
 
 class Series(NamedTuple):
-    """What is measured, and of what.
+    """A measure with its labels.
 
     Attributes:
         name: of the measure.
@@ -191,7 +191,7 @@ class Ring:
         self._series = {series: values for series, values in self._series.items() if not np.isnan(values[kept]).all()}
 
     def read(self, until: int, count: int) -> Mapping[Series, Floats]:
-        """Return `count` slots up to and with `until`, of every series; NaN is what is not known."""
+        """Return `count` slots up to and with `until`, of every series; NaN is unknown."""
         wanted = np.arange(until - count + 1, until + 1, dtype=np.int64)
         at = wanted % self.size
         missing = self._slots[at] != wanted
@@ -220,13 +220,13 @@ REFUSED = "refused_writes_per_second"
 def sample_of(
     rates: Sequence[Rates], vitals: Iterable[Vitals], quotas: Mapping[str, int], name_of: Callable[[str], str]
 ) -> Mapping[Series, float]:
-    """Return what is known at one moment; series of which nothing is known are missing.
+    """Return the series at one moment; unknown ones are missing.
 
     Args:
         rates: of every manager that has some.
-        vitals: of every manager; that of the leader says what is used.
+        vitals: of every manager; those of the leader have the usage.
         quotas: bytes by group.
-        name_of: what a group is called in series: there may be too many.
+        name_of: label of a group: there may be too many.
     """
     sample: defaultdict[Series, float] = defaultdict(float)
     if rates:
@@ -249,8 +249,8 @@ def _add_requests(sample: dict[Series, float], rates: Sequence[Rates]) -> None:
         sample[Series(REQUESTS, (("method", method),))] = sum(each.requests.get(method, 0.0) for each in rates)
     sample[Series(ERRORS)] = sum(sum(each.errors.values()) for each in rates)
     bounds = rates[0].match_bounds
-    alike = [each.match_counts for each in rates if each.match_bounds == bounds]  # another release may have others
-    counts = [sum(column) for column in zip(*alike, strict=True)]
+    comparable = [each.match_counts for each in rates if each.match_bounds == bounds]  # another release may have others
+    counts = [sum(column) for column in zip(*comparable, strict=True)]
     for name, share in ((P50, 0.5), (P99, 0.99)):
         if (seconds := quantile(share, bounds, counts)) is not None:
             sample[Series(name)] = seconds
@@ -274,7 +274,7 @@ def _add_used(
             sample[_of_group(USED, name_of(group), ("tier", tier))] += size
 
 
-# A part of the history as it is told: merged to fewer values, hit ratios worked out.
+# A part of the history as reported: merged to fewer values, with hit ratios.
 
 _HIT_RATIO: Final = "hit_ratio"
 _LOOKUP_KEYS: Final = "lookup_keys_per_second"
@@ -300,7 +300,7 @@ class RangeSeries(NamedTuple):
         name: of the measure.
         labels: names and values.
         unit: of the values.
-        values: the oldest first; None where nothing is known.
+        values: the oldest first; None where unknown.
     """
 
     name: str
@@ -325,12 +325,12 @@ class HistoryRange:
 
 
 def _range_series(known: Mapping[Series, Floats], step: int, *, has_total: bool) -> tuple[RangeSeries, ...]:
-    """Return series as they are told.
+    """Return series as reported.
 
     Args:
         known: of every series the same number of slots, a multiple of `step`.
-        step: slots that become one value: the mean of what is known, of the 99th percentile the most.
-        has_total: whether the hit ratio of all of them is told, too.
+        step: slots that become one value: the mean of the known ones, of the 99th percentile the most.
+        has_total: whether to add the hit ratio of all of them.
     """
     with np.errstate(divide="ignore", invalid="ignore"):  # a mean of nothing is not known; of this thread alone
         merged = {series: _merged(series, values.reshape(-1, step)) for series, values in known.items()}
@@ -411,7 +411,7 @@ class History:
     """Samples of the deployment.
 
     Args:
-        since: unix seconds when this manager started; others that start later are heard from their beginning.
+        since: unix seconds when this manager started; others that start later are complete from their start.
     """
 
     def __init__(self, since: float) -> None:
@@ -436,13 +436,13 @@ class History:
     async def range(
         self, now: float, seconds: int, group: str = "", groups: Collection[str] | None = None
     ) -> HistoryRange:
-        """Return the last seconds, in 360 values at most. What is much is told by a thread.
+        """Return the last seconds, in 360 values at most. A thread merges large parts.
 
         Args:
             now: unix seconds.
             seconds: how many, up to `LONGEST_SECONDS`.
-            group: only what is of this group; empty for everything.
-            groups: only what is of these groups; None for everything.
+            group: only its series; empty for all.
+            groups: only their series; None for all.
         """
         fine, coarse = self._levels
         level = fine if seconds <= fine.interval_seconds * fine.ring.size else coarse

@@ -1,4 +1,4 @@
-"""What the manager asks of a storage type."""
+"""The interface of a storage type, and how parts of blocks are packed into objects of a path-like storage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Part(NamedTuple):
         spec_name: the spec.
         key: of the block.
         size_bytes: of the place.
-        depth: of the block in its chain: what is deep is read and kept less often.
+        depth: of the block in its chain: deep blocks are read and kept less often.
     """
 
     spec_name: str
@@ -109,10 +109,10 @@ class Parts(Sequence[Part]):
 
 
 class Hints(NamedTuple):
-    """What is known of parts before they are written. A storage may place them by it, or ignore it.
+    """Hints about parts before they are written. A storage may place them by these, or ignore them.
 
     Attributes:
-        location_group: instance group of the blocks: what is read, kept and removed together.
+        location_group: instance group of the blocks, which are read, kept and removed together.
         lifetime_seconds: age that the blocks will reach at most, 0 for unknown.
     """
 
@@ -128,7 +128,7 @@ class Allocation(NamedTuple):
         location_id: ends the name of every fresh object (design.md decision 1), and is in the uri of every place that
             others had before: so no two locations ever have the same uri.
         parts: what needs a place, in the order of packing.
-        hints: what is known of them.
+        hints: placement hints.
     """
 
     instance_id: str
@@ -172,7 +172,7 @@ class StorageBackend(Protocol):
         """Return one uri per part, in order. Moves no bytes; at most the metadata store is asked.
 
         Raises:
-            StorageIOError: there is no room, or the store cannot be asked.
+            StorageIOError: the storage is full, or the store failed.
             NotReadyError: the storage cannot be used now. Nothing is allocated in either case.
         """
 
@@ -198,37 +198,36 @@ class StorageBackend(Protocol):
         """
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
-        """Free the places of `uris` for good; what is already gone counts as deleted. Neighbours in a packed object
-        stay.
+        """Free the space of `uris` for good; missing parts count as deleted. Neighbours in a packed object stay.
 
         Returns:
             Per uri None, or the reason why it could not be deleted.
         """
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
-        """Free places that were allocated and never handed out, so that nobody will ever write them.
+        """Free addresses that were allocated and never returned to a client, so that they are never written.
 
         Returns:
             As `delete`.
         """
 
     async def forgotten(self, uris: Sequence[str]) -> None:
-        """Hear that the metadata of deleted places is gone, so that nobody deletes them again.
+        """Note that the metadata of deleted addresses is gone, so that they are not deleted again.
 
-        Only told of places that served, by the manager that deleted them, unless it ends in between.
+        Called for addresses that served only, by the manager that deleted them, unless it ends in between.
         """
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         """Return per uri whether all its bytes are there.
 
         Raises:
-            StorageIOError: the storage cannot be asked, so what is not found may be there nevertheless.
+            StorageIOError: the storage failed, so parts that were not found may exist.
         """
 
     def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
-        """Yield all objects of a deployment, whether anybody knows them or not, in pages.
+        """Yield all objects of a deployment, orphans included, in batches.
 
-        What is added or removed meanwhile may be missing. Of a deployment that the storage never saw there are none.
+        Objects that are added or removed meanwhile may be missing. An unknown deployment has none.
 
         Raises:
             StorageIOError: the storage cannot be asked.
@@ -238,8 +237,8 @@ class StorageBackend(Protocol):
         """Remove whole objects of a deployment as they were listed.
 
         Returns:
-            Per object None, or the reason why it is still there: one that changed since it was listed stays. What is
-            gone already counts as removed.
+            Per object None, or the reason why it is still there: one that changed since it was listed stays. A
+            missing object counts as removed.
 
         Raises:
             StorageIOError: the storage cannot be asked.
@@ -249,7 +248,7 @@ class StorageBackend(Protocol):
         """Return the space of the medium."""
 
     def take_over(self, previous: StorageBackend) -> None:
-        """Take over what must be remembered of the storage that this one replaces under the same name."""
+        """Take over the state of the storage that this one replaces under the same name."""
 
     def close(self) -> None:
         """Release what the storage holds open."""
@@ -302,8 +301,8 @@ def packed_uris(directory: LocationUri, allocation: Allocation, keys_per_object:
         allocation, keys_per_object: as of `pack`.
     """
     uris: list[str] = []
-    for size_bytes, alike in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
-        objects = list(alike)
+    for size_bytes, run in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
+        objects = list(run)
         counts = [len(each.indexes) for each in objects] if keys_per_object > 1 else []
         uris += directory._replace(size=size_bytes).below([each.name for each in objects], counts)
     return uris
@@ -327,7 +326,7 @@ def _object_name(location_id: str, names: Sequence[str]) -> str:
 
 def object_name(uri: str) -> str:
     """Return the name below its deployment's directory of the object that a part lies in. Memory of a pool has one of
-    its own, that begins with a slash since it tells no instance.
+    its own, which begins with a slash since it contains no instance.
 
     Raises:
         InvalidArgumentError: the uri cannot be read.
@@ -349,6 +348,6 @@ def owner_of(name: str) -> tuple[str, int] | None:
 
 
 def slot_count(object_name: str) -> int:
-    """Return how many slots an object has: its name says so, for whoever deletes them, years and restarts later."""
+    """Return how many slots an object has: its name says so, also after years and restarts."""
     count = object_name.rpartition("/")[2].partition("_")[2].partition("x")[0]
     return int(count) if count.isascii() and count.isdigit() else 1

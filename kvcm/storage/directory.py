@@ -1,4 +1,8 @@
-"""The open storages of this manager: opened, closed, enabled and disabled here, and seen by reads and writes."""
+"""The open storages of this manager: opened, closed, enabled and disabled here, and read by every lookup and write.
+
+Invariant 1 depends on `rank`: it is None while a storage is disabled, DOWN or not open, and every change of that raises
+`generation`, so that caches of answers are invalidated.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,22 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
 from kvcm.model.mooncake import AllowedHosts, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.file import FILE, PathType
+from kvcm.storage.file import FILE, HF3FS, PathType
 from kvcm.storage.file_slots import SlotReuse
 from kvcm.storage.health import StorageHealth
-from kvcm.storage.hf3fs import HF3FS
 from kvcm.storage.mempool import MempoolStorage, PoolOpener
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.threads import StorageThreads
 
 __all__ = ["OPENERS", "NodeView", "Opener", "StorageDirectory"]
 
-# What callers on one node see of the storages: those of everybody, and the memory pools of their node.
-
-
-class _Directory(Protocol):
-    """What a view passes on."""
-
-    @property
-    def generation(self) -> int: ...
-
-    def rank(self, storage: str) -> int | None: ...
-
-    def is_writable(self, storage: str) -> bool: ...
-
-    def is_draining(self, storage: str) -> bool: ...
-
-    def type_of(self, storage: str) -> StorageType | None: ...
-
-    def backend(self, storage: str) -> StorageBackend | None: ...
+# The view from one node: the shared storages, and the memory pools of that node.
 
 
 class NodeView:
@@ -51,7 +36,7 @@ class NodeView:
         pools: ranks of the available memory pools that are seen, too.
     """
 
-    def __init__(self, directory: _Directory, pools: Mapping[str, int]) -> None:
+    def __init__(self, directory: StorageDirectory, pools: Mapping[str, int]) -> None:
         self._directory = directory
         self._pools = pools
 
@@ -66,7 +51,7 @@ class NodeView:
         return self._pools.get(storage) if rank is None else rank
 
     def is_writable(self, storage: str) -> bool:
-        """Return whether a new block can be expected to find room on a storage."""
+        """Return whether a storage is expected to accept a new block."""
         return self._directory.is_writable(storage)
 
     def is_draining(self, storage: str) -> bool:
@@ -125,13 +110,17 @@ class StorageDirectory:
         allowed_hosts: AllowedHosts = _ANY_HOST,
     ) -> None:
         self.cluster_id = cluster_id
-        self.slot_reuse = SlotReuse()  # of all path storages; never, unless somebody says otherwise
+        self.slot_reuse = SlotReuse()  # of all path storages; by default never
         self._allowed_roots = allowed_roots
         self._allowed_hosts = allowed_hosts
         self._openers = openers
         self._backends: dict[str, StorageBackend] = {}
-        self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
+        self._closed: dict[str, StorageBackend] = {}  # their state is needed if they come back
         self._ranks: dict[str, int] = {}
+        # The bound method, so that a match costs no Python frame per block.
+        self.rank: Callable[[str], int | None] = self._ranks.get
+        """Returns the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
+        memory pool, which is on some node only."""
         self._pool_ranks: dict[str, int] = {}  # memory of single nodes
         self._pool_ranks_on: defaultdict[str, dict[str, int]] = defaultdict(dict)  # the same, by node
         self._nodes: dict[str, str] = {}  # of pools
@@ -139,6 +128,7 @@ class StorageDirectory:
         self._enabled: set[str] = set()
         self._draining: set[str] = set()
         self._health: dict[str, StorageHealth] = {}
+        self._writable: set[str] = set()  # enabled, usable, and expected to have space
         self.generation = 0
 
     def open(self, config: StorageConfig) -> None:
@@ -154,8 +144,8 @@ class StorageDirectory:
 
         Args:
             config: of the storage.
-            is_new: it is being configured, so that what it needs on its medium is made. What was configured earlier
-                has that: if it is missing, then the medium is not mounted, and nothing must be made in its place.
+            is_new: it is being configured, so that its directory is created on the medium. A storage that was
+                configured earlier has one: if it is missing, the medium is not mounted, and none must be created.
 
         Raises:
             KvcmError: it cannot be opened.
@@ -181,11 +171,11 @@ class StorageDirectory:
         return await thread.run(lambda: self.prepare(config, is_new=is_new))
 
     def discard(self, prepared: StorageBackend) -> None:
-        """Close what was prepared and will not be installed."""
+        """Close a prepared storage that will not be installed."""
         prepared.close()
 
     def install(self, config: StorageConfig, backend: StorageBackend) -> None:
-        """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""
+        """Install a prepared storage; it takes over the state of an earlier one of that name."""
         name = config.global_unique_name
         previous = self._backends.get(name) or self._closed.pop(name, None)
         if previous is not None:
@@ -197,7 +187,7 @@ class StorageDirectory:
         self._types[name] = config.storage_type
         if isinstance(config.spec, TairMemPoolStorageSpec) and config.spec.node_id:
             self._nodes[name] = config.spec.node_id
-        self._health[name] = StorageHealth()  # what was known is not of this medium
+        self._health[name] = StorageHealth()  # another medium
         self.set_draining(name, is_draining=config.is_draining)
         self.set_enabled(name, enabled=config.is_available)
 
@@ -230,7 +220,7 @@ class StorageDirectory:
             self._draining.discard(name)
 
     def set_health(self, name: str, health: StorageHealth) -> None:
-        """Note how an open storage is: what is down is not available, enabled or not.
+        """Set the health of an open storage. A storage that is DOWN is not available, enabled or not.
 
         Deletions go on trying a storage that is down; they have pauses of their own.
         """
@@ -238,11 +228,19 @@ class StorageDirectory:
         self._health[name] = health
         if health.is_usable is not was_usable:
             self._rebuild_ranks(name)
+        self._update_writable(name)
 
     def report_unwritable(self, name: str) -> None:
-        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
+        """Expect no space on an open storage until the next good probe: a write failed a moment ago."""
         if name in self._health:
             self._health[name] = replace(self._health[name], is_unwritable=True)
+            self._update_writable(name)
+
+    def _update_writable(self, name: str) -> None:
+        if name in self._enabled and self._health[name].is_writable:
+            self._writable.add(name)
+        else:
+            self._writable.discard(name)
 
     def _rebuild_ranks(self, name: str) -> None:
         if name in self._enabled and self._health[name].is_usable:
@@ -251,6 +249,7 @@ class StorageDirectory:
         else:
             for ranks in self._rank_tables(name):
                 ranks.pop(name, None)
+        self._update_writable(name)
         self.generation += 1
 
     def _rank_tables(self, name: str) -> tuple[dict[str, int], ...]:
@@ -263,11 +262,11 @@ class StorageDirectory:
         self._nodes.pop(name, None)
 
     async def forget(self, config: StorageConfig, before: float) -> None:
-        """Drop what is kept of a storage that was removed and of which nothing is left.
+        """Drop the state of a removed storage without blocks.
 
         Args:
             config: of the storage.
-            before: unix seconds; what is younger belongs to one that was added again.
+            before: unix seconds; younger state belongs to a storage that was added again.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -283,17 +282,13 @@ class StorageDirectory:
         self._types.pop(name, None)
         self._health.pop(name, None)
         self._enabled.discard(name)
+        self._writable.discard(name)
         self._draining.discard(name)
         backend = self._backends.pop(name)
         backend.close()
         if not isinstance(backend, MempoolStorage):  # of a pool everything is in the store, until it is forgotten
             self._closed[name] = backend
         self.generation += 1
-
-    def rank(self, storage: str) -> int | None:
-        """Return the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
-        memory pool, which is on some node only."""
-        return self._ranks.get(storage)
 
     def for_node(self, node_id: str) -> StorageDirectory | NodeView:
         """Return the storages as callers on a node see them: with the memory pools of that node, and no other.
@@ -314,8 +309,8 @@ class StorageDirectory:
         return self._health.get(storage)
 
     def is_writable(self, storage: str) -> bool:
-        """Return whether a new block can be expected to find room on a storage."""
-        return (storage in self._ranks or storage in self._pool_ranks) and self._health[storage].is_writable
+        """Return whether a storage is expected to accept a new block."""
+        return storage in self._writable
 
     def is_draining(self, storage: str) -> bool:
         """Return whether a storage is being emptied, so that nothing new may go there."""

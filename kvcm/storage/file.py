@@ -1,10 +1,10 @@
-"""Path storages: directories that all engines have mounted at the same path. Which types there are: path_types.py.
+"""Path storages: directories that all engines have mounted at the same path.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
-by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
+by side in slots of equal size, which are deleted one by one and handed out again (decision 16), see `file_slots.py`.
 
-Which slots are deleted stands beside the file (slot_notes.py): whoever deletes the last one, another manager or this
-one after a restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
+The deleted slots are recorded beside the file: the manager that deletes the last one, another one or this one after a
+restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
 that delete at the same time lose nothing. NFS has no atomic append: of two managers on different hosts that delete
 slots of one file at the same moment one may overwrite the other's notes. Then the file and what stands beside it are
 left when their last slot is deleted: their space (that of one file, at most, and only names where slots are punched
@@ -26,7 +26,13 @@ from stat import S_ISDIR
 from typing import TypeVar
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.storages import NfsStorageSpec, PathStorageSpec, StorageConfig
+from kvcm.model.storages import (
+    NfsStorageSpec,
+    PathStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri, path_component
 from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, packed_uris
 from kvcm.storage.file_objects import PROBE_PREFIX, NoFolderError, make_files, object_batches, probe, remove_objects
@@ -41,7 +47,7 @@ from kvcm.storage.file_slots import (
 )
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["FILE", "FileStorage", "PathType"]
+__all__ = ["FILE", "HF3FS", "FileStorage", "PathType"]
 
 Answer = TypeVar("Answer")
 _MOST_THREADS = 64  # more than ever delete at the same time
@@ -83,7 +89,7 @@ class FileStorage:
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
         self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
-        self._giver = SlotAllocator(name, self._files, self._threads)
+        self._slot_allocator = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
 
     async def allocate(self, allocation: Allocation) -> list[str]:
@@ -103,10 +109,10 @@ class FileStorage:
     async def _reused(self, allocation: Allocation) -> dict[int, str]:
         """Return the uris of parts that got a slot which others had before, by their index."""
         location_id = allocation.location_id
-        if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
+        if not self._is_packed or not self._files.free.count or not (location_id.isascii() and location_id.isalnum()):
             return {}
         parts = Parts.of(allocation.parts)
-        places = await self._giver.allocate(path_component(allocation.instance_id), parts, location_id)
+        places = await self._slot_allocator.allocate(path_component(allocation.instance_id), parts, location_id)
         return {
             index: str(LocationUri(self._scheme, self._name, path, parts.sizes[index], slot, location_id=location_id))
             for index, (path, slot) in places.items()
@@ -156,7 +162,7 @@ class FileStorage:
         except StorageIOError as error:
             return [reason or str(error) for reason in reasons]
         if after != before:
-            return [reason or f"storage {self._name} was mounted anew meanwhile" for reason in reasons]
+            return [reason or f"storage {self._name} was mounted again meanwhile" for reason in reasons]
         return reasons
 
     def _mounted_device(self) -> int:
@@ -187,9 +193,9 @@ class FileStorage:
 
     async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
         directory = self._directory_of(cluster_id)
-        pages = object_batches(directory)
-        while (page := await self._run(lambda: next(pages, None))) is not None:
-            yield page
+        batches = object_batches(directory)
+        while (batch := await self._run(lambda: next(batches, None))) is not None:
+            yield batch
         if directory == self.directory:
             await self._run(self.check_mounted)
 
@@ -207,17 +213,17 @@ class FileStorage:
         return f"{self._root}/{path_component(cluster_id)}/"
 
     def check_mounted(self) -> None:
-        """Refuse to take what is not mounted here for what is not there. Blocks.
+        """Check that the storage is mounted, so that unmounted bytes do not count as missing. Blocks.
 
         Raises:
-            StorageIOError: the deployment's directory is not there, or nobody can say.
+            StorageIOError: the deployment's directory is missing, or the check failed.
         """
         self._mounted_device()
 
     def _not_mounted(self) -> StorageIOError:
         return self._failure(
             f"{self.directory} is not there, is it mounted on this host? "
-            "If it is gone for good, UpdateStorage makes it anew"
+            "If it is gone for good, UpdateStorage creates it again"
         )
 
     def _failure(self, reason: str) -> StorageIOError:
@@ -243,7 +249,7 @@ class FileStorage:
         """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
         if isinstance(previous, FileStorage) and previous.directory == self.directory:
             self._files, previous._is_succeeded = previous._files, True
-            self._giver = SlotAllocator(self._name, self._files, self._threads)
+            self._slot_allocator = SlotAllocator(self._name, self._files, self._threads)
             if previous._keys_per_file != self._keys_per_file:
                 self._files.free.clear()
 
@@ -334,10 +340,10 @@ class PathType:
         self.check(config)
         return FileStorage(
             config.global_unique_name,
-            config.storage_type.scheme,
-            spec.root,
-            cluster_id,
-            spec.key_count_per_file,
+            scheme=config.storage_type.scheme,
+            root=spec.root,
+            cluster_id=cluster_id,
+            keys_per_file=spec.key_count_per_file,
             makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
             reuse=reuse,
         )
@@ -375,3 +381,28 @@ def _accept(_config: StorageConfig) -> None:
 
 FILE = PathType("root_path", _accept)
 """Type `file`: NFS, or any directory that all engines have mounted at the same path."""
+
+
+def _check_3fs(config: StorageConfig) -> None:
+    spec = config.spec
+    assert isinstance(spec, (ThreeFSStorageSpec, VcnsThreeFSStorageSpec))
+    if not spec.mountpoint.startswith("/"):
+        raise InvalidArgumentError(f"mountpoint {spec.mountpoint!r} is not an absolute path")
+    if ".." in spec.root_dir.split("/"):
+        raise InvalidArgumentError(f"root_dir {spec.root_dir!r} has a component '..', must lie below the mountpoint")
+    _check_directory("mountpoint", spec.mountpoint)
+    if config.check_storage_available_when_open:
+        _check_directory("mountpoint/root_dir", spec.root)
+
+
+def _check_directory(field: str, directory: str) -> None:
+    try:
+        is_there = Path(directory).is_dir()
+    except OSError as error:
+        raise StorageIOError(f"{field} {directory!r}: {error.strerror}") from error
+    if not is_there:
+        raise StorageIOError(f"{field} {directory!r} is no directory, is 3FS mounted on this host?")
+
+
+HF3FS = PathType("mountpoint/root_dir", _check_3fs)
+"""Types `hf3fs` and `vcns_hf3fs`: 3FS through its POSIX mount. The config of the latter names its metadata service."""

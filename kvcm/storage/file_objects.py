@@ -1,6 +1,7 @@
-"""Directories of a storage, opened one component after the other and never through a link.
+"""Directories and objects of a path storage.
 
-So nothing outside a storage is listed, made or removed, whatever somebody puts into its tree, and whenever.
+Invariant: directories are opened one component after the other and never through a link. So nothing outside a storage
+is listed, created or removed, whatever other processes put into its tree, and whenever.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 _NO_FOLDER: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MODE: Final = 0o700  # as engines make them: KV tells the prompt
+_MODE: Final = 0o700  # as engines create them: KV reveals the prompt
 
 
 class NoFolderError(Exception):
@@ -99,7 +100,7 @@ def write_all(descriptor: int, content: bytes) -> None:
 # Makes the empty files of fresh addresses, for storages whose clients want to find them there.
 
 _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_MAKING_MODE: Final = 0o600  # as engines make them: KV tells the prompt
+_FILE_MAKING_MODE: Final = 0o600  # as engines create them: KV reveals the prompt
 _DEPTH: Final = 3  # instance, spec, file
 
 
@@ -156,47 +157,47 @@ def _make(inside: int, name: str) -> None:
             raise
 
 
-# The objects of a path storage as they lie on the disk: listing them, and removing those that nobody knows.
+# The objects of a path storage on the disk: listing them, and removing orphans.
 #
-# Everything is opened from the deployment's directory downwards (folders.py), so nothing outside can be listed or
+# Everything is opened from the deployment's directory downwards, so nothing outside can be listed or
 # removed. What does not lie where an object lies, two directories deep, is not ours and is left alone, and so is what
 # is not named like one.
 #
-# What is noted beside a packed file (file.py) belongs to it: both are one object, also while only one of them is
+# The records beside a packed file (file.py) belong to it: both are one object, also while only one of them is
 # there.
 
 NOTES_SUFFIX: Final = ".deleted"
 NEW_SUFFIX: Final = ".new"
-"""Of notes that are being written anew: what a process leaves behind that ends meanwhile goes with its object."""
+"""Of records being compacted: a leftover of a process that ended meanwhile goes with its object."""
 _BATCH_OBJECTS: Final = 1000
 _BLOCK_BYTES: Final = 512
 
 
-def object_batches(directory: str, page_size: int = _BATCH_OBJECTS) -> Iterator[ObjectBatch]:
+def object_batches(directory: str, batch_size: int = _BATCH_OBJECTS) -> Iterator[ObjectBatch]:
     """Yield the objects below a deployment's directory, which may be missing. Blocks; memory does not grow with their
     number.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    page, failed = list[StoredObject](), 0
+    batch, failed = list[StoredObject](), 0
     for found in _all_objects(directory):
         if found is None:
             failed += 1
             continue
-        page.append(found)
-        if len(page) == page_size:
-            yield ObjectBatch(page, failed)
-            page, failed = [], 0
-    if page or failed:
-        yield ObjectBatch(page, failed)
+        batch.append(found)
+        if len(batch) == batch_size:
+            yield ObjectBatch(batch, failed)
+            batch, failed = [], 0
+    if batch or failed:
+        yield ObjectBatch(batch, failed)
 
 
 def remove_objects(directory: str, objects: Sequence[StoredObject]) -> list[str | None]:
     """Remove objects as they were listed; one that changed since stays. Blocks.
 
     Returns:
-        Per object None, or the reason why it is still there; what is gone already counts as removed.
+        Per object None, or the reason why it is still there; a missing one counts as removed.
 
     Raises:
         OSError: the directory cannot be read.
@@ -274,7 +275,7 @@ def _remove(folder: int, listed: StoredObject) -> str | None:
         found = _stat_entry(folder, name)
         if found is not None and found.modified_at != listed.modified_at:
             return "it changed since it was listed"
-        # What is listed goes last, so that what is left of an attempt that was cut off is found again.
+        # The listed file goes last, so that a remainder of an interrupted attempt is found again.
         for part in (name + NOTES_SUFFIX + NEW_SUFFIX, name, name + NOTES_SUFFIX):
             with suppress(FileNotFoundError):
                 os.unlink(part, dir_fd=folder)
@@ -305,7 +306,7 @@ def _status(folder: int, name: str) -> os.stat_result | None:
 
 PROBE_PREFIX: Final = ".kvcm-probe-"
 _CONTENT_BYTES: Final = 4096
-_LEFTOVER_SECONDS: Final = 3600.0  # by then whoever made it is dead
+_LEFTOVER_SECONDS: Final = 3600.0  # by then its writer is dead
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -340,7 +341,7 @@ def _write_and_read(folder: int, name: str) -> float:
     with _step("writing", name), os.fdopen(os.open(name, _NEW, 0o600, dir_fd=folder), "wb", buffering=0) as file:
         write_all(file.fileno(), content)
     with _step("reading", name), os.fdopen(os.open(name, _OLD, dir_fd=folder), "rb") as file:
-        with suppress(OSError):  # a file system that keeps what was written in memory may still ignore it
+        with suppress(OSError):  # a file system that keeps written data in memory may still ignore it
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = file.read(_CONTENT_BYTES + 1)
         now = os.fstat(file.fileno()).st_mtime

@@ -1,21 +1,22 @@
 """Files of a path storage that hold parts: deleting them slot by slot, and handing deleted slots out again.
 
 Deleting a part punches its slot out of the file, so that the space returns at once and no neighbour is touched, and
-notes it beside the file (slot_notes.py). The file goes with its last slot.
+records it beside the file. The file goes with its last slot.
 
-A slot that is handed out again is noted with its new location before anybody hears of it, and from then on:
+A slot that is handed out again is recorded with its new location before a client gets it, and from then on:
 
 1. It counts as there: the file is not removed because all *others* are deleted.
-2. Who comes to delete or asks for it must name that location. The uri of the former one names another, or none, so a
+2. A deletion or query of it must name that location. The uri of the former one names another, or none, so a
    deletion that was repeated, or hung somewhere for hours, touches no newer bytes (design.md decision 1, invariant 5).
    Only one that had looked at the notes already and is stopped between that and the punch could: within this process a
-   lock keeps them apart, and another one would have to be stopped for longer than the grace of slots.py.
-3. Notes that are missing altogether fit everybody: the file was made anew by its last writer.
+   lock keeps them apart, and another one would have to be stopped for longer than the grace of `SlotReuse`.
+3. Missing records fit every location: the file was created again by its last writer.
 
 In this process one thread at a time works on a file. Managers that work on one file at the same time are kept apart by
 leading: only the leader deletes and hands out again. Where that is crossed, by a leader that was stopped and goes on
-after its term, the file may be removed while a slot is handed out. Then its writer makes the file anew, or its bytes
-are a miss, and what is left of the file is left to the scrub. So are slots whose location was never stored, because the
+after its term, the file may be removed while a slot is handed out. Then its writer creates the file again, or its
+bytes are a miss, and the rest of the file is left to the scrub. So are slots whose location was never stored, because
+the
 manager died or its client went away at that moment: their file stays until no block knows it.
 """
 
@@ -66,26 +67,26 @@ __all__ = [
 # Free slots of packed files: which may be handed out again, and from when on (design.md decision 16).
 #
 # A slot comes here in two steps, both taken by this very process: its bytes were deleted (`deleted`), and then its
-# metadata (`forgotten`). Only what had served gets to the second step: its writer said that it was done, so nobody
-# writes there any more. Slots of expired or aborted sessions stop after the first one, for ever. Then a grace has to
+# metadata (`forgotten`). Only locations that had served get to the second step: their writer finished, so no write can
+# follow. Slots of expired or aborted sessions stop after the first one, for ever. Then a grace has to
 # pass, in which deletions and readers that hang somewhere come to their end.
 #
 # Between the two steps lies what it takes to drop metadata. A slot that stays there for more than a minute or two is
 # taken for lost. Until then it counts as one that will be free, and so does one that is taken out and not handed out
-# yet: those who write and evict at the same time must not take each other's slots for lost ones.
+# yet: writes and evictions at the same time must not count each other's slots as lost.
 #
-# All of it is in memory, and only a hint: whoever hands a slot out looks beside the file whether it is deleted
-# (file_slots.py). So nothing is harmed when it is forgotten, which happens when the process ends, when it leads no
-# more, when there are too many, and when a file goes. What is forgotten stays deleted, and its file goes with its last
+# All of it is in memory, and only a hint: before a slot is handed out, the records beside the file must say that it is
+# deleted. So nothing is harmed when it is forgotten, which happens when the process ends, when it leads no
+# more, when there are too many, and when a file goes. A forgotten slot stays deleted, and its file goes with its last
 # slot.
 #
-# Best fit: the fullest file that has room for all that is wanted, else the one with the most room. What is written
-# together lies together, and costs few notes; files with few free slots fill up, and those with many are left for
+# Best fit: the fullest file with space for all wanted slots, else the one with the most space. Blocks that are written
+# together lie together, and cost few records; files with few free slots fill up, and those with many are left for
 # large writes, or to empty. Rejected: the fullest file first, which scatters a write over as many files as it has
 # blocks.
 
 _MOST_SLOTS: Final = 1 << 20
-_MOST_ENDED: Final = 1000  # in one call, which holds the event loop; a batch of deletions is told file by file
+_MOST_ENDED: Final = 1000  # in one call, which holds the event loop; a batch of deletions is reported file by file
 _MOST_ENDED_OF_A_FILE: Final = 10
 _PENDING_SECONDS: Final = 60.0  # metadata goes right after the bytes, unless the store is away
 
@@ -120,7 +121,7 @@ class Pool(NamedTuple):
     not change over from one spec to another would pile up with one and be missing with the other.
 
     Attributes:
-        instance: owner of the blocks, as a path component: a scrub looks for those who know a file nowhere else.
+        instance: owner of the blocks, as a path component: a scrub searches the references to a file nowhere else.
         size_bytes: of a slot.
     """
 
@@ -137,7 +138,7 @@ class InFile(NamedTuple):
 
 
 class _File:
-    """What is free in a file: sets of slots, as bits."""
+    """The free slots of a file: sets of slots, as bits."""
 
     __slots__ = ("_older", "_turn_at", "_younger", "deleted", "path", "pool", "ready", "taken", "tickets", "waiting")
 
@@ -179,7 +180,10 @@ class FreeSlots:
 
     Args:
         reuse: when slots may be handed out again.
-        most: slots that are remembered; what is more makes those of the file that came first forgotten.
+        most: slots that are remembered; beyond that, the slots of the oldest file are forgotten.
+
+    Attributes:
+        count: slots that are remembered.
     """
 
     def __init__(self, reuse: SlotReuse, most: int = _MOST_SLOTS) -> None:
@@ -193,10 +197,10 @@ class FreeSlots:
         # so there are never more of them than slots: a file that goes takes its own along.
         self._quarantine: OrderedDict[int, tuple[float, _File, int]] = OrderedDict()
         self._tickets = count()
-        self._count = 0
+        self.count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def deleted(self, path: str, pool: Pool, slots: Iterable[int]) -> None:
         """Take note that the bytes of slots are deleted. Their metadata may still be there."""
@@ -208,7 +212,7 @@ class FreeSlots:
                 fresh = _bits(slots) & ~file.known
                 file.mark_deleted(fresh, self._reuse.now())
                 self._change(file, deleted=file.deleted | fresh)
-            while self._count > self._most:
+            while self.count > self._most:
                 self._forget(next(iter(self._files)))
 
     def forgotten(self, path: str, slots: Iterable[int]) -> None:
@@ -222,8 +226,8 @@ class FreeSlots:
             self._end_quarantines(_MOST_ENDED_OF_A_FILE)
 
     def acquire(self, pool: Pool, count: int) -> list[InFile]:
-        """Take out at most so many slots that may be handed out now. Who takes them says what became of them: they are
-        `ended`, or given back."""
+        """Take out at most so many slots that may be handed out now. The caller ends them with `ended`, or releases
+        them."""
         taken: list[InFile] = []
         with self._lock:
             if not self._is_on():
@@ -248,14 +252,14 @@ class FreeSlots:
                 self._change(file, ready=file.ready | bits, taken=file.taken & ~bits)
 
     def settle(self, taken: InFile) -> None:
-        """Take note that slots which were taken out are somebody's, or nobody's for ever."""
+        """Note that acquired slots now belong to a location, or are lost."""
         with self._lock:
             file = self._files.get(taken.path)
             if file is not None:
                 self._change(file, taken=file.taken & ~_bits(taken.slots))
 
     def usable(self, path: str) -> int:
-        """Return how many slots of a file are free or taken out, or will be free as far as anybody can tell: those
+        """Return how many slots of a file are free or taken out, or will probably be free: those
         whose grace is not over, and those that were deleted so lately that their metadata may still be going."""
         with self._lock:
             file = self._files.get(path)
@@ -277,10 +281,10 @@ class FreeSlots:
         self._files.clear()
         self._pools.clear()
         self._quarantine.clear()
-        self._count = 0
+        self.count = 0
 
     def _is_on(self) -> bool:
-        """Return whether slots are handed out again at all; what was free in another term may not be any more."""
+        """Return whether slots are handed out again at all; free slots of another term are forgotten."""
         term = self._reuse.term() if self._reuse.grace_seconds > 0 else None
         if term != self._term:
             self._clear()
@@ -324,7 +328,7 @@ class FreeSlots:
         file.waiting = file.waiting if waiting is None else waiting
         file.ready = file.ready if ready is None else ready
         file.taken = file.taken if taken is None else taken
-        self._count += file.known.bit_count() - before
+        self.count += file.known.bit_count() - before
         if file.ready.bit_count() != ready_before:
             self._move(file, ready_before, file.ready.bit_count())
         if not file.known:
@@ -357,16 +361,16 @@ def _lowest(bits: int, count: int) -> list[int]:
     return slots
 
 
-# What became of the slots of a packed file, noted beside it in `<file>.deleted`.
+# The records of the slots of a packed file, beside it in `<file>.deleted`.
 #
-# A note is a line break, the number of the slot and what happened: a full stop where the slot was deleted; `+`, the id
-# of a location and a full stop where it was handed out again, to that location. The last note of a slot counts, and a
-# slot without any is still its first owner's. A note counts only as a whole: where a write was cut off and repeated,
+# A record is a line break, the number of the slot and what happened: a full stop where the slot was deleted; `+`, the
+# id of a location and a full stop where it was handed out again, to that location. The last note of a slot counts, and
+# a slot without any is still its first owner's. A note counts only as a whole: where a write was cut off and repeated,
 # or another host wrote over a part of it, a note is lost, and never read as another slot's.
 #
-# Notes are appended. Where slots change hands often they are written anew, one for each slot, into a file that takes
-# the place of the old one; whoever does that, and whoever hands out a slot, must be alone with the file in this
-# process. What another process appends to the old one at that moment is lost.
+# Records are appended. Where slots change hands often they are compacted, one for each slot, into a file that replaces
+# the old one. Compaction and handing out need the lock of the file in this process. A record that another process
+# appends to the old one at that moment is lost.
 
 _DELETED: Final = ""
 """Owner of a slot that is deleted."""
@@ -439,9 +443,9 @@ def deleted_slots(path: str) -> set[int]:
 
 
 def shorten(path: str) -> None:
-    """Write long notes anew, one for each slot, where that makes them much shorter. Blocks.
+    """Compact long records, one for each slot, where that makes them much shorter. Blocks.
 
-    It only tidies up: where the storage is full, or fails otherwise, the notes stay as they were, and nobody need know.
+    It only tidies up: where the storage is full or fails, the records stay as they were, without an error.
     """
     with suppress(OSError):
         size = os.lstat(notes_path(path)).st_size
@@ -467,7 +471,7 @@ def _replace(name: str, notes: bytes) -> None:
 
 
 def remove_notes(path: str) -> None:
-    """Remove the notes of a file, and what is left of an attempt to shorten them. Blocks.
+    """Remove the records of a file, and the remainder of an interrupted compaction. Blocks.
 
     Raises:
         OSError: the storage failed.
@@ -538,17 +542,16 @@ class PackedFiles:
             return
         for slot in slots:
             _punch(path, slot * wanted.size_bytes, wanted.size_bytes)
-        noted = self._record_deleted(path, slots)
-        # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and
-        # now they are noted once more: nobody would come for that.
+        recorded = self._record_deleted(path, slots)
+        # The deletion of the last slot removes both. If that happened meanwhile, these slots had been recorded before,
+        # and the new record would stay for ever.
         if _is_there(path):
             self._free(wanted, slots)
-        elif was_there or noted == slots:
+        elif was_there or recorded == slots:
             self._remove(path)
 
     def discard(self, wanted: SlotsOfFile) -> None:
-        """Note slots that nobody will ever write, of a file that others are still to be written to: it may not be there
-        yet.
+        """Record slots that are never written, of a file with other slots still to be written: it may not exist yet.
 
         Raises:
             OSError: the storage failed.
@@ -565,7 +568,7 @@ class PackedFiles:
     def hand_out(self, wanted: InFile, location_id: str) -> Sequence[int]:
         """Give free slots of a file to a location. Returns which are its own now.
 
-        A file many of whose slots are nobody's ever again is not filled any more, so that it empties and goes: where
+        A file with many lost slots is not filled any more, so that it empties and goes: where
         holes cannot be punched they would take up their space for as long as others in it change hands.
 
         Raises:
@@ -590,7 +593,7 @@ class PackedFiles:
         return slots if record_owner(path, slots, location_id) and _is_file(path) else ()
 
     def remove_objects(self, objects: Sequence[StoredObject]) -> list[str | None]:
-        """Remove whole objects as they were listed, while nobody hands out slots of them.
+        """Remove whole objects as they were listed, while no slots of them are handed out.
 
         Raises:
             OSError: the deployment's directory cannot be read.
@@ -609,17 +612,17 @@ class PackedFiles:
         return self._locks[hash(path) % _LOCKS]
 
     def _record_deleted(self, path: str, slots: set[int]) -> set[int]:
-        """Note slots, and remove the file with the last of them; return what is noted now."""
+        """Record deleted slots, and remove the file with the last of them; return the recorded slots."""
         record_deleted_slots(path, slots)
-        noted = deleted_slots(path)
-        if len(noted) >= slot_count(path):
+        recorded = deleted_slots(path)
+        if len(recorded) >= slot_count(path):
             self._remove(path)
         else:
             shorten(path)
-        return noted
+        return recorded
 
     def _free(self, wanted: SlotsOfFile, slots: set[int]) -> None:
-        """Tell which slots are deleted. An import may have brought files of another deployment, which is not asked."""
+        """Report deleted slots as free, unless the file is of another deployment, as after an import."""
         if wanted.path.startswith(self._directory) and wanted.size_bytes > 0:
             instance = wanted.path.removeprefix(self._directory).partition("/")[0]
             self.free.deleted(wanted.path, Pool(instance, wanted.size_bytes), slots)
@@ -707,9 +710,9 @@ def _punch(path: str, offset: int, size: int) -> None:
 
 # Handing out free slots of packed files while a writer waits for its addresses.
 #
-# Each file that slots are taken from has to be asked and told on the medium, so the time for that is bounded: what was
-# not reached in time is put back, and the writer gets fresh files. A medium that hangs holds one writer for a moment;
-# the others are not sent after it until it lets go.
+# Every file that slots are taken from is read and written on the medium, so the time is bounded: slots not reached in
+# time are put back, and the writer gets fresh files. A medium that hangs delays one writer for a moment; the others
+# skip it until it answers.
 
 _WORK_SECONDS: Final = 0.25  # then no further file is begun
 _WAIT_SECONDS: Final = 0.5
@@ -762,18 +765,18 @@ class SlotAllocator:
             each for size, count in wanted.items() for each in self._files.free.acquire(Pool(instance, size), count)
         ]
 
-    async def _run(self, giving: _Handout) -> Sequence[InFile]:
+    async def _run(self, handout: _Handout) -> Sequence[InFile]:
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
-                # Also work that nobody waits for any more gets to a thread: it says that there are free ones again.
-                return await asyncio.shield(self._threads.run(giving.work))
+                # Abandoned work gets a thread, too: it reports that threads are free again.
+                return await asyncio.shield(self._threads.run(handout.work))
         except TimeoutError:
-            self._hanging = giving
+            self._hanging = handout
             _log.warning("free_slots_not_asked", storage=self._name, reason="no answer")
         except BaseException:  # the writer is gone
-            giving.abandon()
+            handout.abandon()
             raise
-        return giving.abandon()
+        return handout.abandon()
 
 
 class _Handout:
@@ -821,8 +824,8 @@ class _Handout:
             return not self._is_left
 
     def abandon(self) -> Sequence[InFile]:
-        """Wait no longer. Returns what was given all the same, because it was just being told; the thread takes back
-        what it gives later."""
+        """Stop waiting. Return the slots that were given just now; the thread takes back the ones that it gives
+        later."""
         with self._lock:
             if not self._has_begun:
                 for each in self._taken:

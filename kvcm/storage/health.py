@@ -1,4 +1,4 @@
-"""Health of a storage: what a row of probes says about it. Pure, with time passed in.
+"""Health of a storage, derived from its probes. Pure, with time passed in.
 
 A storage is UP, DEGRADED or DOWN, and used until it is DOWN. A probe ends in one of these ways:
 
@@ -8,12 +8,13 @@ A storage is UP, DEGRADED or DOWN, and used until it is DOWN. A probe ends in on
 
 Rules:
 
-* Whatever is not good makes an UP storage DEGRADED at once: somebody should look, and nothing is hidden.
+* Any other result than good makes an UP storage DEGRADED at once: an administrator should see it, and no block is
+hidden.
 * Only `down_after` failures in a row (late ones count) make it DOWN. Nothing makes it DOWN at once: one lost answer, a
   remount or a second of a busy network would hide every block on it, and asking twice more takes two seconds.
-* Whether it takes bytes only an answer tells: what was known of that, also from a write, holds until the next one.
-* A full medium is never DOWN for that: its blocks can be read, and while they were hidden nobody would miss them enough
-  to make room. Writes go elsewhere while there is another storage for them.
+* Whether it accepts bytes is known from answers only: the last one, or the last write, holds until the next.
+* A full medium is never DOWN for that: its blocks can be read, and hidden blocks would not be evicted. Writes go to
+  another storage if there is one.
 * Only `up_after` answers in a row bring it back from DOWN, as UP when all of them were good, else as DEGRADED; and as
   many good ones make a DEGRADED storage UP.
 
@@ -87,11 +88,11 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class StorageHealth:
-    """What is known of a storage; as it is here before the first probe.
+    """State of a storage; the default is that before the first probe.
 
     Attributes:
-        state: what it is taken for.
-        reason: the last thing that was wrong, for administrators; "" while it is UP.
+        state: by the rules.
+        reason: the last error, for administrators; "" while it is UP.
         since: unix seconds of the last change of state, or of the first probe; 0 before that.
         probe_seconds: what the last probe took.
         failed_probes: those that were not answered, since the storage was opened.
@@ -120,7 +121,7 @@ class StorageHealth:
 
     @property
     def is_writable(self) -> bool:
-        """Whether a new block can be expected to find room."""
+        """Whether a new block is expected to fit."""
         return self.is_usable and not self.is_unwritable
 
     def after(self, probe: Probe, now: float, rules: HealthRules) -> StorageHealth:

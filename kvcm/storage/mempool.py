@@ -1,13 +1,13 @@
 """Storage `mempool`: shared memory of one node, mapped by every engine process there (`pace://`).
 
-The manager never sees the memory. It hands out extents, each with a stamp that is larger than all before it, and what
-is handed out stands in the metadata store, so it outlives every manager. Engines write the stamp beside the bytes and
+The manager never sees the memory. It allocates extents, each with a stamp that is larger than all before it, and keeps
+the allocations in the metadata store, so they outlive every manager. Engines write the stamp beside the bytes and
 compare it before and after they read: a writer that comes late is refused and a reader that comes late misses. So
 extents can be handed out again at once, those of expired and aborted sessions, too (invariant 5).
 
-Whoever holds the memory reports it. Another generation means that it is new, after a reboot for one: then everything
-that was given out before is gone, which one number says for all chunks, the floor; the locations are forgotten in the
-background (`kvcm.cache.pool_purges`).
+The host agent that holds the memory reports it. Another generation means new memory, for example after a reboot: all
+earlier allocations are gone. One number says so for all chunks, the floor; the locations are removed in the background
+(`kvcm.cache.removal`).
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ __all__ = ["Extent", "MempoolStorage", "PoolChunk", "PoolOpener", "PoolReport", 
 # One chunk of a memory pool as the metadata store keeps it: pure values, changed by making another one.
 #
 # A chunk is cut into extents of one size while any of them is taken, and into those of another size afterwards. Every
-# extent that is taken has the stamp of whoever it was given to; a stamp is larger than every one before it in the
-# chunk, also when all extents were free in between. So whoever comes late, to write, to read or to free, is known by
-# its stamp.
+# allocated extent has the stamp of its allocation; a stamp is larger than every one before it in the chunk, also when
+# all extents were free in between. So late writes, reads and frees are recognized by their stamp.
 #
-# Extents are taken behind those that were taken last, round and round: what was just freed is the last to be handed
-# out again, since a writer that is stopped may still keep its pages locked. The same few extents would otherwise fail,
+# Extents are allocated behind the last allocation, round and round: a freed extent is reused as late as possible, since
+# a writer that is stopped may still keep its pages locked. The same few extents would otherwise fail,
 # be freed and be handed out for as long as it stands.
 #
-# What was taken up to the pool's floor is free: the memory that held it is gone. So is whatever a chunk of another
-# size says, of a pool that was configured anew.
+# Allocations up to the floor of the pool are free: their memory is gone. So are those in a chunk of another size, of a
+# pool that was configured again.
 
 _FORMAT: Final = 1
 # Format, page to begin at, bytes of the chunk, bytes of an extent, last stamp. The page was padding once: 0.
@@ -65,11 +64,11 @@ _NO_STAMPS: Final[NDArray[np.uint64]] = np.zeros(0, _STAMPS)
 
 
 class Extent(NamedTuple):
-    """Memory that is taken.
+    """Allocated memory.
 
     Attributes:
         offset: of its first byte, in the chunk or in the pool.
-        stamp: whose it is.
+        stamp: of the allocation.
     """
 
     offset: int
@@ -84,7 +83,7 @@ class PoolChunk:
         size_bytes: of the chunk.
         last_stamp: the largest that was ever given in it.
         extent_bytes: what it is cut into, 0 while all of it is free.
-        stamps: whose each extent is, 0 for nobody's; none while all of it is free.
+        stamps: of each extent, 0 for a free one; empty while all of it is free.
         next_offset: behind the extent that was taken last.
     """
 
@@ -101,7 +100,7 @@ class PoolChunk:
         Args:
             document: None for a chunk that nothing was ever taken of.
             size_bytes: of the chunk, as the pool is configured.
-            floor: what has this stamp or a smaller one is free.
+            floor: extents with this stamp or a smaller one are free.
 
         Raises:
             StorageIOError: a newer release wrote it, or it is damaged.
@@ -120,7 +119,13 @@ class PoolChunk:
         if stored_bytes != size_bytes:
             return cls(size_bytes, last_stamp)
         kept = np.where(stamps > floor, stamps, 0)
-        return cls(size_bytes, last_stamp, extent_bytes, kept, next_page * PAGE_BYTES)._normal()
+        return cls(
+            size_bytes,
+            last_stamp=last_stamp,
+            extent_bytes=extent_bytes,
+            stamps=kept,
+            next_offset=next_page * PAGE_BYTES,
+        )._normal()
 
     def encoded(self) -> bytes:
         """Return the chunk's document."""
@@ -144,7 +149,7 @@ class PoolChunk:
         return len(self.stamps) - int(np.count_nonzero(self.stamps))
 
     def allocate(self, extent_bytes: int, most: int, least_stamp: int) -> tuple[PoolChunk, list[Extent]]:
-        """Take up to `most` extents, none when there is no room for them; all get one stamp.
+        """Allocate up to `most` extents, none when the chunk is full; all get one stamp.
 
         They are the free ones behind the extent that was taken last, then those from the beginning on.
 
@@ -185,26 +190,26 @@ class PoolChunk:
         return index < len(self.stamps) and int(self.stamps[index]) == extent.stamp
 
     def extents(self) -> Iterator[Extent]:
-        """Return what is taken."""
+        """Return the allocated extents."""
         for index in np.flatnonzero(self.stamps).tolist():
             yield Extent(index * self.extent_bytes, int(self.stamps[index]))
 
 
-# What is known of the memory of a pool, by the reports of its host: a document of the metadata store.
+# State of the memory of a pool, by the reports of its host: a document of the metadata store.
 
 _POOL_STATE_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What a host tells of a pool.
+    """A report of a host agent about a pool.
 
     Attributes:
         node_id: the host.
         generation: made at random with the memory, never 0.
         capacity_bytes: that can be handed out.
-        valid_ms: the pool counts as gone when it is not told of for so long; 0 is as the last report of this generation
-            said, for good if none said anything.
+        valid_ms: the pool counts as gone after so long without a report; 0 is the value of the last report of this
+            generation, without one for ever.
     """
 
     node_id: str
@@ -216,7 +221,7 @@ class PoolReport:
         """Refuse a report that is not of the pool as it is configured.
 
         Raises:
-            InvalidArgumentError: naming the field and what is allowed.
+            InvalidArgumentError: naming the field and the allowed values.
         """
         if self.node_id != spec.node_id:
             raise InvalidArgumentError(
@@ -247,13 +252,13 @@ _decoder = msgspec.msgpack.Decoder(_Document)
 
 
 class PoolState(NamedTuple):
-    """The memory of a pool, as last told.
+    """The memory of a pool, as last reported.
 
     Attributes:
-        generation: of the memory; 0 before anybody told of it.
-        floor: the memory of everything with this stamp or a smaller one is gone.
+        generation: of the memory; 0 before the first report.
+        floor: the memory of allocations with this stamp or a smaller one is gone.
         reported_at: unix seconds of the last report.
-        valid_ms: the pool counts as gone when it is not told of for so long; 0 is never.
+        valid_ms: the pool counts as gone after so long without a report; 0 is never.
         purged: the floor up to which all locations were forgotten.
     """
 
@@ -269,7 +274,7 @@ class PoolState(NamedTuple):
 
     @classmethod
     def decoded(cls, document: bytes | None) -> PoolState:
-        """Read what `encoded` wrote; None is a pool that nobody told of.
+        """Decode the output of `encoded`; None is a pool without a report.
 
         Raises:
             StorageIOError: a newer release wrote it, or it is damaged.
@@ -286,7 +291,13 @@ class PoolState(NamedTuple):
                 f"this release knows {_POOL_STATE_FORMAT}: "
                 "upgrade it first"
             )
-        return cls(stored.generation, stored.floor, stored.reported_at, stored.valid_ms, stored.purged)
+        return cls(
+            stored.generation,
+            floor=stored.floor,
+            reported_at=stored.reported_at,
+            valid_ms=stored.valid_ms,
+            purged=stored.purged,
+        )
 
     def why_not_usable(self, node_id: str, now: float) -> str:
         """Return why nothing can be written to the pool or read, "" while it can.
@@ -296,21 +307,21 @@ class PoolState(NamedTuple):
             now: unix seconds.
         """
         if not self.generation:
-            return f"no host agent has told of the pool on node {node_id!r} yet"
+            return f"no host agent has reported the pool on node {node_id!r} yet"
         seconds = now - self.reported_at
         if self.valid_ms and seconds > self.valid_ms / 1000:
-            return f"no host agent has told of the pool on node {node_id!r} for {seconds:.0f} s"
+            return f"no host agent has reported the pool on node {node_id!r} for {seconds:.0f} s"
         return ""
 
 
 # The chunks of a memory pool in the metadata store: read, and changed by compare-and-set, as all documents are.
 #
-# Every manager remembers the documents that it saw last. One that is out of date is found out by the store, which
-# refuses the change; then it is read anew. Where no other manager works on the store, what is remembered is the truth:
-# a pool is opened again with the same `_PoolDocuments`.
+# Every manager caches the documents. The store rejects a change that is based on a stale one; then it is read again.
+# Where no other manager works on the store, the cache is the truth: a pool is opened again with the same
+# `_PoolDocuments`.
 #
 # Leases on chunks would spare managers that race for one a try. They were rejected: a lease has to expire, and while
-# it does, the memory of a manager that died is nobody's. Here nothing expires and nothing is lost with a manager;
+# it does, the memory of a dead manager is lost. Here nothing expires and nothing is lost with a manager;
 # managers rarely meet since each takes its chunks at random, and they change a chunk once for a whole page of blocks.
 
 _MOST_REMEMBERED = 1024  # documents: eight kilobytes each for extents of 64 KiB
@@ -351,11 +362,11 @@ class _PoolDocuments:
         self._locks = [asyncio.Lock() for _ in range(min(_LOCKS, self.count))]
         self._remembered: dict[int, bytes | None] = {}
         self._summaries: dict[int, _Summary] = {}
-        self._with_room: defaultdict[int, dict[int, None]] = defaultdict(dict)  # by size of extents
+        self._with_space: defaultdict[int, dict[int, None]] = defaultdict(dict)  # by size of extents
         self._taken_bytes = 0
         self._current: dict[int, int] = {}  # chunk that extents of a size were taken of last
         self._left: dict[int, int] = {}  # chunk that was used up before that
-        self._unseen: deque[int] = deque()
+        self._unread: deque[int] = deque()
         self._forget()
 
     def size_of(self, number: int) -> int:
@@ -364,11 +375,11 @@ class _PoolDocuments:
 
     @property
     def allocated_bytes(self) -> int:
-        """What is taken of all chunks that were seen, as seen last."""
+        """Allocated bytes of all chunks, as last seen."""
         return self._taken_bytes
 
     def raise_floor(self, floor: int) -> None:
-        """Hear that the memory of everything up to a stamp is gone."""
+        """Note that the memory of all allocations up to a stamp is gone."""
         if floor > self.floor:
             self.floor = floor
             self._forget()
@@ -376,10 +387,10 @@ class _PoolDocuments:
     def _forget(self) -> None:
         self._remembered.clear()
         self._summaries.clear()
-        self._with_room.clear()
+        self._with_space.clear()
         self._taken_bytes = 0
         first = self._random.randrange(self.count)
-        self._unseen = deque((*range(first, self.count), *range(first)))
+        self._unread = deque((*range(first, self.count), *range(first)))
 
     async def read(self, number: int) -> PoolChunk:
         """Return a chunk as it is stored now.
@@ -432,7 +443,7 @@ class _PoolDocuments:
         try:
             is_done = await self._table.replace(self._document_name(number), old, document)
         except BaseException:
-            self._remembered.pop(number, None)  # who knows what was stored
+            self._remembered.pop(number, None)  # it may have been stored
             raise
         if is_done:
             self._remember_summary(number, document, chunk)
@@ -449,9 +460,9 @@ class _PoolDocuments:
         if len(self._remembered) > _MOST_REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
         before = self._summaries.get(number, _Summary(_UNCUT, 0))
-        self._with_room[before.extent_bytes].pop(number, None)
+        self._with_space[before.extent_bytes].pop(number, None)
         if chunk.free_count or not chunk.extent_bytes:
-            self._with_room[chunk.extent_bytes][number] = None
+            self._with_space[chunk.extent_bytes][number] = None
         self._summaries[number] = summary = _Summary(chunk.extent_bytes, chunk.allocated_bytes)
         self._taken_bytes += summary.allocated_bytes - before.allocated_bytes
 
@@ -485,23 +496,23 @@ class _PoolDocuments:
             if (number := self._find_known_chunk(extent_bytes)) is not None:
                 self._current[extent_bytes] = number
                 return number
-            while self._unseen and self._unseen[0] in self._summaries:
-                self._unseen.popleft()
-            if not self._unseen:
+            while self._unread and self._unread[0] in self._summaries:
+                self._unread.popleft()
+            if not self._unread:
                 left = self._left.get(extent_bytes, 0)
                 return left if any(left in self._fitting(cut, extent_bytes) for cut in (extent_bytes, _UNCUT)) else None
-            await self.read(self._unseen[0])
+            await self.read(self._unread[0])
 
     def avoid_chunk(self, number: int, extent_bytes: int) -> None:
-        """Take the next extents of a size elsewhere if there are any: all that were free in a chunk were handed out by
-        now. What is free again there may be what a writer that is stopped has locked."""
+        """Take the next extents of a size elsewhere if there are any: all free extents of a chunk were handed out by
+        now. The ones that are free again may still be locked by a writer that is stopped."""
         self._current.pop(extent_bytes, None)
         self._left[extent_bytes] = number
 
     def _find_known_chunk(self, extent_bytes: int) -> int | None:
         """One that is cut so already, else one that is all free; at random, so that managers rarely meet."""
         current = self._current.get(extent_bytes)
-        if current in self._with_room[extent_bytes]:
+        if current in self._with_space[extent_bytes]:
             return current
         for cut in (extent_bytes, _UNCUT):
             others = [each for each in self._fitting(cut, extent_bytes) if each != self._left.get(extent_bytes)]
@@ -510,8 +521,8 @@ class _PoolDocuments:
         return None
 
     def _fitting(self, cut: int, extent_bytes: int) -> list[int]:
-        """Return chunks with room that are cut into extents of some size, and large enough for one of another."""
-        return [number for number in self._with_room[cut] if self.size_of(number) >= extent_bytes]
+        """Return chunks with space that are cut into extents of some size, and large enough for one of another."""
+        return [number for number in self._with_space[cut] if self.size_of(number) >= extent_bytes]
 
 
 def _is_unused_since(document: bytes, last_stamp: int) -> bool:
@@ -522,13 +533,13 @@ def _is_unused_since(document: bytes, last_stamp: int) -> bool:
         return False
 
 
-# Extents of a memory pool: taken all or none, freed by whoever they were given to.
+# Extents of a memory pool: allocated all or none, freed by their stamp.
 #
 # A stamp is the number of microseconds since 1970 at which an extent was handed out, or more where that was given
-# before; so it grows even if the documents of a pool are lost, and tells its age.
+# before; so it grows even if the documents of a pool are lost, and contains its age.
 
 _MICROSECONDS = 1_000_000
-_RETRY_SECONDS = 1.0  # into all chunks, for room that other managers made
+_RETRY_SECONDS = 1.0  # between scans of all chunks for space that other managers freed
 
 
 def _no_space(reason: str) -> StorageIOError:
@@ -553,7 +564,7 @@ class _PoolExtents:
         self._chunks = chunks
         self._clock = clock
         self._is_shared = is_shared
-        self._looked_at_all = float("-inf")
+        self._scanned_all_at = float("-inf")
         self._unwanted: set[asyncio.Future[list[str | None]]] = set()
 
     async def allocate(self, wanted: Mapping[int, int]) -> dict[int, list[Extent]]:
@@ -563,7 +574,7 @@ class _PoolExtents:
             wanted: number of extents by bytes of one.
 
         Raises:
-            StorageIOError: there is no room, or the store cannot be asked.
+            StorageIOError: the pool is full, or the store failed.
         """
         taking = asyncio.ensure_future(self._allocate_all(wanted))
         try:
@@ -573,7 +584,7 @@ class _PoolExtents:
             raise
 
     def _release(self, taking: asyncio.Future[dict[int, list[Extent]]]) -> None:
-        """Free what was taken for a caller that is gone."""
+        """Free the allocation of a caller that is gone."""
         if taking.cancelled() or taking.exception() is not None:
             return
         freeing = asyncio.ensure_future(self.free(_all(taking.result())))
@@ -595,7 +606,7 @@ class _PoolExtents:
         """Take extents of one chunk. None, when another manager has taken its last one: then it is known to be full."""
         number = await self._find_chunk(size)
         if number is None:
-            raise _no_space(f"storage {self._name}: the pool has no room for {size} bytes")
+            raise _no_space(f"storage {self._name}: the pool has no space for {size} bytes")
         taken: list[Extent] = []
         comes_round = False
 
@@ -617,11 +628,11 @@ class _PoolExtents:
         if number is not None or not self._is_shared:
             return number
         now = self._clock.now()
-        if now < self._looked_at_all + _RETRY_SECONDS:
+        if now < self._scanned_all_at + _RETRY_SECONDS:
             return None
         async for _ in self._chunks.read_many(range(self._chunks.count)):
             pass
-        self._looked_at_all = now
+        self._scanned_all_at = now
         return await self._chunks.find_chunk(size)
 
     async def free(self, extents: Sequence[Extent]) -> list[str | None]:
@@ -640,7 +651,7 @@ class _PoolExtents:
 
     def _by_chunk(self, extents: Sequence[Extent]) -> dict[int, list[Extent]]:
         """Return the extents by the number of their chunk, with offsets in it. What lies behind the end of the pool is
-        nobody's."""
+        lost."""
         by_chunk: defaultdict[int, list[Extent]] = defaultdict(list)
         for offset, stamp in extents:
             number, inside = divmod(offset, self._chunks.chunk_bytes)
@@ -662,7 +673,7 @@ class _PoolExtents:
         return [extent in found for extent in extents]
 
     async def allocated(self) -> AsyncIterator[tuple[int, list[Extent]]]:
-        """Yield what is taken, with its size: chunk by chunk.
+        """Yield the allocated extents, with their size, chunk by chunk.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -686,7 +697,7 @@ def _all(taken: Mapping[int, Sequence[Extent]]) -> list[Extent]:
 
 
 _SCHEME = StorageType.ST_TAIRMEMPOOL.scheme
-_LOOKED_AT = 64  # chunks per probe, in turn; a small pool has as many
+_READ_AT_ONCE = 64  # chunks per probe, in turn; a small pool has as many
 _MEMPOOL_MOST_ATTEMPTS = 32
 
 
@@ -698,7 +709,7 @@ class MempoolStorage:
         spec: checked.
         cluster_id: of the deployment.
         table: where the allocator's state is kept.
-        clock: time source; stamps are at least the microseconds that it tells.
+        clock: time source; stamps are at least its microseconds.
         random: spreads managers over the pool.
         is_shared: whether other managers hand out memory of the pool, too.
     """
@@ -721,7 +732,7 @@ class MempoolStorage:
         self._clock = clock
         self._chunks = _PoolDocuments(table, name, spec.capacity_bytes, random, is_shared=is_shared)
         self._extents = _PoolExtents(name, self._chunks, clock, is_shared=is_shared)
-        self._next_look = 0
+        self._next_read = 0
         self.state = PoolState()
         """As last seen by this manager, with every probe at the latest."""
 
@@ -752,7 +763,7 @@ class MempoolStorage:
         return await self.delete(uris)
 
     async def forgotten(self, uris: Sequence[str]) -> None:
-        """What is handed out again has another stamp."""
+        """A reused extent has another stamp."""
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         await self.refresh()
@@ -770,17 +781,17 @@ class MempoolStorage:
         return f"storage {self._name}: {reason}" if reason else ""
 
     async def space(self) -> StorageSpace:
-        """Return the space of the pool. Of a pool of more than 4 GiB that other managers fill, too, it is what was seen
-        last, with some chunks looked at anew."""
-        first, count = self._next_look, self._chunks.count
-        self._next_look = (first + _LOOKED_AT) % count
-        numbers = {number % count for number in range(first, first + min(_LOOKED_AT, count))}
+        """Return the space of the pool. Of a pool of more than 4 GiB on a shared store, some chunks are read again, the
+        others are as last seen."""
+        first, count = self._next_read, self._chunks.count
+        self._next_read = (first + _READ_AT_ONCE) % count
+        numbers = {number % count for number in range(first, first + min(_READ_AT_ONCE, count))}
         async for _ in self._chunks.read_many(numbers):
             pass
         return StorageSpace(self._chunks.capacity_bytes, self._chunks.capacity_bytes - self._chunks.allocated_bytes)
 
     async def objects(self, cluster_id: str) -> AsyncIterator[ObjectBatch]:
-        """Yield the extents that are taken; each changed last when it was handed out, which its stamp tells."""
+        """Yield the allocated extents; the stamp is the time of the last change."""
         if path_component(cluster_id) != path_component(self._cluster_id):
             return
         await self.refresh()
@@ -795,7 +806,7 @@ class MempoolStorage:
         return await self._extents.free([_extent_named(each.name) for each in objects])
 
     async def report(self, report: PoolReport) -> bool:
-        """Hear of the memory from its host.
+        """Process a report of the host agent.
 
         Returns:
             Whether it is another one than before, so that everything that was in it is gone.
@@ -807,7 +818,7 @@ class MempoolStorage:
         report.check(self._name, self.spec)
         is_new = False
 
-        async def told(state: PoolState) -> PoolState:
+        async def reported(state: PoolState) -> PoolState:
             nonlocal is_new
             now, floor = self._clock.now(), state.floor
             is_new = state.generation not in {0, report.generation}
@@ -815,9 +826,11 @@ class MempoolStorage:
                 floor = max(floor, int(now * _MICROSECONDS), await self._extents.last_stamp())
             if report.generation == state.generation and state.valid_ms and not report.valid_ms:
                 return state  # an engine that sees the memory neither keeps an agent's promise for it nor ends it
-            return PoolState(report.generation, floor, now, report.valid_ms, state.purged)
+            return PoolState(
+                report.generation, floor=floor, reported_at=now, valid_ms=report.valid_ms, purged=state.purged
+            )
 
-        await self._change_state(told)
+        await self._change_state(reported)
         return is_new
 
     async def lost_stamp(self) -> int:
@@ -831,12 +844,12 @@ class MempoolStorage:
 
     @property
     def allocated_bytes(self) -> int:
-        """What is handed out, as this manager saw it last."""
+        """Allocated bytes, as this manager saw them last."""
         return self._chunks.allocated_bytes
 
     async def forget(self, before: float) -> None:
         """Delete what the store has of the pool, which was removed, as far as it is not younger than a unix time: then
-        the pool was added again. A pool of that name is a new one from now on, which its host has to tell of.
+        the pool was added again. A pool of that name is a new one from now on, which its host has to report.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -847,28 +860,28 @@ class MempoolStorage:
             await self._table.replace(self._name, document, None)
 
     async def purged(self, floor: int) -> None:
-        """Hear that all locations up to a floor were forgotten.
+        """Note that all locations up to a floor were removed.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
 
-        async def told(state: PoolState) -> PoolState:
+        async def reported(state: PoolState) -> PoolState:
             return state._replace(purged=max(state.purged, floor))
 
-        await self._change_state(told)
+        await self._change_state(reported)
 
-    async def _change_state(self, told: Callable[[PoolState], Awaitable[PoolState]]) -> None:
+    async def _change_state(self, reported: Callable[[PoolState], Awaitable[PoolState]]) -> None:
         for _ in range(_MEMPOOL_MOST_ATTEMPTS):
             document = await self._table.get(self._name)
-            state = await told(PoolState.decoded(document))
+            state = await reported(PoolState.decoded(document))
             if await self._table.replace(self._name, document, state.encoded()):
                 self._apply_state(state)
                 return
         raise StorageIOError(f"storage {self._name}: other managers kept changing the state of the pool: try again")
 
     async def refresh(self) -> PoolState:
-        """Return what is known of the memory now.
+        """Return the current state of the memory.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -881,7 +894,7 @@ class MempoolStorage:
         return state
 
     def take_over(self, previous: StorageBackend) -> None:
-        """Take over what is known of the store's documents: calls that began before go on changing them, and two views
+        """Take over the cached documents: calls that began before go on changing them, and two views
         of them, of which each takes itself for the truth, would not notice each other's changes."""
         if isinstance(previous, MempoolStorage) and previous.spec.capacity_bytes == self.spec.capacity_bytes:
             self._chunks, self._extents = previous._chunks, previous._extents
@@ -908,7 +921,7 @@ class PoolOpener:
         self._is_shared = is_shared
 
     def __call__(self, config: StorageConfig, cluster_id: str) -> MempoolStorage:
-        """Open a pool. Its memory may not be there yet: reports tell.
+        """Open a pool. Its memory may be missing until a report comes.
 
         Raises:
             UnsupportedError: it is not the memory of one node.
@@ -917,11 +930,19 @@ class PoolOpener:
         if not config.spec.node_id:
             raise UnsupportedError("a pool needs node_id and capacity_bytes; across hosts use mooncake")
         name, spec = config.global_unique_name, config.spec
-        return MempoolStorage(name, spec, cluster_id, self._table, self._clock, self._random, is_shared=self._is_shared)
+        return MempoolStorage(
+            name,
+            spec=spec,
+            cluster_id=cluster_id,
+            table=self._table,
+            clock=self._clock,
+            random=self._random,
+            is_shared=self._is_shared,
+        )
 
 
 def _is_reported(document: bytes, before: float) -> bool:
-    """Return whether a state was last told of by a unix time; not of one that cannot be read."""
+    """Return whether the last report is not after a unix time; False for a document that cannot be read."""
     try:
         return PoolState.decoded(document).reported_at <= before
     except StorageIOError:

@@ -3,13 +3,13 @@
 Objects are immutable and named `<cluster id>/<instance>/<spec>/<key>.<location id>`, one per part. Engines store and
 read them; the manager asks whether they are there and removes them.
 
-The store may drop what is read least whenever its segments are full, and whatever lies in a segment whose process dies:
+The store may drop the least read objects when its segments are full, and all objects of a segment whose process dies:
 a location is a hint here. An object that is read holds a lease, for 10 s by the master's default, in which it cannot be
-removed; such deletions are told as failed and tried again. What a late writer stores after its location was deleted is
-read by nobody, so the store drops it first.
+removed; such deletions fail and are retried. An object that a late writer stores after its location was deleted is
+never read, so the store drops it first.
 
 Objects cannot be listed: the client has no call for it, and the master's own list on its HTTP port has neither sizes
-nor times, so that what is just being written could not be told from what nobody knows.
+nor times, so that objects being written could not be distinguished from orphans.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MooncakeProcess:
         self._is_closed = True
         child = self._child
         if child is not None:
-            child.kill()  # whoever waits for its answer lets go of the lock now
+            child.kill()  # the caller that waits for its answer releases the lock now
             Thread(target=self.restart, name="mooncake-end", daemon=True).start()
 
     def _exchange(self, question: dict[str, object], deadline: float) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class MooncakeStorage:
 
     @classmethod
     def open(cls, config: StorageConfig, cluster_id: str) -> MooncakeStorage:
-        """Load the client. The master may be away: probes tell.
+        """Load the client. The master may be away: probes detect that.
 
         Raises:
             UnsupportedError: the client is not installed, or a library that it needs.
@@ -277,12 +277,12 @@ class MooncakeStorage:
 
     def _refuse_scrub(self) -> NoReturn:
         raise UnsupportedError(
-            f"storage {self._name}: a mooncake store cannot tell which objects it holds since when, so it cannot be "
-            "scrubbed; it drops by itself what nobody reads"
+            f"storage {self._name}: a mooncake store cannot list its objects with their ages, so it cannot be "
+            "scrubbed; it drops unread objects by itself"
         )
 
     async def space(self) -> StorageSpace:
-        """Return -1 for both, not known: the client cannot ask. The master's metrics tell its operator."""
+        """Return -1 for both, unknown: the client has no call for it. See the master's metrics."""
         return _NOT_KNOWN
 
     def take_over(self, previous: StorageBackend) -> None:

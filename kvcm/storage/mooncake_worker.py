@@ -62,12 +62,12 @@ def _probe(client: MooncakeClient, directory: str) -> None:
     key = f"{directory}.kvcm-probe-{secrets.token_hex(8)}"
     content = secrets.token_bytes(_PROBE_BYTES)
     code = client.put(key, content)
-    if code == MooncakeCode.NO_SPACE:  # what is stored can still be read: the medium is full, not away
+    if code == MooncakeCode.NO_SPACE:  # stored objects can still be read: the medium is full, not away
         raise StorageIOError(f"a small object cannot be stored: {explain(code)}") from OSError(errno.ENOSPC, "full")
     if code != MooncakeCode.OK:
         raise StorageIOError(f"a small object cannot be stored: {explain(code)}")
     found = client.get(key)
-    # Nobody else reads it, so the lease of our own read is in nobody's way.
+    # Only the probe reads it, so the lease of that read disturbs no client.
     [removed] = client.batch_remove([key], True)
     if found != content:
         raise StorageIOError(

@@ -1,13 +1,13 @@
 """Probes of the open storages: each by itself, so that one that hangs holds up no other.
 
-Every manager probes what is open on it, whether it leads or not: each has its own view of a mount. Of a storage at most
+Every manager probes its open storages, whether it leads or not: each has its own view of a mount. Of a storage at most
 one probe is under way. One that hangs is left to hang, since nothing can take it back from the medium; meanwhile it
-counts as late again and again, and no other is begun. What is disabled is probed, too, so that an administrator sees
+counts as late again and again, and no other is begun. Disabled storages are probed, too, so that an administrator sees
 whether it can be enabled again.
 
 A look decides, for every storage, whether a probe is due or late. Looks never wait for a medium. Storages are opened
 many at a time, when a manager starts: so that their probes do not all run at once ever after, a look begins a part of
-them only, what is due for the longest time first; each goes on from there at its own time.
+them only, the longest overdue first; each continues from there at its own time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Prober"]
 _RETRY_SECONDS = 1.0  # of a storage that is not UP: three failures in a row are seen within some three seconds
 _TICK_SECONDS = 0.1
 _AT_ONCE = 8  # probes that one look begins,
-_PART = 5  # or this part of all, where they are more: twice what is due while none is UP
+_PART = 5  # or this part of all, where they are more: twice as many while none is UP
 _log = structlog.get_logger("kvcm.storage")
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What is known of one open storage; the next storage of that name has another.
+    """The probes of one open storage; the next storage of that name has another.
 
     Attributes:
         backend: the storage.
@@ -57,7 +57,7 @@ class Prober:
     """Keeps the health of storages up to date.
 
     Args:
-        storages: the open storages; told what is found.
+        storages: the open storages; receives their health.
         clock: time source.
         interval_seconds: between probes of a storage that is UP; of others at most a second.
         timeout_seconds: after that a probe is late.
@@ -128,7 +128,7 @@ class Prober:
         self._watches.clear()
 
     def _sync_watches(self, now: float) -> None:
-        """Watch what is open now, each storage from its beginning."""
+        """Watch the open storages, each from its beginning."""
         is_open = self._storages.open_backends()
         for name, watch in list(self._watches.items()):
             if is_open.get(name) is not watch.backend:

@@ -1,4 +1,4 @@
-"""Threads of one storage: what blocks on its medium blocks nobody else.
+"""Threads of one storage: a medium that hangs blocks this storage only.
 
 The event loop's own threads are shared by everything that must not block it, and a hanging mount would take one after
 the other. These are made when they are needed, end when nothing came for a while, and never keep the process from

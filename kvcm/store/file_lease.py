@@ -1,11 +1,13 @@
 """A lease in a file, for managers of one host that share a directory.
 
-* The file says who holds the lease until when. It is read and replaced under an exclusive lock of the *directory*: the
+* The file names the holder of the lease and its expiry. It is read and replaced under an exclusive lock of the
+*directory*: the
   file itself is replaced by renaming, so that a crash leaves the old one or the new one, and a lock would be on the
   old one.
-* Expiry is on the monotonic clock, which all processes of a host share and nobody sets. It starts again when the host
+* Expiry is on the monotonic clock, which all processes of a host share and no clock adjustment changes. It starts again
+when the host
   does, so a lease of an earlier boot is free.
-* A damaged file is free: a lease that nobody can take would stop the background duties for good.
+* A damaged file is free: a lease that cannot be acquired would stop the background tasks for good.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class MonotonicClock:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of the host from others, "" where the system does not say."""
+    """Return the id of this boot of the host, "" where the system has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

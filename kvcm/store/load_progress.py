@@ -1,4 +1,4 @@
-"""How far loading has come, for whoever sits at a terminal."""
+"""Progress of loading, on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import Progress
 __all__ = ["LoadProgress", "shown_progress"]
 
 LoadProgress = Callable[[int, int], None]
-"""Told how many rows are loaded, and about how many there are."""
+"""Receives the number of loaded rows, and the estimated total."""
 
 
 @contextmanager

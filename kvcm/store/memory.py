@@ -23,8 +23,7 @@ __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 #
 # * A key with a deadline has one entry in the heap at least that bears exactly this deadline.
 # * The heap is at most twice as long as there are deadlines, plus a constant: whatever moved leaves a stale entry
-#   behind,
-#   and the heap is rebuilt when those prevail.
+#   behind, and the heap is rebuilt when those prevail.
 
 Key = TypeVar("Key", int, str)
 _SPARE_ENTRIES = 64
@@ -104,14 +103,13 @@ class DueQueue(Generic[Key]):
             self._latest = max(self._deadlines.values(), default=-inf)
 
 
-# How documents ended, in memory: what the stores of one manager alone keep of `Table.conclude`.
+# Outcomes of documents in memory (`Table.finish`), for stores of one manager.
 #
 # Invariants:
 #
-# * What is over is not told any more, whether it was forgotten by then or not.
-# * An outcome stays as long as it may be asked for. What is over goes when others come, a few at a time, those first
-#   that
-#   came first; nothing sweeps.
+# * An expired outcome is never returned, whether it was dropped by then or not.
+# * An outcome stays until it expires. New outcomes drop expired ones, a few at a time, the oldest first; nothing
+# sweeps.
 
 _MOST_FORGOTTEN = 4
 """More than come at a time, so that those which are over become fewer; few, so that no call pays for a long rest."""

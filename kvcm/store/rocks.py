@@ -1,4 +1,8 @@
-"""The embedded store: one RocksDB in the data directory makes durable what the process keeps in memory."""
+"""The embedded store: one RocksDB in the data directory makes the documents and blocks in memory durable.
+
+`CommitLog` is the only writer of the database. `RocksTable` and the RocksDB index backend change memory and append the
+same change to the log in one step, so that reads never touch the disk.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +145,7 @@ def _options() -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     # Small tables in memory, and many of their files before they are merged: rows are read only at start, so files cost
-    # nothing, and what is merged at a time is as much as with large tables.
+    # nothing, and a merge handles as much at a time as with large tables.
     options.set_write_buffer_size(16 * _MEBIBYTE)
     options.set_max_write_buffer_number(8)
     options.set_level_zero_file_num_compaction_trigger(16)
@@ -161,19 +165,17 @@ def _options() -> Options:
     return options
 
 
-# What makes changes durable: an ordered log of row changes into one RocksDB.
+# The commit log makes changes durable: an ordered log of row changes into one RocksDB.
 #
-# Whoever changes memory appends the same change here in the same step, and waits for `flush` before it tells anybody.
+# A change of memory is appended here in the same step, and answered after `flush`.
 #
 # Invariants:
 #
-# * Changes reach the disk in the order of their `append`. What one `append` brings is there as a whole or not at all.
-# * One thread writes. A round takes what is queued, writes it as one atomic batch, makes it as durable as the policy
-#   says
-#   and then answers every `flush` that waits for it (group commit): any number of requests share one sync. So do
-#     those
-#   that call `sync`, which is on the disk under every policy.
-# * A round that fails is the last one. Memory is then ahead of the disk, and only loading anew can mend that.
+# * Changes reach the disk in the order of their `append`. One `append` is stored as a whole or not at all.
+# * One thread writes. A round takes all queued changes, writes them as one atomic batch, makes it as durable as the
+#   policy says and then answers every `flush` that waits for it (group commit): any number of requests share one sync.
+#   So do calls of `sync`, which is on the disk under every policy.
+# * A round that fails is the last one. Memory is then ahead of the disk, and only a restart can repair that.
 #
 # Rejected: RocksDB's own synced write, which holds Python's global lock while the disk works (measured: the event loop
 # stood still for the whole sync of 20 ms); an unsynced write followed by a sync of the log of RocksDB does not. A
@@ -183,7 +185,7 @@ def _options() -> Options:
 RowChange = tuple[bytes, bytes | None]
 """Key of a row and its new value, None to delete it."""
 _OnFailure = Callable[[str], None]
-"""Told, on the thread that writes, why a round failed: the process has to end."""
+"""Receives, on the writing thread, the reason why a round failed: the process has to end."""
 _SYNC_SECONDS: Final = 1.0
 _STALL_SECONDS: Final = 0.005
 _ROUND_ROWS: Final = 8192  # the global lock is held about 0.4 µs per row
@@ -210,13 +212,13 @@ class _Waiter(NamedTuple):
 
 
 class CommitLog:
-    """The log of one directory. Opening blocks; what is there can be read until the first `append`.
+    """The log of one directory. Opening blocks; stored rows can be read until the first `append`.
 
     Args:
         directory: where the database is, or is made.
         fsync: when changes are synced.
-        clock: tells when a second has passed.
-        on_failure: told, on the thread that writes, why a round failed: the process has to end.
+        clock: time source of the policy.
+        on_failure: receives, on the writing thread, the reason why a round failed: the process has to end.
         most_queued_bytes: how far memory may run ahead of the disk before changes are refused.
 
     Attributes:
@@ -254,7 +256,7 @@ class CommitLog:
         self._written = 0  # batches; as the two below only the writer's thread changes it
         self._synced_at = clock.now()
         self._is_synced = True
-        self.times = {op: Histogram() for op in ("write", "sync", "flush")}  # each told by one thread alone
+        self.times = {op: Histogram() for op in ("write", "sync", "flush")}  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="commit-log", daemon=True)
         self._thread.start()
 
@@ -269,7 +271,7 @@ class CommitLog:
         return self._rounds
 
     def read(self, prefix: bytes) -> Iterator[Row]:
-        """Yield the rows whose key begins with `prefix`, ascending: what is on disk, not what is queued.
+        """Yield the rows on disk whose key begins with `prefix`, ascending, without queued changes.
 
         Raises:
             StorageIOError: a row is damaged.
@@ -303,7 +305,7 @@ class CommitLog:
         Raises:
             StorageIOError: the log failed or is closed.
         """
-        size_bytes = sum(len(key) + (len(value) if value is not None else 0) for key, value in rows)
+        size_bytes = sum([len(key) + (len(value) if value is not None else 0) for key, value in rows])  # a hot loop
         with self._changed:
             self._check()
             self._queue.append(_Batch(prefixes, rows, size_bytes))
@@ -452,7 +454,7 @@ class CommitLog:
         _resolve(answered, None)
 
     def _fail(self, error: Exception) -> None:
-        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, make room and restart"
+        failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, free space and restart"
         with self._changed:
             self._failure = failure
             answered = [*self._waiters, *self._sync_waiters]
@@ -487,7 +489,7 @@ def _pop_until(waiters: deque[_Waiter], batch_number: int) -> list[_Waiter]:
 def _resolve(waiters: Sequence[_Waiter], failure: str | None) -> None:
     for loop in {waiter.loop for waiter in waiters}:
         futures = [waiter.done for waiter in waiters if waiter.loop is loop]
-        with suppress(RuntimeError):  # the loop is closed, so nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no call waits
             loop.call_soon_threadsafe(_finish, futures, failure)
 
 
@@ -579,7 +581,7 @@ def _parts(key: bytes) -> Row:
 
 # Documents that outlive the process: tables in memory, made durable by the commit log.
 #
-# Rows: document_rows.py. How documents of a table ended lies in rows of a table of its own, due when it is over, which
+# Outcomes of the documents of a table lie in rows of a table of its own, due when they expire, which
 # older releases load and never look at. Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a
 # session and its blocks reach the disk in the order in which they were stored.
 
@@ -653,10 +655,10 @@ class RocksStore:
     """The store of one manager alone, in a directory of its own. Opening it blocks.
 
     Args:
-        directory: made if it is not there; nobody else may have it open.
+        directory: created if missing; no other process may have it open.
         fsync: when changes are synced to the disk: always, everysec or never.
-        clock: tells when a second has passed.
-        on_failure: told why, on a thread of the store, when nothing can be written any more: the process has to end.
+        clock: time source of the policy.
+        on_failure: receives the reason, on a thread of the store, when writing fails for good: the process has to end.
 
     Attributes:
         log: what makes changes durable; blocks are written through it too.

@@ -1,4 +1,4 @@
-"""What the rooms above ask of a metadata store beside the records of blocks: documents and leases.
+"""The interface of a metadata store, beside the records of blocks: documents and leases.
 
 One deployment has one store (design.md decision 6): the process's memory, a RocksDB in the data directory, or a
 Redis/Valkey that several managers share. Registry, write sessions and read leases are *documents*: bytes under a name,
@@ -14,12 +14,12 @@ __all__ = ["Lease", "LeaseState", "Replacement", "Store", "Table"]
 
 
 class Replacement(NamedTuple):
-    """What is to become of one document.
+    """A replacement of one document.
 
     Attributes:
         name: of the document.
-        old: what must be there now; None for nothing.
-        new: what is there afterwards, never due; None for nothing.
+        old: the expected current document; None for none.
+        new: the new document, never due; None removes it.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Table(Protocol):
 
         Args:
             name: of the document.
-            old: what must be there now; None for nothing.
-            new: what is there afterwards; None for nothing.
+            old: the expected current document; None for none.
+            new: the new document; None removes it.
             due: unix seconds when the document becomes due, 0 for never.
 
         Returns:
@@ -51,7 +51,7 @@ class Table(Protocol):
         """
 
     async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
-        """Do several replacements as one change: nobody sees some of them without the others, whoever dies when.
+        """Do several replacements as one change: no reader sees a part of them, also after a crash.
 
         Args:
             replacements: each of another document; all in one part of the table.
@@ -62,11 +62,11 @@ class Table(Protocol):
 
     async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
         """Remove `old`, and keep how it ended for a while, atomically. An outcome is no document: it is never due, no
-        call but `outcome` tells it, and it goes by itself.
+        call but `outcome` returns it, and it expires by itself.
 
         Args:
             name: of the document.
-            old: what must be there now.
+            old: the expected current document.
             outcome: how it ended; in the place of an earlier one of that name.
             now: unix time.
             seconds: how long it is kept.
@@ -86,10 +86,10 @@ class Table(Protocol):
 
 
 class LeaseState(NamedTuple):
-    """Who holds a lease.
+    """The holder of a lease.
 
     Attributes:
-        holder: node id, "" when nobody does.
+        holder: node id, "" for none.
         token: fencing token: grows whenever another holder takes the lease.
     """
 
@@ -98,20 +98,20 @@ class LeaseState(NamedTuple):
 
 
 class Lease(Protocol):
-    """The right to run the background duties; held by one manager at a time."""
+    """The right to run the background tasks; held by one manager at a time."""
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
-        """Take the lease if it is free, renew it if it is held by `node_id`, and return who holds it now.
+        """Take the lease if it is free, renew it if `node_id` holds it, and return the holder.
 
         Raises:
-            StorageIOError: the place where the lease is kept cannot be asked.
+            StorageIOError: the store failed.
         """
 
     async def get(self) -> LeaseState:
-        """Return who holds the lease, without taking it.
+        """Return the holder of the lease, without taking it.
 
         Raises:
-            StorageIOError: the place where the lease is kept cannot be asked.
+            StorageIOError: the store failed.
         """
 
     async def release(self, node_id: str) -> None:

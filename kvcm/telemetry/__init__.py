@@ -1,1 +1,1 @@
-"""Metrics, logs and events: declared here, called from anywhere, importing none of our rooms."""
+"""Metrics, logs, events and traces: called from every layer, and importing none of them."""

@@ -1,14 +1,14 @@
-"""What happened to blocks, as JSON lines: one queue, written to a file and streamed to whoever listens.
+"""Events of blocks as JSON lines: one queue, written to a file and streamed to subscribers; and recent accesses.
 
-Publishing costs a request one append, waits for nobody and cannot fail; nothing is built while nobody listens. Whoever
-is too slow loses events, never memory or time of the manager, and is told how many it lost. The file is a listener like
-any other, so a disk that hangs holds up nobody else.
+Publishing costs a request one append; it never waits and cannot fail. Without subscribers no event is built. A slow
+subscriber loses events, never memory or time of the manager, and gets a line with their number. The file is a
+subscriber like any other, so a disk that hangs delays no other one.
 
 The format is that of the original (wire.md 10.3): an envelope of `id`, `source`, `component`, `type` and
 `trigger_time_us`, and the event's own fields beside it. Keys are JSON numbers, as there.
 
-Rejected: a call of each listener where an event happens, which would put its cost and its failures into requests; a
-queue bounded by the number of events alone, since one may hold 65,536 keys.
+Rejected: to call each subscriber at every event, which would put its cost and its failures into requests; a queue
+bounded by the number of events alone, since one may hold 65,536 keys.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ CACHE_RECLAIMER = "cache_reclaimer"
 _MAX_QUEUED_WEIGHT = 1 << 20  # waiting keys: some 32 MiB
 _EVENT_WEIGHT = 16
 _HEAVY = 4096  # some 100 µs of encoding: done beside the loop
-_MAX_LINE_BYTES = 16 << 20  # per listener
-_BATCH = 4096  # weight that is handed out between two turns of others
-_MIN_BATCH = 64  # weight that even a small event counts as then
+_MAX_LINE_BYTES = 16 << 20  # per subscriber
+_BATCH = 4096  # weight that is dispatched before other tasks have a turn
+_MIN_BATCH = 64  # least weight of an event in a batch
 _CLOSE_SECONDS = 5.0
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger("kvcm.telemetry")
 
 
 class Event(NamedTuple):
-    """Something that happened.
+    """An event.
 
     Attributes:
         at: unix seconds.
         source: the instance.
-        component: who tells it.
-        type: what happened.
-        fields: what the type has beside the envelope; JSON values.
+        component: that publishes it.
+        type: of the event.
+        fields: of the type, beside the envelope; JSON values.
     """
 
     at: float
@@ -64,12 +64,12 @@ class Event(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """How much room it takes, in keys."""
+        """Its size, in keys."""
         return _EVENT_WEIGHT + sum(len(value) for value in self.fields.values() if isinstance(value, Sequence))
 
 
 class Subscription:
-    """Lines for one listener, from when it was made on. Closed by its owner, or at its end by the log."""
+    """Lines for one subscriber, from its start on. Closed by its owner, or by the log when that stops."""
 
     def __init__(self, forget: Callable[[Subscription], None]) -> None:
         self._forget = forget
@@ -81,7 +81,7 @@ class Subscription:
         self.lost = 0
 
     def put(self, line: bytes, lost_line: Callable[[int], bytes]) -> None:
-        """Add a line if there is room; the first one after a loss comes behind a line that tells of the loss."""
+        """Add a line if it fits; before the first line after a loss, add one with the number of lost lines."""
         if self._lines and self._bytes + len(line) > _MAX_LINE_BYTES:
             self._missed += 1
             self.lost += 1
@@ -97,13 +97,13 @@ class Subscription:
         self._changed.set()
 
     def close(self) -> None:
-        """Get no more lines; those that wait can still be taken."""
+        """Receive no more lines; pending lines can still be read."""
         self._is_over = True
         self._changed.set()
         self._forget(self)
 
-    def waiting(self) -> list[bytes]:
-        """Take the lines that wait."""
+    def pop_pending(self) -> list[bytes]:
+        """Remove and return the pending lines."""
         lines = list(self._lines)
         self._lines.clear()
         self._bytes = 0
@@ -113,28 +113,31 @@ class Subscription:
         return self
 
     async def __anext__(self) -> bytes:
-        """Return the lines that wait, one at least, as soon as there is one."""
+        """Return the pending lines, at least one; waits for it."""
         lines = await self.pop_all()
         if not lines:
             raise StopAsyncIteration
         return b"".join(lines)
 
     async def pop_all(self) -> list[bytes]:
-        """Take the lines that wait, as soon as there is one; none at the end."""
+        """Remove and return the pending lines; waits for one, and returns none at the end."""
         while not self._lines and not self._is_over:
             self._changed.clear()
             await self._changed.wait()
-        return self.waiting()
+        return self.pop_pending()
 
 
 class EventLog:
     """Events of this manager.
 
     Args:
-        path: file that they are written to, one JSON object per line; "" for none.
+        path: file for events, one JSON object per line; "" for none.
         max_bytes: size at which the file becomes `<path>.1`, in place of an earlier one.
         now: time in unix seconds.
         new_id: makes ids of 32 characters.
+
+    Attributes:
+        is_active: whether there is a listener or a file; nothing needs to be built otherwise.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class EventLog:
         self._weight = 0
         self._arrived = asyncio.Event()
         self._listeners: list[Subscription] = []
+        self.is_active = False
         self._is_over = False
         self._file = _EventFile(Path(path), max_bytes) if path else None
         self._for_file = self.subscribe() if path else None
@@ -157,24 +161,19 @@ class EventLog:
         self.dropped = 0
 
     @property
-    def is_active(self) -> bool:
-        """Whether anybody wants events; nothing needs to be built otherwise."""
-        return bool(self._listeners)
-
-    @property
     def unwritten(self) -> int:
-        """Events that are missing in the file: it was too slow, or could not be written."""
+        """Events that the file lacks: it was too slow, or could not be written."""
         lost = self._for_file.lost if self._for_file is not None else 0
         return lost + (self._file.lost if self._file is not None else 0)
 
     def publish(self, source: str, component: str, event_type: str, fields: Mapping[str, Any]) -> None:
-        """Tell of something that happened just now. Never waits and never fails: what does not fit is dropped.
+        """Publish an event. Never waits and never fails: an event that does not fit is dropped.
 
         Args:
             source: the instance.
-            component: who tells it.
-            event_type: what happened.
-            fields: JSON values that nobody changes afterwards.
+            component: that publishes it.
+            event_type: type of the event.
+            fields: JSON values that do not change afterwards.
         """
         if not self._listeners:
             return
@@ -189,23 +188,25 @@ class EventLog:
         self._arrived.set()
 
     def subscribe(self) -> Subscription:
-        """Return the lines of what happens from now on, until the manager stops.
+        """Return the lines of later events, until the manager stops.
 
-        Whoever takes them too slowly loses some, and finds a line of type `dropped` with their `count` instead.
+        A slow subscriber loses some, and finds a line of type `dropped` with their `count` instead.
         """
         subscription = Subscription(self._unsubscribe)
         if self._is_over:
             subscription.close()
         else:
             self._listeners.append(subscription)
+            self.is_active = True
         return subscription
 
     def _unsubscribe(self, subscription: Subscription) -> None:
         with suppress(ValueError):  # closed twice
             self._listeners.remove(subscription)
+        self.is_active = bool(self._listeners)
 
     async def run(self) -> None:
-        """Hand out events until cancelled; then listeners come to their end."""
+        """Dispatch events until cancelled; then subscriptions end."""
         writing = asyncio.create_task(self._write_file())
         try:
             while True:
@@ -219,16 +220,16 @@ class EventLog:
             writing.cancel()
 
     async def close(self) -> None:
-        """Write down what is left, for some seconds at most, when `run` has ended."""
+        """Write the remaining events, for some seconds at most, after `run` has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._dispatch()
                 if self._file is not None and self._for_file is not None:
-                    await asyncio.to_thread(self._file.append, self._for_file.waiting())
+                    await asyncio.to_thread(self._file.append, self._for_file.pop_pending())
         self._stop()
 
     def _stop(self) -> None:
-        """End everybody but the file, which still gets what happens while the manager stops; nobody new is let in."""
+        """End all subscriptions but that of the file, which gets the events of the shutdown; accept no new ones."""
         self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:
@@ -270,7 +271,7 @@ class EventLog:
 
 
 class _EventFile:
-    """A file of lines that is put aside when it is full."""
+    """A file of lines that is rotated when it is full."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -281,7 +282,7 @@ class _EventFile:
         self.lost = 0
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write lines. What cannot be written is lost; the log says so once."""
+        """Write lines. Lines that cannot be written are lost; that is logged once."""
         with self._lock:
             left = deque(lines)
             try:
@@ -295,7 +296,7 @@ class _EventFile:
                 self._is_failing = False
 
     def _append(self, left: deque[bytes]) -> None:
-        """Write lines, and take away those that are written."""
+        """Write lines, and remove the written ones from `left`."""
         is_stuck = False
         while left:
             with self._open() as file:
@@ -308,7 +309,7 @@ class _EventFile:
                 is_stuck = not self._rotate()
 
     def _fitting(self, lines: Iterable[bytes], size: int) -> list[bytes]:
-        """Return the first lines that belong into a file of that size: one at least if it is empty."""
+        """Return the first lines that fit into a file of that size: at least one if it is empty."""
         batch: list[bytes] = []
         for line in lines:
             if size and size + len(line) > self._max_bytes:
@@ -318,7 +319,7 @@ class _EventFile:
         return batch
 
     def _rotate(self) -> bool:
-        """Rename the full file. Where only the file may be written, not its directory, it grows rather than ends."""
+        """Rename the full file. If its directory is not writable, the file grows beyond its limit."""
         try:
             self._path.replace(f"{self._path}.1")
         except OSError as error:
@@ -330,26 +331,25 @@ class _EventFile:
         return not self._is_stuck
 
     def _open(self) -> BufferedWriter:
-        # Ids of write sessions are the right to finish them: not for everybody's eyes.
+        # The id of a write session is the right to finish it: only the owner may read the file.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "ab")
 
 
-# The last accesses of engines, kept in memory so that whoever tunes a manager can replay them.
+# Recent accesses of engines, kept in memory so that `kvcm optimize --from` can replay them.
 #
-# A ring: what is new pushes out what is old, by the keys that are held. An access costs its request one copy of its
-# keys into an array, 8 bytes per key, and an append; nothing is encoded before somebody asks. While the ring is off
-# nothing is kept and nothing is built.
+# A ring buffer, bounded by the number of keys. An access costs its request one copy of its keys into an array, 8 bytes
+# per key, and an append; lines are encoded when they are read. While the ring is off it keeps nothing.
 #
-# Rejected: a listener of the event log, which encodes every event whether anybody asks for it or not; the lists of
-# keys as they came, at 40 bytes per key.
+# Rejected: a subscriber of the event log, for which every event would be encoded whether it is read or not; the lists
+# of keys as they came, at 40 bytes per key.
 #
-# Told in the format of events (wire.md 10.3), behind one line that says what is there: of type `recent`, with
-# `from_us` and `until_us` between which nothing is missing, `kept_events` and `kept_keys` that follow, and
-# `dropped_events` and `dropped_keys` that were pushed out since `started_us`.
+# Lines have the format of events (wire.md 10.3). The first one is a summary of type `recent`, with `from_us` and
+# `until_us` between which no access is missing, `kept_events` and `kept_keys` that follow, and `dropped_events` and
+# `dropped_keys` since `started_us`.
 
 EVENT_KEYS = 80
-"""What an event takes beside its keys, in keys: some 600 bytes."""
+"""Size of an event beside its keys, in keys: some 600 bytes."""
 _SLICE_KEYS = 4096  # some 100 µs of encoding
 
 
@@ -396,12 +396,15 @@ class RecentAccesses:
         Args:
             source: the instance.
             event_type: as in events.
-            fields: what the type has beside its keys; JSON values that nobody changes afterwards.
+            fields: of the type, beside its keys; JSON values that do not change afterwards.
             keys: of its blocks.
-            flags: how many there are in the fields, such as those of a mask; each counts as a key.
+            flags: number of flags in the fields, such as those of a mask; each counts as a key.
         """
         weight = EVENT_KEYS + len(keys) + flags
-        self._accesses.append(_Access(self._now(), source, event_type, fields, np.array(keys, np.int64), weight))
+        access = _Access(
+            at=self._now(), source=source, type=event_type, fields=fields, keys=np.array(keys, np.int64), weight=weight
+        )
+        self._accesses.append(access)
         self._weight += weight
         while self._weight > self._most_keys:
             self._drop()
@@ -411,22 +414,22 @@ class RecentAccesses:
         self._weight -= oldest.weight
         self._dropped_events += 1
         self._dropped_keys += len(oldest.keys)
-        self._from = oldest.at  # what follows is complete from then on
+        self._from = oldest.at  # the ring is complete from then on
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield what is there at the moment, oldest first, giving way to requests in between."""
+        """Yield the summary and the present accesses, oldest first, with turns for requests in between."""
         accesses = list(self._accesses)
         yield self._summary(accesses)
-        page: list[bytes] = []
+        batch: list[bytes] = []
         weight = 0
         for access in accesses:
-            page.append(self._line(access.at, access.source, CACHE_MANAGER, access.type, _format(access)))
+            batch.append(self._line(access.at, access.source, CACHE_MANAGER, access.type, _format(access)))
             weight += access.weight
             if weight >= _SLICE_KEYS:
-                yield b"".join(page)
+                yield b"".join(batch)
                 await asyncio.sleep(0)
-                page, weight = [], 0
-        yield b"".join(page)
+                batch, weight = [], 0
+        yield b"".join(batch)
 
     def _summary(self, accesses: Sequence[_Access]) -> bytes:
         now = self._now()

@@ -1,8 +1,8 @@
-"""Logs are events with fields, one per line on stderr. Secrets and key lists are never fields.
+"""Logs: events with fields, one per line on stderr, and the audit log. Secrets and key lists are never fields.
 
-What is below the level in force costs a call that does nothing: no field is formatted. Lines of libraries that use
+Events below the level in force cost a call that does nothing: no field is formatted. Lines of libraries that use
 Python's own logging have the same form. While a request is handled every line carries its trace id, and while calls are
-traced that of the W3C trace it belongs to.
+traced the W3C trace id, too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 current_request_id: ContextVar[Any] = ContextVar("request_in_hand", default=None)
-"""The request that is being handled, None outside of any. The whole request, so that its trace id is decoded only when
-there is a line to write."""
+"""The request that is being handled, None outside of any. The whole request, so that its trace id is decoded only for
+a line that is written."""
 current_trace_id: ContextVar[str] = ContextVar("trace_in_hand", default="")
-"""W3C id of the trace that the request belongs to, "" for none or while calls are not traced."""
+"""W3C id of the request's trace, "" for none or while calls are not traced."""
 _MAX_TRACE_ID = 256
 _GRPC = "grpc._cython.cygrpc"
 _QUOTED = "Invalid encoding on"
@@ -53,7 +53,7 @@ def configure_logs(level: int, form: str = "auto") -> None:
 
 
 def set_format(form: str) -> None:
-    """Change the form of all lines from now on."""
+    """Change the form of all later lines."""
     shown: list[structlog.typing.Processor] = [
         _add_trace_id,
         structlog.processors.add_log_level,
@@ -82,13 +82,12 @@ def set_level(level: int) -> None:
 
 
 def is_enabled(level: int) -> bool:
-    """Whether events of a level are written, for those whose fields cost something to gather."""
+    """Return whether events of a level are written, for events whose fields are expensive."""
     return level >= _level
 
 
 def _has_no_client_text(record: logging.LogRecord) -> bool:
-    """Metadata that is no UTF-8 is shown by gRPC as it came: a key with a wrong character in it, or what a stranger
-    wants to be written there."""
+    """Filter gRPC's lines that quote metadata which is not UTF-8: a mistyped key, or text that a stranger injects."""
     return not str(record.msg).startswith(_QUOTED)
 
 
@@ -107,11 +106,11 @@ def _add_trace_id(_logger: object, _method: str, event: structlog.typing.EventDi
     return event
 
 
-# The audit log: what was changed, by whom, from what to what. JSON lines, only ever appended to.
+# The audit log: each change, its principal, the old and the new value. JSON lines, append-only.
 #
 # An entry is a log event at once, and a line of the file before the change is answered (`flushed`). The file is opened
-# anew for every batch, so whoever rotates it just renames it. A file that cannot be written does not undo a change
-# that was made: that is an error in the log, together with the entry.
+# for every batch, so rotation is a rename. A file that cannot be written does not undo a change: the log has an error
+# with the entry.
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger("kvcm.audit")
@@ -130,7 +129,7 @@ class AuditLog:
         self._writing = asyncio.Lock()
 
     def record(self, entry: Mapping[str, Any]) -> None:
-        """Take an entry; its values are JSON values without secrets."""
+        """Record an entry; its values are JSON values without secrets."""
         _log.info("audit", **{name: value for name, value in entry.items() if name not in {"before", "after"}})
         if self._path:
             self._waiting.append(entry)
@@ -149,7 +148,7 @@ class AuditLog:
                 _log.error("audit_not_written", file=self._path, reason=error.strerror, entries=batch)
 
     async def run(self) -> None:
-        """Write down what nobody waits for, for good."""
+        """Flush entries that no call waits for, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             await self.flushed()

@@ -1,4 +1,7 @@
-"""Counters and gauges by (name, tags), as GetMetrics lists them (wire.md 10.1)."""
+"""The table of metrics, and the counters behind them: histograms, bounded labels, series of GetMetrics (wire.md 10.1).
+
+All of them belong to the event loop's thread, and none takes a lock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ __all__ = [
     "Tags",
 ]
 
-# Every metric of `GET /metrics`: its name, what it counts, its labels. `docs/metrics.md` shows the same table.
+# Every metric of `GET /metrics`, with its labels. `docs/metrics.md` shows the same table.
 #
 # Base units, `_total` for counters, histograms for durations. No label holds a key, a token, a client or an instance.
 
@@ -77,10 +80,10 @@ RPC_INFLIGHT: Final = _gauge("rpc_inflight", "Requests that are being worked on.
 RPC_REQUEST_KEYS: Final = _histogram(
     "rpc_request_keys", "Block keys per request; requests that give token ids instead are left out.", "method"
 )
-RPC_REJECTED: Final = _counter("rpc_rejected", "Requests turned away before any work.", "reason")
-AUTH: Final = _counter("auth", "Credentials that were looked at, by what became of them.", "outcome")
+RPC_REJECTED: Final = _counter("rpc_rejected", "Requests rejected before any work.", "reason")
+AUTH: Final = _counter("auth", "Checked credentials, by outcome.", "outcome")
 AUTHZ_DENIED: Final = _counter(
-    "authz_denied", "Requests of known principals that they may not make, by what they wanted to do.", "action"
+    "authz_denied", "Requests of authenticated principals without the permission, by action.", "action"
 )
 CERTIFICATE_EXPIRY: Final = _gauge(
     "certificate_expiry_seconds",
@@ -128,12 +131,12 @@ GROUP_USED: Final = _gauge(
     "tier",
 )
 GROUP_QUOTA: Final = _gauge(
-    "group_quota_bytes", "What it may use: on kinds of storages that have a quota, and in total.", "group", "tier"
+    "group_quota_bytes", "Quota of a group: on kinds of storages that have a quota, and in total.", "group", "tier"
 )
 PINNED: Final = _gauge(
     "pinned_bytes", "Bytes kept from eviction by pins; where they overlap each counts.", "group", "kind"
 )
-WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of room, wholly or partly.", "group")
+WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of space, wholly or partly.", "group")
 EVICTED_KEYS: Final = _counter("evicted_keys", "Blocks evicted.", "group", "policy", "reason")
 EVICTED_BYTES: Final = _counter("evicted_bytes", "Bytes evicted.", "group", "policy", "reason")
 EVICTION_AGE: Final = _histogram(
@@ -143,10 +146,12 @@ EVICT_REUSE_GAP: Final = _histogram(
     "evict_reuse_gap_seconds",
     "From the eviction of a block to a prefix match that ends in front of it; of one block in 8, the latest ones.",
 )
-RECLAIM_ROUND: Final = _histogram("reclaim_round_seconds", "Looks for what is to be evicted, with its marking.")
+RECLAIM_ROUND: Final = _histogram(
+    "reclaim_round_seconds", "Rounds of eviction: the choice of victims, with their marking."
+)
 RECLAIM_UNMET: Final = _gauge(
     "reclaim_unmet_need",
-    "What the last look could not bring below its mark: bytes, or blocks for reason `keys`.",
+    "Excess that the last round could not evict: bytes, or blocks for reason `keys`.",
     "reason",
 )
 RECLAIM_PENDING: Final = _gauge(
@@ -175,7 +180,7 @@ DELETE_FAILURES: Final = _counter(
     "delete_failures", "Locations that a storage did not delete when it was asked.", "backend"
 )
 ORPHANS: Final = _counter(
-    "orphans", "Found without use: blocks without their prefix or bytes, bytes without a block.", "kind"
+    "orphans", "Garbage found: blocks without their prefix or bytes, bytes without a block.", "kind"
 )
 CHECKSUM_MISMATCH: Final = _counter(
     "checksum_mismatch", "Blocks whose bytes did not match their checksum.", "group", "backend"
@@ -185,25 +190,25 @@ LEADER_TRANSITIONS: Final = _counter("leader_transitions", "Times that this mana
 LEASE_REMAINING: Final = _gauge(
     "lease_remaining_seconds", "Until this manager's term ends unless renewed; 0 if it does not lead."
 )
-LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop wakes what is due.")
+LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop runs callbacks that are due.")
 BUILD_INFO: Final = _gauge("build_info", "Always 1.", "version", "python")
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """In the order of the document."""
 
-# What is counted between two scrapes: plain numbers of the event loop's thread.
+# Values between two scrapes: plain numbers of the event loop's thread.
 #
-# A request touches several of them, so they cost as little as numbers do: a histogram of prometheus-client takes some
-# ten times as long per value, for locks that one thread does not need. That library writes them down when somebody
-# asks (`kvcm/service/metrics_page.py`).
+# A request updates several of them, so they are as cheap as numbers: a histogram of prometheus-client takes some ten
+# times as long per value, for locks that one thread does not need. That library formats them for a scrape
+# (`kvcm/service/metrics_page.py`).
 
 DURATIONS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-"""Seconds. From 100 µs, where the calls are; beyond 5 s nobody waits any more."""
+"""Seconds. From 100 µs, the duration of most calls; clients do not wait for more than 5 s."""
 KEYS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0)
 """Blocks of a request or a prefix; 128 is where the objective of latency ends."""
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0)
 """Seconds that blocks live: from a second to a week."""
 OTHER = "other"
-"""Stands for every name beyond the bound."""
+"""The label of every name beyond the bound."""
 
 
 class Distribution(NamedTuple):
@@ -250,7 +255,7 @@ class Histogram:
         return tuple(self._counts)
 
     def read(self) -> Distribution:
-        """Return what was counted so far."""
+        """Return the histogram at this moment."""
         return Distribution(self._bounds, tuple(accumulate(self._counts)), self._total)
 
 
@@ -263,10 +268,11 @@ class Reading(NamedTuple):
 
 
 class BoundedLabels:
-    """Names that become labels: the first ones seen stay themselves, so that nobody grows the table without bound.
+    """Names that become labels: the first ones, and `OTHER` for all later ones, so that clients cannot grow the table
+    without bound.
 
     Args:
-        most: how many stay themselves.
+        most: how many names become labels.
     """
 
     def __init__(self, most: int = 1000) -> None:
@@ -274,11 +280,11 @@ class BoundedLabels:
         self._names: set[str] = set()
 
     def retain(self, names: Container[str]) -> None:
-        """Forget all others: there is room for new ones."""
+        """Forget all other names, so that new ones can become labels."""
         self._names = {name for name in self._names if name in names}
 
     def label(self, name: str) -> str:
-        """Return the name, or `OTHER` where there are too many."""
+        """Return the name, or `OTHER` if there are too many."""
         if name not in self._names:
             if len(self._names) >= self._most:
                 return OTHER
@@ -288,7 +294,9 @@ class BoundedLabels:
 
 Tags = tuple[tuple[str, str], ...]
 
-# More instances than this share one series, so that a client cannot grow the table without bound.
+# Series of GetMetrics.
+
+# Later instances share one series, so that a client cannot grow the table without bound.
 _MAX_INSTANCES = 1000
 _OVERFLOW = "other"
 
@@ -317,12 +325,14 @@ class ApiMetrics:
 
         Args:
             api_name: name of the rpc.
-            labels: `instance_group` and `instance_id` where the call named a registered instance, else empty.
+            labels: `instance_group` and `instance_id` if the call names a registered instance, else empty.
             code: outcome code of the wire.
             ok: whether it succeeded.
             duration_us: microseconds from request to answer.
         """
-        tags: Tags = (("api_name", api_name), *self._bounded(labels).items())
+        if labels and labels["instance_id"] not in self._instances:
+            labels = self._bounded(labels)
+        tags: Tags = (("api_name", api_name), *labels.items())
         series = self._series.get(tags)
         if series is None:
             series = self._series[tags] = _ApiSeries()
@@ -332,12 +342,10 @@ class ApiMetrics:
         series.last_code = code
 
     def _bounded(self, labels: Mapping[str, str]) -> Mapping[str, str]:
-        instance_id = labels.get("instance_id")
-        if instance_id is None or instance_id in self._instances:
-            return labels
+        """Return the labels of an instance that has no series yet."""
         if len(self._instances) >= _MAX_INSTANCES:
             return dict.fromkeys(labels, _OVERFLOW)
-        self._instances.add(instance_id)
+        self._instances.add(labels["instance_id"])
         return labels
 
     def series(self) -> Iterator[Series]:

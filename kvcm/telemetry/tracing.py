@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry, sent to a collector over OTLP in the background.
+"""Stages of a request, and the export of OpenTelemetry spans to a collector over OTLP in the background.
 
-Needs the extra `tracing`. Nothing here waits for the collector: spans stand in a bounded queue that a thread empties;
-what it cannot send in time is dropped.
+The export needs the extra `tracing`. No call waits for the collector: spans are in a bounded queue that a thread
+empties; spans that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanExport", "Stage", "TracingMissingError", "open_export", "open_stage", "record_stage", "staged"]
 
-# Stages of a request: which pieces of work it consists of and how long each took.
+# Stages of a request: its steps and how long each took.
 #
-# Whoever wants to know opens the outermost stage; the functions marked `staged` below it are then measured, as a tree.
-# While nobody does, a marked function costs one look at a context variable.
+# An observer opens the outermost stage; the functions marked `staged` that run inside it are then measured, as a tree.
+# Without an open stage, a marked function costs one read of a context variable.
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -35,15 +35,15 @@ _MAX_STAGES = 64  # in one another; a request of many batches has as many stores
 
 @dataclass(slots=True)
 class Stage:
-    """A piece of work.
+    """A step of a request.
 
     Attributes:
-        name: what is done, one of few words.
-        place: where, as `<file>:<function>`.
+        name: of the step, one of few.
+        place: a stable text `<file>:<function>`, which need not be where the code is now.
         begin_ns: on the clock of `time.perf_counter_ns`.
-        end_ns: likewise; 0 while it goes on.
-        parts: the pieces within it, in the order of their begin.
-        notes: counts that say how much was done.
+        end_ns: likewise; 0 while it runs.
+        parts: the stages within it, in the order of their begin.
+        notes: counts of the work done.
     """
 
     name: str
@@ -64,7 +64,7 @@ _current_stage: ContextVar[Stage | None] = ContextVar("stage_in_hand", default=N
 
 @contextmanager
 def open_stage(name: str, place: str) -> Iterator[Stage]:
-    """Measure what happens inside the block; a stage within the one that is open already, if there is one."""
+    """Measure the block, as a part of the open stage if there is one."""
     stage, outer = Stage(name, place, time.perf_counter_ns()), _current_stage.get()
     if outer is not None and len(outer.parts) < _MAX_STAGES:
         outer.parts.append(stage)
@@ -77,7 +77,7 @@ def open_stage(name: str, place: str) -> Iterator[Stage]:
 
 
 def record_stage(**counts: int) -> None:
-    """Say how much is done in the stage that is open; nothing while nobody measures."""
+    """Record counts in the open stage, if there is one."""
     stage = _current_stage.get()
     if stage is not None:
         stage.notes.update(counts)
@@ -86,16 +86,15 @@ def record_stage(**counts: int) -> None:
 Work = Callable[Arguments, Coroutine[Any, Any, Result]]
 
 
-def staged(name: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Result]]:
+def staged(name: str, place: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Result]]:
     """Mark a coroutine function as a stage.
 
     Args:
-        name: what it does.
+        name: of the stage.
+        place: in the timing tree. Clients read it: it stays, wherever the function goes.
     """
 
     def mark(work: Work[Arguments, Result]) -> Work[Arguments, Result]:
-        place = f"{work.__module__.rpartition('.')[2]}.py:{work.__name__}"
-
         async def measured(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             with open_stage(name, place):
                 return await work(*arguments, **named)
@@ -108,6 +107,8 @@ def staged(name: str) -> Callable[[Work[Arguments, Result]], Work[Arguments, Res
 
     return mark
 
+
+# Export of spans.
 
 _EXPORT_SECONDS = 3.0
 _MAX_SPANS = 4096
@@ -125,7 +126,7 @@ class SpanExport:
     """An open export.
 
     Attributes:
-        tracer: begins spans; every span that it begins is exported.
+        tracer: starts spans; every span that it starts is exported.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -133,7 +134,7 @@ class SpanExport:
         self.tracer: Tracer = provider.get_tracer(_SCOPE)
 
     async def close(self) -> None:
-        """Send what is left, for a bounded time."""
+        """Send the queued spans, for a bounded time."""
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         for _ in range(round((_EXPORT_SECONDS + 1) / _POLL_SECONDS)):
@@ -143,10 +144,10 @@ class SpanExport:
 
 
 def open_export(endpoint: str, version: str, instance: str) -> SpanExport:
-    """Begin to export.
+    """Open an export.
 
     Args:
-        endpoint: http or https address of the collector; without a path the usual one is taken.
+        endpoint: http or https address of the collector; the default path is /v1/traces.
         version: of this service.
         instance: name of this process among those of the service.
 

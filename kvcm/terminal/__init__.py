@@ -1,1 +1,1 @@
-"""What commands and doctor share: clients, exit codes and tables of the terminal."""
+"""The parts that commands and doctor share: the client of a manager, exit codes and tables."""

@@ -1,6 +1,6 @@
-"""Calls of a running manager from the command line: JSON over HTTP, as scripts of operators do it.
+"""The client with which commands call a running manager: JSON over HTTP, as scripts of operators do.
 
-Neither proxies of the environment nor redirects are followed: the address given is the manager that is asked.
+It follows neither redirects nor proxies of the environment: the given address is that of the manager.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ __all__ = ["AdminClient", "Page"]
 Answer = TypeVar("Answer", bound=Message)
 _ERRORS: dict[str, type[KvcmError]] = {error.code.name: error for error in KvcmError.__subclasses__()}
 _SCHEMES = {"http", "https"}
-
-
 _NOT_ALLOWED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 
 
 class Page(NamedTuple):
-    """What was answered.
+    """An answer.
 
     Attributes:
         status: of HTTP.
         body: its bytes.
-        said: why it is no success, in the manager's words.
+        error: the manager's reason for a status other than 200.
     """
 
     status: int
     body: bytes
-    said: str
+    error: str
 
 
 class _Parts(NamedTuple):
@@ -51,12 +49,12 @@ class AdminClient:
     """One manager.
 
     Args:
-        url: where it serves HTTP, as in `http://127.0.0.1:6492`.
-        key: what is shown to it, "" for nothing.
-        tls: whom to trust, and the certificate to show; None for what the system trusts.
+        url: of one of its HTTP ports, as in `http://127.0.0.1:6492`.
+        key: API key, "" for none.
+        tls: trusted authorities, and the client certificate; None for the system's authorities.
 
     Raises:
-        InvalidArgumentError: the url is none, or the key cannot be sent.
+        InvalidArgumentError: the url is malformed, or the key cannot be sent.
     """
 
     def __init__(self, url: str, key: str = "", tls: ssl.SSLContext | None = None) -> None:
@@ -75,14 +73,14 @@ class AdminClient:
 
         Args:
             name: of the rpc.
-            request: what to send.
+            request: of the rpc.
             answer_type: class of the answer.
-            seconds: how long to wait for it.
+            seconds: timeout.
 
         Raises:
             NotReadyError: no manager answers there.
-            NotAllowedError: it does not know the key, or does not let it.
-            KvcmError: it refuses; the class is that of its code.
+            NotAllowedError: the key is not valid, or lacks the permission.
+            KvcmError: the manager refuses the request; the class is that of its code.
         """
         body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None).encode()
         answer = answer_type()
@@ -91,7 +89,7 @@ class AdminClient:
         try:
             json_format.ParseDict(answered, answer, ignore_unknown_fields=True)
         except json_format.ParseError as error:
-            raise NotReadyError(f"what {self.url} answers to {name} is not understood: {error}") from error
+            raise NotReadyError(f"the answer of {self.url} to {name} is not understood: {error}") from error
         return answer
 
     def _decode(self, name: str, body: bytes, seconds: float) -> dict[str, Any]:
@@ -100,11 +98,11 @@ class AdminClient:
         if found.status in _NOT_ALLOWED:
             raise NotAllowedError(self._not_allowed(name, found))
         if found.status != http.client.OK:
-            raise NotReadyError(f"{self.url} answers {name} with HTTP {found.status}: {found.said}")
+            raise NotReadyError(f"{self.url} answers {name} with HTTP {found.status}: {found.error}")
         return self._object(name, found.body)
 
     def page(self, path: str, seconds: float = 5.0) -> Page:
-        """Return what GET of a path answers, whatever its status.
+        """Return the answer to a GET of a path, of any status.
 
         Raises:
             NotReadyError: no manager answers there.
@@ -131,14 +129,14 @@ class AdminClient:
 
     def _not_allowed(self, name: str, found: Page) -> str:
         if found.status == http.client.FORBIDDEN:
-            return f"{self.url} does not let this key do {name}: {found.said}; `kvcm whoami` shows what it may"
+            return f"{self.url} does not allow this key {name}: {found.error}; `kvcm whoami` shows its permissions"
         if name == "Login":
-            return f"{self.url} refuses the login: {found.said}"
+            return f"{self.url} refuses the login: {found.error}"
         if not self._headers:
             return (
                 f"{self.url} asks for a key: give --key-file, or set KVCM_KEY_FILE or KVCM_KEY; `kvcm login` makes one"
             )
-        return f"{self.url} does not know the key: {found.said}; it may have ended: ask for a new one, or `kvcm login`"
+        return f"{self.url} does not know the key: {found.error}; it may have ended: ask for a new one, or `kvcm login`"
 
     def _object(self, name: str, answer: bytes) -> dict[str, Any]:
         try:

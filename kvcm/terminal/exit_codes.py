@@ -1,4 +1,4 @@
-"""How commands refuse: one line on stderr that says what is wrong, and an exit code."""
+"""Exit codes of commands, and the one line on stderr that an error becomes."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ __all__ = [
 ]
 
 FAILED, FINDINGS, CANNOT_RUN, _NOT_ALLOWED = 1, 1, 2, 3
-"""Exit codes: what was asked for is refused; something was found; it could not be done or asked at all; the manager
-does not know the caller, or does not let it."""
+"""Exit codes: the request is refused; a check found something; the command could not be run; the API key is not valid
+or lacks the permission."""
 EXIT_CODES = {
     0: "it is done, and nothing was found",
-    FAILED: "what was asked for is refused, or something was found",
+    FAILED: "the request is refused, or something was found",
     CANNOT_RUN: "the command line is wrong, no manager answers, or it could not be tried",
     _NOT_ALLOWED: "the manager does not know the key, or the key may not do this",
 }
-"""What each exit code says, for all commands."""
+"""The meaning of each exit code, for all commands."""
 
 
 class NotAllowedError(Exception):
-    """The manager does not know the caller, or does not let it; the message says what to do."""
+    """The API key is not valid or lacks the permission; the message says what to do."""
 
 
 @contextlib.contextmanager
 def exit_on_errors(exit_code: int, unavailable: int | None = None) -> Iterator[None]:
-    """Turn refusals inside the block into one line and an exit code.
+    """Turn errors inside the block into one line and an exit code.
 
     Args:
-        exit_code: of any refusal.
-        unavailable: of those that have nothing to do with the request, when it differs.
+        exit_code: of any error.
+        unavailable: of a manager that is not ready or not the leader; by default `exit_code`.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def exit_on_errors(exit_code: int, unavailable: int | None = None) -> Iterator[N
 
 
 def exit_on_call_errors() -> contextlib.AbstractContextManager[None]:
-    """Return `refusals` of commands that ask a manager."""
+    """Return `exit_on_errors` of commands that call a manager."""
     return exit_on_errors(FAILED, CANNOT_RUN)
 
 

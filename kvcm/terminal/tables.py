@@ -1,14 +1,16 @@
 """Tables as `kubectl` and `docker` print them: columns beside each other, no box around them, and nothing cut.
 
-A terminal of 80 columns has no room to spare for edges, and what is cut or broken letter by letter can be neither read
-nor copied. So a table that is too wide gives way in this order, and only as far as it must:
+A terminal of 80 columns has no space to spare for edges, and text that is cut or broken letter by letter can be neither
+read nor copied. So a table that is too wide is narrowed in this order, and only as far as necessary:
 
 1. titles fold between words;
 2. texts fold between words;
 3. words of more than `WHOLE_WORD` characters break;
 4. the columns no longer stand beside each other: each row becomes a list of its fields.
 
-Numbers never fold, for half of one is another one. Left to itself rich would break them, and names before long texts.
+Numbers never fold, for half of one is another one. Rich alone would break them, and names before long texts.
+
+The second half are the tables of usage and storages, with a sentence below for each problem.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ __all__ = [
     "TerminalTable",
     "format_time",
     "print_drains",
+    "print_sentences",
     "print_storages",
     "print_usage",
     "problems",
@@ -42,7 +45,7 @@ __all__ = [
 WHOLE_WORD = 16
 """How many characters a word may have that no table breaks; the ids of keys and pins have as many."""
 _GAP = 2
-_NARROWEST = 2  # what the widest character needs
+_NARROWEST = 2  # width of the widest character
 _TITLE, _QUIET = "bold", "dim"
 _RULE = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
 _DASHES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -54,7 +57,7 @@ class TerminalTable:
     Args:
         columns: their titles.
         words: those that hold words, which stand on the left and fold; the first does, all others hold numbers.
-        has_titles: whether titles are shown. Without, the first column has names of fields, the second what they are.
+        has_titles: whether titles are shown. Without, the first column has names of fields, the second their values.
     """
 
     def __init__(self, columns: Iterable[str], *, words: Iterable[str] = (), has_titles: bool = True) -> None:
@@ -67,8 +70,8 @@ class TerminalTable:
         """Add a row.
 
         Args:
-            cells: one per column, shown as they are, without markup; those that are not given are empty.
-            style: of everything that has none of its own.
+            cells: one per column, without markup; missing ones are empty.
+            style: of cells without one of their own.
         """
         texts = [Text(cell) if isinstance(cell, str) else cell.copy() for cell in cells]
         for text in texts:
@@ -81,12 +84,12 @@ class TerminalTable:
             self._sections.append([])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what is drawn, no wider than the console."""
+        """Yield the table or its lists of fields, no wider than the console."""
         shown = self._shown_columns()
         columns = [self._column(number) for number in shown]
-        room = options.max_width - _GAP * (len(columns) - 1)
-        widths = _fitting(columns, room)
-        if self._has_titles and sum(widths) > room:
+        width = options.max_width - _GAP * (len(columns) - 1)
+        widths = _fitting(columns, width)
+        if self._has_titles and sum(widths) > width:
             yield from self._lists_of_fields()
         elif columns:
             table = self._drawn(columns, widths, _DASHES if options.ascii_only else _RULE)
@@ -151,7 +154,7 @@ class _Column:
     """A column.
 
     Attributes:
-        whole_word: how many characters its words have at most that never break.
+        whole_word: words of at most so many characters never break.
     """
 
     title: Text
@@ -164,7 +167,7 @@ class _Column:
         return _width([self.title, *self.cells])
 
     def steps(self) -> tuple[int, int, int]:
-        """Return how narrow it may become at each of the first three steps of giving way."""
+        """Return the least width at each of the first three steps of narrowing."""
         below_folded_title = max(_width(self.cells), _longest_word([self.title]))
         if not self.has_words:
             return below_folded_title, below_folded_title, below_folded_title
@@ -172,17 +175,17 @@ class _Column:
         return below_folded_title, folded, min(folded, self.whole_word)
 
 
-def _fitting(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return widths for which there is room, or else the narrowest ones."""
+def _fitting(columns: Sequence[_Column], available: int) -> list[int]:
+    """Return widths that fit, or else the narrowest ones."""
     widths = [column.full() for column in columns]
     for narrowest in zip(*(column.steps() for column in columns), strict=True):
-        _narrow(widths, narrowest, room)
+        _narrow(widths, narrowest, available)
     return widths
 
 
-def _narrow(widths: list[int], narrowest: Sequence[int], room: int) -> None:
-    """Take from the widest of those that may become narrower, the last of equal ones, until there is room."""
-    while sum(widths) > room:
+def _narrow(widths: list[int], narrowest: Sequence[int], available: int) -> None:
+    """Narrow the widest column that may become narrower, the last of equal ones, until all fit."""
+    while sum(widths) > available:
         spare = [(width, number) for number, width in enumerate(widths) if width > narrowest[number]]
         if not spare:
             return
@@ -197,11 +200,10 @@ def _longest_word(texts: Iterable[Text]) -> int:
     return max((cell_len(word) for text in texts for word in text.plain.split()), default=0)
 
 
-# What `kvcm group usage` and `kvcm storage list` show a person: tables, and a sentence for whatever asks for something
-# to be done.
+# Tables of `kvcm group usage` and `kvcm storage list`, with a sentence for each problem.
 
 _LIMITS = ("used", "deleting", "limit", "evict above", "down to", "%")
-_BAD, _WARN, _CAPACITY_TABLES_QUIET = "bold red", "yellow", "dim"
+_BAD, _WARN = "bold red", "yellow"
 _HEALTH_STYLES = {HealthState.SH_UP: "", HealthState.SH_DEGRADED: _WARN, HealthState.SH_DOWN: _BAD}
 
 
@@ -211,8 +213,8 @@ class ListedStorage(NamedTuple):
     Attributes:
         kind: its type, as operators write it.
         used_bytes: by all groups.
-        capacity_bytes: what they may use together, 0 for no limit.
-        status: how it is for the manager that was asked; None when that does not tell.
+        capacity_bytes: limit of all groups together, 0 for no limit.
+        status: health as the manager that answered sees it; None if unknown.
     """
 
     name: str
@@ -223,17 +225,17 @@ class ListedStorage(NamedTuple):
 
 
 def print_storages(storages: Sequence[ListedStorage], console: Console) -> None:
-    """Show storages and how they are."""
+    """Print storages and their health."""
     words = ("storage", "type", "state", "since")
     table = TerminalTable((*words, "used", "limit", "free", "of medium"), words=words)
     for storage in storages:
-        limit = format_size(storage.capacity_bytes) if storage.capacity_bytes else Text("none", _CAPACITY_TABLES_QUIET)
+        limit = format_size(storage.capacity_bytes) if storage.capacity_bytes else Text("none", _QUIET)
         state, since, free, whole = _status(storage.status)
         used = format_size(storage.used_bytes)
         table.add_row(storage.name, storage.kind, state, since, used, limit, free, whole)
     console.print(table)
-    told = (storage.status for storage in storages if storage.status is not None and storage.status.reason)
-    _print_below(map(_problem, told), console)
+    troubled = (storage.status for storage in storages if storage.status is not None and storage.status.reason)
+    print_sentences(map(_problem, troubled), console)
 
 
 def _status(status: StorageStatus | None) -> tuple[str | Text, ...]:
@@ -259,7 +261,7 @@ def _problem(status: StorageStatus) -> Text:
 
 
 def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
-    """Show drains, and why they do not go on."""
+    """Print drains, and the reasons of those that are stuck."""
     words = ("storage", "task", "state", "since")
     table = TerminalTable((*words, "left"), words=words)
     for drain in drains:
@@ -268,10 +270,11 @@ def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
         table.add_row(drain.storage_unique_name, task, drain.state.label, since, left)
     console.print(table)
     stuck = (drain for drain in drains if drain.reason)
-    _print_below((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
+    print_sentences((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
 
 
-def _print_below(sentences: Iterable[Text], console: Console) -> None:
+def print_sentences(sentences: Iterable[Text], console: Console) -> None:
+    """Print sentences below a table."""
     for number, sentence in enumerate(sentences):
         if not number:
             console.print()  # without it the first would look like a row
@@ -284,7 +287,7 @@ def format_time(unix_ms: int) -> str:
 
 
 def print_usage(report: UsageReport, console: Console) -> None:
-    """Show usage and limits."""
+    """Print usage and limits."""
     console.print(_groups(report))
     if any(group.instances for group in report.groups):
         console.print("", _instances(report), sep="\n")
@@ -292,7 +295,7 @@ def print_usage(report: UsageReport, console: Console) -> None:
         console.print("", _storages(report), sep="\n")
     if report.global_quotas:
         console.print("", _quotas(report), sep="\n")
-    _print_below(_sentences(report), console)
+    print_sentences(_sentences(report), console)
 
 
 def _groups(report: UsageReport) -> TerminalTable:
@@ -305,7 +308,7 @@ def _groups(report: UsageReport) -> TerminalTable:
         for storage in group.storages:
             name = Text(f"storage {storage.storage_unique_name}")
             if storage.guaranteed_bytes:
-                name.append(f", {format_size(storage.guaranteed_bytes)} guaranteed", _CAPACITY_TABLES_QUIET)
+                name.append(f", {format_size(storage.guaranteed_bytes)} guaranteed", _QUIET)
             table.add_row("", name, format_size(storage.used_bytes))
         if group.pinned_bytes or group.pin_budget_bytes:
             share = _percent(group.pinned_bytes, group.pin_budget_bytes)
@@ -350,7 +353,7 @@ def _limits(usage: Usage) -> Iterator[str | Text]:
     yield format_size(usage.used_bytes)
     yield format_size(usage.deleting_bytes) if usage.deleting_bytes else ""
     for limit in (usage.capacity_bytes, usage.high_mark_bytes, usage.low_mark_bytes):
-        yield format_size(limit) if limit >= 0 else Text("none", _CAPACITY_TABLES_QUIET)
+        yield format_size(limit) if limit >= 0 else Text("none", _QUIET)
     style = _BAD if usage.is_full else _WARN if usage.is_above_mark else ""
     yield Text(_percent(usage.used_bytes, usage.capacity_bytes), style)
 
@@ -379,7 +382,7 @@ def _sentences(report: UsageReport) -> Iterator[Text]:
 
 
 def problems(report: UsageReport) -> Iterator[tuple[bool, str]]:
-    """Yield every sentence about what is full or above a mark, and whether it keeps somebody from writing."""
+    """Yield a sentence for each limit that is reached or watermark that is exceeded, and whether it blocks writes."""
     for sentence in _sentences(report):
         yield sentence.style == _BAD, sentence.plain
 
@@ -396,7 +399,7 @@ def _about_group(group: GroupUsage) -> Iterator[Text]:
             yield Text(f"group {group.name} is full on type {kind.storage_type.kind}", _BAD)
     if group.refused_writes:
         times = "once" if group.refused_writes == 1 else f"{group.refused_writes:,} times"
-        yield Text(f"group {group.name} was refused room {times} since the manager started", _WARN)
+        yield Text(f"group {group.name} was refused space {times} since the manager started", _WARN)
 
 
 def _about_storage(storage: StorageUsage) -> Iterator[Text]:

@@ -20,7 +20,6 @@ from kvcm.model.instances import Instance
 from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.meta_api import BlockCalls
-from kvcm.service.request_limits import RequestLimits
 
 # ── Large requests ──
 
@@ -83,7 +82,7 @@ async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mo
 
 
 async def test_texts_of_many_blocks_let_others_in_between(rig: Rig) -> None:
-    calls = BlockCalls(rig.manager, RequestLimits(), pb.GetCacheMetaResponse, pb.CommonResponse)
+    calls = BlockCalls(rig.manager, pb.GetCacheMetaResponse, pb.CommonResponse)
     request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:BATCH_KEYS], detail_level=1)
     reply, turns = await turns_of_others(calls.get_cache_meta(request))
     assert len(reply.message.metas) == BATCH_KEYS

@@ -22,10 +22,10 @@ SECONDS = 30.0
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kvcm.connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_segment import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
-with segment.claim() as claim:
-    assert claim.lock(0, 4096)
+with segment.write_lock() as lock:
+    assert lock.lock(0, 4096)
     child = os.fork()
     if child == 0:
         sys.stdin.read()
@@ -34,29 +34,29 @@ with segment.claim() as claim:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# Its child leaves the claim that it was forked in, and saves something itself; the parent's lock stays.
+# Its child leaves the lock that it was forked in, and saves something itself; the parent's lock stays.
 OUTLIVED = """
 import os, sys
 from pathlib import Path
-from kvcm.connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_segment import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
-with segment.claim() as spare:  # one that is free when it forks
+with segment.write_lock() as spare:  # one that is free when it forks
     pass
-claims = segment.claim()
-claim = claims.__enter__()
-assert claim.lock(0, 4096)
+locks = segment.write_lock()
+lock = locks.__enter__()
+assert lock.lock(0, 4096)
 child = os.fork()
 if child == 0:
-    claims.__exit__(None, None, None)
-    with segment.claim() as own:
+    locks.__exit__(None, None, None)
+    with segment.write_lock() as own:
         assert not own.lock(0, 4096)
         assert own.lock(4096, 4096)
     os._exit(0)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 sys.stdin.read()
-claims.__exit__(None, None, None)
-with segment.claim() as claim:
-    assert claim.lock(0, 8192)
+locks.__exit__(None, None, None)
+with segment.write_lock() as lock:
+    assert lock.lock(0, 8192)
 """
 
 
@@ -87,8 +87,8 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 def is_locked(segment: PoolSegment) -> bool:
-    with segment.write_lock() as claim:
-        return not claim.lock(0, PAGE_BYTES)
+    with segment.write_lock() as lock:
+        return not lock.lock(0, PAGE_BYTES)
 
 
 def test_the_lock_of_a_killed_writer_ends_although_its_child_lives(

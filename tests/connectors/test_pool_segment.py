@@ -238,9 +238,9 @@ def test_what_a_killed_maker_left_is_used_by_the_next(pool_directory: Path) -> N
     program = f"""
 import os, signal
 from pathlib import Path
-from kvcm.connectors.transfer.pool_making import make_segment
+from kvcm.connectors.transfer.pool_segment import create_segment
 Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-make_segment(Path({str(path)!r}), {4 * MIB}, lambda: 1)
+create_segment(Path({str(path)!r}), {4 * MIB}, lambda: 1)
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
     assert done.returncode < 0

@@ -121,7 +121,7 @@ def test_a_call_without_room_has_memory_of_its_own(connect: Connect) -> None:
         output, report = run(reuse, ids)
         assert torch.equal(output, plain(ids))
         assert report.loaded_tokens == tokens
-        assert report.reason == "the pool had no room for this call"
+        assert report.reason == "the pool had too few free blocks for this call"
     assert pool_of(reuse).available == 4
 
 

@@ -238,7 +238,7 @@ def test_a_smaller_quota_tells_how_much_is_evicted_and_what_is_refused() -> None
 
 def test_without_a_mark_nothing_is_evicted() -> None:
     (refused,) = _told(usage(90, 200), {"capacity": 50 * MIB}, mark=2.0)
-    assert "until somebody removes something: it has no mark" in refused
+    assert "until blocks are removed: it has no mark" in refused
 
 
 def test_what_is_being_deleted_counts_as_gone() -> None:

@@ -210,8 +210,8 @@ def card(total: dict[str, int], going_on: History = QUIET, *alerts: Any, **more:
 @pytest.mark.parametrize(
     ("total", "going_on", "state", "why"),
     [
-        (usage(10, 100, 80, 78), QUIET, "has room", "70.0 MiB may be written before eviction begins."),
-        (usage(10, 100), QUIET, "has room", "Nothing is evicted before it is full: it has no mark. 90.0 MiB are free."),
+        (usage(10, 100, 80, 78), QUIET, "has space", "70.0 MiB may be written before eviction begins."),
+        (usage(10, 100), QUIET, "has space", "Nothing is evicted before it is full: it has no mark. 90.0 MiB are free."),
         (
             *(usage(79, 100, 80, 78), evicting("g", 1 << 20), "evicting"),
             "Eviction keeps it between 78.0 MiB and 80.0 MiB: 1.0 MiB/s leave on average.",
@@ -231,12 +231,12 @@ def card(total: dict[str, int], going_on: History = QUIET, *alerts: Any, **more:
             "60.0 MiB of it are evicted and wait for their deletion: little or nothing fits until then.",
         ),
         (
-            *(usage(90, 100, 80, 78, deleting=60), QUIET, "has room"),
+            *(usage(90, 100, 80, 78, deleting=60), QUIET, "has space"),
             "50.0 MiB may be written before eviction begins, and 60.0 MiB wait for their deletion.",
         ),
         (
             *(usage(70, 100, 80, 78), refusing("g", 0.5), "refuses writes"),
-            "50 writes found no room in the last five minutes: 30.0 MiB are free now.",
+            "50 writes found no space in the last five minutes: 30.0 MiB are free now.",
         ),
         (usage(0, 0), QUIET, "no quota", "Its quota is 0: nothing may be written."),
     ],
@@ -277,7 +277,7 @@ def test_the_headline_names_what_is_full() -> None:
     assert line(full, room) == ("Group g0 is full.", "bad")
     assert line(full, full) == ("Group g0 is full and g1 is full.", "bad")
     assert line(*[full] * 5)[0] == "Group g0 is full, g1 is full, g2 is full and 2 more groups are in trouble."
-    assert line(usage(85, 100, 80, 78)) == ("1 group is short of room; nothing is refused.", "warn")
+    assert line(usage(85, 100, 80, 78)) == ("1 group is short of space; nothing is refused.", "warn")
     urgent, low = alert("page", "storage", "disk"), alert("ticket", "manager", "m")
     assert line(room, alerts=(urgent,)) == ("1 other thing needs attention.", "bad")
     assert line(room, alerts=(low, alert("info", "cluster", ""))) == ("1 other thing needs attention.", "warn")

@@ -41,9 +41,9 @@ async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]
     return written.usage
 
 
-async def listed(backend: IndexBackend, page_size: int) -> list[int]:
+async def listed(backend: IndexBackend, batch_size: int) -> list[int]:
     """The keys of a scan."""
-    return [key async for page in backend.scan(page_size) for key in page]
+    return [key async for page in backend.scan(batch_size) for key in page]
 
 
 def used(usage: Mapping[StorageKey, int]) -> dict[StorageKey, int]:

@@ -94,7 +94,7 @@ WRITES = st.lists(
 )
 
 
-async def check_history(backend: IndexBackend, writes: list[dict[int, BlockRecord | None]], page_size: int) -> None:
+async def check_history(backend: IndexBackend, writes: list[dict[int, BlockRecord | None]], batch_size: int) -> None:
     expected: dict[int, BlockRecord] = {}
     for batch in writes:
         await write(backend, batch)
@@ -103,7 +103,7 @@ async def check_history(backend: IndexBackend, writes: list[dict[int, BlockRecor
             expected |= {key: new} if new is not None else {}
         assert backend.key_count == len(expected)
         await check_sums(backend)
-    assert sorted(await listed(backend, page_size)) == sorted(expected)
+    assert sorted(await listed(backend, batch_size)) == sorted(expected)
     assert await backend.get_many(range(-3, 9)) == [expected.get(key) for key in range(-3, 9)]
     for key in range(-3, 9):
         assert sorted(await backend.children(key)) == sorted(k for k, r in expected.items() if r.parent == key)
@@ -113,7 +113,7 @@ async def check_history(backend: IndexBackend, writes: list[dict[int, BlockRecor
 
 def history_of(kinds: Sequence[Any], count: int) -> Callable[[Check], Check]:
     """Run a test over histories, on these kinds of backend; every history begins with a fresh one."""
-    given_histories = given(writes=WRITES, page_size=st.integers(1, 7))
+    given_histories = given(writes=WRITES, batch_size=st.integers(1, 7))
     quietly = settings(max_examples=examples(count), suppress_health_check=[HealthCheck.function_scoped_fixture])
     by_kind = pytest.mark.parametrize("rig", kinds, indirect=True)
     return lambda check: by_kind(quietly(given_histories(check)))
@@ -121,24 +121,24 @@ def history_of(kinds: Sequence[Any], count: int) -> Callable[[Check], Check]:
 
 @history_of(ALONE, count=150)
 async def test_any_history_leaves_what_a_dict_would_hold(
-    rig: Rig, writes: list[dict[int, BlockRecord | None]], page_size: int
+    rig: Rig, writes: list[dict[int, BlockRecord | None]], batch_size: int
 ) -> None:
-    await check_history(rig.fresh(), writes, page_size)
+    await check_history(rig.fresh(), writes, batch_size)
 
 
 @history_of(SHARED, count=50)
 async def test_any_history_leaves_in_a_server_what_a_dict_would_hold(
-    rig: Rig, writes: list[dict[int, BlockRecord | None]], page_size: int
+    rig: Rig, writes: list[dict[int, BlockRecord | None]], batch_size: int
 ) -> None:
-    await check_history(rig.fresh(), writes, page_size)
+    await check_history(rig.fresh(), writes, batch_size)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 64, 1000])
-async def test_a_scan_yields_every_key_once_in_pages(backend: IndexBackend, page_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3, 64, 1000])
+async def test_a_scan_yields_every_key_once_in_batches(backend: IndexBackend, batch_size: int) -> None:
     await write(backend, {key * 7 - 100: record() for key in range(200)})
-    pages = [page async for page in backend.scan(page_size)]
+    pages = [page async for page in backend.scan(batch_size)]
     assert sorted(key for page in pages for key in page) == [key * 7 - 100 for key in range(200)]
-    assert all(1 <= len(page) <= page_size for page in pages)
+    assert all(1 <= len(page) <= batch_size for page in pages)
 
 
 async def test_a_scan_yields_stable_keys_once_while_others_come_and_go(backend: IndexBackend) -> None:

@@ -174,9 +174,7 @@ def test_who_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) ->
     lock = tmp_path / "metadata" / "LOCK"
     assert lock_holder(lock) == 0
     log = CommitLog(lock.parent, Fsync("never"), SystemClock())
-    ask = (
-        f"from pathlib import Path; from kvcm.doctor.places import lock_holder; print(lock_holder(Path({str(lock)!r})))"
-    )
+    ask = f"from pathlib import Path; from kvcm.doctor.host import lock_holder; print(lock_holder(Path({str(lock)!r})))"
     try:  # a lock of the process itself is not in its own way
         asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     finally:
@@ -272,7 +270,7 @@ def test_a_data_directory_on_loopback_is_nothing_to_speak_of() -> None:
         ({"data_dir": "/tmp/kvcm"}, Level.WARN, "does not outlive a reboot"),
         ({"fsync": "never"}, Level.WARN, "kvcm.store.fsync is never"),
         ({"enable_debug_service": True}, Level.WARN, "lets callers make requests fail"),
-        ({"host": "10.0.0.1", "insecure": True}, Level.FAIL, "everybody who reaches 10.0.0.1 may do everything"),
+        ({"host": "10.0.0.1", "insecure": True}, Level.FAIL, "every client that reaches 10.0.0.1 may do everything"),
         ({"registry_storage_uri": "redis://10.0.0.9/?cluster_name=c"}, Level.WARN, "has no password for 10.0.0.9:6379"),
         ({"registry_storage_uri": "redis://10.0.0.9/?cluster_name=c"}, Level.WARN, "in the clear"),
     ],
@@ -309,7 +307,7 @@ def test_settings_are_read_as_serve_reads_them(tmp_path: Path) -> None:
         ("kvcm.store.fsnyc=always", "unknown setting 'kvcm.store.fsnyc', did you mean 'kvcm.store.fsync'?"),
         ("kvcm.service.http_port=many", "kvcm.service.http_port is 'many', must be a whole number"),
         ("what is this", "is not key=value"),
-        ("kvcm.service.host=10.0.0.1", "nobody is authenticated"),
+        ("kvcm.service.host=10.0.0.1", "authentication is disabled"),
     ],
 )
 def test_settings_that_serve_refuses_are_a_failure(tmp_path: Path, text: str, found: str) -> None:
@@ -349,7 +347,7 @@ def test_a_good_server_has_nothing_wrong() -> None:
         ({"rdb_last_bgsave_status": "err"}, Level.FAIL, "failed to save"),
         ({"aof_enabled": "0"}, Level.FAIL, "keeps nothing"),
         ({"aof_enabled": "0", "save": "3600 1"}, Level.WARN, "snapshots only (3600 1)"),
-        ({"aof_enabled": "0", "save": None}, Level.WARN, "does not tell whether it makes snapshots"),
+        ({"aof_enabled": "0", "save": None}, Level.WARN, "its snapshots are unknown"),
         ({"ahead": 5.0}, Level.WARN, "5 s ahead of"),
     ],
 )

@@ -7,14 +7,12 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["serve"]
-
 
 def serve(target: object) -> None:
-    """Answer until the input ends, which ends the process: none outlives whoever started it.
+    """Answer until the input ends, which ends the process: none outlives the process that started it.
 
     Args:
-        target: each of its methods is a call; what it raises is told and ends nothing.
+        target: each of its methods is a call; its exceptions are returned and end nothing.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

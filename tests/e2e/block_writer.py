@@ -2,7 +2,7 @@
 
     python block_writer.py <settings as JSON>
 
-Before and after every step that matters it appends a line to a journal: what was written there is known whenever it is
+Before and after every step that matters it appends a line to a journal, so its state is known whenever it is
 killed.
 """
 
@@ -26,8 +26,6 @@ from kvcm.connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 
-__all__ = ["SPECS", "WriterSettings", "command_of", "connected", "content", "registered"]
-
 # Long enough to be killed in the middle of a write.
 SPECS = (LocationSpecInfo("tp0", 1 << 20), LocationSpecInfo("tp1", 300_001))
 _BLOCKS_PER_SESSION = 12
@@ -36,7 +34,7 @@ _SAVE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
-    """What a writer is told.
+    """Settings of a writer.
 
     Attributes:
         address: of the manager.
@@ -58,7 +56,7 @@ class WriterSettings:
 
 
 def content(uri: LocationUri) -> bytes:
-    """Return what is written to a place: different for every place there ever is."""
+    """Return the bytes of a location: different for every location there ever is."""
     return (blake2b(str(uri).encode()).digest() * (uri.size // 64 + 1))[: uri.size]
 
 
@@ -96,7 +94,7 @@ class _Writer:
         fresh = [key for key, is_masked in zip(keys, grant.mask, strict=True) if not is_masked]
         self._note("begun", session=grant.session_id, keys=fresh)
         succeeded = self._save(grant)
-        # Noted before the manager can know: what is not noted here must never be served.
+        # Recorded before the manager can know: blocks without this record must never be served.
         finished = [location for location, ok in zip(grant.locations, succeeded, strict=True) if ok]
         self._note("finishing", session=grant.session_id, uris=[list(map(str, _uris(each))) for each in finished])
         confirmed = self._client.finish_write(grant.session_id, succeeded, timeout_seconds=20)

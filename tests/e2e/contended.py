@@ -12,20 +12,18 @@ from pathlib import Path
 from random import Random
 
 from key_history import History
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, code_of, running
-from mixed_load import Client, Load, Sent, finish_later, metas_of, served_blocks
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, code_of, managers_on
+from mixed_load import Load, Sent, finish_later, metas_of, served_blocks
 from read_checks import ReadVerdict, certain_bytes, judge_reads
-from store_look import look_at, records_left, used_bytes, verified
+from store_audit import audit_until, records_left, used_bytes, verified
 
 from kvcm.protocol import meta_service_pb2 as pb
-
-__all__ = ["ContendedReport", "Handover", "contend", "contended_rig", "hand_over", "leader_of", "visibility"]
 
 _KEYS = range(64)
 _CLIENTS_PER_MANAGER = 4
 _QUIET_SECONDS = 30.0
 _LEASE_SECONDS = 2.0
-_REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
+_REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class ContendedRig:
 
     Attributes:
         site: what all clients work on.
-        quiet_site: what is left to measurements.
+        quiet_site: for measurements.
         managers: on the store.
         random: of the run.
     """
@@ -71,11 +69,10 @@ class ContendedRig:
 @contextlib.contextmanager
 def contended_rig(directory: Path, uri: str, seed: int) -> Iterator[ContendedRig]:
     """Run three managers on a store inside the block."""
-    settings = {"kvcm.registry_storage.uri": uri, "kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000))}
-    managers = [Manager(directory / f"manager-{number}", settings) for number in range(3)]
     quota = int(len(_KEYS) * BLOCK_BYTES * 0.9)
     site = Site(GroupPlan("tight", ("t/one",), quota), GroupPlan("wide", ("w/one",), 40 * quota))
-    with running(*managers):
+    lease = {"kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000))}
+    with managers_on(directory, uri, 3, lease) as managers:
         yield ContendedRig(site, Site(GroupPlan("quiet", ("q/one",), 40 * quota)), managers, Random(seed))
 
 
@@ -90,18 +87,15 @@ async def contend(rig: ContendedRig, operations: int) -> ContendedReport:
     wires = [manager.connect() for manager in rig.managers]
     await _set_up(rig, wires[0])
     report, load = ContendedReport(), Load(rig.site, _KEYS, History(), survives=True)
-    clients = [Client(load, wire, Random(rig.random.random())) for wire in wires for _ in range(_CLIENTS_PER_MANAGER)]
     begin = time.monotonic()
-    tasks = [asyncio.create_task(client.run()) for client in clients]
+    work = load.start(wires, _CLIENTS_PER_MANAGER * len(wires), rig.random)
     most: Counter[str] = Counter()
     while sum(sent.keys for sent in load.requests) < operations:
         await asyncio.sleep(0.2)
         await _sample(rig, most)
-        for task in tasks:
-            if task.done():
-                task.result()
-    load.is_over = True
-    await asyncio.gather(*tasks)
+        if work.done():
+            work.result()
+    await load.end(work)
     report.seconds = time.monotonic() - begin
     await _conclude(rig, load, wires, report)
     for group in rig.site.groups:
@@ -122,19 +116,10 @@ async def _sample(rig: ContendedRig, most: Counter[str]) -> None:
 
 async def _conclude(rig: ContendedRig, load: Load, wires: list[Wire], report: ContendedReport) -> None:
     report.wrong += await finish_later(load, wires[0], rig.random)
-    begin = time.monotonic()
     report.operations = sum(sent.keys for sent in load.requests)
     report.requests = load.outcomes()
-    while True:
-        look = await look_at(rig.managers[0].settings)
-        report.quiet_seconds = time.monotonic() - begin
-        is_quiet = not look.unfinished and not look.sessions and not look.groups_off
-        if is_quiet or report.quiet_seconds > _QUIET_SECONDS:
-            break
-        await asyncio.sleep(0.2)
-    if not is_quiet:
-        report.wrong += [f"not quiet: {dict(look.statuses)}, {look.sessions} sessions", *look.groups_off]
-    report.wrong += look.wrong
+    audit, report.quiet_seconds = await audit_until(rig.managers[0].settings, _QUIET_SECONDS)
+    report.wrong += audit.unrest() + audit.wrong
     report.wrong += await asyncio.to_thread(verified, rig.managers[0].store_options)
     for wire in wires:
         report.wrong += load.history.verdicts(load.blocks, await served_blocks(wire, load))
@@ -196,7 +181,7 @@ class Handover:
 
     Attributes:
         deletion_seconds: from the kill until the bytes of a removed block were deleted by another manager.
-        expiry_seconds: from the kill until a session that nobody finished was rolled back.
+        expiry_seconds: from the kill until an abandoned session was rolled back.
         failed: requests to the living managers that did not end well.
         requests: requests to the living managers meanwhile.
         longest_seconds: of those.
@@ -216,9 +201,8 @@ async def leader_of(managers: Sequence[Manager]) -> Manager:
     limit = time.monotonic() + 10
     while time.monotonic() < limit:
         for manager in managers:
-            wire = manager.connect()
-            info = await wire.meta.GetClusterInfo(pb.GetClusterInfoRequest())
-            await wire.close()
+            async with manager.connected() as wire:
+                info = await wire.meta.GetClusterInfo(pb.GetClusterInfoRequest())
             if info.self_node_id == info.leader_node_id:
                 return manager
         await asyncio.sleep(0.05)
@@ -232,14 +216,13 @@ async def hand_over(rig: ContendedRig) -> Handover:
     load = Load(rig.site, _KEYS, History(), survives=True)
     await _set_up(rig, wires[0])
     await _removed_all(load, wires[0])
-    tasks = [asyncio.create_task(Client(load, wire, Random(rig.random.random()), 0.05).run()) for wire in wires]
+    work = load.start(wires, len(wires), rig.random, 0.05)
     (instance,) = rig.quiet_site.instances
     await _leave_work(wires[0], instance)
     leader.kill()
     killed = time.monotonic()
     deletion, expiry = await _until_done(rig, wires[0], instance, killed)
-    load.is_over = True
-    await asyncio.gather(*tasks)
+    await load.end(work)
     failed = [sent for sent in load.requests if sent.code not in {pb.OK, pb.REACH_MAX_ENTITY_CAPACITY}]
     longest = max(sent.seconds for sent in load.requests)
     for wire in wires:
@@ -258,7 +241,7 @@ async def _removed_all(load: Load, wire: Wire) -> None:
 
 
 async def _leave_work(wire: Wire, instance: str) -> None:
-    """Blocks that are removed and whose bytes stay a moment, and a session that nobody will finish."""
+    """Blocks that are removed and whose bytes stay a moment, and an abandoned session."""
     started = await wire.meta.StartWriteCache(pb.StartWriteCacheRequest(instance_id=instance, block_keys=_REMOVED))
     finish = pb.FinishWriteCacheRequest(instance_id=instance, write_session_id=started.write_session_id)
     finish.success_blocks.offset = len(_REMOVED)

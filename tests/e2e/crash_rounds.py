@@ -12,13 +12,11 @@ from pathlib import Path
 from random import Random
 
 from key_history import Block, History
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
-from mixed_load import Client, Load, bytes_of, bytes_stored, finish_later, metas_of, served_blocks
-from store_look import look_at, orphan_files, verified
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
+from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
+from store_audit import audit_until, orphan_files, verified
 
 from kvcm.protocol import meta_service_pb2 as pb
-
-__all__ = ["CrashReport", "CrashRig", "crash", "crash_rig", "crash_site"]
 
 _KEYS = range(96)
 _CLIENTS = 10
@@ -39,7 +37,7 @@ class CrashReport:
         restart_seconds: per kill, from the start of the process until it served.
         orphans: files of the storage that no record refers to, at the end.
         usage_seconds: until the shared counters equalled the records, where that was checked.
-        looks: times that the store itself was looked at.
+        audits: times that the store itself was looked at.
     """
 
     kills: int = 0
@@ -51,11 +49,11 @@ class CrashReport:
     orphans: list[Path] = field(default_factory=list)
     files: int = 0
     usage_seconds: list[float] = field(default_factory=list)
-    looks: int = 0
+    audits: int = 0
 
 
 def crash_site(directory: Path) -> Site:
-    """Two groups: one with bytes in files, always near its limit, and one with room."""
+    """Two groups: one with bytes in files, always near its limit, and one far from it."""
     full = int(len(_KEYS) * BLOCK_BYTES * 2 * 0.9)
     files = GroupPlan("files", ("f/one", "f/two"), full, directory / "kv")
     return Site(files, GroupPlan("plain", ("p/one", "p/two"), 8 * full))
@@ -63,7 +61,7 @@ def crash_site(directory: Path) -> Site:
 
 @dataclass(slots=True)
 class CrashRig:
-    """Managers over one store, and what is known of their blocks.
+    """Managers over one store, and the known state of their blocks.
 
     Attributes:
         site: groups and instances.
@@ -81,11 +79,9 @@ class CrashRig:
 
     async def set_up(self) -> None:
         """Create groups and instances."""
-        wire = self.managers[0].connect()
-        await self.site.set_up(wire)
-        await wire.close()
+        await self.site.set_up_at(self.managers[0])
 
-    async def round(self, *, look: bool = False) -> None:
+    async def round(self, *, audit: bool = False) -> None:
         """Load, kill one manager, start it again (alone) or let the others repair, and judge."""
         load = Load(self.site, _KEYS, History(self.base))
         victim = self.random.choice(self.managers)
@@ -96,8 +92,8 @@ class CrashRig:
             await self._restart(victim)
         survivor = (others or [victim])[0]
         wrong = await self._judge(load, survivor)
-        if look:
-            wrong += await self._look(survivor)
+        if audit:
+            wrong += await self._audit(survivor)
         if others:
             await self._restart(victim)
         self.report.wrong += [f"kill {self.report.kills}: {text}" for text in wrong]
@@ -106,16 +102,12 @@ class CrashRig:
     async def _loaded(self, load: Load, victim: Manager) -> None:
         """Run clients, kill the victim at a random moment, and let the clients of others go on for a while."""
         wires = [manager.connect() for manager in self.managers]
-        clients = [
-            Client(load, wires[number % len(wires)], Random(self.random.random()), 0.01) for number in range(_CLIENTS)
-        ]
-        tasks = [asyncio.create_task(client.run()) for client in clients]
+        work = load.start(wires, _CLIENTS, self.random, 0.01)
         await asyncio.sleep(self.random.uniform(0.05, 1.5))
         victim.kill()
         if len(self.managers) > 1:
             await asyncio.sleep(self.random.uniform(0, 0.5))
-        load.is_over = True
-        await asyncio.gather(*tasks)
+        await load.end(work)
         for wire in wires:
             await wire.close()
 
@@ -125,8 +117,7 @@ class CrashRig:
         self.report.restart_seconds.append(time.monotonic() - begin)
 
     async def _judge(self, load: Load, manager: Manager) -> list[str]:
-        wire = manager.connect()
-        try:
+        async with manager.connected() as wire:
             begin = time.monotonic()
             before = await served_blocks(wire, load)
             wrong = [f"at once: {text}" for text in _lost(load, before)]
@@ -134,18 +125,16 @@ class CrashRig:
             wrong += await self._settled(load, wire)
             self.report.repaired_seconds.append(time.monotonic() - begin)
             served = await served_blocks(wire, load)
-        finally:
-            await wire.close()
         self.report.confirmed += sum(load.history.due(block) is not None for block in load.blocks)
         wrong += load.history.verdicts(load.blocks, served)
-        wrong += [f"{block}: other bytes than written at {uri}" for block, uri in served.items() if _differs(uri)]
+        wrong += without_bytes(served)
         wrong += [text[-2000:] for text in manager.failures()]
         wrong += [f"{sent}" for sent in load.requests if sent.code in {pb.INTERNAL_ERROR, pb.IO_ERROR}]
         self.base = served
         return wrong
 
     async def _settled(self, load: Load, wire: Wire) -> list[str]:
-        """Wait until the sessions are over; returns what is still being written then."""
+        """Wait until the sessions are over; returns the blocks that are still being written then."""
         writes = load.history.writes
         over = max((write.deadline for write in writes if write.outcome is None), default=0.0) - time.monotonic()
         await asyncio.sleep(max(0.0, over))
@@ -156,28 +145,20 @@ class CrashRig:
             await asyncio.sleep(0.1)
         return []
 
-    async def _look(self, manager: Manager) -> list[str]:
+    async def _audit(self, manager: Manager) -> list[str]:
         """Look at the store itself until nothing is unfinished, and usage agrees; at worst until the limits."""
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
-        begin = time.monotonic()
-        self.report.looks += 1
+        self.report.audits += 1
         if not self.is_shared:
             await asyncio.sleep(1.0)  # removed bytes stay a moment
             await asyncio.to_thread(manager.kill)
-        while True:
-            look = await look_at(manager.settings, capacities=capacities)
-            seconds = time.monotonic() - begin
-            is_quiet = not look.unfinished and not look.sessions and not look.groups_off
-            if is_quiet or not self.is_shared or seconds > _USAGE_SECONDS:
-                break
-            await asyncio.sleep(0.2)
+        patience = _USAGE_SECONDS if self.is_shared else 0.0
+        audit, seconds = await audit_until(manager.settings, patience, capacities=capacities)
         self.report.usage_seconds.append(seconds)
-        wrong = look.wrong if is_quiet else [*look.wrong, *look.groups_off]
-        if not is_quiet:
-            wrong += [f"unfinished after {seconds:.1f} s: {dict(look.statuses)}, {look.sessions} sessions"]
+        wrong = audit.wrong + audit.unrest()
         wrong += await asyncio.to_thread(verified, manager.store_options)
         roots = [group.root for group in self.site.groups if group.root is not None]
-        self.report.orphans = [path for root in roots for path in orphan_files(root, look)]
+        self.report.orphans = [path for root in roots for path in orphan_files(root, audit)]
         self.report.files = sum(path.is_file() for root in roots for path in root.rglob("*"))
         if not self.is_shared:
             await asyncio.to_thread(manager.start)
@@ -191,10 +172,6 @@ def _lost(load: Load, served: dict[Block, str]) -> Iterator[str]:
             yield f"{block}: a confirmed write is lost: {due} expected, {served.get(block)} served"
 
 
-def _differs(uri: str) -> bool:
-    return bytes_stored(uri) != bytes_of(uri)
-
-
 @contextlib.contextmanager
 def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterator[CrashRig]:
     """Run a rig inside the block.
@@ -205,16 +182,16 @@ def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterat
         seed: of what the clients do and when managers die.
         managers: so many on the store.
     """
-    store = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
-    settings = {**store, "kvcm.store.fsync": "always", "kvcm.leader_elector.lease_ms": "2000"}
-    processes = [Manager(directory / f"manager-{number}", settings) for number in range(managers)]
-    with running(*processes):
+    settings = {"kvcm.store.fsync": "always", "kvcm.leader_elector.lease_ms": "2000"}
+    with managers_on(directory, uri, managers, settings) as processes:
         yield CrashRig(crash_site(directory), processes, Random(seed), bool(uri))
 
 
-async def crash(rig: CrashRig, kills: int, look_every: int, tell: Callable[[str], None] = lambda _text: None) -> None:
+async def crash(
+    rig: CrashRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
+) -> None:
     """Do so many rounds, and look at the store itself every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
-        await rig.round(look=number % look_every == 0 or number == kills)
-        tell(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")
+        await rig.round(audit=number % audit_every == 0 or number == kills)
+        progress(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")

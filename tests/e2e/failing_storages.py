@@ -1,7 +1,7 @@
 """A storage that fails or hangs when bytes are deleted, beside one that does not.
 
 Failing: a file stands where the storage's directory was. Hanging: the packed files are replaced by named pipes, so that
-whoever opens one to punch a slot out waits until somebody reads; that is a real hang of a thread, as a mount has it.
+a thread that opens one to punch a slot out waits for a reader; that is a real hang of a thread, as a mount has it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from reclaim_site import command, metrics, remove, sum_of, until, usage_of, write
 
 from kvcm.model.uri import LocationUri
-
-__all__ = ["OutageReport", "run_outage"]
 
 _BLOCKS = 512  # that cannot be deleted
 _BATCH = 64
@@ -72,7 +70,7 @@ def _hanging(_root: Path, paths: list[Path]) -> Iterator[None]:
             pipe = path.with_name(path.name + "-pipe")
             path.rename(pipe)
             _aside(path).rename(path)
-            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets go of whoever waits in it
+            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # wakes the thread that waits in it
             pipe.unlink()
 
 
@@ -95,14 +93,10 @@ async def run_outage(directory: Path, name: str, seconds: float) -> OutageReport
         seconds: how long it lasts.
     """
     plans = [GroupPlan(each, (_INSTANCES[each],), 1 << 30, directory / each, delay_ms=0) for each in _INSTANCES]
-    manager = Manager(directory / "manager", {"kvcm.data_dir": str(directory / "data")})
-    with running(manager):
-        wire = manager.connect()
-        try:
+    with managers_on(directory) as (manager,):
+        async with manager.connected() as wire:
             await Site(*plans).set_up(wire)
             return await _outage(manager, wire, directory / "bad", OUTAGES[name], seconds)
-        finally:
-            await wire.close()
 
 
 async def _outage(

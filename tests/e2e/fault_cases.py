@@ -1,8 +1,8 @@
 """Managers under light load while the store they share fails in every way it can, and comes back.
 
-Every request has to end within its time, well or with a code that tells the client to try again; nothing that was
-confirmed may be lost, unless a replica that had not heard of it took over: replication is asynchronous, and a failover
-may lose what was written in the moment before it. Such losses are counted.
+Every request has to end within its time, well or with a code that allows a retry; nothing that was
+confirmed may be lost, unless a replica without it took over: replication is asynchronous, and a failover
+may lose the last writes before it. Such losses are counted.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from pathlib import Path
 from random import Random
 
 from key_history import History
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, running
-from mixed_load import Client, Load, Sent, finish_later, metas_of, served_blocks
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, managers_on
+from mixed_load import Load, Sent, finish_later, metas_of, served_blocks
 from redis_servers import cluster, is_replica_in_step, sentinel, standalone
-from store_look import Look, look_at, verified
+from store_audit import StoreAudit, audit_store, verified
 from waiting import until
 
 from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.protocol import meta_service_pb2 as pb
 
-__all__ = ["FAULTS", "FaultReport", "run_fault"]
-
 _KEYS = range(4096)
 _CLIENTS = 8
 _LIGHT = (0.45, 0.53, 0.02, 0.0)
-_REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
+_REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 _BEFORE_SECONDS = 1.5
 _AFTER_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
@@ -151,9 +149,7 @@ FAULTS = {
 async def run_fault(directory: Path, fault: Fault, seed: int) -> FaultReport:
     """Run two managers on a store, break it under load, and judge."""
     with fault.store(directory / "store") as (uri, fail):
-        settings = {"kvcm.registry_storage.uri": uri, "kvcm.leader_elector.lease_ms": "2000"}
-        managers = [Manager(directory / f"manager-{number}", settings) for number in range(2)]
-        with running(*managers):
+        with managers_on(directory, uri, 2, {"kvcm.leader_elector.lease_ms": "2000"}) as managers:
             return await _under_fault(managers, fail, fault.may_lose, Random(seed))
 
 
@@ -165,19 +161,15 @@ async def _under_fault(
     wires = [manager.connect() for manager in managers]
     await site.set_up(wires[0])
     await asyncio.sleep(_REGISTRY_SECONDS)
-    tasks = [
-        asyncio.create_task(Client(load, wires[number % 2], Random(random.random()), 0.05, _LIGHT).run())
-        for number in range(_CLIENTS)
-    ]
+    work = load.start(wires, _CLIENTS, random, 0.05, _LIGHT)
     await asyncio.sleep(_BEFORE_SECONDS)
     begin = time.monotonic()
     await asyncio.to_thread(fail)
     end = time.monotonic()
-    look = await _look_when_whole(managers[0].settings)
-    report.below = look.groups_below
+    audit = await _audit_when_whole(managers[0].settings)
+    report.below = audit.groups_below
     await asyncio.sleep(_AFTER_SECONDS)
-    load.is_over = True
-    await asyncio.gather(*tasks)
+    await load.end(work)
     _judge_requests([sent for sent in load.requests if sent.sent + sent.seconds >= begin], begin, end, report)
     report.wrong += [f"a defect: {text[-1500:]}" for manager in managers for text in manager.failures()]
     report.wrong += [f"{manager.directory.name} ended" for manager in managers if not manager.is_running]
@@ -192,12 +184,12 @@ async def _under_fault(
     return report
 
 
-async def _look_when_whole(values: dict[str, str]) -> Look:
-    """Look at the store as soon as all of it answers: somebody who comes anew needs every part of a cluster."""
+async def _audit_when_whole(values: dict[str, str]) -> StoreAudit:
+    """Look at the store as soon as all of it answers: a new client needs every part of a cluster."""
     limit = time.monotonic() + _WHOLE_SECONDS
     while True:
         try:
-            return await look_at(values)
+            return await audit_store(values)
         except StorageIOError:
             if time.monotonic() > limit:
                 raise
@@ -207,7 +199,7 @@ async def _look_when_whole(values: dict[str, str]) -> Look:
 def _judge_requests(requests: list[Sent], begin: float, end: float, report: FaultReport) -> None:
     report.requests.update(f"{sent.call}:{_name(sent.code)}" for sent in requests)
     report.longest_seconds = max(sent.seconds for sent in requests)
-    # A session that ended while its client could not reach the store is gone, and the client is told so.
+    # A session that ended while its client could not reach the store is gone, and so is the answer.
     odd = [sent for sent in requests if sent.code not in _CLEAR_CODES and not _is_late_finish(sent)]
     report.wrong += [f"{sent.sent - begin:+.2f} s: {sent}" for sent in odd]
     failed = [sent.sent + sent.seconds - end for sent in requests if sent.code != pb.OK and not _is_late_finish(sent)]
@@ -227,16 +219,14 @@ def _name(code: int | None) -> str:
 
 async def _quiet(manager: Manager, report: FaultReport) -> None:
     """Wait until nothing is unfinished and usage agrees."""
-    begin, look = time.monotonic(), Look()
+    begin, audit = time.monotonic(), StoreAudit()
     while report.quiet_seconds < _QUIET_SECONDS:
         with contextlib.suppress(KvcmError):
-            look = await look_at(manager.settings)
-            report.below = report.below or look.groups_below
-            if not look.unfinished and not look.sessions and not look.groups_off:
+            audit = await audit_store(manager.settings)
+            report.below = report.below or audit.groups_below
+            if audit.is_quiet:
                 break
         await asyncio.sleep(0.2)
         report.quiet_seconds = time.monotonic() - begin
-    report.wrong += look.wrong
+    report.wrong += audit.wrong + audit.unrest()
     report.wrong += await asyncio.to_thread(verified, manager.store_options)
-    if look.unfinished or look.sessions or look.groups_off:
-        report.wrong.append(f"not quiet: {dict(look.statuses)}, {look.sessions} sessions, {look.groups_off}")

@@ -1,7 +1,7 @@
 """Hosts on one machine: each has a network, mounts, a name and shared memory of its own, and a cable to the manager's.
 
 Processes of two hosts meet nowhere but in the manager's network and in the files outside `/dev/shm`. A host that is
-booted gets new ones of all; what was in its memory is gone.
+booted gets new ones of all; its memory is lost.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import DIES_WITH_PARENT
-
-__all__ = ["Host", "Network", "why_no_hosts"]
 
 _MEMORY_BYTES = 256 << 20
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET

@@ -1,7 +1,7 @@
 """One manager and engines on hosts of their own, two of them with a memory pool: what they see while hosts fail.
 
 `alone`: no load, one step after the other. Then engines of both hosts, and one that names no host, work on the same and
-on other blocks: `steady`; `cut` while host a reaches nobody, `mended`; `removed` when the memory of host a is deleted
+on other blocks: `steady`; `cut` while host a is unreachable, `mended`; `removed` when the memory of host a is deleted
 under its engine; `booting` while host a is down, `booted` when it is there again with empty memory; `killed` when the
 manager is killed and started again; `settled`. `audit`: every engine reads everything, twice, and nothing is written.
 """
@@ -16,13 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from host_engine import CHAIN_BLOCKS
-from host_figures import SHARED, HostFigures, added, pool_of
+from engine_figures import SHARED, EngineFigures, added, pool_of
+from engine_process import CHAIN_BLOCKS
 from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes
-
-__all__ = ["PHASES", "HostsReport", "run_hosts"]
 
 _FAILING = ("steady", "cut", "mended", "removed", "booting", "booted", "killed", "settled")
 PHASES = ("alone", *_FAILING, "audit", "audit again")
@@ -36,23 +34,23 @@ class HostsReport:
     Attributes:
         engines: by engine and phase.
         seconds: how long the manager or an engine took for what.
-        evicted: blocks that made room in pools for others.
-        wrong: what was not as it should be.
+        evicted: blocks, from pools.
+        wrong: violations.
     """
 
-    engines: dict[str, dict[str, HostFigures]] = field(default_factory=dict)
+    engines: dict[str, dict[str, EngineFigures]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     evicted: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def all(self, *engines: str) -> HostFigures:
+    def all(self, *engines: str) -> EngineFigures:
         """Return everything that these engines saw, or all of them."""
         names = engines or tuple(self.engines)
-        return reduce(added, (seen for name in names for seen in self.engines[name].values()), HostFigures())
+        return reduce(added, (seen for name in names for seen in self.engines[name].values()), EngineFigures())
 
-    def of(self, engine: str, *phases: str) -> HostFigures:
+    def of(self, engine: str, *phases: str) -> EngineFigures:
         """Return what an engine saw in some phases."""
-        return reduce(added, (self.engines[engine].get(phase, HostFigures()) for phase in phases), HostFigures())
+        return reduce(added, (self.engines[engine].get(phase, EngineFigures()) for phase in phases), EngineFigures())
 
 
 def run_hosts(directory: Path, seconds: float, seed: int = 1, slowness: float = 1.0) -> HostsReport:
@@ -111,9 +109,9 @@ class _Course:
         self._lose_the_agent(first)
 
     def _lie(self, first: int) -> None:
-        """Whoever names a host that it is not on is told addresses, and gets no bytes by them."""
+        """An engine that names another host gets its addresses, and no bytes by them."""
         liar = self._site.start_liar("b", "a")
-        self._expect("a liar gets nothing", ["refused"] * 2 * CHAIN_BLOCKS, liar.ask("take", first=first))
+        self._expect("a liar gets nothing", ["refused"] * 2 * CHAIN_BLOCKS, liar.ask("load_foreign", first=first))
         liar.kill()
 
     def _lose_the_agent(self, first: int) -> None:
@@ -125,7 +123,7 @@ class _Course:
             assert time.monotonic() < begin + PATIENCE_SECONDS, "pool a is not down"
             written.append(site.engines["a"].ask("write", first=key)[1])
             key += CHAIN_BLOCKS
-            time.sleep(0.1 * site.slowness)  # the pool must not be filled, or what was written first is evicted
+            time.sleep(0.1 * site.slowness)  # the pool must not be filled, or the first blocks are evicted
         self._time("agent killed until its pool is down", time.monotonic() - begin)
         self._expect("no write fails for it", 0, written.count([]))
         read = [_all(SHARED), _all(pool_of("b")), _all(SHARED)]
@@ -148,7 +146,7 @@ class _Course:
         self._boot(seconds)
         self._kill_manager(seconds)
         self._ask("end")
-        self._site.until(self._site.is_at_rest, "no pool is above its mark")  # or what is promised may go meanwhile
+        self._site.until(self._site.is_at_rest, "no pool is above its mark")  # else promised blocks go
         self._report.evicted += self._site.ask("evicted")
         for phase in PHASES[-2:]:
             self._enter(phase)
@@ -169,7 +167,7 @@ class _Course:
         self._pass(seconds)
 
     def _remove(self, seconds: float) -> None:
-        """Delete the memory under an engine; whoever makes it first, the manager must hear of it."""
+        """Delete the memory under an engine; whether agent or engine makes it again first, the manager must notice."""
         self._enter("removed", is_whole=True)
         known = self._lost_memories()
         self._site.hosts["a"].run("rm /dev/shm/kvcm-*")
@@ -202,7 +200,7 @@ class _Course:
         self._site.manager.kill()
         begin = time.monotonic()
         self._site.start_manager()
-        self._ask("turn")  # what was read and written before it was killed says nothing
+        self._ask("turn")  # operations from before the kill do not count
         for name in HOSTS:
             self._until_working(name, f"manager killed until engine {name} reads and writes its pool", begin)
         self._until_sound()
@@ -225,7 +223,7 @@ class _Course:
         for name, phases in self._told:
             known = report.engines.setdefault(name, {})
             for phase, figures in phases.items():
-                known[phase] = added(known.get(phase, HostFigures()), HostFigures(**figures))
+                known[phase] = added(known.get(phase, EngineFigures()), EngineFigures(**figures))
         report.wrong += [text[-1500:] for text in site.manager.failures()]
         report.wrong += [f"engine {name} ended" for name, each in site.engines.items() if each.popen.poll() is not None]
         report.wrong += [f"agent {name} ended" for name, each in site.agents.items() if each.poll() is not None]

@@ -9,20 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_figures import GROUP, SHARED, pool_of
 from google.protobuf import json_format
 from host_engine import EngineSettings
 from host_engine import command_of as engine_command
-from host_figures import GROUP, SHARED, pool_of
 from host_networks import Host, Network
-from host_watcher import command_of as watcher_command
 from manager_site import GroupPlan, Manager
+from site_operator import command_of as operator_command
+from waiting import until
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
-
-__all__ = ["HOSTS", "NOBODY", "PATIENCE_SECONDS", "HostSite"]
 
 HOSTS, NOBODY = ("a", "b"), "nobody"
 """Hosts with a pool, and the engine that names no host."""
@@ -74,7 +73,7 @@ class HostSite:
         self.start_manager()
         address = f"127.0.0.1:{self.manager.settings['kvcm.service.admin_rpc_port']}"
         log = self._directory / "watcher.log"
-        self._others.append(Process([*self.network.centre.inside, *watcher_command(address)], log))
+        self._others.append(Process([*self.network.centre.inside, *operator_command(address)], log))
         self.ask("set_up", storages=self._storages(), groups=[self._group()])
         for name in (*HOSTS, NOBODY):
             self.hosts[name] = self.network.add(name)
@@ -99,7 +98,7 @@ class HostSite:
         return all(used.get(pool_of(name), 0) <= _MARK * _POOL_BYTES for name in HOSTS)
 
     def start_manager(self) -> None:
-        """Start it on its host, also anew, and wait until it serves."""
+        """Start it on its host, for the first time or again, and wait until it serves."""
         with self.network.centre.entered():
             self.manager.spawn()
         self.until(self._serves, "the manager serves")
@@ -109,7 +108,7 @@ class HostSite:
         return any(event["event"] == "serving" for event in self.manager.events())
 
     def start_agent(self, name: str) -> None:
-        """Start the agent of a host; it is told of its node by the host's name."""
+        """Start the agent of a host; it takes its node from the host's name."""
         arguments = ["--storage", pool_of(name), "--capacity", str(_POOL_BYTES), "--manager", self._address(name)]
         command = [sys.executable, "-c", _AGENT, *arguments, "--interval", str(_AGENT_SECONDS * self.slowness)]
         self.agents[name] = self.hosts[name].start(command)
@@ -138,9 +137,7 @@ class HostSite:
     def until(self, condition: Callable[[], bool], what: str) -> float:
         """Wait; returns how long that took."""
         begin = time.monotonic()
-        while not condition():
-            assert time.monotonic() < begin + PATIENCE_SECONDS, f"not within {PATIENCE_SECONDS} s: {what}"
-            time.sleep(0.02)
+        until(condition, what, PATIENCE_SECONDS)
         return time.monotonic() - begin
 
     def close(self) -> None:
@@ -155,8 +152,13 @@ class HostSite:
     def _started(self, name: str, node_id: str | None) -> Process:
         number = (*HOSTS, NOBODY).index(name) + 1
         settings = EngineSettings(
-            *(self._address(name), number, len(HOSTS) + 1, node_id),
-            *(_DEADLINE_SECONDS * self.slowness, _PAUSE_SECONDS, self._seed * 100 + number),
+            self._address(name),
+            number,
+            engines=len(HOSTS) + 1,
+            node_id=node_id,
+            deadline_seconds=_DEADLINE_SECONDS * self.slowness,
+            pause_seconds=_PAUSE_SECONDS,
+            seed=self._seed * 100 + number,
         )
         command = [*self.hosts[name].inside, *engine_command(settings)]
         return Process(command, self._directory / f"engine-{name}.log")

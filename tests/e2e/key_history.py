@@ -4,7 +4,7 @@ Times are those of the clients: an operation takes effect between its `sent` and
 answered may have taken effect until the manager died. A block is judged by its latest history:
 
 1. A write that was confirmed is served, unless a removal of the key overlapped the write or came after it.
-2. What is served was written by a session that was finished, with this block named successful, and not refused.
+2. A served block was written by a session that was finished, with this block named successful, and not refused.
 3. A location that was there when a confirmed removal began is never served again.
 4. The blocks of one finished session are all served or none, but for those that were removed.
 5. Two sessions never hold the same block at the same time (invariant 2 of the design).
@@ -16,8 +16,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-
-__all__ = ["Block", "History", "Outcome", "Removal", "Write"]
 
 Block = tuple[str, int]
 """Instance and block key."""
@@ -199,7 +197,7 @@ class History:
         return any(each.ended > at for each in self.removals_of(block))
 
     def verdicts(self, blocks: Sequence[Block], served: Mapping[Block, str]) -> list[str]:
-        """Return what is wrong with what is served when all is quiet."""
+        """Return the violations among the served blocks when all is quiet."""
         wrong = [*self.broken, *self.double_owners(), *self.halves(served)]
         for block in blocks:
             uri, due = served.get(block), self.due(block)

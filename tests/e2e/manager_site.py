@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
-
-__all__ = ["BLOCK_BYTES", "GroupPlan", "Manager", "Site", "Wire", "code_of"]
 
 BLOCK_BYTES = 512
 _START_SECONDS = 30.0
@@ -161,10 +159,22 @@ class Manager:
         assert self._process is not None
         return self._process.wait(seconds)
 
+    def address(self, port: str = "rpc_port") -> str:
+        """Return where a port is reached."""
+        return f"127.0.0.1:{self.settings[f'kvcm.service.{port}']}"
+
     def connect(self) -> Wire:
         """Return a new connection."""
-        port = self.settings["kvcm.service.rpc_port"], self.settings["kvcm.service.admin_rpc_port"]
-        return Wire(*(f"127.0.0.1:{each}" for each in port))
+        return Wire(self.address(), self.address("admin_rpc_port"))
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[Wire]:
+        """Connect for the time of the block."""
+        wire = self.connect()
+        try:
+            yield wire
+        finally:
+            await wire.close()
 
 
 @contextlib.contextmanager
@@ -179,6 +189,24 @@ def running(*managers: Manager) -> Iterator[None]:
     finally:
         for manager in managers:
             manager.kill()
+
+
+@contextlib.contextmanager
+def managers_on(
+    directory: Path, uri: str = "", count: int = 1, settings: Mapping[str, str] | None = None
+) -> Iterator[list[Manager]]:
+    """Run managers on one store inside the block.
+
+    Args:
+        directory: for data and logs.
+        uri: of a shared store; "" for a RocksDB.
+        count: of the managers.
+        settings: more of them.
+    """
+    store = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
+    managers = [Manager(directory / f"manager-{number}", {**store, **(settings or {})}) for number in range(count)]
+    with running(*managers):
+        yield managers
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +286,11 @@ class Site:
             for instance in group.instances:
                 answer = await wire.meta.RegisterInstance(_registration(instance, group.name))
                 assert code_of(answer) == meta_pb.OK, answer
+
+    async def set_up_at(self, manager: Manager) -> None:
+        """Create everything over a connection of its own."""
+        async with manager.connected() as wire:
+            await self.set_up(wire)
 
 
 def _registration(instance: str, group: str) -> meta_pb.RegisterInstanceRequest:

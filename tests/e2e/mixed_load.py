@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -20,20 +20,6 @@ from manager_site import BLOCK_BYTES, Site, Wire, code_of
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
-
-__all__ = [
-    "MIXED",
-    "Client",
-    "Load",
-    "Read",
-    "Sent",
-    "bytes_of",
-    "bytes_stored",
-    "finish_later",
-    "metas_of",
-    "served_blocks",
-    "store_bytes",
-]
 
 MIXED = (0.66, 0.18, 0.145, 0.015)
 _MOST_BLOCKS = 24
@@ -63,7 +49,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a client was told of blocks.
+    """The answer to a lookup.
 
     Attributes:
         instance: of the blocks.
@@ -107,6 +93,26 @@ class Load:
         """Every block that there may be."""
         return [(instance, key) for instance in self.site.instances for key in self.keys]
 
+    def start(
+        self,
+        wires: Sequence[Wire],
+        clients: int,
+        random: Random,
+        pause_seconds: float = 0.0,
+        shares: Sequence[float] = MIXED,
+    ) -> asyncio.Future[Any]:
+        """Start clients, spread over managers; the load is over when the result is there."""
+        work = (
+            Client(self, wires[number % len(wires)], Random(random.random()), pause_seconds, shares).run()
+            for number in range(clients)
+        )
+        return asyncio.gather(*work)
+
+    async def end(self, work: asyncio.Future[Any]) -> None:
+        """Let clients stop before their next request."""
+        self.is_over = True
+        await work
+
     def outcomes(self) -> Counter[str]:
         """Count requests by call and code."""
         return Counter(f"{sent.call}:{_code_name(sent.code)}" for sent in self.requests)
@@ -120,7 +126,7 @@ class Client:
     """One client; requests follow each other, other clients work at the same time.
 
     Args:
-        load: what is shared.
+        load: that the clients share.
         wire: the manager that it talks to.
         random: what it does next.
         pause_seconds: most seconds between two requests.
@@ -283,6 +289,12 @@ def bytes_stored(uri: str) -> bytes:
     return b""
 
 
+def without_bytes(served: Mapping[Block, str]) -> list[str]:
+    """Return the served blocks whose bytes are not those that were written."""
+    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
+    return [f"{block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
+
+
 async def served_blocks(wire: Wire, load: Load, *, peek: bool = True) -> dict[Block, str]:
     """Ask for every block and return those that are served, and where."""
     served: dict[Block, str] = {}
@@ -315,12 +327,12 @@ async def metas_of(wire: Wire, load: Load) -> dict[Block, str]:
 
 
 async def finish_later(load: Load, wire: Wire, random: Random) -> list[str]:
-    """Be the clients that live on after the manager died: ask again what was not answered, and finish half of what is
-    still open. Returns what went wrong."""
+    """Be the clients that live on after the manager died: repeat unanswered requests, and finish half of the sessions
+    that are still open. Returns what went wrong."""
     client = Client(load, wire, random)
     wrong: list[str] = []
     for write in load.history.writes:
-        # Bytes that come after the session's end would be nobody's.
+        # Bytes that come after the session's end would have no owner.
         is_open = (
             write.outcome is None and time.monotonic() < write.sent + write.seconds - 0.2 and random.random() < 0.5
         )

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "connectors"))
 
 import torch
 from asked_process import serve
-from outage_figures import GROUPS, TokenFigures, added
+from engine_figures import GROUPS, TokenFigures, added
 from reuse_cases import BLOCK, MODEL, plain, prompt
 
 from kvcm.connectors.transformers import KVReuse, ReuseSettings

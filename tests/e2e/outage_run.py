@@ -1,7 +1,7 @@
 """Two storages, and one goes away while engines read and write: what they notice, phase by phase.
 
 Everything is a process of its own and none of them is started again: one manager, engines that move bytes, one that
-generates tokens. Each block lies on one of both storages; half of what is written prefers the one that goes away.
+generates tokens. Each block lies on one of both storages; half of the writes prefer the one that goes away.
 
 Phases: `seed` fills, `before`; `unnoticed` from the outage until the manager shows the storage as DOWN; `down`;
 `returning` from its return until the manager shows it as UP; `settling` until every engine has read and written there
@@ -15,34 +15,31 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from engine_figures import AWAY, GROUPS, STAYS, EngineFigures, TokenFigures, added
 from google.protobuf import json_format
 from manager_site import GroupPlan, Manager, running
 from outage_engine import EngineSettings
 from outage_engine import command_of as engine_command
-from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, TokenFigures, added
 from outage_storages import OUTAGES, Outage, file_storage
-from outage_watcher import command_of as watcher_command
 from reclaim_site import command
+from site_operator import command_of as operator_command
+from waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
-
-__all__ = ["PHASES", "PROBE_SECONDS", "OutageReport", "run_outage"]
 
 _GENERATOR = str(Path(__file__).with_name("outage_generator.py"))  # importing it would take seconds, and torch
 PHASES = ("seed", "before", "unnoticed", "down", "returning", "settling", "after", "restored", "audit")
 PROBE_SECONDS = {"interval": 0.2, "timeout": 1.0}
 _DEADLINE_SECONDS = 2.0  # of loads and saves
-_PATIENCE_SECONDS = 40.0
 _QUOTA_BYTES = 1 << 33
 _READ_PAUSE_SECONDS, _WRITE_PAUSE_SECONDS = 0.05, 0.15
-_LOOK_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -84,7 +81,7 @@ def run_outage(directory: Path, name: str, seconds: float, engines: int = 3, see
         manager = Manager(directory / "manager", _settings(directory))
         stack.enter_context(running(manager))
         fleet = stack.enter_context(_started(manager, outage, directory, engines, seed))
-        stack.callback(outage.come_back)  # first of all: who hangs in it cannot be ended
+        stack.callback(outage.come_back)  # first of all: a process that hangs in it cannot be ended
         return _Course(manager, fleet, outage).run(seconds)
 
 
@@ -125,8 +122,7 @@ class _Fleet:
 
 @contextlib.contextmanager
 def _started(manager: Manager, outage: Outage, directory: Path, engines: int, seed: int) -> Iterator[_Fleet]:
-    ports = {name: manager.settings[f"kvcm.service.{name}"] for name in ("rpc_port", "admin_rpc_port")}
-    address, log = f"127.0.0.1:{ports['rpc_port']}", directory / "engines.log"
+    address, log = manager.address(), directory / "engines.log"
     started: list[Process] = []
 
     def start(command_line: Sequence[str]) -> Process:
@@ -134,7 +130,7 @@ def _started(manager: Manager, outage: Outage, directory: Path, engines: int, se
         return started[-1]
 
     try:
-        watcher = start(watcher_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        watcher = start(operator_command(manager.address("admin_rpc_port")))
         watcher.ask("set_up", storages=_storages(outage, directory), groups=_groups())
         pauses = (_READ_PAUSE_SECONDS, _WRITE_PAUSE_SECONDS)
         settings = [
@@ -192,7 +188,7 @@ class _Course:
             engine.ask("finish_earlier")
         begin = time.monotonic()
         self._outage.leave()
-        self._until(lambda: self._health() == "SH_DOWN", "the manager shows the storage as down")
+        until(lambda: self._health() == "SH_DOWN", "the manager shows the storage as down")
         self._report.down_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="down")
         self._check_command_line("SH_DOWN")
@@ -202,12 +198,12 @@ class _Course:
         self._fleet.ask("enter", phase="returning")
         self._outage.come_back()
         begin = time.monotonic()
-        self._until(lambda: self._health() == "SH_UP", "the manager shows the storage as up")
+        until(lambda: self._health() == "SH_UP", "the manager shows the storage as up")
         self._report.up_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="settling")
         begin = time.monotonic()
         engines = self._fleet.engines
-        self._until(lambda: all(each.ask("works_with", storage=AWAY) for each in engines), "all engines are back")
+        until(lambda: all(each.ask("works_with", storage=AWAY) for each in engines), "all engines are back")
         self._report.settled_seconds = time.monotonic() - begin
         self._fleet.ask("enter", phase="after")
         self._check_command_line("SH_UP")
@@ -216,13 +212,13 @@ class _Course:
     def _pass(self, seconds: float) -> None:
         """Let time pass, and more of it until every engine did something in this phase."""
         time.sleep(seconds)
-        self._until(lambda: all(self._fleet.ask("has_worked")), "all engines did something")
+        until(lambda: all(self._fleet.ask("has_worked")), "all engines did something")
 
     def _audit(self) -> None:
         for engine in self._fleet.engines:
             if not self._outage.keeps_bytes:
                 engine.ask("enter", phase="restored")
-                engine.ask("audit")  # reports what is missing, so that it can be written again
+                engine.ask("audit")  # reports missing blocks, so that they can be written again
                 engine.ask("restore")
             engine.ask("enter", phase="audit")
             engine.ask("audit")
@@ -255,9 +251,3 @@ class _Course:
         states = {each["name"]: each["health"] for each in json.loads(listed.stdout)["storages"]}
         if states[AWAY] != state:
             self._report.wrong.append(f"kvcm storage list shows {states[AWAY]} when it is {state}")
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {_PATIENCE_SECONDS} s: {what}"
-            time.sleep(_LOOK_SECONDS)

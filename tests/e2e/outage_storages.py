@@ -11,13 +11,11 @@ from typing import Protocol
 for folder in ("faults", "mooncake"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
+from engine_figures import AWAY  # noqa: E402
 from fault_mount import FaultMount, why_no_mounts  # noqa: E402
 from mooncake_rig import Process, Site, missing  # noqa: E402
-from outage_figures import AWAY  # noqa: E402
 
 from kvcm.protocol import admin_service_pb2 as admin_pb  # noqa: E402
-
-__all__ = ["OUTAGES", "Outage", "file_storage", "impossible"]
 
 _KEYS_PER_FILE = 4
 _OWNED_BYTES = 512 << 20
@@ -32,14 +30,14 @@ class Outage(Protocol):
 
     @property
     def keeps_bytes(self) -> bool:
-        """Whether what was stored is there again afterwards."""
+        """Whether the stored blocks are there again afterwards."""
 
     @property
     def config(self) -> admin_pb.StorageConfig:
-        """What the manager is told of it."""
+        """Its configuration in the manager."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Let what is started inside the block reach the storage."""
+        """Let processes started inside the block reach the storage."""
 
     def leave(self) -> None:
         """Let it be away from now on."""

@@ -1,7 +1,7 @@
 """Judges every single answer that clients got while everything was going on, and measures how stale it was.
 
-A read is stale if it tells what was no longer true when it was sent: a location whose removal had been confirmed, or
-nothing where a confirmed write was. By how much is measured; what was never true at all is a violation.
+A read is stale if its answer was no longer true when it was sent: a location whose removal had been confirmed, or
+nothing where a confirmed write was. By how much is measured; an answer that was never true is a violation.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from key_history import Block, History, Outcome, Write
 from mixed_load import Read
-
-__all__ = ["ReadVerdict", "certain_bytes", "judge_reads"]
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ def judge_reads(history: History, reads: Iterable[Read]) -> ReadVerdict:
 def _found(history: History, block: Block, uri: str, read: Read, verdict: ReadVerdict) -> None:
     write = history.writer_of(uri)
     if write is None or write.instance != block[0] or write.uris.get(block[1]) != uri:
-        # The answer to its start may have been lost; then nobody can have finished it.
+        # The answer to its start may have been lost; then no client can have finished it.
         verdict.wrong.append(f"{block}: {uri} was read and never granted")
     elif write.succeeded is None or block[1] not in write.succeeded or write.finish_sent > read.ended:
         verdict.wrong.append(f"{block}: {uri} was read and never finished")

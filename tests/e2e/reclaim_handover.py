@@ -13,11 +13,9 @@ from pathlib import Path
 from random import Random
 
 from contended import leader_of
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
 from reclaim_site import remaining_bytes, set_mark, until, usage_of, write
-from store_look import look_at, verified
-
-__all__ = ["Takeover", "take_over"]
+from store_audit import StoreAudit, audit_until, verified
 
 _BLOCKS = 4000
 _STEP_BLOCKS = 200
@@ -50,17 +48,10 @@ class Takeover:
 
 async def take_over(directory: Path, uri: str, rounds: int, seed: int) -> list[Takeover]:
     """Run two managers on a store and kill the leader so many times, each time in the middle of an eviction."""
-    settings = {
-        "kvcm.registry_storage.uri": uri,
-        "kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000)),
-    }
-    managers = [Manager(directory / f"manager-{number}", settings) for number in range(2)]
-    random = Random(seed)
-    with running(*managers):
-        wire = managers[0].connect()
-        await Site(_PLAN).set_up(wire)
-        await wire.close()
-        await asyncio.sleep(1.0)  # the other manager hears of the storage
+    random, lease = Random(seed), {"kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000))}
+    with managers_on(directory, uri, 2, lease) as managers:
+        await Site(_PLAN).set_up_at(managers[0])
+        await asyncio.sleep(1.0)  # the other manager loads the storage
         return [await _round(managers, number, random) for number in range(rounds)]
 
 
@@ -105,21 +96,18 @@ async def _settle(survivor: Manager, wire: Wire, mark: tuple[int, int], report: 
     """Wait for the end of the eviction and for the deletions, and recount."""
     low, high = mark
     await until(lambda: _is_at_most(wire, low), _STEPS_SECONDS)
-    begin = time.monotonic()
-    while True:
-        look = await look_at(survivor.settings)
-        report.quiet_seconds = time.monotonic() - begin
-        # Counters and records are read one after the other, and deletions may end in between.
-        is_quiet = not look.unfinished and not look.groups_off and not look.wrong
-        if is_quiet or report.quiet_seconds > _MOST_SECONDS:
-            break
-        await asyncio.sleep(0.2)
-    report.wrong += [*look.wrong, *look.groups_off]
+    # Counters and records are read one after the other, and deletions may end in between.
+    audit, report.quiet_seconds = await audit_until(survivor.settings, _MOST_SECONDS, _is_settled)
+    report.wrong += [*audit.wrong, *audit.groups_off]
     report.wrong += await asyncio.to_thread(verified, survivor.store_options)
     remaining = await remaining_bytes(wire, _PLAN.name)
     report.beyond_blocks = max(0.0, (low - remaining) / BLOCK_BYTES)
     # Each of the two may have had a step under way, and the last block may have been needed in part only.
     if remaining > high or report.beyond_blocks > _STEP_BLOCKS + 1:
         report.wrong.append(f"{remaining} bytes remain, the mark is {low} to {high}, a step {_STEP_BLOCKS} blocks")
-    if not is_quiet:
-        report.wrong.append(f"not quiet: {dict(look.statuses)}")
+    if not _is_settled(audit):
+        report.wrong.append(f"not quiet: {dict(audit.statuses)}")
+
+
+def _is_settled(audit: StoreAudit) -> bool:
+    return not (audit.unfinished or audit.groups_off or audit.wrong)

@@ -1,8 +1,8 @@
 """Managers killed while they evict and delete, started again, and judged: real files, groups at their marks.
 
-Eviction may take any block that serves, so a confirmed write may be gone; what is served must have been confirmed, and
-its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off. Of
-a packed file these are the slots that nobody heard of, which keep what was punched out around them.
+Eviction may take any block that serves, so a confirmed write may be gone; a served block must have been confirmed, and
+its bytes must be there. The rest leaves records that become due, and bytes of sessions that were cut off. Of
+a packed file these are the slots of sessions without an answer, which keep the slots punched out around them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from pathlib import Path
 from random import Random
 
 from key_history import Block, History, Outcome, Removal
-from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
-from mixed_load import Client, Load, bytes_of, bytes_stored, finish_later, metas_of, served_blocks
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
+from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
 from reclaim_site import remaining_bytes, until, usage_of, write
-from store_look import look_at, verified
+from store_audit import audit_store, verified
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.storage.backend import slot_count
 from kvcm.storage.file_slots import deleted_slots
-
-__all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
 
 Slot = tuple[str, int | None]
 """A file, and the number of a slot in it where it is packed."""
@@ -53,7 +51,7 @@ class EvictionReport:
         low_mark_seconds: per crossing of a mark after a restart, until what remains was at the low mark.
         cut_off: files without a record, of sessions that never ended well.
         requests: answered.
-        looks: times that the store itself was recounted.
+        audits: times that the store itself was recounted.
     """
 
     kills: int = 0
@@ -64,7 +62,7 @@ class EvictionReport:
     low_mark_seconds: list[float] = field(default_factory=list)
     cut_off: set[str] = field(default_factory=set)
     requests: int = 0
-    looks: int = 0
+    audits: int = 0
 
 
 def eviction_site(directory: Path) -> Site:
@@ -84,7 +82,7 @@ def history_of(site: Site, base: dict[Block, str]) -> History:
 
 @dataclass(slots=True)
 class EvictionRig:
-    """A manager that evicts, and what is known of its blocks.
+    """A manager that evicts, and the known state of its blocks.
 
     Attributes:
         site: groups and instances.
@@ -111,7 +109,7 @@ class EvictionRig:
         self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
 
-    async def round(self, *, look: bool) -> None:
+    async def round(self, *, audit: bool) -> None:
         """Load, kill, start again, judge, and cross the marks once more."""
         load = Load(self.site, _KEYS, history_of(self.site, self.base))
         await self._loaded(load)
@@ -119,13 +117,13 @@ class EvictionRig:
         await asyncio.to_thread(self.manager.start)
         wire = self.manager.connect()
         wrong = await self._judge(load, wire)
-        if look:
-            wrong += await self._look()
+        if audit:
+            wrong += await self._audit()
         for group in self.site.groups:
             judgement = await self._cross(wire, group)
             # What a dead manager reserved and did not report counts for some seconds: writes that would cross the mark
-            # may be refused until then. A look has waited for that.
-            wrong += judgement if look or not self.is_shared else []
+            # may be refused until then. An audit has waited for that.
+            wrong += judgement if audit or not self.is_shared else []
         self.base = await served_blocks(wire, load)
         self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
@@ -134,25 +132,23 @@ class EvictionRig:
 
     async def _loaded(self, load: Load) -> None:
         wire = self.manager.connect()
-        clients = [Client(load, wire, Random(self.random.random()), 0.01, _SHARES) for _ in range(_CLIENTS)]
-        tasks = [asyncio.create_task(client.run()) for client in clients]
+        work = load.start([wire], _CLIENTS, self.random, 0.01, _SHARES)
         await asyncio.sleep(self.random.uniform(0.05, 1.0))
         self.manager.kill()
-        load.is_over = True
-        await asyncio.gather(*tasks)
+        await load.end(work)
         await wire.close()
 
     async def _judge(self, load: Load, wire: Wire) -> list[str]:
         begin = time.monotonic()
         totals = [await usage_of(wire, group.name) for group in self.site.groups]
         self.report.left_deleting += any(total.deleting_bytes for total in totals)
-        wrong = _without_bytes("at once", await served_blocks(wire, load))
+        wrong = [f"at once: {text}" for text in without_bytes(await served_blocks(wire, load))]
         wrong += await finish_later(load, wire, self.random)
         wrong += await self._quiet(load, wire, begin)
         served = await served_blocks(wire, load)
         self.report.checked_blocks += len(served)
         wrong += load.history.verdicts(load.blocks, served)
-        wrong += _without_bytes("when quiet", served)
+        wrong += [f"when quiet: {text}" for text in without_bytes(served)]
         wrong += await self._usage(wire, served)
         confirmed = (each for each in load.history.writes if each.outcome is Outcome.OK)
         self._confirmed.update(_slot(uri) for each in confirmed for uri in each.uris.values())
@@ -178,7 +174,7 @@ class EvictionRig:
         return [f"unfinished too long after the restart: {text}" for text in unfinished]
 
     async def _usage(self, wire: Wire, served: dict[Block, str]) -> list[str]:
-        """Compare what is used with what is served: when all is quiet there is nothing else."""
+        """Compare usage with the served blocks: when all is quiet there is nothing else."""
         wrong: list[str] = []
         for group in self.site.groups:
             expected = sum(BLOCK_BYTES for instance, _ in served if instance in group.instances)
@@ -219,27 +215,27 @@ class EvictionRig:
             return [f"{group.name}: {remaining} bytes remain {seconds:.1f} s after the mark was crossed, not {low}"]
         return []
 
-    async def _look(self) -> list[str]:
+    async def _audit(self) -> list[str]:
         """Recount the store; a shared one until its counters agree, and each until abandoned sessions are over that
-        were granted nothing: no block tells of them."""
-        self.report.looks += 1
+        were granted nothing: no block has a trace of them."""
+        self.report.audits += 1
         begin = time.monotonic()
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
         while True:
             if not self.is_shared:
                 await asyncio.to_thread(self.manager.kill)
-            look = await look_at(self.manager.settings, capacities=capacities)
-            is_wrong = look.unfinished or look.groups_off
-            beside_deletions = is_wrong or look.sessions or look.wrong  # read one after the other
-            may_become_good = beside_deletions if self.is_shared else look.sessions and not is_wrong
+            audit = await audit_store(self.manager.settings, capacities=capacities)
+            is_wrong = audit.unfinished or audit.groups_off
+            beside_deletions = is_wrong or audit.sessions or audit.wrong  # read one after the other
+            may_become_good = beside_deletions if self.is_shared else audit.sessions and not is_wrong
             if not may_become_good or time.monotonic() > begin + _USAGE_SECONDS:
                 break
             if not self.is_shared:
                 await asyncio.to_thread(self.manager.start)
             await asyncio.sleep(0.2 if self.is_shared else 1.5)
-        wrong = [*look.wrong, *look.groups_off]
-        if look.unfinished or look.sessions:
-            wrong.append(f"recounted: {dict(look.statuses)}, {look.sessions} sessions")
+        wrong = [*audit.wrong, *audit.groups_off]
+        if audit.unfinished or audit.sessions:
+            wrong.append(f"recounted: {dict(audit.statuses)}, {audit.sessions} sessions")
         wrong += await asyncio.to_thread(verified, self.manager.store_options)
         if not self.is_shared:
             await asyncio.to_thread(self.manager.start)
@@ -256,14 +252,9 @@ def _slot(uri: str) -> Slot:
 
 
 def _slots_left(path: str) -> Iterator[Slot]:
-    """Yield what was not deleted of a file."""
+    """Yield the slots of a file that were not deleted."""
     deleted = deleted_slots(path)
     yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
-
-
-def _without_bytes(when: str, served: dict[Block, str]) -> list[str]:
-    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
-    return [f"{when}: {block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
 
 
 def judge_files(roots: list[Path], served: dict[Block, str]) -> set[str]:
@@ -283,18 +274,16 @@ def eviction_rig(directory: Path, uri: str, seed: int, fsync: str = "always") ->
         seed: of what the clients do and when the manager dies.
         fsync: of the RocksDB.
     """
-    store = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
-    settings = {**store, "kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
-    manager = Manager(directory / "manager", settings)
-    with running(manager):
+    settings = {"kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
+    with managers_on(directory, uri, settings=settings) as (manager,):
         yield EvictionRig(eviction_site(directory), manager, Random(seed), bool(uri))
 
 
 async def evict_and_kill(
-    rig: EvictionRig, kills: int, look_every: int, tell: Callable[[str], None] = lambda _text: None
+    rig: EvictionRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
 ) -> None:
     """Do so many rounds, and recount the store every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
-        await rig.round(look=number % look_every == 0 or number == kills)
-        tell(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")
+        await rig.round(audit=number % audit_every == 0 or number == kills)
+        progress(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")

@@ -16,8 +16,6 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 
-__all__ = ["command", "metrics", "remaining_bytes", "remove", "set_mark", "sum_of", "until", "usage_of", "write"]
-
 
 async def usage_of(wire: Wire, group: str) -> Any:
     """Return what a group uses in total, and its marks."""
@@ -28,7 +26,7 @@ async def usage_of(wire: Wire, group: str) -> Any:
 
 
 async def remaining_bytes(wire: Wire, group: str) -> int:
-    """Return what a group uses, without what is being deleted."""
+    """Return the bytes of a group, without those being deleted."""
     total = await usage_of(wire, group)
     return int(total.used_bytes - total.deleting_bytes)
 

@@ -1,7 +1,7 @@
 """Clients that write and read while managers are restarted, and repeat whatever was not carried out.
 
 Every request ends in one of three ways: it is answered; it is turned away by a manager that says that it stops; or it
-never left the client, since nobody listens. Anything else is wrong: a client would not know whether to repeat it.
+never left the client, since no manager listens. Anything else is wrong: a client would not know whether to repeat it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from google.protobuf import json_format
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-__all__ = ["Client", "GrpcPort", "HttpPort", "Load", "NotCarriedOutError", "Way"]
-
 _DEADLINE_SECONDS = 60.0
 _PAUSE_SECONDS = 0.01
 _RETRY_SECONDS = 0.05
@@ -33,7 +31,7 @@ _CHANNEL = (
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_retries", 0),  # of clients, which count what is turned away
+    ("grpc.enable_retries", 0),  # of clients, which count rejected requests
 )
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *([0-9]+)", re.IGNORECASE)
@@ -189,7 +187,7 @@ class Client:
     """One client with an instance of its own: writes, reads what it wrote, and goes on.
 
     Args:
-        load: what is shared.
+        load: that the clients share.
         way: to its manager.
         instance: id.
     """

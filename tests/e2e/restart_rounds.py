@@ -8,19 +8,17 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager_site import GroupPlan, Manager, Site, running
+from manager_site import GroupPlan, Manager, Site, managers_on
 from restart_load import Client, Load, Way
-
-__all__ = ["RestartReport", "restart_under_load", "stop_twice", "stop_while_loading"]
 
 _CAPACITY_BYTES = 1 << 40
 _STOP_SECONDS = 60.0
 _CALM_SECONDS = 60.0
-_HEARD_SECONDS = 2.0  # managers hear within a second what another one was told
+_RELOAD_SECONDS = 2.0  # managers load within a second the changes made by another one
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class RestartReport:
         stops: how many.
         answered: requests.
         turned_away: requests that a stopping manager turned away.
-        refused: requests that found nobody listening.
+        refused: requests that found no listener.
         long_requests: in flight at a signal and answered after it.
         confirmed_blocks: that were looked for after the last restart.
         stop_seconds: from the signal to the end of the process.
@@ -52,14 +50,6 @@ class RestartReport:
     longest_seconds: float = 0.0
 
 
-@contextlib.contextmanager
-def _managers(directory: Path, uri: str, count: int, settings: dict[str, str]) -> Iterator[list[Manager]]:
-    place = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
-    managers = [Manager(directory / f"manager{number}", {**place, **settings}) for number in range(count)]
-    with running(*managers):
-        yield managers
-
-
 async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, rounds: int = 3) -> RestartReport:
     """Stop and start managers by turns while clients work.
 
@@ -70,11 +60,11 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
         rounds: how many stops.
     """
     report, load = RestartReport(), Load()
-    with _managers(directory, uri, managers, {}) as running_managers:
+    with managers_on(directory, uri, managers) as running_managers:
         clients = _clients(load, running_managers)
         site = Site(GroupPlan("restart", tuple(client.instance for client in clients), _CAPACITY_BYTES))
-        await _set_up(site, running_managers[0])
-        await asyncio.sleep(_HEARD_SECONDS)
+        await site.set_up_at(running_managers[0])
+        await asyncio.sleep(_RELOAD_SECONDS)
         tasks = [asyncio.create_task(client.run()) for client in clients]
         for number in range(rounds):
             await _calm(clients, load)
@@ -89,12 +79,6 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
             _note_end(report, manager, manager.stop())
     _add(report, load)
     return report
-
-
-async def _set_up(site: Site, manager: Manager) -> None:
-    wire = manager.connect()
-    await site.set_up(wire)
-    await wire.close()
 
 
 def _clients(load: Load, managers: list[Manager]) -> list[Client]:
@@ -136,7 +120,7 @@ async def _restart(manager: Manager, number: int, load: Load, report: RestartRep
 
 @contextlib.asynccontextmanager
 async def _long_request(port: int) -> AsyncIterator[object]:
-    """Have a request in flight; what is yielded sends the rest of it and wants an answer."""
+    """Have a request in flight; the yielded function sends the rest of it and expects an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /api/getClusterInfo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n"
     writer.write(head.encode())
@@ -203,8 +187,8 @@ async def stop_while_loading(directory: Path, blocks: int, stops: int, seed: int
         seed: of the moments.
     """
     report, load, moments = RestartReport(), Load(blocks=4096), random.Random(seed)
-    with _managers(directory, "", 1, {}) as (manager,):
-        await _set_up(Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)), manager)
+    with managers_on(directory) as (manager,):
+        await Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)).set_up_at(manager)
         client = Client(load, Way("grpc", int(manager.settings["kvcm.service.rpc_port"]), 0), "client0")
         while len(client.confirmed) * load.blocks < blocks:
             await client.write_and_read()
@@ -226,7 +210,7 @@ async def stop_while_loading(directory: Path, blocks: int, stops: int, seed: int
 def _start_seconds(manager: Manager) -> float:
     """Start the manager and return how long it takes from listening to serving."""
     manager.spawn()
-    listening = _seen(manager, "on_cancel")
+    listening = _seen(manager, "listening")
     return _seen(manager, "serving") - listening
 
 
@@ -241,7 +225,7 @@ def _seen(manager: Manager, name: str) -> float:
 
 def _stop_early(manager: Manager, after_seconds: float, report: RestartReport) -> None:
     manager.spawn()
-    _seen(manager, "on_cancel")
+    _seen(manager, "listening")
     time.sleep(after_seconds)
     begin = time.monotonic()
     manager.signal(signal.SIGTERM)
@@ -253,7 +237,7 @@ def _stop_early(manager: Manager, after_seconds: float, report: RestartReport) -
 
 
 async def stop_twice(directory: Path, stops: int) -> RestartReport:
-    """End a manager that still drains with a second signal, again and again; what was confirmed has to be there.
+    """End a manager that still drains with a second signal, again and again; confirmed blocks have to be there.
 
     Args:
         directory: for log and data.
@@ -261,8 +245,8 @@ async def stop_twice(directory: Path, stops: int) -> RestartReport:
     """
     report, load = RestartReport(), Load()
     settings = {"kvcm.service.drain_delay_ms": "3600000", "kvcm.store.fsync": "always"}
-    with _managers(directory, "", 1, settings) as (manager,):
-        await _set_up(Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)), manager)
+    with managers_on(directory, settings=settings) as (manager,):
+        await Site(GroupPlan("restart", ("client0",), _CAPACITY_BYTES)).set_up_at(manager)
         client = Client(load, Way("grpc", int(manager.settings["kvcm.service.rpc_port"]), 0), "client0")
         for _ in range(stops):
             await client.write_and_read()

@@ -13,14 +13,12 @@ from typing import Any
 
 from key_history import Block
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, code_of, running
-from mixed_load import Client, Load, bytes_of, bytes_stored, finish_later, served_blocks
+from mixed_load import Load, finish_later, served_blocks, without_bytes
 from reclaim_rounds import history_of, judge_files
 from reclaim_site import until, usage_of, write
 
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
-
-__all__ = ["SharedReport", "share_directory"]
 
 _KEYS = range(600)
 _CLIENTS = 4
@@ -115,25 +113,23 @@ async def _under_load(
     deployments: Sequence[_Deployment], wires: Sequence[Wire], seconds: float, random: Random, report: SharedReport
 ) -> list[Load]:
     """Let clients of both work, while both scrub without and with deleting."""
-    loads, tasks = [], []
+    loads, works = [], []
     for each, wire in zip(deployments, wires, strict=True):
         site = Site(each.plan)
         load = Load(site, _KEYS, history_of(site, await served_blocks(wire, Load(site, _KEYS, history_of(site, {})))))
         loads.append(load)
-        clients = (Client(load, wire, Random(random.random()), 0.02, _SHARES) for _ in range(_CLIENTS))
-        tasks += [asyncio.create_task(client.run()) for client in clients]
+        works.append(load.start([wire], _CLIENTS, random, 0.02, _SHARES))
     end = time.monotonic() + seconds
     begin_scrub = time.monotonic() + seconds / 4
     while time.monotonic() < end:
         for each, wire in zip(deployments, wires, strict=True):
             if time.monotonic() > begin_scrub:
-                # An hour: finds what was planted. A second: goes for everything that nobody knows right now.
+                # An hour: finds the planted orphans. A second: removes every file without an owner at the moment.
                 await each.scrub(wire, dry_run=report.scrubs % 4 < 2, min_age_seconds=(1, 0)[report.scrubs % 3 == 0])
                 report.scrubs += 1
         await asyncio.sleep(0.1)
-    for load in loads:
-        load.is_over = True
-    await asyncio.gather(*tasks)
+    for load, work in zip(loads, works, strict=True):
+        await load.end(work)
     return loads
 
 
@@ -155,11 +151,7 @@ async def _judge(
         await until(lambda wire=wire: _is_quiet(wire), 10.0)  # type: ignore[misc]
         of_deployment = await served_blocks(wire, load)
         report.wrong += load.history.verdicts(load.blocks, of_deployment)
-        report.wrong += [
-            f"{each.name}: {uri} has lost its bytes"
-            for uri in of_deployment.values()
-            if bytes_stored(uri) != bytes_of(uri)
-        ]
+        report.wrong += [f"{each.name}: {text}" for text in without_bytes(of_deployment)]
         report.checked_blocks += len(of_deployment)
         served |= {(each.name, key): uri for (_, key), uri in of_deployment.items()}
     for each, wire in zip(deployments, wires, strict=True):
@@ -192,8 +184,7 @@ async def _judge_dead(
     """Scrub for a deployment that is gone: all of its files go, and nothing else."""
     await each.scrub(wire, dry_run=False, min_age_seconds=0, cluster_id=_DEAD)
     report.dead_orphans = sum(not path.exists() for path in planted)
-    lost = [uri for uri in served.values() if bytes_stored(uri) != bytes_of(uri)]
-    report.wrong += [f"{uri} has lost its bytes to the scrub of a dead deployment" for uri in lost]
+    report.wrong += [f"after the scrub of a dead deployment: {text}" for text in without_bytes(served)]
 
 
 async def _is_quiet(wire: Wire) -> bool:

@@ -10,20 +10,21 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_figures import AWAY, GROUPS, STAYS, EngineFigures, added
 from google.protobuf import json_format
-from host_watcher import command_of as watcher_command
 from manager_site import GroupPlan, Manager, running
 from outage_engine import EngineSettings
 from outage_engine import command_of as engine_command
-from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, added
 from outage_storages import file_storage
 from reclaim_site import command
+from site_operator import command_of as operator_command
+from waiting import until
 
 from kvcm.cache.drains import CANCEL_SECONDS
 from kvcm.connectors.client import ManagerClient
@@ -40,7 +41,6 @@ _DELAY_MS = 1000  # longer than any engine takes between a question and its load
 _GROUP, _INSTANCE = "away-first", "own"
 _SPEC = LocationSpecInfo("kv", 4096)
 _PINNED, _WRITTEN = range(100, 108), range(200, 208)
-_PATIENCE_SECONDS = 40.0
 _PIN_BYTES = 1 << 20
 
 
@@ -52,8 +52,7 @@ class World:
         self.manager = manager
         self.watcher = watcher
         self.engines = engines
-        address = f"127.0.0.1:{manager.settings['kvcm.service.rpc_port']}"
-        self.client = ManagerClient(address, _INSTANCE)
+        self.client = ManagerClient(manager.address(), _INSTANCE)
         registration = self.client.register_instance(_GROUP, 4, [_SPEC], ModelDeployment("m", "f"), timeout_seconds=20)
         assert registration.ok, registration
         self.transfers = TransferEngine.for_storages(registration.storages)
@@ -73,15 +72,13 @@ class World:
     def settle(self) -> None:
         """Return when all engines have noticed that the manager is there again, for each of their instances."""
         for engine in self.engines:
-            self.until(lambda e=engine: e.ask("is_answered"), "an engine is answered for each of its instances")
+            until(lambda e=engine: e.ask("is_answered"), "an engine is answered for each of its instances")
 
     def work(self, *storages: str) -> None:
         """Return when every engine has read and written these storages in this phase."""
         for engine in self.engines:
             for storage in storages:
-                self.until(
-                    lambda e=engine, s=storage: e.ask("works_with", storage=s), f"an engine works with {storage}"
-                )
+                until(lambda e=engine, s=storage: e.ask("works_with", storage=s), f"an engine works with {storage}")
 
     def kvcm(self, *words: str) -> str:
         done = command(self.manager, "storage", *words)
@@ -143,12 +140,6 @@ class World:
             name: reduce(added, (EngineFigures(**phases.get(name, {})) for phases in told)) for name in sorted(names)
         }
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {_PATIENCE_SECONDS} s: {what}"
-            time.sleep(0.05)
-
 
 def _content(key: int) -> bytes:
     return key.to_bytes(8, "little") * (_SPEC.size // 8)
@@ -168,12 +159,11 @@ def world(tmp_path: Path) -> Iterator[World]:
             stack.callback(started[-1].kill)
             return started[-1]
 
-        ports = {name: manager.settings[f"kvcm.service.{name}"] for name in ("rpc_port", "admin_rpc_port")}
-        watcher = start(watcher_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        watcher = start(operator_command(manager.address("admin_rpc_port")))
         storages = [json_format.MessageToJson(file_storage(name, tmp_path / name)) for name in (AWAY, STAYS)]
         watcher.ask("set_up", storages=storages, groups=[_group(*each) for each in GROUPS.items()])
         engines = [
-            start(engine_command(EngineSettings(f"127.0.0.1:{ports['rpc_port']}", number, 5.0, 0.02, 0.05, number)))
+            start(engine_command(EngineSettings(manager.address(), number, 5.0, 0.02, 0.05, number)))
             for number in range(2)
         ]
         world = World(tmp_path, manager, watcher, engines)
@@ -216,9 +206,9 @@ def test_a_drain_under_load_goes_on_after_a_kill_and_can_be_ended(world: World) 
     world.finish_earlier()
     world.work(STAYS)
     assert world.watcher.ask("drain", storage=AWAY)["state"] == "DRAIN_RUNNING"
-    world.finish(_WRITTEN, grant)  # what was begun before the drain ends well
+    world.finish(_WRITTEN, grant)  # a session from before the drain ends well
     done = {"state": "DRAIN_DONE", "reason": ""}
-    world.until(lambda: world.watcher.ask("drain", storage=AWAY) == done, "the drain is done")
+    until(lambda: world.watcher.ask("drain", storage=AWAY) == done, "the drain is done")
     assert (world.used().get(AWAY, 0), world.files(AWAY)) == (0, {})
     world.enter("cancelling")
     world.kvcm("drain", "--cancel", AWAY)
@@ -239,7 +229,7 @@ def test_a_drain_that_is_ended_in_the_middle_leaves_the_rest_where_it_is(world: 
     world.kvcm("drain", AWAY)
     world.enter("draining")
     pinned_bytes = len(_PINNED) * _SPEC.size
-    world.until(lambda: world.used()[AWAY] == pinned_bytes, "all but what is pinned is gone")
+    until(lambda: world.used()[AWAY] == pinned_bytes, "all but what is pinned is gone")
     found = world.drain()
     assert found is not None
     assert (found["state"], found["left_bytes"]) == ("DRAIN_RUNNING", pinned_bytes)
@@ -266,14 +256,14 @@ def test_a_storage_that_is_removed_under_load_takes_nothing_else_along(world: Wo
     world.enter("removed")
     assert world.load(_PINNED) == [None] * len(_PINNED)
     begin = time.monotonic()
-    world.until(lambda: not world.used().get(AWAY, 0), "its blocks are forgotten")
+    until(lambda: not world.used().get(AWAY, 0), "its blocks are forgotten")
     assert time.monotonic() - begin > CANCEL_SECONDS / 2, "nobody could have taken the removal back"
-    world.until(lambda: world.watcher.ask("drain", storage=AWAY) is None, "the removal is over")
+    until(lambda: world.watcher.ask("drain", storage=AWAY) is None, "the removal is over")
     world.work(STAYS)
     seen = _ended(world)
     left = world.files(AWAY)
     assert {path: left.get(path) for path in before} == before, "bytes were touched"
-    world.until(lambda: world.watcher.ask("used_by_groups") == world.used()[STAYS], "usage is what is on the other")
+    until(lambda: world.watcher.ask("used_by_groups") == world.used()[STAYS], "usage is what is on the other")
     assert (seen["removed"].accepted.get(AWAY, 0), seen["removed"].served.get(AWAY, 0)) == (0, 0)
     _assert_undisturbed(seen)
 
@@ -292,7 +282,7 @@ def _ended(world: World) -> dict[str, EngineFigures]:
 
 
 def _assert_undisturbed(seen: dict[str, EngineFigures]) -> None:
-    """Whatever is on the other storage is found, and nobody fails or gets other bytes."""
+    """Every block on the other storage is found, and no engine fails or gets other bytes."""
     assert seen["audit"].asked[STAYS] > 0
     for phase, figures in seen.items():
         assert (phase, figures.failed_requests) == (phase, [])

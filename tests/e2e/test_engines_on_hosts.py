@@ -1,11 +1,11 @@
-"""Invariants 1 and 5 over hosts: nobody is given another host's memory, or wrong bytes, whatever fails."""
+"""Invariants 1 and 5 over hosts: no engine is given another host's memory, or wrong bytes, whatever fails."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from host_figures import SHARED, HostFigures, pool_of
+from engine_figures import SHARED, EngineFigures, pool_of
 from host_networks import why_no_hosts
 from host_run import PHASES, HostsReport, run_hosts
 from host_site import HOSTS, NOBODY
@@ -33,7 +33,7 @@ def test_nobody_is_given_another_hosts_memory_whatever_fails(tmp_path: Path) -> 
     _assert_at_rest(report)
 
 
-def _assert_right(seen: HostFigures) -> None:
+def _assert_right(seen: EngineFigures) -> None:
     assert seen.foreign == []
     assert seen.wrong == []
     assert seen.errors == []
@@ -41,7 +41,7 @@ def _assert_right(seen: HostFigures) -> None:
 
 
 def _assert_undisturbed(report: HostsReport) -> None:
-    """Nobody fails but who cannot reach the manager; what one host suffers does not touch the others."""
+    """No engine fails but those that cannot reach the manager; a fault of one host does not touch the others."""
     for name, phases in report.engines.items():
         failed = {phase: seen.failed_requests for phase, seen in phases.items() if seen.failed_requests}
         assert {phase: texts for phase, texts in failed.items() if phase not in _MAY_FAIL[name]} == {}, name
@@ -62,7 +62,7 @@ def _assert_pools_are_used(report: HostsReport) -> None:
 
 
 def _assert_at_rest(report: HostsReport) -> None:
-    """What is promised at the end is there."""
+    """Every block promised at the end is there."""
     for name in report.engines:
         for phase in _AUDITS:
             assert (name, phase, report.of(name, phase).unmoved) == (name, phase, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outage_figures import AWAY, STAYS
+from engine_figures import AWAY, STAYS
 from outage_run import OutageReport, run_outage
 from outage_storages import OUTAGES, impossible
 
@@ -25,7 +25,7 @@ def test_a_storage_that_goes_away_costs_its_hits_and_nothing_else(tmp_path: Path
 
 
 def _assert_undisturbed(report: OutageReport) -> None:
-    """Nobody fails, waits too long, or gets other bytes or tokens."""
+    """No engine fails, waits too long, or gets other bytes or tokens."""
     for phase, seen in report.engines.items():
         assert (phase, seen.failed_requests, seen.errors, seen.wrong) == (phase, [], [], [])
         assert seen.overrun_seconds < 2.0, phase

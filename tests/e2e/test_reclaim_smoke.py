@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 def test_a_manager_killed_while_it_evicts_leaves_nothing_behind_in_rocksdb(tmp_path: Path, fsync: str) -> None:
     with eviction_rig(tmp_path, "", seed=5, fsync=fsync) as rig:
-        asyncio.run(evict_and_kill(rig, kills=3, look_every=3))
+        asyncio.run(evict_and_kill(rig, kills=3, audit_every=3))
     assert rig.report.wrong == []
     assert rig.report.checked_blocks > 0
 
@@ -27,7 +27,7 @@ def test_a_manager_killed_while_it_evicts_leaves_nothing_behind_in_redis(
     tmp_path: Path, redis_standalone: Standalone
 ) -> None:
     with eviction_rig(tmp_path, redis_standalone.uri("reclaim-kills"), seed=6) as rig:
-        asyncio.run(evict_and_kill(rig, kills=3, look_every=3))
+        asyncio.run(evict_and_kill(rig, kills=3, audit_every=3))
     assert rig.report.wrong == []
     assert rig.report.checked_blocks > 0
 

@@ -1,4 +1,4 @@
-"""Managers that are told to stop under load finish what they began, and the next one goes on."""
+"""Managers that are stopped under load finish their requests, and the next one goes on."""
 
 from __future__ import annotations
 

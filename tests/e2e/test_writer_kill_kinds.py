@@ -1,4 +1,4 @@
-"""Invariants 1, 3 and 5 where bytes are not in files: whoever reads gets what was written, however the writer ends."""
+"""Invariants 1, 3 and 5 where bytes are not in files: a reader gets the written bytes, however the writer ends."""
 
 from __future__ import annotations
 

@@ -22,8 +22,6 @@ from mooncake_rig import Site, missing
 from kvcm.connectors.node import DEFAULT_POOL_DIRECTORY
 from kvcm.protocol import admin_service_pb2 as pb
 
-__all__ = ["KINDS", "impossible", "kill_writers"]
-
 _PACKED_KEYS = 8
 _LEASE_SECONDS = 5.0  # the default of Mooncake: a busy machine takes its time to read
 _OWNED_BYTES = 1 << 31
@@ -37,8 +35,8 @@ class _Place:
     """A storage that is there.
 
     Attributes:
-        config: what the manager is told of it.
-        environment: variables of everybody who uses it.
+        config: its configuration in the manager.
+        environment: variables of every process that uses it.
     """
 
     config: pb.StorageConfig

@@ -2,7 +2,7 @@
 
     python writer_kill_process.py <settings as JSON>
 
-Prints its report as JSON. On its own, because it may have to run in another network than whoever started it.
+Prints its report as JSON. On its own, because it may have to run in another network than its parent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from google.protobuf import json_format
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
-from manager_site import GroupPlan, Manager, code_of, running
+from manager_site import GroupPlan, Manager, code_of, managers_on
 from writer_kills import KillReport, WriterRig
 
 from kvcm.protocol import admin_service_pb2 as pb
-
-__all__ = ["GROUP", "STORAGE", "KillSettings", "command_of"]
 
 GROUP = "writers"
 STORAGE = f"{GROUP}-storage"
@@ -31,7 +29,7 @@ _QUOTA_BYTES = 1 << 33
 
 @dataclass(frozen=True, slots=True)
 class KillSettings:
-    """What is to be done.
+    """Settings of the run.
 
     Attributes:
         storage: JSON of its configuration, named STORAGE.
@@ -50,11 +48,9 @@ class KillSettings:
 
 def _run(settings: KillSettings) -> KillReport:
     directory = Path(settings.directory)
-    manager = Manager(directory / "manager", {"kvcm.data_dir": str(directory / "data")})
-    with running(manager):
+    with managers_on(directory) as (manager,):
         asyncio.run(_set_up(manager, json_format.Parse(settings.storage, pb.StorageConfig())))
-        address = f"127.0.0.1:{manager.settings['kvcm.service.rpc_port']}"
-        rig = WriterRig(address, GROUP, directory, settings.seed)
+        rig = WriterRig(manager.address(), GROUP, directory, settings.seed)
         try:
             rig.wait_until_open()
             for _ in range(settings.kills):
@@ -68,14 +64,13 @@ def _run(settings: KillSettings) -> KillReport:
 
 
 async def _set_up(manager: Manager, storage: pb.StorageConfig) -> None:
-    wire = manager.connect()
     group = GroupPlan(GROUP, (), _QUOTA_BYTES, delay_ms=0).group
-    for answer in (
-        await wire.admin.AddStorage(pb.AddStorageRequest(storage=storage)),
-        await wire.admin.CreateInstanceGroup(pb.CreateInstanceGroupRequest(instance_group=group)),
-    ):
-        assert code_of(answer) == pb.OK, answer
-    await wire.close()
+    async with manager.connected() as wire:
+        for answer in (
+            await wire.admin.AddStorage(pb.AddStorageRequest(storage=storage)),
+            await wire.admin.CreateInstanceGroup(pb.CreateInstanceGroupRequest(instance_group=group)),
+        ):
+            assert code_of(answer) == pb.OK, answer
 
 
 def command_of(settings: KillSettings) -> list[str]:

@@ -7,18 +7,17 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from block_writer import SPECS, WriterSettings, command_of, connected, content, registered
+from waiting import until
 
 from kvcm.connectors.results import Location, MatchMode
 from kvcm.connectors.transfer import TransferItem
-
-__all__ = ["POINTS", "KillReport", "WriterRig"]
 
 _PER_MATCH = 480
 _KEYS_PER_ROUND = 1_000_000
@@ -28,7 +27,6 @@ _AIMED = 0.5  # of writers end at a point that was chosen: at random, nearly all
 _AIM_SECONDS, _MOST_AIM_SECONDS = 0.0005, 1.0
 _LONG_SESSION_SECONDS = 60
 _SHORT_SESSION_SECONDS = 1
-_NO_WRITER_SECONDS = 0.02  # between two questions whether a session is over
 
 POINTS = ("no session", "first bytes", "later bytes", "before finish", "finish")
 """Where in a save a writer can end: no session is open, or one is that is at this step."""
@@ -77,7 +75,7 @@ class Journal:
         return [key for event in self.events("begun") for key in event["keys"]]
 
     def finished(self, without: str = "") -> set[str]:
-        """Return the uris that may be served: of blocks that were saved, and perhaps told to the manager.
+        """Return the uris that may be served: of blocks that were saved, and perhaps finished.
 
         Args:
             without: session that is left out.
@@ -97,8 +95,8 @@ class Journal:
             return "before finish" if latest["is_last"] else "later bytes"
         return {"begun": "first bytes", "finishing": "finish", "ended": "no session"}[latest["event"]]
 
-    def told(self, session: str) -> set[str]:
-        """Return the uris of a session whose end was told to the manager, or was to be."""
+    def finishing(self, session: str) -> set[str]:
+        """Return the uris of a session that was finished, or about to be."""
         return self._uris({session})
 
     def _uris(self, sessions: Set[str]) -> set[str]:
@@ -145,10 +143,10 @@ class WriterRig:
             grant = self._client.start_write([0], session_seconds=_LONG_SESSION_SECONDS)
             return grant is not None and self._client.abort_write(grant.session_id)
 
-        self._until(is_open, "the storage takes writes")
+        until(is_open, "the storage takes writes")
 
     def kill_a_writer(self) -> None:
-        """Let a writer be killed somewhere, and check what is served at once."""
+        """Let a writer be killed somewhere, and check the served blocks at once."""
         with self._writer(_LONG_SESSION_SECONDS) as (writer, journal):
             self._let_run(journal)
             writer.kill()
@@ -168,14 +166,14 @@ class WriterRig:
         with self._writer(_SHORT_SESSION_SECONDS) as (writer, journal):
             self._let_run(journal)
             writer.send_signal(signal.SIGSTOP)
-            self._until(lambda: _is_stopped(writer), "the writer stops")
+            until(lambda: _is_stopped(writer), "the writer stops")
             session = journal.open_session
             if session is None:
                 return False
             (keys,) = (event["keys"] for event in journal.events("begun") if event["session"] == session)
             written = self._write_instead(keys)
             writer.send_signal(signal.SIGCONT)
-            self._until(lambda: _outcome(journal, session) is not None, "the writer comes back")
+            until(lambda: _outcome(journal, session) is not None, "the writer comes back")
         if _outcome(journal, session):
             self.report.wrong.append(f"{session} was over, and could be finished")
         self._judge(journal, written, refused=session)
@@ -184,7 +182,7 @@ class WriterRig:
     def _let_run(self, journal: Journal) -> None:
         # Some clients open their storage in the first session, which takes longer than all that follows.
         first = self._random.choice(("begun", "ended"))
-        self._until(lambda: bool(journal.events(first)), "the writer begins")
+        until(lambda: bool(journal.events(first)), "the writer begins")
         time.sleep(self._random.uniform(0.0, _LONGEST_RUN_SECONDS))  # the point at which it ends
         if self._random.random() < _AIMED:
             aim, deadline = self._random.choice(POINTS), time.monotonic() + _MOST_AIM_SECONDS
@@ -229,7 +227,7 @@ class WriterRig:
             )
             return not left
 
-        self._until(written, "the session of a stopped writer is over")
+        until(written, "the session of a stopped writer is over")
         return uris
 
     def _judge(self, journal: Journal, others: Set[str] = frozenset(), refused: str = "") -> None:
@@ -248,7 +246,7 @@ class WriterRig:
             assert not found.reason, found
             served |= self._read([location for location in found.locations if location is not None])
             assert self._client.remove(page, timeout_seconds=20)
-        self.report.late_parts += len(served & journal.told(refused))
+        self.report.late_parts += len(served & journal.finishing(refused))
         self.report.wrong += [f"{uri} is served and was not finished" for uri in served - may]
         self.report.wrong += [f"{uri} was confirmed and is not served" for uri in must - served]
 
@@ -268,17 +266,11 @@ class WriterRig:
         self.report.served_blocks += len(locations)
         return set(map(str, uris))
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {_DEADLINE_SECONDS} s: {what}"
-            time.sleep(_NO_WRITER_SECONDS)
-
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _outcome(journal: Journal, session: str) -> bool | None:
-    """Return what the writer was told at the end of a session, None before."""
+    """Return the writer's answer at the end of a session, None before."""
     return next((bool(event["confirmed"]) for event in journal.events("ended") if event["session"] == session), None)

@@ -126,7 +126,7 @@ def test_memory_that_was_cut_and_grew_again_is_corrupt_from_there_on(site: Block
 CUT_IN_A_COPY = """
 import os, sys
 from pathlib import Path
-from kvcm.connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_segment import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
 os.truncate(sys.argv[1], 0)  # after the look at the file's length, and before the copy
 segment.copy_out(0, [memoryview(bytearray(1 << 20))])
@@ -201,10 +201,10 @@ def test_all_memory_that_is_wiped_is_a_miss_and_is_written_again(site: BlockSite
 LOCK = """
 import sys
 from pathlib import Path
-from kvcm.connectors.transfer.pool_making import open_segment
+from kvcm.connectors.transfer.pool_segment import open_segment
 segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
-with segment.claim() as claim:
-    assert claim.lock(int(sys.argv[3]), int(sys.argv[4]))
+with segment.write_lock() as lock:
+    assert lock.lock(int(sys.argv[3]), int(sys.argv[4]))
     print("locked", flush=True)
     sys.stdin.read()
 """

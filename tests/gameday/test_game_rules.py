@@ -20,7 +20,7 @@ from game_plan import KINDS, LEAST_QUIET, Step, hosts_of, made, parts_of
 from game_processes import GameProcess, waited_for
 from game_prompts import TURNS, prompt
 from game_storages import KEYS_PER_FILE, Spoiled
-from game_watch import Look, whole_since
+from game_watch import Observation, whole_since
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,7 +240,7 @@ def test_a_block_with_one_copy_that_nobody_damaged_is_lost_when_it_is_gone() -> 
 
 
 def test_bytes_at_a_place_that_was_never_acknowledged_are_those_that_were_found() -> None:
-    # Its writer got no answer, and the manager compares them with what it was told.
+    # Its writer got no answer, and the manager compares them with its own.
     assert _judge(_line(slot=0), found={("steady", 1): Found({"tp0": (_uri(3), 5)})}) == Judgement(served=1)
 
 
@@ -277,15 +277,15 @@ def test_a_recovery_that_takes_longer_than_stated_is_seen() -> None:
 
 
 def test_managers_are_whole_when_all_are_ready_and_agree() -> None:
-    looks = [
-        Look(1.0, "a", True, "a"),
-        Look(2.0, "b", True, "b"),
-        Look(3.0, "a", True, "b"),
-        Look(4.0, "b", False, "b"),
+    observations = [
+        Observation(1.0, "a", True, "a"),
+        Observation(2.0, "b", True, "b"),
+        Observation(3.0, "a", True, "b"),
+        Observation(4.0, "b", False, "b"),
     ]
-    assert whole_since(looks, 0.0, ("a", "b")) == 3.0
-    assert whole_since(looks, 2.5, ("a", "b")) is None
-    assert whole_since(looks, 0.0, ("a", "b", "c")) is None
+    assert whole_since(observations, 0.0, ("a", "b")) == 3.0
+    assert whole_since(observations, 2.5, ("a", "b")) is None
+    assert whole_since(observations, 0.0, ("a", "b", "c")) is None
 
 
 def test_hits_are_counted_in_tokens() -> None:

@@ -17,14 +17,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout, Rows
+from kvcm.gpu_tier.index.meta_index import MetaViews, empty_meta_page
+from kvcm.gpu_tier.kernels.centroid_score import centroid_score
+from kvcm.gpu_tier.kernels.centroid_score import triton_impl as centroid_triton
 from kvcm.gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
 from kvcm.gpu_tier.kernels.gather_copy import gather_copy
+from kvcm.gpu_tier.kernels.indexer_score import indexer_score
+from kvcm.gpu_tier.kernels.indexer_score import triton_impl as indexer_triton
 from kvcm.gpu_tier.kernels.operands import RowPool
 from kvcm.gpu_tier.kernels.quest_score import quest_score
 from kvcm.gpu_tier.kernels.quest_score import triton_impl as quest_triton
 from kvcm.gpu_tier.kernels.split_decode import attend as split_call
 from kvcm.gpu_tier.kernels.split_decode import triton_impl as split_triton
+from kvcm.gpu_tier.kernels.weighted_attn import triton_impl as weighted_triton
+from kvcm.gpu_tier.kernels.weighted_attn import weighted_attn
 from kvcm.gpu_tier.types import CopyRuns, LayerKV
 
 _TYPES = {
@@ -79,7 +86,7 @@ def _record(recorder: _Recorder) -> None:
 
     triton.runtime.JITFunction.run = run
     split_call.processors = lambda _: 132
-    for module in (split_triton, quest_triton):
+    for module in (split_triton, quest_triton, indexer_triton, centroid_triton, weighted_triton):
         module.kernel.measures = False
 
 
@@ -108,6 +115,18 @@ def _attention(recorder: _Recorder) -> None:
         decode_attn_paged(q, kv, _ints(4, 32), _ints(4), 64, 0.1, *out, impl="triton")
 
 
+def _clusters(recorder: _Recorder) -> None:
+    bf16, f32 = torch.bfloat16, torch.float32
+    for heads, group, dims, v_dims, dtype in ((8, 4, 128, 128, bf16), (1, 128, 576, 512, bf16), (8, 1, 128, 128, f32)):
+        recorder.case = f"clusters {heads}x{group}-d{dims}-{dtype}"
+        views = MetaViews.of(empty_meta_page(heads, dims, v_dims).repeat(9, 1), heads, dims, v_dims)
+        q, q_heads = torch.zeros(4, heads * group, dims, dtype=dtype), heads * group
+        index, table, ids = (views.centroids, views.value_sums, views.log_size), _ints(4, 64), _ints(4, heads, 1024)
+        centroid_score(q, index[0], index[2], table, _ints(4), 0.1, torch.empty(4, q_heads, 4096), impl="triton")
+        out = torch.empty(4, q_heads, v_dims), torch.empty(4, q_heads)
+        weighted_attn(q, *index, table, ids, _ints(4, heads), 0.1, *out, impl="triton")
+
+
 def _gather(recorder: _Recorder) -> None:
     recorder.case = "gather"
     geometry = KVGeometry(KVKind.MHA, 2, 8, 128, 128, KVDtype.BF16, 64)
@@ -124,11 +143,19 @@ def _quest(recorder: _Recorder) -> None:
     quest_score(q, bounds, _ints(4, 64), _ints(4), torch.empty(4, 32, 64), impl="triton")
 
 
+def _indexer(recorder: _Recorder) -> None:
+    recorder.case = "indexer"
+    q8, keys = torch.zeros(2, 64, 128).to(torch.float8_e4m3fn), torch.zeros(64, 132, dtype=torch.uint8)
+    indexer_score(q8, torch.zeros(2, 64), keys, _ints(2, 64), 64, _ints(2), torch.empty(2, 4096), impl="triton")
+
+
 def main() -> None:
     recorder = _Recorder()
     _record(recorder)
     _attention(recorder)
     _quest(recorder)
+    _indexer(recorder)
+    _clusters(recorder)
     _gather(recorder)
 
 

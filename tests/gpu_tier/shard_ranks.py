@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from coordinator_rig import PAGE, config_of, prompt
 from layer_traffic import Shape, Tokens, Traffic
+from sharing_rig import SHORT
 from torch import Tensor
 
+from kvcm.gpu_tier.assembly import build
+from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
+from kvcm.gpu_tier.engine.decoder_models import LlamaDecoder, LlamaShape
+from kvcm.gpu_tier.engine.interfaces import AttentionInputs, ModelState
+from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 from kvcm.gpu_tier.types import Selection
 
-__all__ = ["MODEL", "WHOLE", "Rank", "all_ranks", "decode_traffic", "heads_of", "layers_of"]
+__all__ = ["MODEL", "WHOLE", "Rank", "all_ranks", "decode_traffic", "generate", "heads_of", "layers_of"]
 
 _SECONDS = 100
 
@@ -81,6 +88,143 @@ def decode_traffic(rank: Rank, out: Path, _pipe: Connection | None, cases: Mappi
 
 
 # An engine: the model's own queries and KV, which depend on what all ranks computed before.
+
+_LLAMA = LlamaShape()
+_TOKENS = prompt(150)
+_NEW = 16
+
+
+class _Link:
+    """The other rank. Numbers go as f64, so that adding parts in another order hardly rounds differently."""
+
+    def __init__(self, pipe: Connection, number: int) -> None:
+        self._pipe = pipe
+        self.number = number
+
+    def send(self, x: Tensor) -> None:
+        self._pipe.send_bytes(x.double().contiguous().numpy().tobytes())
+
+    def receive(self, *shape: int) -> Tensor:
+        data = bytearray(self._pipe.recv_bytes())
+        return torch.frombuffer(data, dtype=torch.float64).view(*shape)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of both ranks' numbers, the same bits on both."""
+        if self.number == 0:
+            self.send(x)
+            return x + self.receive(*x.shape)
+        other = self.receive(*x.shape)
+        self.send(x)
+        return other + x
+
+
+class _Llama(LlamaDecoder):
+    """A model that computes in f64 and attends in f32: what is rounded differently rarely reaches the KV."""
+
+    def attention_inputs(self, *args: Any) -> AttentionInputs:
+        inputs = super().attention_inputs(*args)
+        assert inputs.v is not None
+        return AttentionInputs(inputs.q.float(), inputs.k.float(), inputs.v.float())
+
+
+class _HeadsOfLlama(_Llama):
+    """A tensor-parallel rank: its heads' projections, and the sum of what attention adds to the hidden states."""
+
+    def __init__(self, whole: LlamaDecoder, heads: range, link: _Link) -> None:
+        group = _LLAMA.num_q_heads // _LLAMA.num_kv_heads
+        shape = replace(_LLAMA, num_kv_heads=len(heads), num_q_heads=len(heads) * group)
+        kv = slice(heads.start * shape.head_dim, heads.stop * shape.head_dim)
+        q = slice(kv.start * group, kv.stop * group)
+        weights = dict(whole.weights)
+        for layer in range(shape.num_layers):
+            prefix = f"model.layers.{layer}.self_attn"
+            weights[f"{prefix}.q_proj.weight"] = weights[f"{prefix}.q_proj.weight"][q]
+            for name in ("k_proj", "v_proj"):
+                weights[f"{prefix}.{name}.weight"] = weights[f"{prefix}.{name}.weight"][kv]
+            self_output = weights[f"{prefix}.o_proj.weight"]
+            weights[f"{prefix}.o_proj.weight"] = self_output[:, q]
+        super().__init__(shape, weights)
+        self._link = link
+
+    def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        output = self.weights[f"model.layers.{layer_id}.self_attn.o_proj.weight"]
+        added = self._link.add(attention.flatten(-2).to(hidden.dtype) @ output.T)
+        nothing = attention.new_zeros(attention.shape)
+        return super().attention_output(layer_id, hidden + added, nothing)
+
+
+class _StageOfLlama:
+    """A pipeline stage: hidden states come from the stage before; logits of the last one are everybody's."""
+
+    def __init__(self, whole: LlamaDecoder, layers: range, link: _Link) -> None:
+        self._whole, self._layers, self._link = whole, layers, link
+        self.kind, self.num_layers, self.sm_scale = whole.kind, len(layers), whole.sm_scale
+        self.num_q_heads, self.num_kv_heads = whole.num_q_heads, whole.num_kv_heads
+        self.head_dim, self.v_head_dim = whole.head_dim, whole.v_head_dim
+
+    @property
+    def _is_last(self) -> bool:
+        return self._layers.stop == self._whole.num_layers
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        if self._layers.start:
+            return self._link.receive(len(token_ids), _LLAMA.d_model)
+        return self._whole.embed(token_ids, positions)
+
+    def attention_inputs(
+        self, layer_id: int, hidden: Tensor, positions: Tensor, states: Sequence[ModelState], extend_lens: Sequence[int]
+    ) -> AttentionInputs:
+        return self._whole.attention_inputs(layer_id, hidden, positions, states, extend_lens)
+
+    def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        hidden = self._whole.attention_output(layer_id, hidden, attention)
+        if layer_id == self._layers[-1] and not self._is_last:
+            self._link.send(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if not self._is_last:
+            return self._link.receive(len(hidden), _LLAMA.vocab)
+        logits = self._whole.logits(hidden)
+        self._link.send(logits)
+        return logits
+
+
+def generate(rank: Rank | None, out: Path, pipe: Connection | None, algorithm: str) -> None:
+    """Generate from a prompt and write tokens, logits and selections; `rank` None is one process for all."""
+    whole = _Llama.random(_LLAMA, dtype=torch.float64)
+    model: Any = whole
+    layers = range(_LLAMA.num_layers) if rank is None else rank.layers
+    if rank is not None:
+        assert pipe is not None
+        link = _Link(pipe, int(rank.heads.start + rank.layers.start > 0))
+        is_stage = len(rank.heads) == _LLAMA.num_kv_heads
+        model = _StageOfLlama(whole, layers, link) if is_stage else _HeadsOfLlama(whole, rank.heads, link)
+    geometry = KVGeometry(
+        model.kind, len(layers), model.num_kv_heads, model.head_dim, model.v_head_dim, KVDtype.F32, PAGE, layers.start
+    )
+    coordinator = build(
+        config_of(algorithm, SHORT[algorithm]), geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale,
+        device_pages=100, max_requests=8, max_tokens=256,
+    )  # fmt: skip
+    engine = DecodeEngine(model, coordinator, chunk_tokens=32, layers=layers)
+    request = engine.add(_TOKENS)
+    kept: dict[str, np.ndarray[Any, Any]] = {}
+    retrieve = coordinator.algorithm.retrieve_topk
+
+    def keeping(queries: Tensor, layer_id: int, batch: Any, *args: Any, **more: Any) -> Selection:
+        selection = retrieve(queries, layer_id, batch, *args, **more)
+        kept.update(_named(selection, f"{batch.lengths[0]}.{layer_id}"))
+        return selection
+
+    coordinator.algorithm.retrieve_topk = keeping  # type: ignore[method-assign]
+    logits = []
+    while len(engine.tokens(request)) < len(_TOKENS) + _NEW:
+        engine.step()
+        logits += [row.numpy() for row in engine.logits.values()]
+    tokens = np.array(engine.tokens(request))
+    engine.finish(request)
+    np.savez(out / f"{algorithm}.npz", tokens=tokens, logits=np.stack(logits), **kept)  # type: ignore[arg-type]
 
 
 # Processes.

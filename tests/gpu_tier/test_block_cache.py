@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcm.gpu_tier.config import CACHE_POLICIES
 from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry, KVKind, Layout
-from kvcm.gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer, SteadyPlaces
+from kvcm.gpu_tier.manager.execution_buffer import BlockResidency, ExecutionBuffer, SteadyPlanner
 from kvcm.gpu_tier.manager.residency import SparseBuffers
 from kvcm.gpu_tier.manager.token_blocks import CachePlaces, TokenBlockPolicy
 from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
@@ -578,7 +578,7 @@ def steady_cases(draw: st.DrawFn) -> tuple[SteadyRing, list[int], int, int]:
 @given(steady_cases())
 def test_runs_are_the_slots_of_the_steady_tokens(case: tuple[SteadyRing, list[int], int, int]) -> None:
     ring, slots, first, n = case
-    places = SteadyPlaces()
+    places = SteadyPlanner(64, NullRuntime())
     places.admit(3, ring, torch.tensor(slots, dtype=torch.int32))
     runs = places.runs(3, first, n)
     tokens = [t for t in range(n) if t < ring.sink or t >= first]
@@ -591,7 +591,7 @@ def test_runs_are_the_slots_of_the_steady_tokens(case: tuple[SteadyRing, list[in
 
 
 def test_more_recent_tokens_than_places_are_refused() -> None:
-    places = SteadyPlaces()
+    places = SteadyPlanner(64, NullRuntime())
     places.admit(0, SteadyRing(2, 4), torch.arange(6))
     assert places.runs(0, 6, 10).total == 6
     with pytest.raises(StateError, match="5 recent tokens"):
@@ -600,11 +600,11 @@ def test_more_recent_tokens_than_places_are_refused() -> None:
 
 def test_a_buffer_without_the_steady_places_is_refused() -> None:
     with pytest.raises(ConfigError, match="6 steady places"):
-        SteadyPlaces().admit(0, SteadyRing(2, 4), torch.arange(5))
+        SteadyPlanner(64, NullRuntime()).admit(0, SteadyRing(2, 4), torch.arange(5))
 
 
 def test_released_requests_are_forgotten_and_a_grown_buffer_replaces_the_old_one() -> None:
-    places = SteadyPlaces()
+    places = SteadyPlanner(64, NullRuntime())
     places.admit(0, SteadyRing(0, 4), torch.arange(4))
     places.admit(0, SteadyRing(0, 4), torch.arange(10, 18))
     assert places.runs(0, 0, 3).src.tolist() == [10]

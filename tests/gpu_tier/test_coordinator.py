@@ -323,7 +323,7 @@ def test_pages_of_a_window_stay_with_their_prompt() -> None:
     traffic.assert_empty()
 
 
-def test_a_pass_with_a_request_that_ends_is_given_up_and_planned_anew() -> None:
+def test_a_pass_with_a_request_that_ends_is_dropped_and_planned_again() -> None:
     undisturbed, traffic = (Traffic(SHAPE, {**CASES["quest"], "min_sparse_prompt_len": 16}) for _ in range(2))
     c = traffic.coordinator
     for each in (undisturbed, traffic):
@@ -357,7 +357,7 @@ def test_a_plan_that_is_out_of_date_is_refused() -> None:
     request = traffic.begin(50, seed=1)
     first = c.plan_prefill([request], [20])
     traffic.prefill([request], [10])
-    with pytest.raises(StateError, match="plan it anew"):
+    with pytest.raises(StateError, match="plan it again"):
         c.forward_begin(first)
     planned = c.plan_prefill([request], [10])
     traffic.end(request)

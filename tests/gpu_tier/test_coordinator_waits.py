@@ -61,7 +61,7 @@ class _Uploads:
             monkeypatch.setattr(Tensor, name, self._watched(name, getattr(Tensor, name)))
         get = registry.get
         monkeypatch.setattr(registry, "get", lambda *args: self._unwatched(get(*args)))
-        for module in [module for name, module in sys.modules.items() if name.startswith("gpu_tier.")]:
+        for module in [module for name, module in sys.modules.items() if name.startswith("kvcm.gpu_tier.")]:
             for name, run in (("upload", upload), ("dma_copy", dma_copy)):  # the latter's indices are on the host
                 if getattr(module, name, None) is run:
                     monkeypatch.setattr(module, name, self._unwatched(run))

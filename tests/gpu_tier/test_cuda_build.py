@@ -15,6 +15,8 @@ from kvcm.gpu_tier.kernels import cuda_build
 nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
+@pytest.mark.ci
+@pytest.mark.timeout(600)  # the compiler takes minutes beside other work
 @pytest.mark.skipif(nvcc is None, reason="needs nvcc")
 def test_all_kernels_are_in_one_library_that_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = cuda_build.build(tmp_path)

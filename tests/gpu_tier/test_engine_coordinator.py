@@ -181,9 +181,6 @@ def test_a_gpu_decodes_what_a_cpu_does(algorithm: str, monkeypatch: pytest.Monke
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 120)
 
 
-# Settings under which far less than a request is attended to, or moved, at a time.
-
-
 ACTIONS = st.one_of(
     st.tuples(st.just("add"), st.sampled_from(LENGTHS)),
     st.tuples(st.just("step"), st.integers(1, 6)),

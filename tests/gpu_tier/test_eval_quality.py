@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -401,6 +402,99 @@ def chosen(algorithm: str) -> tuple[Driven, list[Selection]]:
 
 def ids(selection: Selection) -> list[int]:
     return selection.indices[0, 0, : int(selection.lengths[0, 0])].tolist()
+
+
+_POLICIES = ("lru", "lfu", "fifo")
+
+
+class ClusterCache:
+    """The cache of one request, layer and head.
+
+    Args:
+        blocks: of each cluster.
+        capacity: blocks that fit.
+        policy: which clusters are given up: those used longest ago (lru), least often (lfu) or admitted first (fifo).
+    """
+
+    def __init__(self, blocks: Sequence[int], capacity: int, policy: str = "lru") -> None:
+        if policy not in _POLICIES:
+            raise ConfigError.choice("policy", policy, _POLICIES)
+        self._blocks, self._capacity, self._policy = blocks, capacity, policy
+        self._cached: dict[int, int] = {}  # number of uses, in the order in which clusters are given up by lru and fifo
+        self._used_blocks = 0
+
+    def step(self, clusters: Sequence[int]) -> tuple[set[int], int]:
+        """Look clusters up, then update the cache.
+
+        Returns:
+            Those that were cached, and how many were admitted.
+        """
+        hits = {cluster for cluster in clusters if cluster in self._cached}
+        for cluster in clusters:
+            if cluster in hits:
+                self._use(cluster)
+        in_use = set(clusters)
+        return hits, sum(self._admit(cluster, in_use) for cluster in clusters if cluster not in hits)
+
+    def _use(self, cluster: int) -> None:
+        if self._policy == "lru":
+            self._cached[cluster] = self._cached.pop(cluster) + 1
+        else:
+            self._cached[cluster] += 1
+
+    def _admit(self, cluster: int, in_use: set[int]) -> bool:
+        needed = self._blocks[cluster]
+        if needed > self._capacity:
+            return False
+        while self._used_blocks + needed > self._capacity:
+            unused = [other for other in self._cached if other not in in_use]
+            if not unused:
+                return False
+            victim = min(unused, key=self._cached.__getitem__) if self._policy == "lfu" else unused[0]
+            del self._cached[victim]
+            self._used_blocks -= self._blocks[victim]
+        self._cached[cluster] = 1
+        self._used_blocks += needed
+        return True
+
+
+def plain_rate(capacity: int, policy: str) -> float:
+    """Return the hit rate of clusters in a plain cache of so many blocks, the first step left out."""
+    driven, selections = chosen("retroinfer")
+    cache = ClusterCache([-(-size // BLOCK) for size in driven.cluster_sizes.tolist()], capacity, policy)
+    hits = [len(cache.step(ids(selection))[0]) for selection in selections]
+    return sum(hits[1:]) / sum(len(ids(selection)) for selection in selections[1:])
+
+
+@pytest.mark.parametrize("ratio", [0.025, 0.05, 0.1])
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_the_wave_buffer_hits_as_a_plain_cache_of_clusters(ratio: float, is_async: bool, policy: str) -> None:
+    settings = replace(WAVE_ALGO, cache_ratio=ratio, async_update=is_async, policy=policy)
+    found = wave_hits(*chosen("retroinfer"), settings)
+    assert found.clusters == plain_rate(int(ratio * CACHE_TOKENS) // BLOCK, policy)
+    assert 0 < found.host_share < 0.02
+
+
+def test_what_a_cluster_cache_gives_up() -> None:
+    def after(policy: str) -> list[int]:
+        cache = ClusterCache([1, 1, 2, 5], 3, policy)
+        for clusters in ([0], [1], [0], [0], [1, 3], [2]):  # the last needs two blocks, the one before none that fit
+            cache.step(clusters)
+        return sorted(cache.step([0, 1, 2, 3])[0])
+
+    assert after("lru") == [1, 2]
+    assert after("lfu") == [0, 2]
+    assert after("fifo") == [1, 2]
+    with pytest.raises(ConfigError, match="policy='random': must be one of lru, lfu, fifo"):
+        ClusterCache([1], 1, "random")
+
+
+def test_what_a_step_uses_is_not_given_up_in_it() -> None:
+    cache = ClusterCache([1, 1, 1], 2)
+    assert cache.step([0, 1, 2]) == (set(), 2)
+    assert cache.step([0, 1, 2]) == ({0, 1}, 0)
+    assert cache.step([2]) == (set(), 1)
 
 
 def test_without_a_cache_all_comes_from_the_host() -> None:

@@ -266,3 +266,102 @@ def test_a_late_script_says_what_it_left_out_of_sparse_ways(
     monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)
     module.measure(this)
     assert [row.metric for row in this.rows] == ["left out: no time left"] * cases
+
+
+def test_a_step_is_timed_between_its_events() -> None:
+    clock = device_run().clock
+    samples = clock.samples(lambda: None)
+    assert samples.seconds == (0.002, 0.002)
+
+
+def k6_bench(monkeypatch: pytest.MonkeyPatch, hbm: float) -> tuple[Any, Any]:
+    """Return a bench of K6 whose dense attention fits with one and with two requests, and its run."""
+    k6, this = script("k6_dsa_decode"), device_run(hbm=hbm, flops=1e15)
+    sweep = k6.replace(k6.SMOKE, batches=(1, 2))
+    monkeypatch.setattr(k6.Sweep, "most", lambda _sweep, config, _n: 2 if config.algorithm == "full" else 3)
+    return k6.Bench(this, sweep, 256), this
+
+
+def test_k6_gates_each_ratio_by_dense_attention_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, this = k6_bench(monkeypatch, hbm=1e12)
+    shares = {1: 0.5, 2: 0.9}
+    monkeypatch.setattr(type(bench), "dense_share", lambda _bench, batch, _speed: shares[batch])
+    bench.compare()
+    stated = {row.case.rpartition("(input), ")[2] for row in found(this, "speed-up over resident") if row.unit == "x"}
+    refused = {
+        row.case.rpartition("(input), ")[2]: row.metric.rpartition(": ")[2]
+        for row in found(this, "no speed-up over resident")
+    }
+    assert stated == {"B=3: one budget of 0 GiB", "B=2: the same batch"}
+    assert refused == {
+        "B=1: the same batch": "full attention reaches less than 0.75 of the roofline",
+        "B=3: the same batch": "full attention was not measured there",
+    }
+
+
+def test_steps_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = device_run().clock, []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(Stream()) or made[-1])
+    for _ in range(3):
+        clock.captured(lambda: None)
+    assert len(made) == 1
+
+
+def test_the_new_token_of_a_baseline_goes_where_the_next_one_belongs() -> None:
+    k6, decode = script("k6_dsa_decode"), script("dsa_decode")
+    clock = device_run().clock
+    work = k6.Bench(device_run(), k6.SMOKE, 256).work(2, k6.SMOKE.config.replaced(residency="device"), 0.75)
+    step = decode.Dense(work, None, script("kvcm.gpu_tier.runtime").NullRuntime(), clock)
+    for _ in range(2):
+        assert step.written.tolist() == [int(step.seq_lens[0]) - 1, work.max_tokens + int(step.seq_lens[1]) - 1]
+        step.prepare()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rate"), [("wave", 0.8), ("wave", 0.0), ("wave, gpu", 0.0), ("wave, gpu", 1.0), ("codes", 0.5)]
+)
+def test_the_hit_rate_counted_is_the_one_put_in(algorithm: str, rate: float) -> None:
+    made = system(algorithm=algorithm, n_prompt=300 if algorithm == "codes" else 2400)
+    step = script("sparse_decode").SparseDecode(made, 2, rate)
+    for _ in range(4):
+        step.prepare()
+        step.run()
+    counted = script("sparse_decode").counted_hit_rate(step)
+    made.close()
+    assert counted == pytest.approx(rate, abs=0.04)
+
+
+def test_rows_of_layers_and_requests_differ() -> None:
+    tiny = script("tiny_llama")
+    kv = script("planted_kv").PlantedKV(tiny.TINY_LLAMA.geometry, torch.device("cpu"), 4096)
+    one = kv.raw(0, 0, 0, 5, 25)
+    assert one.shape == (20, 2, 32)
+    assert torch.equal(kv.raw(0, 0, 0, 10, 12), one[5:7])
+    for layer, part, request in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        assert not torch.equal(kv.raw(layer, part, request, 5, 25), one)
+
+
+def test_tokens_that_return_are_those_of_some_blocks_and_the_others_are_new() -> None:
+    made = system(batch=1, algorithm="codes")
+    fed = script("fed_selections").fed_selections(made, 1, 0.4)
+    _, k = made.algorithm.budgets.tokens(300)
+    hot = min(round(0.4 * k), 32)
+    seen = []
+    for step in range(3):
+        fed.prepare(step)
+        rows = fed.indices[0, 0].tolist()
+        assert all(row == sorted(set(row)) and len(row) == k for row in rows)
+        seen.append(set(rows[0]))
+    made.close()
+    assert len(seen[0] & seen[1]) == len(seen[0] & seen[2]) == hot
+
+
+def test_parts_of_a_step_are_taken_apart() -> None:
+    k10 = script("k10_breakdown")
+    this, made = device_run(), system()
+    on_device, on_host = k10.parts_of(this, script("sparse_decode").SparseDecode(made, 2, 0.5))
+    made.close()
+    # The stand-in's clock ticks once an event: 2 ms for each part, in each of four layers.
+    assert set(on_device) == set(script("sparse_decode").PARTS)
+    assert all(seconds == pytest.approx([0.008] * this.clock.steps) for seconds in on_device.values())
+    assert all(0 < taken < 10 for seconds in on_host.values() for taken in seconds)

@@ -114,6 +114,71 @@ def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -
     assert row.metric.startswith("speed-up over dense" if stated else "no speed-up over dense stated")
 
 
+@pytest.mark.parametrize(
+    ("mine", "apart"), [([1.0, 2.0], 0.0), ([1.0, 2.5], 0.5 / 5**0.5), ([1.0, torch.nan], torch.inf)]
+)
+def test_differences_are_relative(mine: list[float], apart: float) -> None:
+    found = script("check_device").difference(torch.tensor(mine), torch.tensor([1.0, 2.0]))
+    assert found == pytest.approx(apart)
+
+
+def test_a_trace_has_its_hit_rate_and_selects_each_token_once() -> None:
+    trace = script("sliding_trace").SlidingTrace(3, 500, 100, 0.7, torch.device("cpu"))
+    before = trace.select(0, 500)
+    for step in range(1, 40):
+        now = trace.select(step, 500 + step)
+        assert now.shape == (3, 100)
+        for row, old in zip(now.tolist(), before.tolist(), strict=True):
+            assert row == sorted(set(row))
+            assert row[-1] == 500 + step
+            assert len(set(row[:-1]) - set(old)) == 30
+        before = now
+
+
+def test_samples_give_median_and_tail() -> None:
+    samples = script("device_clock").Samples(tuple(range(1, 101)))
+    assert (samples.median, samples.p95) == (50.5, 96)
+
+
+def test_every_step_is_prepared_once_and_in_order() -> None:
+    clock = script("device_clock").DeviceClock(torch.device("cpu"), steps=3, repetitions=2)
+    prepared: list[int] = []
+    samples = clock.samples(lambda: None, prepared.append)
+    assert prepared == list(range(clock.total_steps))
+    assert len(samples.seconds) == 6
+
+
+@pytest.mark.parametrize(("layer_seconds", "stated"), [(1.30, True), (1.40, False)])
+def test_what_an_index_costs_is_no_share_of_a_slow_layer(layer_seconds: float, stated: bool) -> None:
+    k8, clock, run = script("k8_index_build"), script("device_clock"), script("device_run")
+    this = run.DeviceRun(clock.DeviceClock(torch.device("cpu"), 2, 1), is_smoke=False, is_quick=True)
+    k8.add_index(this, "case", clock.Samples((0.13,)), clock.Samples((layer_seconds,)), best=1.0, target=0.05)
+    bound, share = this.rows[-2:]
+    assert bound.value == pytest.approx(0.13)
+    assert bound.ok is None
+    if stated:
+        assert (share.value, share.ok) == (pytest.approx(0.1), False)
+    else:
+        assert share.metric.startswith("no share of the layer stated")
+        assert share.ok is None
+
+
+def test_operations_of_a_layer_are_those_of_llama() -> None:
+    size = script("k8_index_build").FULL
+    # 218 million weights of a layer's products; half of the square of attention.
+    assert size.operations(1) == pytest.approx(2 * 218.1e6, rel=1e-3)
+    assert size.operations(2**17) - 2**17 * (size.operations(1) - 2 * 4096) == 2 * 2**34 * 4096
+
+
+def test_ways_are_compared_at_one_budget() -> None:
+    k6 = script("k6_dsa_decode")
+    resident = k6.FULL.config.replaced(residency="device")
+    for n_tokens in k6.FULL.lengths:
+        assert k6.FULL.most(resident, n_tokens) < k6.FULL.most(k6.FULL.config, n_tokens)
+    assert k6.FULL.sizes(7) == [1, 4, 7]
+    assert k6.FULL.sizes(0) == []
+
+
 def bench() -> ModuleType:
     return importlib.import_module("index_build")
 

@@ -76,3 +76,14 @@ def test_every_kernel_compiles_for_a_gpu_and_spills_nothing(tmp_path: Path) -> N
 def test_bounds_are_read_in_wide_pieces(launches: Launches) -> None:
     assert launches["quest", "_score"]["loads"] == 16
     assert launches["quest", "_score"]["tensor_cores"]
+
+
+@pytest.mark.parametrize("case", ["8x4-d128-torch.bfloat16", "1x128-d576-torch.bfloat16", "8x1-d128-torch.float32"])
+def test_clusters_are_read_in_wide_pieces(launches: Launches, case: str) -> None:
+    score, estimate = launches[f"clusters {case}", "_score"], launches[f"clusters {case}", "_estimate"]
+    assert score["loads"] == max(estimate["copies"]) == 16
+    assert bool(score["tensor_cores"]) == bool(estimate["tensor_cores"]) == case.endswith("bfloat16")
+
+
+def test_the_indexer_multiplies_in_fp8(launches: Launches) -> None:
+    assert "e4m3.e4m3" in launches["indexer", "_score"]["tensor_cores"][0]

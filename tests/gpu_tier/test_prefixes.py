@@ -623,7 +623,7 @@ class PrefixMachine(RuleBasedStateMachine):
             tier.store.abort(attach)
         for tier, tokens, prefix in getattr(self, "attached", []):
             tier.check(tokens, prefix)
-            tier.store.give_back(prefix)
+            tier.store.release(prefix)
         for tier in getattr(self, "tiers", []):
             for number in list(tier.connector.lookups):
                 tier.connector.answer(number)

@@ -10,7 +10,7 @@ import pytest
 from memory_connector import MemoryStorage
 from prefix_cases import MHA, Tier
 from retrieval_cases import CASES
-from shard_ranks import MODEL, WHOLE, Rank, all_ranks, decode_traffic, heads_of, layers_of
+from shard_ranks import MODEL, WHOLE, Rank, all_ranks, decode_traffic, generate, heads_of, layers_of
 
 from kvcm.gpu_tier.connector import KVFormat
 from kvcm.gpu_tier.errors import ConfigError
@@ -69,6 +69,23 @@ def test_given_queries_and_kv(pair: str, one_process: Path, tmp_path: Path) -> N
             # How wide sums are padded, and so how they round, follows from the heads that are computed together.
             np.testing.assert_allclose(part["out"], expected, rtol=1e-5, atol=1e-6, err_msg=name)
             assert rank.heads != WHOLE.heads or np.array_equal(part["out"], expected), name
+
+
+@pytest.mark.parametrize("algorithm", ["retroinfer", "pqcache"])
+def test_a_model_through_engines(algorithm: str, tmp_path: Path) -> None:
+    """What a rank computes in its later layers and steps depends on what both computed before."""
+    generate(None, tmp_path, None, algorithm)
+    whole = found_in(tmp_path / f"{algorithm}.npz")
+    for name, ranks in {
+        "heads": (Rank(range(1), range(3)), Rank(range(1, 2), range(3))),
+        "layers": (Rank(range(2), range(1)), Rank(range(2), range(1, 3))),
+    }.items():
+        folders = all_ranks(generate, ranks, tmp_path / name, algorithm)
+        for rank, folder in zip(ranks, folders, strict=True):
+            part = found_in(folder / f"{algorithm}.npz")
+            assert np.array_equal(part["tokens"], whole["tokens"])
+            np.testing.assert_allclose(part["logits"], whole["logits"], rtol=1e-6, atol=1e-6)
+            assert same_selections(part, whole, rank) > 0
 
 
 # What ranks share with others.

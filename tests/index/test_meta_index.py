@@ -516,7 +516,7 @@ async def published(tell: Any) -> list[dict[str, Any]]:
     listener = log.subscribe()
     tell(ChangeEvents(log))
     await log.close()
-    return [json.loads(line) for line in b"".join(listener.waiting()).splitlines()]
+    return [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
 
 
 async def test_there_is_one_event_per_storage_with_what_was_marked() -> None:

@@ -72,7 +72,9 @@ def test_records_come_back_equal(record: BlockRecord) -> None:
 )
 def test_a_run_is_encoded_as_its_records(keys: list[int], parent: int | None, depth: int, location: Location) -> None:
     run = BlockRun(keys, parent, depth, location._replace(chunk=b""), [b"%d" % key for key in keys])
-    assert encode_payloads(run) == list(map(encode_payload, run.records()))
+    records = list(run.records())
+    links = [(record.parent, record.depth) for record in records]
+    assert encode_payloads(run.location, links, run.chunks) == list(map(encode_payload, records))
 
 
 def test_the_format_is_the_one_that_is_on_disks() -> None:

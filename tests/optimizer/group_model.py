@@ -12,8 +12,6 @@ from group_traces import Step
 
 from kvcm.optimizer.trace import QueryMode
 
-__all__ = ["POLICIES", "ModelOfGroup"]
-
 POLICIES = ("lru", "fifo", "lfu", "leaf_lru")
 
 

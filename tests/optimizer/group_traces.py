@@ -11,8 +11,6 @@ from traces import trace_of
 
 from kvcm.optimizer.trace import QueryMode, Trace
 
-__all__ = ["Step", "steps", "trace_of_steps"]
-
 NAMES = ("a", "b", "c")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from kvcm.optimizer.groups.original import OriginalConfig
 
-__all__ = ["config", "document", "group", "instance"]
-
 
 def instance(name: str = "a", policy: str = "lru", **params: Any) -> dict[str, Any]:
     return {

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from kvcm.optimizer.pooling import Engines, Router
 from kvcm.optimizer.trace import Trace
 
-__all__ = ["PoolingModel"]
-
 
 class Cache:
-    """An LRU cache; one without room holds nothing."""
+    """An LRU cache; one of capacity 0 holds nothing."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

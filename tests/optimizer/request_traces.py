@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from kvcm.optimizer.readers.trace_builder import Request, TraceBuilder
 from kvcm.optimizer.trace import QueryMode, Trace
 
-__all__ = ["BLOCK_TOKENS", "assert_same", "request_traces", "turn_traces"]
-
 BLOCK_TOKENS = 4
 _NAMES = st.sampled_from(["a", "b", "ü\"'</script>", "c" * 50])
 _KEYS = st.integers(0, 12) | st.integers(-(1 << 63), (1 << 63) - 1)

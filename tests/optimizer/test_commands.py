@@ -111,7 +111,7 @@ def test_bad_lines_are_told_with_their_numbers(hand_file: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "hits"), [("block", [0, 2]), ("request", [1, 2])])
 def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits: list[int]) -> None:
-    # With room for 2 blocks, block by block 3 takes the place of 1 before that is looked for.
+    # With a capacity of 2 blocks, block by block 3 takes the place of 1 before that is looked for.
     path = tmp_path / "flat.jsonl"
     rows = [{"timestamp": time, "input_length": 20, "hash_ids": ids} for time, ids in enumerate([[1, 2], [3, 1], [2]])]
     path.write_text("".join(json.dumps(row | {"output_length": 0}) + "\n" for row in rows))
@@ -174,9 +174,11 @@ def test_outputs_are_named_like_the_trace_unless_said(hand_file: Path, tmp_path:
     assert "Take" in (tmp_path / "hand.html").read_text()
 
 
-def test_requests_that_do_more_than_read_a_prefix_are_replayed_as_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("specs", [[], ["tp0"]])
+def test_requests_that_do_more_than_read_a_prefix_are_replayed_as_groups(tmp_path: Path, specs: list[str]) -> None:
+    """Blocks count as whole, whichever location specs a request names."""
     path = tmp_path / "schema.jsonl"
-    read = {"instance_id": "a", "trace_id": "t", "tokens": [], "sw_size": 0, "location_spec_names": []}
+    read = {"instance_id": "a", "trace_id": "t", "tokens": [], "sw_size": 0, "location_spec_names": specs}
     write = {"instance_id": "a", "trace_id": "t", "timestamp_us": 1, "tokens": [], "keys": [1, 2, 3]}
     batch = {**read, "timestamp_us": 2, "keys": [3, 9, 1], "query_type": "batch_get", "block_mask": []}
     masked = {**read, "timestamp_us": 3, "keys": [1, 2], "query_type": "prefix_match", "block_mask": [True, False]}

@@ -1,4 +1,4 @@
-"""What is proposed to a running manager, how far it is believed, and the page that says so."""
+"""Proposals to a running manager, their confidence, and their page."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def chain(number: int, length: int = 10) -> list[int]:
     return [1000 * number + block for block in range(1, length + 1)]
 
 
-def proposed(group: InstanceGroup, recording: Recording, wish: TuningGoal | None = None) -> Proposal:
+def proposed(group: InstanceGroup, recording: Recording, goal: TuningGoal | None = None) -> Proposal:
     situation = ManagerState([GroupState(group, SIZES, 0)], recording)
     with rehearsals(recording, workers=1) as rehearse:
-        (proposal,) = propose(situation, rehearse, wish)
+        (proposal,) = propose(situation, rehearse, goal)
     return proposal
 
 
@@ -94,7 +94,7 @@ def test_a_quota_that_is_too_large_is_to_shrink() -> None:
 
 
 def test_the_better_policy_is_proposed_where_the_quota_stays() -> None:
-    """A loop larger than the cache: what is new goes first under some policies, and lru finds nothing."""
+    """A loop larger than the cache: new blocks go first under some policies, and lru finds nothing."""
     proposal = proposed(group_of(100), recorded(round_robin(15, 300), dropped=1), TuningGoal(target=None))
     assert proposal.proposed.group.quota.capacity == 100 * MIB
     assert proposal.proposed.group.policy_of("").name != "lru"
@@ -104,7 +104,7 @@ def test_the_better_policy_is_proposed_where_the_quota_stays() -> None:
 
 
 def test_nothing_is_changed_for_nothing() -> None:
-    turns = [(float(turn), chain(turn)) for turn in range(300)]  # nobody asks twice
+    turns = [(float(turn), chain(turn)) for turn in range(300)]  # no block is read twice
     proposal = proposed(group_of(100), recorded(turns, dropped=1), TuningGoal(target=None))
     assert not proposal.is_change
     assert proposal.proposed is proposal.present
@@ -143,7 +143,7 @@ def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
 
 
 def test_an_instance_gets_a_policy_of_its_own_where_that_helps() -> None:
-    """One instance loops over more than its room, the other one is flooded between reads of what it needs."""
+    """One instance loops over more than its capacity, the other one is flooded between its reads."""
     looping = recorded(round_robin(15, 250), dropped=1)
     situation = ManagerState([GroupState(group_of(100), {"i": MIB, "j": MIB}, 0)], looping)
     with rehearsals(looping, workers=1) as rehearse:

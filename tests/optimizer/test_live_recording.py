@@ -1,4 +1,4 @@
-"""Recent accesses as a manager tells them, read for a rehearsal."""
+"""Recent accesses as a manager publishes them, read for a rehearsal."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_was_there_before_anybody_wrote_it_is_warm() -> None:
             lookup(1, [1, 2, 3], 2),  # 1 and 2 were there
             start(2, [1, 2, 3], "s", block_mask=2),
             start(3, [7, 8], "t", block_mask=[True, False]),  # 7 was there
-            start(4, [9], "u", block_mask=1, refused_keys=1),  # found no room: nobody knows
+            start(4, [9], "u", block_mask=1, refused_keys=1),  # did not fit: it is not known
             lookup(5, [3], 1),  # was written here
         )
     )

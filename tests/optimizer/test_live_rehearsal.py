@@ -50,7 +50,7 @@ def group_of(
 
 
 class Core:
-    """The manager's core, and what it would have kept of what is asked of it."""
+    """The manager's core, and the recording of its calls."""
 
     def __init__(self, group: InstanceGroup, sizes: dict[str, int]) -> None:
         self.rig = ManagerRig([StorageConfig("dummy", DummyStorageSpec())], [group], sizes)
@@ -62,7 +62,7 @@ class Core:
         return read_recording(json.dumps(event).encode() for event in (recent, *self.events))
 
     async def advance(self, at: float) -> None:
-        """Let time pass; once a second reads are written down, and what is too old goes."""
+        """Let time pass; once a second reads are recorded, and blocks that are too old go."""
         if not self.events:
             self.drain_at = at + 1.0
         if at >= self.drain_at:
@@ -74,13 +74,13 @@ class Core:
             self.drain_at = at - (at - self.drain_at) % 1.0 + 1.0
         self.rig.clock.time = at
 
-    def tell(self, instance: str, kind: str, **fields: Any) -> None:
+    def record(self, instance: str, kind: str, **fields: Any) -> None:
         at = {"source": instance, "type": kind, "trigger_time_us": int(self.rig.clock.now() * 1e6)}
         self.events.append({**at, **fields})
 
     async def read(self, instance: str, keys: list[int]) -> None:
         hits = await self.rig.read(instance, keys)
-        self.tell(instance, "GetCacheLocation", keys=keys, query_type="prefix_match", hit_keys=hits)
+        self.record(instance, "GetCacheLocation", keys=keys, query_type="prefix_match", hit_keys=hits)
 
     async def write(self, instance: str, keys: list[int], failing: int) -> None:
         """Write blocks; `failing` of the last ones are not written after all."""
@@ -88,22 +88,26 @@ class Core:
         try:
             started = await manager.start_write(instance, WriteRequest(keys))
         except CapacityError:
-            self.tell(
-                *(instance, "StartWriteCache"),
-                **{"keys": keys, "write_session_id": "", "block_mask": len(keys), "refused_keys": len(keys)},
+            masked = len(keys)
+            self.record(
+                instance, "StartWriteCache", keys=keys, write_session_id="", block_mask=masked, refused_keys=masked
             )
             await self.evict()
             return
         mask, name = started.mask, started.session.id
         shown = mask.offset if mask.offset is not None else list(mask.flags or ())
-        self.tell(
-            *(instance, "StartWriteCache"),
-            **{"keys": keys, "write_session_id": name, "block_mask": shown, "refused_keys": started.rejected},
+        self.record(
+            instance,
+            "StartWriteCache",
+            keys=keys,
+            write_session_id=name,
+            block_mask=shown,
+            refused_keys=started.rejected,
         )
         await self.evict()
         written = max(0, len(started.chunks) - failing)
         await manager.finish_write(instance, name, BlockMask(offset=written))
-        self.tell(instance, "FinishWriteCache", write_session_id=name, success_block=written)
+        self.record(instance, "FinishWriteCache", write_session_id=name, success_block=written)
         await self.evict()
 
     async def evict(self) -> None:

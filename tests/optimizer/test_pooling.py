@@ -201,7 +201,7 @@ def by_router(rows: Iterable[PoolingRow]) -> dict[tuple[str, Topology], PoolingR
 
 
 def test_a_pool_finds_what_engines_alone_lose_on_a_real_trace(real_trace: Callable[[str], Trace]) -> None:
-    # As much room in both: engines alone lose what chance leads past them, and affinity keeps most of it.
+    # As much capacity in both: engines alone lose what chance leads past them, and affinity keeps most of it.
     trace = real_trace("mooncake_conversation")
     room = trace.unique_blocks // 10 // 8
     found = by_router(compare_pooling(trace, Engines(8, room, 32_200.0)).rows)

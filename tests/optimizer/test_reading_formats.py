@@ -1,4 +1,4 @@
-"""The formats qwen_bailian and optimizer_schema, how formats are told apart, and lines of anything."""
+"""The formats qwen_bailian and optimizer_schema, how formats are detected, and lines of anything."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_any_lines(name: str, block_tokens: int | None) -> None:
             trace = trace_of_lines(lines, name, name="x", block_tokens=block_tokens)
         except TraceError:
             return
-        # What is read has to pass the examination of what was kept.
+        # A trace that was read has to pass the checks on a kept one.
         kept = decode_trace(
             bytearray(b"".join(encode_trace(trace, Origin("", name, None)))), Origin("", name, None), "x"
         )

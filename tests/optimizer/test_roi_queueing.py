@@ -194,7 +194,7 @@ def test_the_time_to_the_first_token_with_and_without_a_cache() -> None:
     replays = [replay(HAND, LRU, capacity, keep_requests=True) for capacity in (4, 8)]
     found = first_tokens(HAND, replays, SMALL, nodes=1)
     assert [(each.policy, each.capacity_blocks) for each in found] == [("none", 0), ("lru", 4), ("lru", 8)]
-    # Requests are a second apart and take 0.4 s at most: nobody waits.
+    # Requests are a second apart and take 0.4 s at most: none waits.
     for each, hits in zip(found, [None, *(each.request_hits for each in replays)], strict=True):
         assert each.queued.seconds == pytest.approx(work_of(HAND, SMALL, hits).unqueued_seconds)
         assert each.queued.waited_seconds == pytest.approx(0, abs=1e-12)

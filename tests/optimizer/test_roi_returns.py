@@ -110,7 +110,7 @@ def test_blocks_in_any_order_return_what_their_replays_do(trace: Trace, deployme
 @settings(max_examples=examples(120), deadline=None)
 @given(prefix_traces(most_requests=12), deployments)
 def test_the_model_request_by_request(trace: Trace, deployment: Deployment) -> None:
-    """Every request's k, its load, N(h) of what is loaded and the largest net value, by the formulas themselves."""
+    """Every request's k, its load, N(h) of the loaded tokens and the largest net value, by the formulas themselves."""
     deployment = replace(deployment, profile=None)
     result = returns(replays_of(trace), trace, deployment)
     total = max(1, trace.totals.tokens)

@@ -85,7 +85,7 @@ def test_the_hand_sized_example_by_hand() -> None:
     done = replay_tiers(HAND, [Tier("top", 2), Tier("below", 6)])
     assert done.hits == replay(HAND, PolicySpec("lru"), 8).hits
     assert done.hits.prefix_blocks == 18
-    # Only what was touched just before can be at the top: at most the last two blocks of the request before.
+    # Only the last touched blocks can be at the top: at most the last two blocks of the request before.
     assert done.tiers[0].prefix_blocks == 0
     assert done.tiers[1].prefix_blocks == 18
 

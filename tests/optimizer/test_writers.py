@@ -227,7 +227,7 @@ def test_the_trace_is_the_same_one_later(tmp_path: Path, name: str) -> None:
     before = read_trace(source, block_tokens=2, use_cache=False)
     after = read_trace(target, block_tokens=2, use_cache=False)
     assert after.times_us[0] == 0
-    # Tokens told how long prompts are that have no length of their own.
+    # Tokens gave the length of prompts that have none of their own.
     but = {"name", "times_us", "instance_names", "specs"} | ({"input_tokens"} if name in _TOLD_BY_TOKENS else set())
     assert_same(before, after, but=frozenset(but))
     np.testing.assert_array_equal(after.times_us, before.times_us - before.times_us[0])

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from kvcm.optimizer.trace import Trace
 
-__all__ = ["TierModel"]
-
 
 class TierModel:
     """Levels of blocks, each from the oldest to the newest."""

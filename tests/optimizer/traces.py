@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from kvcm.optimizer.trace import Trace
 
-__all__ = ["HAND", "HAND_HITS", "HAND_IDS", "flat_traces", "prefix_traces", "trace_of"]
-
 
 def trace_of(
     requests: Sequence[Sequence[int]],

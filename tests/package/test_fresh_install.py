@@ -1,4 +1,4 @@
-"""The wheel in a fresh environment, away from the repository: the base says what to install, and the server serves."""
+"""The wheel in a fresh environment, away from the repository: with the base install and with the server's extra."""
 
 from __future__ import annotations
 
@@ -64,13 +64,18 @@ def test_the_wheel_installs_without_extras_and_serves_with_the_server_s(tmp_path
         "python", "-c", "import kvcm.connectors.client, kvcm.connectors.transfer, kvcm; print(kvcm.__version__)"
     )
     assert imported.stdout == f"{VERSION}\n", imported.stderr
+    old_name = fresh.run(
+        "python", "-c", "import connectors.client, kvcm.connectors.client as new; print(connectors.client is new)"
+    )
+    assert old_name.stdout == "True\n", old_name.stderr
+    assert "the package 'connectors' is called 'kvcm.connectors' now" in old_name.stderr
 
     fresh.install(f"{wheel}[server]")
     assert fresh.run("kvcm", "--version").stdout == f"kvcm {VERSION}\n"
-    _serve_and_look(fresh)
+    _serve(fresh)
 
 
-def _serve_and_look(fresh: Fresh) -> None:
+def _serve(fresh: Fresh) -> None:
     ports = {name: free_port() for name in _PORTS}
     settings = [part for name, port in ports.items() for part in ("-e", f"kvcm.service.{name}={port}")]
     manager = fresh.spawn("kvcm", "serve", "--data-dir", "data", *settings)

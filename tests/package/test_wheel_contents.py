@@ -1,4 +1,4 @@
-"""The wheel has every file of the packages and nothing else, says what it is, and is the same whoever builds it."""
+"""The wheel has every file of the packages and nothing else, has the right metadata, and is reproducible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INFO = f"kvcm-{VERSION}.dist-info"
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python -m build` makes: an sdist, and the wheel from that."""
+    """Build an sdist, and the wheel from that, as `python -m build` does."""
     return build(tree_of(tmp_path_factory.mktemp("tree")))
 
 
@@ -37,7 +37,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: zipfil
     assert packed == packed_files()
 
 
-def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_its_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = email.message_from_bytes(wheel.read(f"{_INFO}/METADATA"))
     assert metadata["Version"] == VERSION
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -77,7 +77,7 @@ def test_the_version_is_that_of_git(tmp_path: Path) -> None:
     assert _version_of(tmp_path).startswith("1.4.1.dev1+g")
 
 
-def test_the_command_tells_the_installed_version() -> None:
+def test_the_command_prints_the_installed_version() -> None:
     done = subprocess.run([sys.executable, "-m", "kvcm", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"kvcm {__version__}\n"
     assert __version__[0].isdigit()

@@ -166,8 +166,8 @@ class SharedBackend:
     def follow(self, observer: RowObserver | None) -> None:
         """Other managers change the records too: nobody is told."""
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
-        async for page in self._store.backend(self._uid).scan(page_size):
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
+        async for page in self._store.backend(self._uid).scan(batch_size):
             await self._pause()
             yield page
 

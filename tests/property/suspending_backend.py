@@ -116,8 +116,8 @@ class SuspendingBackend:
         await self.inner.touch(counts, at, moves=moves)
         await self._suspend()
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
-        async for page in self.inner.scan(page_size):
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
+        async for page in self.inner.scan(batch_size):
             await self._suspend()
             yield page
 

@@ -149,7 +149,7 @@ class World:
             dict(self.manager.usage.used("group")),
             list(self.order.candidates(lambda _class: False)),
             list(self.order.expired(self.clock.now())),
-            self.heard.waiting(),
+            self.heard.pop_pending(),
             self.index.generation > 0,
         ]
 

@@ -138,7 +138,7 @@ class Levels:
             on_pressure=self.woken.append,
         )
         self.pressure = WatermarkCheck(self.registry, self.manager.usage, self.manager.open_caches.key_counts)
-        self.manager.set_watermark_check(self.pressure.is_above_a_mark)
+        self.manager.set_watermark_check(self.pressure.is_above_watermark)
         self.executor.serve(self.manager)
         self.reclaimer = self.new_reclaimer()
         specs: dict[str, StorageSpec] = {name: DummyStorageSpec() for name in ("a", "b")}

@@ -44,7 +44,7 @@ class ManagerRig(Levels):
             for name, size in block_bytes.items()
         ]
         super().__init__(groups, instances, storages, quotas)
-        self.reclaimer.follow_orders()
+        self.reclaimer.update_orders()
 
     def index(self, instance_id: str) -> MetaIndex:
         return self.manager.cache(instance_id).index

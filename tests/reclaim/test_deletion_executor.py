@@ -772,7 +772,7 @@ async def test_it_is_told_once_per_storage(rig: Rig) -> None:
     await rig.block(4, "b", status=LocationStatus.SERVING, after_seconds=10, pinned_seconds=50)
     await rig.run_due(after=10)
     await rig.events.close()
-    events = [json.loads(line) for line in b"".join(listener.waiting()).splitlines()]
+    events = [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
     told = {(event["type"], event["reason"], event["storage"]): event for event in events}
     assert set(told) == {("expired", "ttl", "a"), ("expired", "ttl", "b")}
     event = told["expired", "ttl", "a"]

@@ -88,7 +88,7 @@ class Run:
         self.model = Model(policy)
         self.keys = count(1)
         self.chains: dict[int, tuple[int, ...]] = {}  # of every block ever written, from its head to it
-        self.rig.reclaimer.follow_orders()
+        self.rig.reclaimer.update_orders()
 
     def chain(self, pick: int) -> tuple[int, ...]:
         """The chain of some block, also of one that is gone."""
@@ -422,26 +422,26 @@ class HeadsFirst:
         pass
 
 
-class Rests:
-    """Notes how many records were read between two rests.
+class YieldingSink:
+    """Records how many records were read between two turns for requests.
 
     Attributes:
-        reads: one number per stretch.
+        reads: one number per turn.
     """
 
     def __init__(self, backend: CountingBackend) -> None:
         self._backend = backend
         self.reads: list[int] = []
 
-    def take(self, victim: Victim) -> None:
+    def add(self, victim: Victim) -> None:
         raise AssertionError("nothing of these blocks goes")
 
-    async def rest(self) -> None:
+    async def yield_to_requests(self) -> None:
         self.reads.append(self._backend.read)
         self._backend.read = 0
 
 
-async def test_a_choice_rests_between_candidates_that_many_blocks_follow() -> None:
+async def test_a_choice_yields_between_candidates_that_many_blocks_follow() -> None:
     backend = CountingBackend()
     index = MetaIndex(backend, AllAvailable())
     chain = {key: record(key - 1 if key else None, key) for key in range(FOLLOWED)}
@@ -451,13 +451,13 @@ async def test_a_choice_rests_between_candidates_that_many_blocks_follow() -> No
     holding = InstanceUsage(1, instance(), group(), {}, len(chain) + len(tails), 1 << 30)
     need = ReclaimNeed(Reason.SIZE, 1000, lambda _place: True, [holding], "g")
     source = Source(holding, HeadsFirst(), Chains(index), partial(bool, 0))
-    rests = Rests(backend)
+    sink = YieldingSink(backend)
     found = await select_victims(
-        Goal(need, 1000, 1 << 30, 1000, 0.0), [source], ShareOrder(need, 0.0), rests, ScanState()
+        Goal(need, 1000, 1 << 30, 1000, 0.0), [source], ShareOrder(need, 0.0), sink, ScanState()
     )
     assert found == []
-    assert len(rests.reads) >= FOLLOWED
-    assert max(rests.reads) <= 2 * FOLLOWERS
+    assert len(sink.reads) >= FOLLOWED
+    assert max(sink.reads) <= 2 * FOLLOWERS
 
 
 # ── What a flood of one-time writes does to a prefix that is read every second ──

@@ -32,7 +32,15 @@ from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri,
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, needs
 from kvcm.reclaim.reclaimer import NeedQueue
-from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
+from kvcm.reclaim.watermarks import (
+    Watermark,
+    global_watermark,
+    group_watermark,
+    key_watermark,
+    size_watermark,
+    storage_watermark,
+    type_watermark,
+)
 
 DUMMY, POOL = StorageType.ST_DUMMY, StorageType.ST_TAIRMEMPOOL
 PREFERS_POOL = CachePreferStrategy.CPS_PREFER_TAIR_MEMPOOL
@@ -389,18 +397,18 @@ class Rules(NamedTuple):
         groups = list({each.group.name: each.group for each in self.holdings}.values())
         for one in groups:
             for kind in (each.storage_type for each in one.quota.quota_config):
-                mark, name = type_mark(one, kind, self.block([one])), f"{one.name}/{kind.kind}"
+                mark, name = type_watermark(one, kind, self.block([one])), f"{one.name}/{kind.kind}"
                 yield from self.of_group(Reason.TYPE, name, mark, one, partial(is_of_type, kind))
         for storage in self.limits.storages:
             yield from self.of_storage(storage, groups)
         for one in groups:
             yield from self.of_keys(one)
-            yield from self.of_group(Reason.SIZE, one.name, size_mark(one), one, lambda _: True)
-            mark = group_mark(one, self.block([one]))
+            yield from self.of_group(Reason.SIZE, one.name, size_watermark(one), one, lambda _: True)
+            mark = group_watermark(one, self.block([one]))
             yield from self.of_group(Reason.GROUP, one.name, mark, one, lambda _: True)
         for quota in self.limits.quotas:
             drawing = [one for one in groups if one.global_quota_group_name == quota.name]
-            mark = global_mark(quota, self.block(drawing))
+            mark = global_watermark(quota, self.block(drawing))
             yield from self.shared((Reason.GLOBAL, quota.name), mark, drawing, lambda _: True, {}, 0)
 
     def of(self, one: InstanceGroup) -> list[InstanceUsage]:
@@ -412,13 +420,18 @@ class Rules(NamedTuple):
     def block(self, groups: Sequence[InstanceGroup]) -> int:
         return max((each.instance.block_bytes for one in groups for each in self.of(one)), default=0)
 
-    def excess(self, label: Label, mark: Mark | None, used: int) -> int:
+    def excess(self, label: Label, mark: Watermark | None, used: int) -> int:
         if mark is None or used <= (mark.low if label in self.active else mark.high):
             return 0
         return used - mark.low
 
     def of_group(
-        self, reason: Reason, name: str, mark: Mark | None, one: InstanceGroup, counts: Callable[[StorageKey], bool]
+        self,
+        reason: Reason,
+        name: str,
+        mark: Watermark | None,
+        one: InstanceGroup,
+        counts: Callable[[StorageKey], bool],
     ) -> Iterator[Seen]:
         if excess := self.excess((reason, name), mark, self.used(one, counts)):
             uids = tuple(each.uid for each in self.of(one))
@@ -426,13 +439,13 @@ class Rules(NamedTuple):
 
     def of_keys(self, one: InstanceGroup) -> Iterator[Seen]:
         for each in self.of(one):
-            label, mark = (Reason.KEYS, each.instance.instance_id), key_mark(one, each.max_keys)
+            label, mark = (Reason.KEYS, each.instance.instance_id), key_watermark(one, each.max_keys)
             if excess := self.excess(label, mark, each.keys):
                 yield Seen(label, excess, (True,) * len(PLACES), (each.uid,), "", counts_blocks=True)
 
     def of_storage(self, storage: StorageConfig, groups: Sequence[InstanceGroup]) -> Iterator[Seen]:
         name = storage.global_unique_name
-        mark = storage_mark(storage, self.block([one for one in groups if name in one.storage_candidates]))
+        mark = storage_watermark(storage, self.block([one for one in groups if name in one.storage_candidates]))
         kept_bytes, guaranteed = 0, {}
         for one in self.limits.groups:  # also those of no instance
             guaranteed[one.name] = one.guaranteed_on(storage)
@@ -443,7 +456,7 @@ class Rules(NamedTuple):
     def shared(
         self,
         label: Label,
-        mark: Mark | None,
+        mark: Watermark | None,
         groups: Sequence[InstanceGroup],
         counts: Callable[[StorageKey], bool],
         guaranteed: dict[str, int],

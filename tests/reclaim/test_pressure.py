@@ -43,8 +43,8 @@ class Books:
     on_a: Mapping[str, int]
     asked: Counter[str] = field(default_factory=Counter)
 
-    def held(self, group_name: str) -> Mapping[StorageKey, int]:
-        self.asked["held"] += 1
+    def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
+        self.asked["group_bytes"] += 1
         return {A: self.on_a[group_name]}
 
     def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
@@ -81,7 +81,7 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
         limits = Limits(rig.registry.storages.all(), [], groups)
 
         def is_above(on_a: Mapping[str, int]) -> bool:
-            return WatermarkCheck(rig.registry, Books(on_a), lambda _: []).is_above_a_mark(groups[0])
+            return WatermarkCheck(rig.registry, Books(on_a), lambda _: []).is_above_watermark(groups[0])
 
         def has_needs(on_a: Mapping[str, int]) -> bool:
             held = [
@@ -126,13 +126,13 @@ async def test_what_follows_from_the_settings_follows_their_changes() -> None:
         books = Books({"x": 50, "y": 45})
         pressure = WatermarkCheck(rig.registry, books, lambda _: [])
         x = big("x", quota="q")
-        assert not pressure.is_above_a_mark(x)
+        assert not pressure.is_above_watermark(x)
         await rig.limit_storage("a", 100, 0.9)
-        assert pressure.is_above_a_mark(x)
+        assert pressure.is_above_watermark(x)
         await rig.limit_storage("a", 200, 0.9)
-        assert not pressure.is_above_a_mark(x)
+        assert not pressure.is_above_watermark(x)
         await rig.registry.quotas.set(GlobalQuota("q", 55))
-        assert pressure.is_above_a_mark(x)
+        assert pressure.is_above_watermark(x)
 
 
 async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() -> None:
@@ -142,8 +142,8 @@ async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() 
             await rig.limit_storage(name, 10_000)
         await rig.registry.quotas.set(GlobalQuota("q", 10_000))
         books = Books({each.name: 10 for each in groups})
-        assert not WatermarkCheck(rig.registry, books, lambda _: []).is_above_a_mark(groups[0])
-        assert books.asked == {"held": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
+        assert not WatermarkCheck(rig.registry, books, lambda _: []).is_above_watermark(groups[0])
+        assert books.asked == {"group_bytes": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
 
 
 async def test_what_a_quota_forbids_is_kept_from_nobody_by_the_mark() -> None:
@@ -269,13 +269,13 @@ async def reclaiming(rig: Levels, is_leader: Callable[[], bool] = lambda: True) 
 async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
     with levels(group(), instance()) as rig:
         async with reclaiming(rig):
-            await turns(lambda: rig.reclaimer.stats.looks == 1)
+            await turns(lambda: rig.reclaimer.stats.round_count == 1)
             await rig.write_each(range(9))
             assert await rig.left(range(9)) == list(range(9))
             for _ in range(5):
                 rig.reclaimer.wake()
             await turns(lambda: bool(rig.order()))
-            assert rig.reclaimer.stats.looks == 2
+            assert rig.reclaimer.stats.round_count == 2
 
 
 async def test_a_wake_during_a_look_is_not_lost() -> None:
@@ -284,7 +284,7 @@ async def test_a_wake_during_a_look_is_not_lost() -> None:
         rig.reclaimer = rig.new_reclaimer(lambda evicted: (rig.evicted.append(evicted), rig.reclaimer.wake())[0])
         await rig.write_each(range(9))
         async with reclaiming(rig):
-            await turns(lambda: rig.reclaimer.stats.looks == 2)
+            await turns(lambda: rig.reclaimer.stats.round_count == 2)
 
 
 async def test_only_the_leader_looks() -> None:
@@ -293,10 +293,10 @@ async def test_only_the_leader_looks() -> None:
         async with reclaiming(rig, lambda: bool(leads)):
             rig.reclaimer.wake()
             await asyncio.sleep(0)
-            assert rig.reclaimer.stats.looks == 0
+            assert rig.reclaimer.stats.round_count == 0
             leads.append(True)
             rig.reclaimer.wake()
-            await turns(lambda: rig.reclaimer.stats.looks == 1)
+            await turns(lambda: rig.reclaimer.stats.round_count == 1)
 
 
 async def test_a_step_limit_is_followed_by_the_next_look_without_a_wake() -> None:
@@ -304,7 +304,7 @@ async def test_a_step_limit_is_followed_by_the_next_look_without_a_wake() -> Non
         await rig.write_each(range(90))
         async with reclaiming(rig):
             await turns(lambda: len(rig.order()) == 40)
-            assert rig.reclaimer.stats.looks >= 2
+            assert rig.reclaimer.stats.round_count >= 2
 
 
 # ── What is remembered of an index between two looks is what a look at it would find ──

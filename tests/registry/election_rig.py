@@ -43,13 +43,13 @@ class UnreliableLease:
         self.gate.set()
         self.asked = asyncio.Event()
 
-    async def hold(self, node_id: str, seconds: float) -> LeaseState:
+    async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         await self._begin()
         state = await self._lease.acquire(node_id, seconds)
         self._end()
         return state
 
-    async def look(self) -> LeaseState:
+    async def get(self) -> LeaseState:
         await self._begin()
         state = await self._lease.get()
         self._end()

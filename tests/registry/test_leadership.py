@@ -147,7 +147,7 @@ async def test_an_answer_under_way_does_not_undo_a_resignation(
     lease.gate.set()
     await asyncio.gather(tick, resignation)
     assert not leadership.is_leader
-    assert (await lease.hold("node-2", 1)).holder == "node-2"
+    assert (await lease.acquire("node-2", 1)).holder == "node-2"
 
 
 async def test_a_demotion_counts_even_when_the_store_does_not_hear_of_it(

@@ -455,11 +455,11 @@ def registry(opener):
 async def check():
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     storages = registry(open_or_hang).storages
-    await storages.add_while_serving(HEALTHY)
+    await storages.add_in_background(HEALTHY)
     await registry(DummyStorage.open).storages.add(replace(HANGING, global_unique_name="away"))
     waiting = [
-        asyncio.create_task(storages.update_while_serving(HANGING)),
-        asyncio.create_task(storages.add_while_serving(replace(HANGING, global_unique_name="new"))),
+        asyncio.create_task(storages.update_in_background(HANGING)),
+        asyncio.create_task(storages.add_in_background(replace(HANGING, global_unique_name="new"))),
         asyncio.create_task(registry(open_or_hang).refresh()),
     ]
     for _ in waiting:
@@ -467,7 +467,7 @@ async def check():
             await asyncio.sleep(0.01)
     await asyncio.to_thread(int)
     corrected = replace(HANGING, spec=DummyStorageSpec("/corrected"))
-    await storages.update_while_serving(corrected)
+    await storages.update_in_background(corrected)
     assert storages.existing(["here"]) == [corrected]
 
 async def main():

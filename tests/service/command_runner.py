@@ -10,14 +10,14 @@ from click.testing import Result
 from test_transport_process import ManagerProcess
 from typer.testing import CliRunner
 
-from kvcm.cli import _add_commands
+from kvcm.cli import add_commands
 
 __all__ = ["COMMANDS", "Commands"]
 
 COMMANDS = typer.Typer(name="kvcm", pretty_exceptions_enable=False)
 """Every command but `serve`."""
 
-_add_commands(COMMANDS)
+add_commands(COMMANDS)
 COMMANDS.callback()(lambda: None)
 
 _ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb"}

@@ -124,7 +124,7 @@ def test_what_refuses_writes_at_its_limit_is_a_page_and_what_only_refuses_is_a_t
     assert full.reason.startswith("Its quota is 99 % used (9.9 GiB of 10.0 GiB).")
     short = of_group(used_by(usage(7)), refused={"g": 1})
     assert short.severity is Severity.ALERT_TICKET
-    assert short.summary == "Group g is short of room and refused 1 write in the last 5 minutes."
+    assert short.summary == "Group g is short of space and refused 1 write in the last 5 minutes."
     assert of_group(used_by(usage(9.9))).severity is Severity.ALERT_TICKET
     assert of_group(used_by(usage(9.2))).name == "KvcmGroupNearlyFull"
 
@@ -163,7 +163,7 @@ def test_what_refuses_writes_at_its_limit_is_a_page_and_what_only_refuses_is_a_t
         ),
         (
             *(used_by(usage(9.9, mark=-1)), configured(ratio=1.5), {}),
-            *("Nothing is evicted for want of room: the mark is 1.5, which is off", "to 0.8"),
+            *("Nothing is evicted for lack of space: the mark is 1.5, which is off", "to 0.8"),
         ),
         (
             *(used_by(usage(9.9, mark=-1)), configured(ratio=0, ttl=7200), {}),
@@ -172,7 +172,7 @@ def test_what_refuses_writes_at_its_limit_is_a_page_and_what_only_refuses_is_a_t
         (used_by(usage(9.9)), None, {"leader": ""}, "No manager leads, so nothing is evicted", "why no manager leads"),
         (
             *(used_by(usage(9.9)), None, {}),
-            *("eviction begins at 8.0 GiB and does not make room as fast as", "so that eviction begins earlier"),
+            *("eviction begins at 8.0 GiB and does not free space as fast as", "so that eviction begins earlier"),
         ),
     ],
     ids=["pins", "delay", "down", "failing", "writes", "off", "unset", "leaderless", "busy"],
@@ -240,7 +240,7 @@ def test_a_medium_that_others_filled_is_a_limit() -> None:
     filled = {"disk": status(medium_bytes=100 * GIB, medium_free_bytes=GIB)}
     alert = of_group(used_by(usage(2)), refused={"g": 1}, storages=filled)
     assert "The medium of storage disk is 99 % used (99.0 GiB of 100.0 GiB)." in alert.reason
-    assert "What lies beside the blocks takes the room." in alert.reason
+    assert "Other files take the space." in alert.reason
     roomy = {"disk": status(medium_bytes=100 * GIB, medium_free_bytes=7 * GIB)}
     assert list(group_alerts(facts(used_by(usage(2)), storages=roomy))) == []
 

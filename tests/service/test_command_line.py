@@ -226,7 +226,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown() -> None:
     [
         (401, {}, "asks for a key: give --key-file, or set KVCM_KEY_FILE or KVCM_KEY"),
         (401, {"KVCM_KEY": "kvcm_a_b"}, "does not know the key: it has ended; it may have ended"),
-        (403, {"KVCM_KEY": "kvcm_a_b"}, "does not let this key do ListGlobalQuota: it has ended; `kvcm whoami` shows"),
+        (403, {"KVCM_KEY": "kvcm_a_b"}, "does not allow this key ListGlobalQuota: it has ended; `kvcm whoami` shows"),
     ],
 )
 def test_who_is_not_let_in_is_told_what_to_do_with_exit_code_3(

@@ -117,7 +117,7 @@ def test_certificates_that_have_ended_are_told_before_anything_is_asked(tmp_path
     (server,) = check_certificate(str(pair.cert), str(pair.key), time.time())
     assert (server.level, server.advice) == (Level.FAIL, "renew it")
     (clients,) = check_authorities(str(authority.file), time.time() + 101 * 86_400)
-    assert (clients.level, clients.advice) == (Level.FAIL, "renew it: a manager takes a new file over by itself")
+    assert (clients.level, clients.advice) == (Level.FAIL, "renew it: a manager reloads the file by itself")
 
 
 def test_the_options_of_serve_are_enough_beside_what_a_client_needs(site: TlsSite, tmp_path: Path) -> None:

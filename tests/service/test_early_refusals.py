@@ -53,7 +53,7 @@ class TurnedAway:
     def end(self, *_: Any) -> None:
         pass
 
-    def turned_away(self, call: Call, arrival: Arrival, reason: str) -> None:
+    def rejected(self, call: Call, arrival: Arrival, reason: str) -> None:
         self.reasons.append((call.name, arrival.peer, reason))
 
 
@@ -68,7 +68,7 @@ class Site:
         self.ahead.seconds_per_byte = PACE
         self.observer, self.gate, self.let_go, self.begun = TurnedAway(), ServingGate(), asyncio.Event(), 0
         admission = GuardedAdmission(AdmissionSettings(most_wait_seconds=OF_NONE / 2), lambda: 1000, ahead=self.ahead)
-        caller = Caller([self.observer], lambda _plane: None, lambda _instance: {}, admission=admission)
+        caller = Caller(self.observer, lambda _plane: None, lambda _instance: {}, admission=admission)
         calls = [
             self._call("GetCacheLocation", meta.GetCacheLocationRequest, Plane.DATA),
             self._call("CheckHealth", admin.CheckHealthRequest, Plane.ADMIN),

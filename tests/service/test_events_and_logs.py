@@ -34,7 +34,7 @@ from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.admission import Phase, RequestQueue, ServingGate
-from kvcm.service.calls import AccessLog, Arrival, Call, Caller, CallMetrics, Outcome, Plane, Reply
+from kvcm.service.calls import AccessLog, Arrival, Call, Caller, CallRecorder, Outcome, Plane, Reply
 from kvcm.service.http_server import HttpApp, HttpServer
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import BodyReader, RequestLimits
@@ -60,7 +60,7 @@ class Node:
         self.executor = DeletionExecutor(self.storages, self.clock, events=self.log)
         self.executor.serve(self.cache)
         self.calls = MetaApi(self.cache, self.registry, leadership, RequestLimits(), self.log).calls()
-        self.caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _instance: {})
+        self.caller = Caller(CallRecorder(ApiMetrics()), lambda _plane: None, lambda _instance: {})
 
     async def begin(self) -> None:
         await self.registry.storages.add(StorageConfig("s", DummyStorageSpec()))
@@ -95,7 +95,7 @@ async def told(node: Node) -> AsyncIterator[list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     yield events
     await node.log.close()
-    events += [json.loads(line) for line in b"".join(listener.waiting()).splitlines()]
+    events += [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
 
 
 def fields(event: dict[str, Any]) -> dict[str, Any]:
@@ -606,11 +606,11 @@ class _Request:
 def _end(log: AccessLog, seconds: float, request: Any) -> list[dict[str, Any]]:
     arrival = Arrival("grpc", "10.0.0.1")
     with capture_logs() as lines:
-        log.end(log.begin(CALL, request, arrival), CALL, request, arrival, Outcome(ErrorCode.OK, "", seconds, {}))
+        log.end(CALL, request, arrival, Outcome(ErrorCode.OK, "", seconds, {}))
     return [dict(line) for line in lines]
 
 
-@pytest.mark.parametrize(("quota", "logged"), [(0.0, True), (0.2499, True), (0.25, False), (0.99, False)])
+@pytest.mark.parametrize(("drawn", "logged"), [(0.0, True), (0.2499, True), (0.25, False), (0.99, False)])
 def test_the_sample_decides_by_what_is_drawn(drawn: float, logged: bool) -> None:
     log = AccessLog(lambda: drawn)
     log.set(sample=0.25, slow_seconds=1.0)

@@ -207,4 +207,4 @@ def test_an_operator_looks_and_does_not_configure(server: Secured, admin: Comman
     commands = _as(server, operator["secret"])
     assert "groups" in commands.json("usage")
     refused = commands.refused("storage", "add", "never", "--type", "dummy", exit_code=3)
-    assert "does not let this key do AddStorage" in refused
+    assert "does not allow this key AddStorage" in refused

@@ -35,7 +35,7 @@ from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.admin_api import AdminApi
 from kvcm.service.admission import refuse_unless_leading
-from kvcm.service.calls import Call, Caller, CallMetrics, Plane
+from kvcm.service.calls import Call, Caller, CallRecorder, Plane
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.request_limits import RequestLimits
 from kvcm.storage.directory import StorageDirectory
@@ -82,8 +82,8 @@ class Follower:
             refuse_unless_leading(self.leadership, plane)
 
         if refresh is None:
-            return Caller([CallMetrics(self._metrics)], refuse, lambda _: {})
-        return Caller([CallMetrics(self._metrics)], lambda _: None, lambda _: {}, refresh)
+            return Caller(CallRecorder(self._metrics), refuse, lambda _: {})
+        return Caller(CallRecorder(self._metrics), lambda _: None, lambda _: {}, refresh)
 
 
 @pytest.fixture

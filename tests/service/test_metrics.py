@@ -29,7 +29,7 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.reclaim.needs import ReclaimNeed
 from kvcm.reclaim.reclaimer import EvictionRecord
 from kvcm.service import metrics
-from kvcm.service.calls import LOCAL, Call, Caller, CallMetrics, Plane, Reply
+from kvcm.service.calls import LOCAL, Call, Caller, CallRecorder, Plane, Reply
 from kvcm.service.metrics import CacheMetrics, EvictionMetrics
 from kvcm.service.metrics_page import FamilyTable, written
 from kvcm.service.rejections import RejectedError
@@ -351,7 +351,7 @@ def test_the_alerts_fire_when_they_should() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def _values(counted: CallMetrics | CacheMetrics, metric: CatalogMetric) -> dict[tuple[str, ...], Any]:
+def _values(counted: CallRecorder | CacheMetrics, metric: CatalogMetric) -> dict[tuple[str, ...], Any]:
     return {reading.labels: reading.value for reading in counted.readings() if reading.metric is metric}
 
 
@@ -372,13 +372,13 @@ def _call(handler: Any) -> Call:
     return Call("s", "Match", Plane.DATA, pb.GetCacheLocationRequest, pb.GetCacheLocationResponse, handler)
 
 
-def _caller(counted: CallMetrics, **options: Any) -> Caller:
-    return Caller([counted], lambda _plane: None, lambda _instance: {}, **options)
+def _caller(counted: CallRecorder, **options: Any) -> Caller:
+    return Caller(counted, lambda _plane: None, lambda _instance: {}, **options)
 
 
 async def test_a_client_that_goes_away_ends_its_call() -> None:
     table, handler = ApiMetrics(), Handler()
-    counted = CallMetrics(table)
+    counted = CallRecorder(table)
     task = asyncio.create_task(_caller(counted).answer(_call(handler), pb.GetCacheLocationRequest(block_keys=[1, 2])))
     await handler.entered.wait()
     assert _values(counted, catalog.RPC_INFLIGHT) == {(): 1}
@@ -394,7 +394,7 @@ async def test_a_defect_is_an_internal_error() -> None:
     async def broken(_request: Any) -> Reply:
         raise RuntimeError("a defect")
 
-    counted = CallMetrics(ApiMetrics())
+    counted = CallRecorder(ApiMetrics())
     await _caller(counted).answer(_call(broken), pb.GetCacheLocationRequest())
     assert _values(counted, catalog.RPC_REQUESTS) == {("Match", "OK"): 0, ("Match", "INTERNAL_ERROR"): 1}
     assert _values(counted, catalog.RPC_INFLIGHT) == {(): 0}
@@ -415,7 +415,7 @@ class Refuses:
 
 
 async def test_reasons_of_refusals_are_bounded() -> None:
-    counted = CallMetrics(ApiMetrics(), ["draining"])
+    counted = CallRecorder(ApiMetrics(), ["draining"])
     caller = _caller(counted, admission=Refuses())
     for _ in range(100):
         with pytest.raises(RejectedError):
@@ -498,7 +498,7 @@ def test_a_masked_prefix_is_no_part_of_a_match_that_ends() -> None:
 
 
 def test_what_is_remembered_of_evictions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST", 10)
+    monkeypatch.setattr(metrics, "_MAX_TRACKED", 10)
     evictions = EvictionMetrics(lambda: 1.0)
     for first in range(0, 8000, 100):
         evictions.on_evicted(_evicted(range(first, first + 100)))

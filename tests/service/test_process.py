@@ -125,7 +125,7 @@ async def write_and_drop(engines: MetaServiceStub) -> None:
 
 _FAULTS = """
 import resource
-from kvcm.freed_memory import keep_freed_memory
+from kvcm.app import configure_allocator
 
 def faults():
     begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -134,7 +134,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin
 
 before = faults()
-assert keep_freed_memory()
+assert configure_allocator()
 faults()
 print(before, faults())
 """
@@ -150,7 +150,7 @@ def test_large_pieces_are_taken_again_without_page_faults() -> None:
 
 _ARENAS = """
 import ctypes, re, threading
-from kvcm.freed_memory import limit_arenas
+from kvcm.app import limit_arenas
 
 assert limit_arenas()
 barrier = threading.Barrier(33)
@@ -180,13 +180,13 @@ def test_threads_share_a_few_arenas() -> None:
 
 _CYCLES = """
 import weakref
-from kvcm.freed_memory import collect_seldom
+from kvcm.app import configure_garbage_collector
 
 class Cycle:
     def __init__(self):
         self.self = self
 
-collect_seldom()
+configure_garbage_collector()
 most, left = 0, weakref.WeakSet()
 for _ in range(100_000):
     left.add(Cycle())
@@ -203,18 +203,18 @@ def test_cycles_of_requests_do_not_pile_up() -> None:
 
 _TRIMMED = """
 import os
-from kvcm.freed_memory import give_back_now, keep_freed_memory
+from kvcm.app import configure_allocator, trim_memory
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
-assert keep_freed_memory()
+assert configure_allocator()
 pieces = [bytearray(b"x" * 50_000) for _ in range(4000)]
 kept = pieces[::50]
 del pieces
 before = resident()
-assert give_back_now()
+assert trim_memory()
 print(before, resident())
 """
 

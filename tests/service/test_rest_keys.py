@@ -36,7 +36,7 @@ class Answering:
         self.requests: list[Any] = []
         self.refusals: dict[str, Exception] = {}
         calls = [self._call(name) for name in names]
-        self.app = RestApp(calls, Caller([], lambda _plane: None, lambda _instance: {}, admission=admission), "1")
+        self.app = RestApp(calls, Caller(None, lambda _plane: None, lambda _instance: {}, admission=admission), "1")
 
     def _call(self, name: str) -> Call:
         response = ANSWERS.get(name, admin.CommonResponse)

@@ -468,7 +468,7 @@ async def test_what_the_system_has_accepted_already_is_answered() -> None:
 
 
 async def test_a_connection_whose_request_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_HEAR_LOOKS", 6000)
+    monkeypatch.setattr(http_server, "_MAX_POLLS", 6000)
     server = await _started()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as late:
         stop = asyncio.create_task(server.stop())
@@ -480,7 +480,7 @@ async def test_a_connection_whose_request_is_on_its_way_is_waited_for(monkeypatc
 
 
 async def test_who_never_sends_a_request_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_HEAR_LOOKS", 2)
+    monkeypatch.setattr(http_server, "_MAX_POLLS", 2)
     server = await _started()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent:
         await server.stop()

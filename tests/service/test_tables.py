@@ -389,7 +389,7 @@ global quota     used   deleting     limit  evict above  down to     %  groups
 team          9.0 GiB  256.0 MiB  12.0 GiB     10.0 GiB  9.0 GiB  75.0  calm, chat
 
 group chat is full on type file
-group chat was refused room 7 times since the manager started
+group chat was refused space 7 times since the manager started
 storage nfs is oversubscribed: its groups may use 2.25 times its capacity
 storage nfs fails to delete: 120 locations wait
 """

@@ -522,14 +522,13 @@ _FEW = GrpcLimits(1 << 20, 8, 100, 10_000)
 
 _SERVES = """
 import asyncio, gc
-from kvcm.service.gate import Gate
-from kvcm.service.grpc_server import GrpcLimits, GrpcServer
-from kvcm.service.grpc_wakeups import WholeReads
+from kvcm.service.admission import ServingGate
+from kvcm.service.grpc_server import GrpcLimits, GrpcServer, WakeupSocket
 
 async def main():
-    server = GrpcServer("127.0.0.1", 0, GrpcLimits(1 << 20, 4096, 100, 10_000), Gate())
+    server = GrpcServer("127.0.0.1", 0, GrpcLimits(1 << 20, 4096, 100, 10_000), ServingGate())
     await server.start()
-    print(sum(type(each) is WholeReads for each in gc.get_objects()))
+    print(sum(type(each) is WakeupSocket for each in gc.get_objects()))
     await server.stop()
 
 asyncio.run(main())

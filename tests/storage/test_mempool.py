@@ -51,7 +51,7 @@ async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> 
 async def test_a_pool_that_nobody_told_of_hands_nothing_out_and_says_why(table: MemoryTable, clock: FakeClock) -> None:
     pool = open_pool(table, clock)
     for kind, call in ((StorageIOError, pool.probe()), (NotReadyError, pool.allocate(allocation([1])))):
-        with pytest.raises(kind, match=r"storage p: no host agent has told of the pool on node 'node-1' yet"):
+        with pytest.raises(kind, match=r"storage p: no host agent has reported the pool on node 'node-1' yet"):
             await call
 
 
@@ -62,7 +62,7 @@ async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: 
     assert len(await second.allocate(allocation([1]))) == 1
     clock.time += 1
     for pool in (first, second):
-        with pytest.raises(StorageIOError, match="no host agent has told of the pool on node 'node-1' for 4 s"):
+        with pytest.raises(StorageIOError, match="no host agent has reported the pool on node 'node-1' for 4 s"):
             await pool.probe()
         with pytest.raises(NotReadyError, match="for 4 s"):
             await pool.allocate(allocation([1]))
@@ -106,7 +106,7 @@ async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(
 ) -> None:
     pool = await told(open_pool(table, clock))
     await pool.allocate(allocation([PAGE_BYTES] * (PAGES - 3)))
-    with pytest.raises(StorageIOError, match="the pool has no room for 4096 bytes") as caught:
+    with pytest.raises(StorageIOError, match="the pool has no space for 4096 bytes") as caught:
         await pool.allocate(allocation([PAGE_BYTES] * 4))
     assert is_full(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
@@ -144,7 +144,7 @@ async def test_a_chunk_that_is_all_free_serves_another_size(table: MemoryTable, 
 
 async def test_a_part_that_no_chunk_can_hold_is_refused(table: MemoryTable, clock: FakeClock) -> None:
     pool = await told(open_pool(table, clock))
-    with pytest.raises(StorageIOError, match="no room for 20480 bytes"):
+    with pytest.raises(StorageIOError, match="no space for 20480 bytes"):
         await pool.allocate(allocation([4 * PAGE_BYTES + 1]))
 
 

@@ -23,7 +23,7 @@ async def main():
     lease = FileLease(Path(sys.argv[1]))
     print("ready", flush=True)
     sys.stdin.readline()
-    print(*(await lease.hold(sys.argv[2], 3600)), flush=True)
+    print(*(await lease.acquire(sys.argv[2], 3600)), flush=True)
 
 asyncio.run(main())
 """

@@ -73,7 +73,7 @@ async def test_nothing_is_kept_while_nobody_listens() -> None:
     listener = log.subscribe()
     assert log.is_active
     await log.close()
-    assert (listener.waiting(), log.is_active) == ([], False)
+    assert (listener.pop_pending(), log.is_active) == ([], False)
 
 
 async def test_every_listener_gets_what_happens_while_it_listens() -> None:
@@ -123,7 +123,7 @@ async def test_events_of_many_keys_give_way_to_requests_as_they_are_handed_out()
             turns += 1
             await asyncio.sleep(0)
     assert turns >= 50, "one turn for some 8,000 keys"
-    assert numbers(b"".join(listener.waiting())) == list(range(100))
+    assert numbers(b"".join(listener.pop_pending())) == list(range(100))
 
 
 async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> None:
@@ -134,7 +134,7 @@ async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> N
         tell(log, number, keys=list(range(MOST_KEYS // 10)))
     assert (log.published, log.dropped) == (9, 11)
     await log.close()
-    assert numbers(b"".join(listener.waiting())) == list(range(9))
+    assert numbers(b"".join(listener.pop_pending())) == list(range(9))
 
 
 async def test_one_event_is_kept_however_large_it_is() -> None:
@@ -143,7 +143,7 @@ async def test_one_event_is_kept_however_large_it_is() -> None:
     tell(log, keys=list(range(MOST_KEYS + 1)))
     tell(log)
     await log.close()
-    assert (log.published, log.dropped, len(listener.waiting())) == (1, 1, 1)
+    assert (log.published, log.dropped, len(listener.pop_pending())) == (1, 1, 1)
 
 
 async def test_a_slow_listener_loses_events_is_told_how_many_and_holds_up_no_other() -> None:
@@ -259,7 +259,7 @@ def test_a_subscription_is_a_bounded_queue_that_accounts_for_every_line(steps: l
     room, missed, sizes = MOST_BYTES, 0, 0
     for number, size in enumerate(steps):
         if size is None:
-            assert [line.split(b" ")[0].decode() for line in subscription.waiting()] == model
+            assert [line.split(b" ")[0].decode() for line in subscription.pop_pending()] == model
             model, room = [], MOST_BYTES
             continue
         line = f"{number} ".encode().ljust(size, b"x")
@@ -274,7 +274,7 @@ def test_a_subscription_is_a_bounded_queue_that_accounts_for_every_line(steps: l
             missed = 0
         model.append(line.split(b" ")[0].decode())
         room -= len(line)
-    assert [line.split(b" ")[0].decode() for line in subscription.waiting()] == model
+    assert [line.split(b" ")[0].decode() for line in subscription.pop_pending()] == model
     assert subscription.lost == sizes
 
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvcm.telemetry.tracing import Stage, open_stage, record_stage, staged
 
 PREAMBLE = """
 import logging, structlog
-from kvcm.telemetry.logs import LEVELS, configure_logs, is_logged, set_format, set_level
+from kvcm.telemetry.logs import LEVELS, configure_logs, is_enabled, set_format, set_level
 log = structlog.get_logger("test")
 class Costly:
     def __repr__(self): raise AssertionError("formatted")
@@ -62,7 +61,7 @@ log.info("first"); log.debug("dropped", value=Costly())
 set_level(LEVELS["DEBUG"]); log.debug("second")
 set_format("console"); log.debug("third")
 set_level(LEVELS["ERROR"]); log.warning("dropped", value=Costly()); log.error("fourth")
-assert is_logged(logging.ERROR) and not is_logged(logging.WARNING)
+assert is_enabled(logging.ERROR) and not is_enabled(logging.WARNING)
 """)
     assert len(lines) == 4
     assert [json.loads(line)["event"] for line in lines[:2]] == ["first", "second"]
@@ -80,19 +79,19 @@ grpc.error("something else")
     assert [json.loads(line)["event"] for line in lines] == ["something else"]
 
 
-@staged("inner")
+@staged("inner", "x.py:inner")
 async def inner(count: int) -> int:
     record_stage(keys=count)
     await asyncio.sleep(0)
     return count
 
 
-@staged("outer")
+@staged("outer", "x.py:outer")
 async def outer() -> int:
     return await inner(1) + await inner(2)
 
 
-@staged("broken")
+@staged("broken", "x.py:broken")
 async def broken() -> None:
     raise ValueError("broken")
 
@@ -105,7 +104,7 @@ async def test_stages_are_nested_as_they_ran() -> None:
     with open_stage("call", "x.py:call") as root:
         assert await outer() == 3
     assert names(root) == {"0 outer {}": {"0 inner {'keys': 1}": {}, "1 inner {'keys': 2}": {}}}
-    assert root.parts[0].place == f"{Path(__file__).name}:outer"
+    assert root.parts[0].place == "x.py:outer"
     assert root.begin_ns <= root.parts[0].begin_ns <= root.parts[0].end_ns <= root.end_ns
 
 

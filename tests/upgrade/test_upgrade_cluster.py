@@ -17,10 +17,10 @@ from manager_site import GroupPlan, Manager, Site, running
 from previous_release import Release
 from redis_servers import Standalone
 from restart_load import Client, Load, Way
-from store_look import verified
+from store_audit import verified
 
-from connectors.client import AsyncManagerClient
-from connectors.exchanges import ClientSettings
+from kvcm.connectors.client import AsyncManagerClient
+from kvcm.connectors.exchanges import ClientSettings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

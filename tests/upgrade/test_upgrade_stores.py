@@ -9,7 +9,7 @@ import pytest
 from manager_site import Manager, running
 from previous_release import Release
 from redis_servers import Standalone
-from store_look import verified
+from store_audit import verified
 from world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

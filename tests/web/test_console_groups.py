@@ -92,7 +92,7 @@ def test_a_change_of_somebody_else_is_not_overwritten_unseen(browser: Browser, s
             rest.patch(f"/v1/groups/{component(group)}", {"quota": {"capacity": 5 * MIB}})
         watch.page.get_by_label("Pins may hold").fill("2 MiB")
         watch.press("Save")
-        assert "Somebody else changed this group meanwhile, and nothing was saved" in watch.said
+        assert "Another client changed this group meanwhile, and nothing was saved" in watch.said
         assert watch.page.locator("tr", has_text="Quota").inner_text().split("\t")[1:] == ["5 MiB", "8 MiB"]
         assert stored(site, group)["pin_budget_bytes"] == 0
         watch.page.get_by_label("Quota", exact=True).fill("5 MiB")

@@ -95,7 +95,7 @@ def test_a_storage_that_is_down_comes_first_with_the_reason(browser: Browser, si
         watch.go("/console/storages")
         card = watch.page.locator(".card").first
         card.get_by_text("down", exact=True).wait_for()
-        assert "no host agent has told of the pool on node 'node-1' yet" in card.inner_text()
+        assert "no host agent has reported the pool on node 'node-1' yet" in card.inner_text()
 
 
 def test_its_capacity_is_changed_unless_somebody_was_faster(
@@ -111,7 +111,7 @@ def test_its_capacity_is_changed_unless_somebody_was_faster(
         with site.rest() as rest:
             rest.patch("/v1/storages/to-limit", {"capacity_bytes": 7})
         watch.press("Change")
-        assert "Somebody else has changed it meanwhile" in watch.said
+        assert "Another client has changed it meanwhile" in watch.said
         assert storage(site, "to-limit")["capacity_bytes"] == 7
         watch.go("/console/storages/to-limit/limits")
         watch.page.get_by_label("Capacity").fill("2 GiB")

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="answer only the first so many")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each turn; the fastest counts")
     parser.add_argument("--read-only", action="store_true", help="store nothing")
-    parser.add_argument("--no-checksums", action="store_true", help="take loaded bytes for what was stored")
+    parser.add_argument("--no-checksums", action="store_true", help="do not verify loaded bytes")
     parser.add_argument("--verify", type=Path, help="result of the engine whose blocks are recomputed and compared")
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args()

@@ -84,7 +84,7 @@ def _wait_until_healthy(manager: Manager) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses, below the range that the system gives to outgoing connections."""
+    """Return unused ports, below the range that the system gives to outgoing connections."""
     free: list[int] = []
     for port in random.sample(range(10240, 32768), 100):
         with socket.socket() as probe, suppress(OSError):

@@ -120,7 +120,7 @@ def run(demo: Demo) -> tuple[list[dict[str, Any]], list[Check]]:
         wary = demo.run_engine("B-wary", _SECOND, "--turns", "1")
     finally:
         untouched = [path for path, status in swapped.items() if _status(path) == status]
-        swap_keys_and_values(untouched, second)  # twice is as before, for --keep; the others were stored anew
+        swap_keys_and_values(untouched, second)  # twice is as before, for --keep; the others were stored again
     rows = [
         {"engine": engine["name"], "turn": number, **_row(turn)}
         for engine in (first, second)
@@ -209,7 +209,7 @@ def report(console: Console, rows: list[dict[str, Any]], checks: list[Check], se
 
 
 def swap_keys_and_values(files: list[Path], engine: dict[str, Any]) -> dict[Path, tuple[int, int] | None]:
-    """Swap the K and the V half of every layer of every stored block; return by file what it is told by afterwards."""
+    """Swap the K and the V half of every layer of every stored block; return by file its checksum afterwards."""
     half = engine["block_bytes"] // engine["layers"] // 2
     for path in files:
         halves = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 2, half)

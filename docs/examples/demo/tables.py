@@ -12,7 +12,7 @@ __all__ = ["Check", "checks_table", "turns_table"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold: what, what was found, what is wanted."""
+    """One thing that must hold: name, found, wanted."""
 
     what: str
     found: str

@@ -3,7 +3,7 @@
     python docs/examples/demo/talker.py --manager 127.0.0.1:6381 --instance demo --rounds 1
 
 Every round begins with another first line, so that there is something to compute and to store; behind that, the turns
-of a round share what was said before. The first round is the same in every process: who starts later loads it.
+of a round share their history. The first round is the same in every process: later ones load it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def talk(reuse: KVReuse, rounds: int, pause_seconds: float) -> None:
         for turn, text in enumerate(turns(number), 1):
             started = time.monotonic()
             reuse.generate(to_tokens(text), max_new_tokens=NEW_TOKENS, do_sample=False)
-            print(told(number, turn, reuse.last_report, time.monotonic() - started), flush=True)
+            print(turn_line(number, turn, reuse.last_report, time.monotonic() - started), flush=True)
             _ANSWERED.touch()
             time.sleep(pause_seconds)
 
@@ -64,7 +64,7 @@ def turns(number: int) -> list[bytes]:
     return [each for text in prompts(SHARED) if len(each := f"<round {number}>\n".encode() + text) <= _MOST_BYTES]
 
 
-def told(number: int, turn: int, report: Any, seconds: float) -> str:
+def turn_line(number: int, turn: int, report: Any, seconds: float) -> str:
     """Return the line about a turn."""
     reason = f" ({report.reason})" if report.reason else ""
     return (

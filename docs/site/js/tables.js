@@ -1,5 +1,5 @@
 "use strict";
-// Wide tables scroll: let those who have no mouse do that, too. The theme wraps tables when a page is shown.
+// Wide tables scroll: let users without a mouse do that, too. The theme wraps tables when a page is shown.
 new MutationObserver(() => {
   for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap:not([tabindex])")) wrap.tabIndex = 0;
 }).observe(document.body, { childList: true, subtree: true });

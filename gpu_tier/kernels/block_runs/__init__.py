@@ -1,7 +1,7 @@
 """Plans an execution buffer of blocks: each one read in the cache or on the host, and admitted where it was not cached.
 
 Steady tokens come first, the same runs for all heads of a row; behind them the pieces of the selected blocks. A piece
-is as many tokens of a block as surely lie together wherever a block is in the arena.
+is as many tokens of a block as surely lie together at every position of a block in the arena.
 
 Implementations: the reference in torch, and Triton, in one launch.
 """
@@ -65,7 +65,7 @@ class BlockPlan:
 
     @classmethod
     def empty(cls, rows: int, heads: int, steady: int, pieces: int, counters: Tensor) -> BlockPlan:
-        """Return room for a plan of so many steady runs and pieces of a line."""
+        """Allocate a plan of so many steady runs and pieces of a line."""
         lens = torch.empty(rows, heads, dtype=torch.int32, device=counters.device)
         runs, admissions = (_empty(rows * heads, width, counters.device) for width in (steady + pieces, pieces))
         return cls(runs, lens, admissions, counters)
@@ -84,12 +84,12 @@ def block_runs(
     """Plan a step of one layer.
 
     Args:
-        blocks: what is selected.
+        blocks: the selected blocks.
         requests: ``int64 [B]`` row of each request in the tables; of rows that are not active anything.
         active: ``bool [B]`` rows to plan; the others get no runs.
         steady: runs of the steady tokens.
         places: where blocks are.
-        out: the plan, and the copies that admit what was not cached; counters are added to.
+        out: the plan, and the copies that admit missing blocks; counters are added to.
         impl: auto, reference or triton.
 
     Raises:

@@ -100,7 +100,7 @@ def run(
     if not out.numel():
         return
     call = partial(_launch, q, centroids, log_size, page_table, n_clusters, sm_scale, out)
-    # Clusters to score count by powers of four, and as many as the output has room for.
+    # Clusters to score count by powers of four, and as many as the output holds.
     heads = centroids.shape[1]
     key = q.shape[1] // heads, q.shape[2], q.dtype, (q.shape[0] * heads * out.shape[2]).bit_length() // 2
     call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(q.device)))

@@ -19,7 +19,7 @@ from kvcm.gpu_tier.kernels.operands import check_contiguous, check_last_contiguo
 
 __all__ = ["ClusterPages", "SelectedBlocks", "cluster_expand"]
 
-# What is known of clusters, and the blocks that some of them are expanded to.
+# Pages of clusters, and the blocks that some of them are expanded to.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class SelectedBlocks:
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, device: torch.device) -> SelectedBlocks:
-        """Return room for so many blocks of each row and head."""
+        """Allocate so many blocks of each row and head."""
         wide = torch.empty(4, rows, heads, width, dtype=torch.int32, device=device)
         counts = torch.empty(2, rows, heads, dtype=torch.int32, device=device)
         return cls(*wide, *counts)
@@ -78,8 +78,8 @@ def cluster_expand(
         ids: ``int32 [B, H, K]`` clusters, left-aligned, -1 behind them.
         requests: ``int64 [B]`` row of each request in the table; of rows that are not active anything.
         active: ``bool [B]`` rows that have clusters.
-        pages: what is known of clusters and blocks.
-        out: the blocks; W of them have room, and further ones are left out.
+        pages: pages of clusters and blocks.
+        out: the blocks; W of them fit, and further ones are left out.
         impl: auto, reference or triton.
 
     Raises:

@@ -94,7 +94,7 @@ def run(
     if dims % 4 or keys.stride(0) % 4 or keys.storage_offset() % 4:
         raise ConfigError("keys", tuple(keys.shape), "dims, and rows in memory, must be multiples of 4 bytes")
     call = partial(_launch, q8, weight, keys, page_table, page_tokens, lengths, out)
-    # Keys to score count by powers of four, and as many as there is room for.
+    # Keys to score count by powers of four, and as many as fit.
     key = heads, dims, keys.stride(0), page_tokens, (rows * width).bit_length() // 2
     call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(q8.device)))
 

@@ -82,7 +82,7 @@ def _check(src_addr: Addressing, dst_addr: Addressing, src_idx: Tensor, dst_idx:
         raise ConfigError("dst_addr", dst_addr.layout, "both pools must have the same rows")
 
 
-# What a launch of `io_transfer` is told, for the implementations that compute addresses themselves.
+# Launch parameters of `io_transfer`, for the implementations that compute addresses themselves.
 
 
 @dataclass(frozen=True, slots=True)

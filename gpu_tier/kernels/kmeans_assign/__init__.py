@@ -26,7 +26,7 @@ def kmeans_assign(
 ) -> None:
     """Label rows with the nearest centroid; of equally near ones with the lowest.
 
-    A problem's labels depend on its own rows and centroids alone, not on what is behind `counts` and `n_centroids` nor
+    A problem's labels depend on its own rows and centroids alone, not on rows behind `counts` and `n_centroids` nor
     on the other problems.
 
     Args:

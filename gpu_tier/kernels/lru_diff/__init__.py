@@ -1,4 +1,4 @@
-"""One step of a request's device buffer: which selected items are there, which leave, what is loaded where.
+"""One step of a request's device buffer: which selected items are there, which leave, which are loaded into which slot.
 
 For each row and each head that selects on its own, with E = the slots that hold no selected item and may be
 overwritten (empty, or the item is in host memory too), coldest first:
@@ -9,7 +9,7 @@ overwritten (empty, or the item is in host memory too), coldest first:
 2. Set intersection: selected items in the buffer keep their slot; the newest item is in ``newest_slots[item % 2]`` and
    takes no part in the order.
 3. Loads: the j-th selected item that is missing, in the order of the selection, gets the j-th of E's other slots.
-4. New order, coldest first: what was not touched, loaded items, hits (`loads_hottest` swaps the two), the promoted
+4. New order, coldest first: untouched items, loaded items, hits (`loads_hottest` swaps the two), the promoted
    item; each part in the old order.
 
 Fast path: when all items fit into the buffer, every selected item is in the slot of its number and the promoted one
@@ -129,14 +129,14 @@ class DiffOutputs:
 
 @dataclass(frozen=True)
 class DiffScratch:
-    """Room for the Triton kernel, made when it is first asked for: the other implementations need none.
+    """Memory for the Triton kernel, made when it is first asked for: the other implementations need none.
 
     Attributes:
         rows: rows B of the largest batch.
         heads: heads Hs.
         items: most items of a request.
         capacity: slots C.
-        device: where the room is.
+        device: of the memory.
     """
 
     rows: int
@@ -194,7 +194,7 @@ def lru_diff(
         num_real: ``int32 [1]`` rows from here on are padding.
         state: of the layer.
         out: where the plan goes.
-        scratch: room for the kernel.
+        scratch: memory for the kernel.
         unit_tokens: tokens of an item.
         promote_newest: whether the previous newest item stays on the device.
         loads_hottest: whether loaded items are hotter than hits.

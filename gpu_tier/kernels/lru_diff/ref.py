@@ -1,4 +1,4 @@
-"""The diff in torch, vectorised over rows and heads: what is right.
+"""The diff in torch, vectorised over rows and heads: the definition.
 
 Names: A active rows, Hs heads, K selected items, C slots. `o_` marks values in the old LRU order, coldest first.
 """

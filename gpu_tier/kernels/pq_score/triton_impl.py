@@ -88,7 +88,7 @@ def run(table: Tensor, codes: Tensor, page_table: Tensor, first: Tensor, lengths
     if not out.numel():
         return
     call = partial(_launch, table, codes, page_table, first, lengths, out)
-    # Tokens to score count by powers of four, and as many as the output has room for.
+    # Tokens to score count by powers of four, and as many as the output holds.
     heads = codes.shape[2]
     key = table.shape[1] // heads, *table.shape[2:], (table.shape[0] * heads * out.shape[2]).bit_length() // 2
     call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(table.device)))

@@ -91,7 +91,7 @@ def run(q: Tensor, bounds: Tensor, page_table: Tensor, n_pages: Tensor, out: Ten
     if not rows * width:
         return
     call = partial(_launch, q, bounds, page_table, n_pages, out)
-    # Pages to score count by powers of four, and as many as the table has room for.
+    # Pages to score count by powers of four, and as many as the table holds.
     key = q_heads // heads, dims, q.dtype, (rows * heads * width).bit_length() // 2
     call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(q.device)))
 

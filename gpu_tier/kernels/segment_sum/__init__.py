@@ -16,7 +16,7 @@ def segment_sum(x: Tensor, labels: Tensor, out: Tensor, *, impl: str = "auto") -
     """Add up rows by label.
 
     Rows are added in f32, in an order that depends on nothing but the problem's own rows: the same call gives the same
-    bits. Rows without a label are not read for a sum, whatever they hold.
+    bits. Rows without a label are not read for a sum, with any content.
 
     Args:
         x: ``f32, f16 or bf16 [S, T, d]`` rows of S problems.

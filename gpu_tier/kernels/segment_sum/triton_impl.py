@@ -3,7 +3,7 @@
 A program has the sums of some clusters and walks over all rows of its problem: membership as a matrix of ones and zeros
 times the rows, on tensor cores. That does a few products with 0 too many, but no atomic addition: each sum has its
 order, and two calls give the same bits. 16-bit numbers are exact in tf32; of f32 ones the high bits are multiplied, and
-then what is left of them, which loses less than an addition in f32 does.
+then the remainder, which loses less than an addition in f32 does.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Decode attention as one call: a tiling is chosen, the keys are split into pieces, and their results are merged.
 
 How many heads a program holds is part of the tiling: more of them read a row less often, and leave fewer registers. The
-number of pieces follows from it, so what is measured to choose a tiling is the whole call.
+number of pieces follows from it, so a tiling is chosen by measuring the whole call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attend(q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Ten
 def _key(q: Tensor, kv: LayerKV, slots: SlotTable) -> Hashable:
     """Return what the fastest tiling depends on.
 
-    Rows to read count by powers of four, and as many as the table has room for: lengths are known to the GPU alone.
+    Rows to read count by powers of four, and as many as the table holds: lengths are known to the GPU alone.
     """
     heads = kv.k.data.shape[1]
     rows = q.shape[0] * heads * slots.capacity
@@ -66,8 +66,8 @@ def _attend(
 
 
 def partials(device: torch.device, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
-    """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
+    """Allocate partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
     numbers = splits * rows * heads
-    room = scratch(device, torch.float32, numbers * (dims + 1))
-    o, lse = room[: numbers * dims], room[numbers * dims : numbers * (dims + 1)]
+    memory = scratch(device, torch.float32, numbers * (dims + 1))
+    o, lse = memory[: numbers * dims], memory[numbers * dims : numbers * (dims + 1)]
     return o.view(splits, rows, heads, dims), lse.view(splits, rows, heads)

@@ -273,7 +273,7 @@ def _split(
     else:
         v_dim = tl.arange(0, V_PADDED)
         v_exists = v_dim < V_DIMS
-    # Nobody reads the output of an empty piece, but for the only one.
+    # The output of an empty piece is not read, except that of the only one.
     written = member < tl.where(tl.maximum(stop - start, 2 - splits) > 0, GROUP_HEADS, 0)
     out_row = (row * heads + head) * GROUP_HEADS + member
     o_at = o + split.to(tl.int64) * o_split + out_row * V_DIMS

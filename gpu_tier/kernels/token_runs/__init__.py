@@ -80,7 +80,7 @@ class TokenPlan:
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, counters: Tensor) -> TokenPlan:
-        """Return room for a plan of so many runs a line."""
+        """Allocate a plan of so many runs a line."""
 
         def table(dtype: torch.dtype) -> Tensor:
             return torch.empty(rows * heads, width, dtype=dtype, device=counters.device)

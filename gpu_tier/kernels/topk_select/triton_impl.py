@@ -2,7 +2,7 @@
 
 Scores become integers of the same order. Four passes of 8 bits, from the highest, count how many candidates have each
 digit among those that share the digits found so far; the digit of the k-th highest follows. That gives the k-th highest
-score itself and how many of its equals are needed. A last walk in the order of ids takes what is higher, and the first
+score itself and how many of its equals are needed. A last walk in the order of ids takes the higher ones, and the first
 equals, to places that prefix sums give: so ids come out ascending, and ties go to the lower id.
 
 A short row is done by one program in one launch. Of a long one each chunk has a program, and a pass is a launch: the

@@ -128,7 +128,7 @@ def _estimate(
         sums = _read(sums_at, exists, v_dim, V_DIMS, DTYPE, UPCAST)
         acc = tl.dot(operand(weight, DTYPE, UPCAST), sums, acc * shrink[:, None], input_precision="ieee")
 
-    # Nobody reads the output of an empty piece, but for the only one.
+    # The output of an empty piece is not read, except that of the only one.
     written = member < tl.where(tl.maximum(stop - start, 2 - splits) > 0, GROUP, 0)
     out_row = (row * heads + head) * GROUP + member
     o_at = o + split.to(tl.int64) * o_split + out_row * V_DIMS
@@ -170,7 +170,7 @@ def run(
         return small and tiling["BLOCK_M"] <= most and tiling["BLOCK_N"] * row_bytes <= _MOST_TILE_BYTES
 
     call = partial(_split, q, (centroids, value_sums, log_size), page_table, ids, lengths, sm_scale, out_o, out_lse)
-    # Clusters to read count by powers of four, and as many as the list has room for.
+    # Clusters to read count by powers of four, and as many as the list holds.
     key = group, dims, v_dims, q.dtype, (rows * heads * ids.shape[2]).bit_length() // 2
     call(kernel.choose(key, fits, call, measure=not is_capturing(q.device)))
 

@@ -9,7 +9,7 @@ of the selection and empty ones count for nothing:
 1. All selected clusters are used: each gets the next number of the line's sequence, and one more use.
 2. A cluster that is not cached is taken in, unless it has more blocks than the cache, or than are free and can be made
    free. Its blocks get places from the end of the list of free ones.
-3. To make room, cached clusters that this step did not use are given up, one after the other until the cluster fits,
+3. For free places, cached clusters that this step did not use are given up, one after the other until the cluster fits,
    in the order of the policy: lru (least recently used first), lfu (fewest uses, then least recently used), fifo (taken
    in first), random (by a hash of seed, step and cluster).
 """

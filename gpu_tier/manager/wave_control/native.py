@@ -34,7 +34,7 @@ class _Batch(ctypes.Structure):
 class _Lookup(ctypes.Structure):
     _fields_: ClassVar = [
         ("batch", _Batch),
-        ("room", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("src", "kind", "dst", "tokens", "count", "lens", "stats")),
     ]
 
@@ -42,7 +42,7 @@ class _Lookup(ctypes.Structure):
 class _Update(ctypes.Structure):
     _fields_: ClassVar = [
         ("batch", _Batch),
-        *((name, ctypes.c_int64) for name in ("room", "policy", "seed")),
+        *((name, ctypes.c_int64) for name in ("capacity", "policy", "seed")),
         *((name, ctypes.c_void_p) for name in ("src", "dst", "tokens", "changes")),
     ]
 
@@ -83,7 +83,7 @@ class NativeControl:
 
     Args:
         policy: one of `CACHE_POLICIES`.
-        threads: that work on a lookup, whoever asks for it included; at least one decides updates beside it.
+        threads: that work on a lookup, the calling thread included; at least one decides updates beside it.
 
     Raises:
         KernelUnavailableError: the library cannot be built or loaded.
@@ -101,7 +101,7 @@ class NativeControl:
     def lookup(self, lines: Lines, plan: Plan) -> None:
         """See `Control`."""
         arrays = (plan.src, plan.kind, plan.dst, plan.tokens, plan.count, plan.lens, plan.stats)
-        args = _Lookup(_batch(lines), plan.room, *[_address(array) for array in arrays])
+        args = _Lookup(_batch(lines), plan.capacity, *[_address(array) for array in arrays])
         self._library.wave_lookup(self._pool, ctypes.byref(args))
 
     def begin_update(self, lines: Lines, changes: Changes) -> Callable[[], None]:

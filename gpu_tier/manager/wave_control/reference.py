@@ -1,4 +1,4 @@
-"""The control in Python: what is right, and what runs where there is no compiler."""
+"""The control in Python: the definition, and the fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,14 @@ class ReferenceControl:
         for line in range(lines.count):
             row, head = divmod(line, lines.tables.num_heads)
             if lines.first[row] >= 0:
-                _update_line(lines, changes, line, lines.tables.table(int(lines.requests[row])), head, self._policy)
+                _update_line(
+                    lines=lines,
+                    changes=changes,
+                    line=line,
+                    table=lines.tables.table(int(lines.requests[row])),
+                    head=head,
+                    policy=self._policy,
+                )
 
     def close(self) -> None:
         """See `Control`."""
@@ -108,9 +115,9 @@ def _steady_tokens(places: Places, first: int, tokens: int) -> tuple[int, int]:
 
 def _add_steady(runs: _Runs, first: int, tokens: int) -> None:
     ring = runs.places.ring
-    sink, recent = _steady_tokens(runs.places, first, tokens)
+    sink, in_ring = _steady_tokens(runs.places, first, tokens)
     runs.add_places(Source.STEADY, 0, sink)
-    token = tokens - recent
+    token = tokens - in_ring
     while token < tokens:
         place = ring.position(token)
         length = min(tokens - token, ring.capacity - place)
@@ -135,11 +142,13 @@ def _lookup(lines: Lines, plan: Plan, line: int) -> None:
     runs = _Runs(table.places, row * lines.row_slots)
     _add_steady(runs, first, tokens)
     for cluster in ids:
-        _add_cluster(runs, table, head, cluster, lines.tables.block_tokens, stats)
+        _add_cluster(
+            runs=runs, table=table, head=head, cluster=cluster, block_tokens=lines.tables.block_tokens, stats=stats
+        )
     stats[Stat.RUNS] = len(runs.runs)
     stats[Stat.TOKENS] = plan.lens[line] = runs.dst - row * lines.row_slots
-    plan.count[line] = min(len(runs.runs), plan.room)
-    for number, (kind, src, dst, length) in enumerate(runs.runs[: plan.room]):
+    plan.count[line] = min(len(runs.runs), plan.capacity)
+    for number, (kind, src, dst, length) in enumerate(runs.runs[: plan.capacity]):
         plan.kind[line, number], plan.src[line, number] = kind, src
         plan.dst[line, number], plan.tokens[line, number] = dst, length
 
@@ -182,7 +191,14 @@ def _update_line(lines: Lines, changes: Changes, line: int, table: ClusterTable,
     for cluster in ids:
         tokens = int(table.clusters[head, cluster]["tokens"])
         if table.index[head, cluster] < 0:
-            _copy_blocks(copies, table.places, cache.admit(cluster), start, tokens, lines.tables.block_tokens)
+            _copy_blocks(
+                copies=copies,
+                places=table.places,
+                block_places=cache.admit(cluster),
+                src=start,
+                tokens=tokens,
+                block_tokens=lines.tables.block_tokens,
+            )
             changes.counts[line, Change.ADMISSIONS] += int(table.index[head, cluster] >= 0)
         start += tokens
     for number, (src, dst, length) in enumerate(copies):

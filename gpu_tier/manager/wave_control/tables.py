@@ -1,4 +1,4 @@
-"""What the host knows of the clusters of each request and layer: the cluster mapping table and the state of the cache.
+"""Tables of the control: the clusters of each request and layer, the state of their cache, and lookups over them.
 
 All of it is arrays of numbers that both the C++ control and Python read and write in place. `LayerTables.records` says
 where the arrays of each request lie. Arrays of clusters and blocks grow by doubling.
@@ -42,7 +42,7 @@ CLUSTER = np.dtype([("first_block", np.int32), ("tokens", np.int32)])
 BLOCK = np.dtype([("host", np.int32), ("place", np.int32)])
 HEAD = np.dtype([("sequence", np.int64), ("residents", np.int64), ("free", np.int64)])
 _ARRAYS = ("clusters", "blocks", "used", "admitted", "times", "index", "residents", "free", "heads", "slots", "stretch")
-_NUMBERS = ("cluster_room", "block_room", "num_clusters", "capacity", "sink", "ring")
+_NUMBERS = ("most_clusters", "most_blocks", "num_clusters", "capacity", "sink", "ring")
 RECORD = np.dtype([(name, np.int64) for name in (*_ARRAYS, *_NUMBERS)])
 """Addresses of the arrays of one layer of a request, and sizes."""
 _FEWEST = 64
@@ -147,7 +147,7 @@ class ClusterTable:
         self.num_clusters = new
 
     def admit(self, places: Places) -> None:
-        """Take a buffer over, or a grown one; what is cached keeps its place."""
+        """Take a buffer over, or a grown one; cached clusters keep their places."""
         self.places = places
         old, new = self.capacity, places.capacity(self._block_tokens)
         residents, free = (np.zeros((len(self.heads), new), np.int32) for _ in range(2))
@@ -159,7 +159,7 @@ class ClusterTable:
         self.heads["free"] += new - old
 
     def empty_cache(self) -> None:
-        """Forget what is cached."""
+        """Forget the cached clusters."""
         self.index[:] = -1
         self.blocks["place"] = -1
         self.heads["residents"] = 0
@@ -174,7 +174,7 @@ class ClusterTable:
             record["sink"], record["ring"] = self.places.ring.sink, self.places.ring.ring
         for name, array in arrays.items():
             record[name] = array.ctypes.data
-        record["cluster_room"], record["block_room"] = self.clusters.shape[1], self.blocks.shape[1]
+        record["most_clusters"], record["most_blocks"] = self.clusters.shape[1], self.blocks.shape[1]
         record["num_clusters"], record["capacity"] = self.num_clusters, self.capacity
 
 
@@ -233,8 +233,8 @@ Int64s = npt.NDArray[np.int64]
 class Stat(IntEnum):
     """What a lookup says of each line.
 
-    RUNS: runs that the line has, also those that there was no room for. TOKENS: of the line, steady ones included. The
-    next six count what was selected, and what of it is cached, in clusters, blocks and tokens. BAD: 1 when a cluster is
+    RUNS: runs that the line has, also those that did not fit. TOKENS: of the line, steady ones included. The
+    next six count the selected and the cached ones of them, in clusters, blocks and tokens. BAD: 1 when a cluster is
     not known, 2 when more tokens are steady than the ring has places; the line is empty then.
     """
 
@@ -298,7 +298,7 @@ class Plan:
     stats: Int64s
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Runs that a line may have."""
         return int(self.src.shape[1])
 
@@ -320,9 +320,9 @@ class Changes:
     counts: Int64s
 
     @classmethod
-    def of(cls, lines: int, room: int) -> Changes:
-        """Return room for so many copies of each line."""
-        shape = (lines, room)
+    def of(cls, lines: int, capacity: int) -> Changes:
+        """Allocate so many copies of each line."""
+        shape = (lines, capacity)
         counts = np.zeros((lines, len(Change)), np.int64)
         return cls(np.empty(shape, np.int64), np.empty(shape, np.int32), np.empty(shape, np.int32), counts)
 
@@ -333,10 +333,10 @@ class Changes:
 
 
 class Control(Protocol):
-    """Who looks clusters up and changes the tables."""
+    """Looks clusters up and changes the tables."""
 
     def wake(self) -> None:
-        """Hear that a lookup will come soon."""
+        """Announce that a lookup will come soon."""
 
     def lookup(self, lines: Lines, plan: Plan) -> None:
         """Fill a plan; changes no table."""
@@ -344,7 +344,7 @@ class Control(Protocol):
     def begin_update(self, lines: Lines, changes: Changes) -> Callable[[], None]:
         """Begin to change the tables, and return what waits for the end of that.
 
-        `changes` has room for all copies that can be: those of all selected blocks that are not cached.
+        `changes` holds all possible copies: those of all selected blocks that are not cached.
         """
 
     def close(self) -> None:

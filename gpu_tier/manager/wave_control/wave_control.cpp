@@ -35,18 +35,18 @@ struct Head {
 
 // One layer of one request; as `RECORD` in tables.py.
 struct Record {
-  Cluster* clusters;   // [H, cluster_room]
-  Block* blocks;       // [H, block_room]
-  int64_t* used;       // [H, cluster_room]
-  int64_t* admitted;   // [H, cluster_room]
-  int32_t* times;      // [H, cluster_room]
-  int32_t* index;      // [H, cluster_room]
+  Cluster* clusters;   // [H, most_clusters]
+  Block* blocks;       // [H, most_blocks]
+  int64_t* used;       // [H, most_clusters]
+  int64_t* admitted;   // [H, most_clusters]
+  int32_t* times;      // [H, most_clusters]
+  int32_t* index;      // [H, most_clusters]
   int32_t* residents;  // [H, capacity]
   int32_t* free;       // [H, capacity]
   Head* heads;         // [H]
   int32_t* slots;      // [ring_capacity + capacity * block_tokens]
   int32_t* stretch;    // likewise: slots that follow each other from here
-  int64_t cluster_room, block_room, num_clusters, capacity, sink, ring;
+  int64_t most_clusters, most_blocks, num_clusters, capacity, sink, ring;
 };
 
 // As `Batch` in native.py.
@@ -62,11 +62,11 @@ struct Batch {
 
 struct Lookup {
   Batch batch;
-  int64_t room;
-  int64_t* src;     // [B·H, room]
-  int32_t* kind;    // [B·H, room]
-  int32_t* dst;     // [B·H, room]
-  int32_t* tokens;  // [B·H, room]
+  int64_t capacity;
+  int64_t* src;     // [B·H, capacity]
+  int32_t* kind;    // [B·H, capacity]
+  int32_t* dst;     // [B·H, capacity]
+  int32_t* tokens;  // [B·H, capacity]
   int32_t* count;   // [B·H]
   int32_t* lens;    // [B·H]
   int64_t* stats;   // [B·H, STATS]
@@ -74,10 +74,10 @@ struct Lookup {
 
 struct Update {
   Batch batch;
-  int64_t room, policy, seed;
-  int64_t* src;      // [B·H, room]
-  int32_t* dst;      // [B·H, room]
-  int32_t* tokens;   // [B·H, room]
+  int64_t capacity, policy, seed;
+  int64_t* src;      // [B·H, capacity]
+  int32_t* dst;      // [B·H, capacity]
+  int32_t* tokens;   // [B·H, capacity]
   int64_t* changes;  // [B·H, CHANGES]
 };
 
@@ -87,15 +87,15 @@ int64_t blocks_of(int64_t tokens, int64_t block_tokens) { return (tokens + block
 struct Runs {
   int64_t* src;
   int32_t *kind, *dst, *tokens;
-  int64_t room, dst_slot, count = 0;
+  int64_t capacity, dst_slot, count = 0;
   int64_t last_end = -1;
   int32_t last_kind = -1;
 
   void add(int32_t from, int64_t slot, int64_t n) {
     if (from == last_kind && slot == last_end) {
-      if (count <= room) tokens[count - 1] += static_cast<int32_t>(n);
+      if (count <= capacity) tokens[count - 1] += static_cast<int32_t>(n);
     } else {
-      if (count < room) {
+      if (count < capacity) {
         src[count] = slot;
         kind[count] = from;
         dst[count] = static_cast<int32_t>(dst_slot);
@@ -139,15 +139,15 @@ void look_up(const Lookup& job, int64_t line) {
   job.count[line] = job.lens[line] = 0;
   if (batch.first[row] < 0) return;
   const Record& record = batch.records[batch.requests[row]];
-  const int64_t at = line * job.room, places = record.sink + record.ring;
+  const int64_t at = line * job.capacity, places = record.sink + record.ring;
   if (batch.tokens[row] - std::max<int64_t>(batch.first[row], record.sink) > record.ring) {
     stats[BAD] = 2;
     return;
   }
-  Runs runs{job.src + at, job.kind + at, job.dst + at, job.tokens + at, job.room, row * batch.row_slots};
+  Runs runs{job.src + at, job.kind + at, job.dst + at, job.tokens + at, job.capacity, row * batch.row_slots};
   stats[TOKENS] = add_steady(runs, record, batch.first[row], batch.tokens[row]);
-  const Cluster* clusters = record.clusters + head * record.cluster_room;
-  const Block* blocks = record.blocks + head * record.block_room;
+  const Cluster* clusters = record.clusters + head * record.most_clusters;
+  const Block* blocks = record.blocks + head * record.most_blocks;
   const int32_t* ids = batch.ids + line * batch.width;
   const int64_t selected = batch.lengths[line];
   for (int64_t i = 0; i < selected; ++i) {
@@ -182,7 +182,7 @@ void look_up(const Lookup& job, int64_t line) {
     stats[TOKEN_HITS] += hit ? cluster.tokens : 0;
   }
   stats[RUNS] = runs.count;
-  job.count[line] = static_cast<int32_t>(std::min(runs.count, job.room));
+  job.count[line] = static_cast<int32_t>(std::min(runs.count, job.capacity));
   job.lens[line] = static_cast<int32_t>(stats[TOKENS]);
 }
 
@@ -200,14 +200,14 @@ class Cache {
       : job_(job),
         record_(record),
         head_(record.heads[head]),
-        clusters(record.clusters + head * record.cluster_room),
-        used(record.used + head * record.cluster_room),
-        times(record.times + head * record.cluster_room),
-        index(record.index + head * record.cluster_room),
+        clusters(record.clusters + head * record.most_clusters),
+        used(record.used + head * record.most_clusters),
+        times(record.times + head * record.most_clusters),
+        index(record.index + head * record.most_clusters),
         head_number_(head),
         begin_(head_.sequence) {
-    admitted_ = record.admitted + head * record.cluster_room;
-    blocks_ = record.blocks + head * record.block_room;
+    admitted_ = record.admitted + head * record.most_clusters;
+    blocks_ = record.blocks + head * record.most_blocks;
     residents_ = record.residents + head * record.capacity;
     free_ = record.free + head * record.capacity;
   }
@@ -220,7 +220,7 @@ class Cache {
   // Returns the blocks of a cluster with their new places, or null when it cannot be taken in.
   const Block* admit(int32_t cluster) {
     const int64_t wanted = blocks_of(clusters[cluster].tokens, job_.batch.block_tokens);
-    if (wanted > record_.capacity || !make_room(wanted)) return nullptr;
+    if (wanted > record_.capacity || !ensure_free(wanted)) return nullptr;
     Block* block = blocks_ + clusters[cluster].first_block;
     for (int64_t i = 0; i < wanted; ++i) block[i].place = free_[--head_.free];
     index[cluster] = static_cast<int32_t>(head_.residents);
@@ -251,7 +251,7 @@ class Cache {
   int64_t evictable_ = 0;  // blocks of `candidates_`
   std::vector<Key> candidates_;
 
-  bool make_room(int64_t wanted) {
+  bool ensure_free(int64_t wanted) {
     if (head_.free >= wanted) return true;
     if (!ranked_) rank();
     if (head_.free + evictable_ < wanted) return false;
@@ -321,7 +321,7 @@ void change(const Update& job, int64_t line) {
   const int64_t sink = std::min<int64_t>(record.sink, batch.tokens[row]);
   const int64_t recent = batch.tokens[row] - std::max<int64_t>(batch.first[row], sink);
   int64_t from = row * batch.row_slots + sink + std::max<int64_t>(0, recent);
-  const int64_t at = line * job.room, places = record.sink + record.ring;
+  const int64_t at = line * job.capacity, places = record.sink + record.ring;
   int64_t copies = 0, src_end = -1, dst_end = -1;
   for (int64_t i = 0; i < selected; ++i) {
     const int64_t tokens = cache.clusters[ids[i]].tokens;

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from starlette.responses import Response
-
 from kvcm.console.pages import accounts, curve, explorer, groups, instances, keys, overview, storages, tasks
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes
 
-__all__ = ["ROUTES", "Handler"]
+__all__ = ["ROUTES"]
 
-Handler = Callable[[Visit], Awaitable[Response]]
-
-ROUTES: Final[Sequence[tuple[str, str, Handler]]] = (
+ROUTES: Final[Routes] = (
     *overview.ROUTES,
     *accounts.SIGN_IN_ROUTES,
     *keys.WHOAMI_ROUTES,

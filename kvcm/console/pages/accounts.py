@@ -1,8 +1,8 @@
-"""Accounts: names and passwords of people."""
+"""Pages of accounts, and signing in and out."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote, urlsplit
 
@@ -12,13 +12,13 @@ from starlette.responses import RedirectResponse, Response
 from kvcm.console.formats import ACCOUNT_ROLES
 from kvcm.console.forms import Field, Question, Sheet, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit, is_encrypted
+from kvcm.console.visits import Routes, Visit, is_encrypted
 from kvcm.service.rejections import RejectedError
 from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "SIGN_IN_ROUTES", "authorization", "elsewhere"]
 
-# Signing in and out. What a browser keeps is a key: one that ends within hours where somebody gave a password.
+# Signing in and out. The cookie holds an API key; that of a login with a password ends within hours.
 
 _COOKIE: Final = "kvcm_key"
 _PATH: Final = "/console/login"
@@ -28,14 +28,14 @@ _UNKNOWN: Final = "This key is not known: it is misspelt, was revoked, or has en
 
 
 def authorization(request: Request) -> str:
-    """Return what a browser shows of whoever signed in, as the header `authorization` has it."""
+    """Return the credentials of a browser's cookie, in the form of the header `authorization`."""
     parts = [part.strip().partition("=") for part in request.headers.get("cookie", "").split(";")]
-    kept = [value for name, _, value in parts if name == _COOKIE]  # what others of this host keep may be malformed
+    kept = [value for name, _, value in parts if name == _COOKIE]  # cookies of others on this host may be malformed
     return f"Bearer {kept[0]}" if len(kept) == 1 else "twice" if kept else ""
 
 
 def elsewhere(request: Request) -> Response:
-    """Send somebody to sign in, and back."""
+    """Redirect to the page for signing in, which leads back."""
     back = request.url.path if request.method == "GET" else "/console/"
     return RedirectResponse(f"{_PATH}?next={quote(back, safe='')}", 303)
 
@@ -70,7 +70,7 @@ async def _logged_in(visit: Visit, user_name: str, password: str) -> str:
 
 
 async def _leave(visit: Visit) -> Response:
-    """Let the browser forget the key. That of a login ends, too; one's own is needed elsewhere."""
+    """Let the browser forget the key. The key of a login ends, too; other keys are in use elsewhere."""
     response: Response = RedirectResponse(_PATH, 303)
     try:
         await visit.send("DELETE", "/v1/login")
@@ -87,17 +87,19 @@ def _keep(response: Response, visit: Visit, key: str) -> None:
 
 
 def _own_path(path: str) -> str:
-    """Return a page of the console to go on to: links from elsewhere are not to lead anywhere else."""
+    """Return a path if it is one of the console: links must not redirect to other sites."""
     parts = urlsplit(path)
     is_own = not parts.scheme and not parts.netloc and path.startswith("/console/") and "\\" not in path
     return path if is_own and path.isprintable() else "/console/"
 
 
-SIGN_IN_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+SIGN_IN_ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("POST", _PATH, _enter),
     ("POST", "/console/logout", _leave),
 )
+
+# Accounts.
 
 _LIST: Final = "/console/accounts"
 _ONE: Final = "/console/accounts/{name}"
@@ -131,7 +133,7 @@ async def _add(visit: Visit) -> Response:
 
 
 def _password_fields(visit: Visit) -> Sequence[Field]:
-    """Whoever is logged in as the account gives its present password, too."""
+    """Return the fields; an account that changes its own password gives the present one, too."""
     return (_OLD, _PASSWORD) if visit.name() == visit.visitor.principal.account else (_PASSWORD,)
 
 
@@ -155,7 +157,7 @@ async def _deleting(visit: Visit) -> Question:
     await visit.get(f"/v1/accounts/{visit.request.path_params['name']}")
     return Question(
         f"Delete account {name}",
-        ("Whoever is logged in as it is logged out at once.", "Keys that were made by it stay as they are."),
+        ("Its logins end at once.", "Keys that were made by it stay as they are."),
         "Delete it",
         _LIST,
         name,
@@ -167,7 +169,7 @@ async def _delete(visit: Visit) -> Response:
     return visit.back(_LIST, f"Account {visit.name()} was deleted.")
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ADD, _ask_to_add),
     ("POST", _ADD, _add),

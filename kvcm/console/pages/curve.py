@@ -1,10 +1,10 @@
-"""What more or less capacity is worth to a group."""
+"""The page with the hit rate of a group by its capacity."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from kvcm.console.formats import percent, size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "Change", "CurveView", "curve_of"]
 
-# What capacity is worth to a group: its curve as a drawing, and what more or less of it gives.
+# The curve as a drawing, with the hit rates of more and less capacity.
 
 _WIDTH: Final = 640
 _HEIGHT: Final = 260
@@ -32,14 +32,14 @@ _GRID: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What another capacity would give.
+    """The hit rate of another capacity.
 
     Attributes:
         what: the capacity in words.
-        bytes: the same.
-        ratio: share of the blocks asked for that are found with it.
+        bytes: the capacity.
+        ratio: hit rate with it.
         gain: the difference from now.
-        is_present: whether it is what there is now.
+        is_present: whether it is the present capacity.
     """
 
     what: str
@@ -51,14 +51,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CurveView:
-    """A curve with what can be read off it.
+    """A curve with its conclusions.
 
     Attributes:
-        document: as `/v1/groups/{name}/curve` tells.
+        document: of `/v1/groups/{name}/curve`.
         headline: in one sentence.
         changes: other capacities, ascending.
-        targets: capacities for parts of what is attainable, each with the bytes that are missing, none where it is
-            enough.
+        targets: capacities for parts of the attainable hits, each with the bytes that are missing, 0 if none are.
         drawing: the curve.
     """
 
@@ -70,7 +69,7 @@ class CurveView:
 
 
 def curve_of(document: Any) -> CurveView:
-    """Return what there is to say of a curve."""
+    """Return the view of a curve."""
     present = document["present"]
     kept, ratio = present["kept_bytes"], present["predicted_ratio"]
     points = [(point["bytes"], point["hit_ratio"]) for point in document["points"]]
@@ -149,7 +148,7 @@ def _axes(plane: _Plane) -> Iterator[Markup]:
 
 
 def _line(plane: _Plane, points: Sequence[tuple[int, float]]) -> Markup:
-    """The curve as steps: between two points nothing is known to be found."""
+    """Return the curve as steps: between two points there are no further hits."""
     path, ratio = f"M{_LEFT} {plane.y(0):.1f}", 0.0
     for capacity, ratio in points:
         path += f"H{plane.x(capacity):.1f}V{plane.y(ratio):.1f}"
@@ -184,6 +183,4 @@ async def _show(visit: Visit) -> Response:
     return visit.page("curve.html", name=name, curve=curve_of(document), why_not="", base=base)
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/groups/{name}/curve", _show),
-)
+ROUTES: Final[Routes] = (("GET", "/console/groups/{name}/curve", _show),)

@@ -1,10 +1,13 @@
-"""The prefix explorer: what has become of the blocks of a prompt, and where a match of it ends."""
+"""The prefix explorer: the states of the blocks of a prompt, and where a prefix match ends.
+
+A chain is requested in batches, of which `ChainFold` keeps only the runs and blocks that are shown.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -14,7 +17,7 @@ from starlette.responses import Response
 
 from kvcm.cache.instance_cache import batches
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.service.rest.conversion import encode_name
 
@@ -35,10 +38,10 @@ class NumbersError(ValueError):
 
 
 def numbers_in(text: str, *, are_tokens: bool) -> list[int]:
-    """Return the numbers of a text, whatever stands between them: lists, commas, lines, JSON.
+    """Return the numbers of a text, with any separators: lists, commas, lines, JSON.
 
     Args:
-        text: as somebody pasted it.
+        text: as pasted.
         are_tokens: whether they are tokens, which are not negative; else block keys.
 
     Raises:
@@ -61,28 +64,26 @@ def _whole(text: str, what: str) -> int:
     return int(text)
 
 
-# A chain of blocks as people read it: what is found, where that ends and why, and runs of blocks that are alike.
+# A chain: its hits, the end of the match with the reason, and runs of blocks of the same state.
 
 MAX_SHOWN: Final = 512
 """Blocks of one run that are listed one by one."""
 _MAX_LISTED: Final = 2048  # of all runs
 _MAX_RUNS: Final = 256
-
-
 _MANY: Final = {"absent": "they are not there: they were never written, or they were evicted or removed"}
 """Reasons for many blocks at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks that are alike.
+    """Consecutive blocks of the same state, locations and pins.
 
     Attributes:
         first, last: positions.
         state: readable, incomplete, unreadable, writing, deleting or absent.
         label: the same in words.
         kind: of its badge.
-        why_not: why the first is not found, or what it lacks; "" for nothing.
+        why_not: why the first is not found, or the specs that it lacks; "" for neither.
         places: storages with their types, as text.
         size_bytes: of all of them.
         blocks: some of them, one by one.
@@ -108,12 +109,12 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Blocks of it."""
+        """Number of blocks."""
         return self.last - self.first + 1
 
     @property
     def reason(self) -> str:
-        """Why they are not found, or what they lack, "" for nothing; what depends on time is told of the first."""
+        """Why they are not found, or the specs that they lack, "" for neither; reasons with a time are the first's."""
         if self.count == 1 or not self.why_not:
             return self.why_not
         if self.state in _MANY:
@@ -121,7 +122,7 @@ class Run:
         return f"{'each of them' if self.state == 'incomplete' else 'the first'}: {self.why_not}"
 
     def with_more(self, more: Run) -> Run:
-        """Return it with what follows and is alike."""
+        """Return the run with the blocks of the next one."""
         return replace(
             self,
             last=more.last,
@@ -140,13 +141,12 @@ class Chain:
     """A chain.
 
     Attributes:
-        summary: as `/v1` tells.
-        headline: what is found of it, in one sentence.
-        ending: why the match ends, "" where it does not.
-        lacking: what of it some readers do not find, "" for nothing.
-        runs: in its order, the first of them.
+        summary: of `/v1/instances/{name}/explore`.
+        headline: its hits, in one sentence.
+        ending: why the match ends, "" if it does not.
+        lacking: blocks that some readers do not find, "" for none.
+        runs: the first runs, in order.
         left_out: how many runs are not shown.
-        legend: labels and states that occur.
     """
 
     summary: Any
@@ -173,7 +173,7 @@ _LABELS: Final = {
 
 
 class ChainFold:
-    """Puts together a chain that is told in pieces, and keeps of it what is shown."""
+    """Joins the batches of a chain, and keeps the runs and blocks that are shown."""
 
     def __init__(self) -> None:
         self._summary: dict[str, Any] = {}
@@ -182,24 +182,31 @@ class ChainFold:
         self._last: tuple[Any, ...] = ()
 
     def add(self, document: Any) -> None:
-        """Add the next piece.
+        """Add the next batch.
 
         Args:
-            document: as `/v1/instances/{name}/explore` tells it; positions in it begin at 0.
+            document: of `/v1/instances/{name}/explore`; its positions begin at 0.
         """
         begin = self._summary.get("blocks", 0)
         placed = [{**block, "position": begin + block["position"]} for block in document["blocks"]]
-        for alike, members in groupby(placed, key=_same_run):
-            self._add_run(alike, list(members))
+        for run_key, members in groupby(placed, key=_run_key):
+            self._add_run(run_key, list(members))
         self._summary = _joined(self._summary, document["summary"], placed)
 
     def chain(self) -> Chain:
-        """Return what was added."""
-        told, left_out = self._summary, self._run_count - len(self._runs)
-        return Chain(told, _headline(told), _ending(told), _missing_specs(told), self._runs, left_out)
+        """Return the chain of all batches."""
+        summary = self._summary
+        return Chain(
+            summary=summary,
+            headline=_headline(summary),
+            ending=_ending(summary),
+            lacking=_missing_specs(summary),
+            runs=self._runs,
+            left_out=self._run_count - len(self._runs),
+        )
 
-    def _add_run(self, alike: tuple[Any, ...], blocks: Sequence[Any]) -> None:
-        goes_on, self._last = alike == self._last, alike
+    def _add_run(self, run_key: tuple[Any, ...], blocks: Sequence[Any]) -> None:
+        goes_on, self._last = run_key == self._last, run_key
         self._run_count += not goes_on
         if self._run_count > _MAX_RUNS:
             return
@@ -211,7 +218,7 @@ class ChainFold:
 
 
 def _joined(before: Mapping[str, Any], more: Mapping[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
-    """Return the summary of a chain and of what follows it, whose blocks these are."""
+    """Return the summary of a chain and its next batch, of these blocks."""
     end, found = more["end"], more["matched_blocks"]
     said = {
         **more,
@@ -219,7 +226,7 @@ def _joined(before: Mapping[str, Any], more: Mapping[str, Any], blocks: Sequence
     }
     if not before:
         return said
-    if before["end"] != "none":  # a match does not come as far as this
+    if before["end"] != "none":  # the match ended in an earlier batch
         said |= {"end": before["end"], "end_reason": before["end_reason"], "matched_blocks": 0, "matched_tokens": 0}
     if before["complete_blocks"] < before["blocks"]:
         said["complete_blocks"] = 0
@@ -250,7 +257,8 @@ def _missing_specs(summary: Any) -> str:
     return f"Readers that ask for every part of a block find {complete:,} of them."
 
 
-def _same_run(block: Any) -> tuple[Any, ...]:
+def _run_key(block: Any) -> tuple[Any, ...]:
+    """Return the value that all blocks of a run share."""
     places = tuple((each["storage"], each["status"], tuple(each["specs"])) for each in block["locations"])
     return _state(block), places, block["is_pinned"], _is_orphan(block)
 
@@ -271,22 +279,22 @@ def _run(blocks: Sequence[Any], most: int) -> Run:
     listed = blocks[:most]
     began = [each["began_at_ms"] for block in blocks for each in block["locations"]]
     return Run(
-        first["position"],
-        blocks[-1]["position"],
-        state,
-        label,
-        kind,
-        str(first["why_not"]),
-        ", ".join(dict.fromkeys(_storages(first))),
-        sum(each["size_bytes"] for block in blocks for each in block["locations"]),
-        first["is_pinned"],
-        _is_orphan(first),
-        max(began, default=0),
-        min(began, default=0),
-        max(block["last_access_at_ms"] for block in blocks),
-        sum(block["accesses"] for block in blocks),
-        listed,
-        len(blocks) - len(listed),
+        first=first["position"],
+        last=blocks[-1]["position"],
+        state=state,
+        label=label,
+        kind=kind,
+        why_not=str(first["why_not"]),
+        places=", ".join(dict.fromkeys(_storages(first))),
+        size_bytes=sum(each["size_bytes"] for block in blocks for each in block["locations"]),
+        is_pinned=first["is_pinned"],
+        is_orphan=_is_orphan(first),
+        newest_ms=max(began, default=0),
+        oldest_ms=min(began, default=0),
+        read_ms=max(block["last_access_at_ms"] for block in blocks),
+        reads=sum(block["accesses"] for block in blocks),
+        blocks=listed,
+        left_out=len(blocks) - len(listed),
     )
 
 
@@ -295,6 +303,8 @@ def _storages(block: Any) -> Iterator[str]:
         suffix = "" if each["status"] == "serving" else f", {each['status']}"
         yield f"{each['storage']} ({each['storage_type']}{suffix})"
 
+
+# The page.
 
 _PATH: Final = "/console/explorer"
 _BATCH_KEYS: Final = 1024
@@ -348,10 +358,10 @@ async def _keys_of(visit: Visit, instance: str, tokens: Sequence[int]) -> Sequen
 
 
 async def _chain(visit: Visit, instance: str, keys: Sequence[int]) -> Chain:
-    """Return what is told of a chain. It is asked for in pieces, of which what is not shown is forgotten."""
+    """Return a chain, requested in batches."""
     fold = ChainFold()
-    for page in batches(keys, _BATCH_KEYS):
-        body = {"block_keys": [str(key) for key in page]}
+    for batch in batches(keys, _BATCH_KEYS):
+        body = {"block_keys": [str(key) for key in batch]}
         answer = await visit.send("POST", f"/v1/instances/{encode_name(instance)}/explore", body)
         await asyncio.to_thread(fold.add, answer.document)
     return fold.chain()
@@ -366,7 +376,7 @@ async def _page(visit: Visit, instance: str, kind: str, text: str, **found: Any)
 
 
 async def _instances(visit: Visit) -> list[str]:
-    """Return the instances that the visitor may see, for it to choose from; one that may not look names its own."""
+    """Return the instances that the visitor may see; a visitor without that permission types a name."""
     principal = visit.visitor.principal
     queries = [""] if principal.has_all_groups else ["?" + urlencode({"group": name}) for name in principal.groups]
     try:
@@ -375,7 +385,7 @@ async def _instances(visit: Visit) -> list[str]:
         return []
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("POST", _PATH, _explore),
 )

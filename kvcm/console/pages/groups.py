@@ -1,9 +1,9 @@
-"""Groups: all of them, and one with what it does, holds and may hold."""
+"""Pages of groups: the list, one group, its limits with a preview of a change, creating and removing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -16,7 +16,7 @@ from kvcm.console.deployment import History, alerts_of, charts_of_group, group_u
 from kvcm.console.formats import storage_kind
 from kvcm.console.forms import Field, Kind, Question, Sheet, confirmation_page, confirmed, exact_size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.groups import DEFAULT_HYSTERESIS
 from kvcm.service.rest.conversion import encode_name, merge_patch
 
@@ -37,7 +37,7 @@ __all__ = [
     "storage_types",
 ]
 
-# The limits of a group as fields of a form, and what they show of a group's document.
+# The limits of a group as fields of a form, and their values in a group's document.
 
 Document = Mapping[str, Any]
 POLICIES: Final[Mapping[str, str]] = {
@@ -50,7 +50,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "fifo": "what was written first (fifo)",
     "ttl": "what is oldest (ttl)",
 }
-"""Eviction policies: what leaves first."""
+"""Eviction policies, with the blocks that leave first."""
 _TYPE_QUOTAS: Final = "quota.quota_config"
 """Of fields with quotas on types of storages: the name of the type follows."""
 _STRATEGY: Final = "cache_config.reclaim_strategy"
@@ -59,7 +59,7 @@ _TYPES: Final = {
     "threefs": "ST_3FS", "vcnsthreefs": "ST_VCNS_3FS", "mooncake": "ST_MOONCAKE", "tair_mem_pool": "ST_TAIRMEMPOOL",
     "nfs": "ST_NFS", "dummy": "ST_DUMMY",
 }  # fmt: skip
-"""What storages are under a key of their documents."""
+"""Types of storages by the key of their settings."""
 _WRITTEN: Final[Mapping[Kind, Callable[[Any], str]]] = {
     "size": exact_size,
     "check": lambda _: "yes",
@@ -80,7 +80,7 @@ _BEHIND: Final = (
     ),
     Field(f"{_STRATEGY}.policy.name", "What is evicted first", kind="choice", choices=[*POLICIES.items()]),
     Field(
-        f"{_STRATEGY}.policy.ttl_seconds", "Evict at an age", "12h, say, although there is room. Empty: never.", "span"
+        f"{_STRATEGY}.policy.ttl_seconds", "Evict at an age", "12h, say, although there is space. Empty: never.", "span"
     ),
     Field(f"{_STRATEGY}.policy.ttl_sliding", "The age counts from the last read, not from the write", kind="check"),
     Field(
@@ -90,7 +90,7 @@ _BEHIND: Final = (
     Field("pin_budget_bytes", "Pins may hold", "10 GiB, say. Empty: nothing can be pinned.", "size"),
     Field(
         f"{_STRATEGY}.delay_before_delete_ms",
-        "Keep what is evicted for those who read it, in ms",
+        "Keep evicted blocks for their readers, in ms",
         "It counts as used until then. Empty: it is deleted at once.",
         "integer",
     ),
@@ -118,12 +118,12 @@ def limit_fields(types: Sequence[str]) -> list[Field]:
 
 
 def sheet_of(fields: Sequence[Field], group: Document) -> Sheet:
-    """Return the form as it is for a group."""
+    """Return the form with the limits of a group."""
     return Sheet(fields, {each.name: _text(each, group) for each in fields})
 
 
 def _value_at(document: Document, path: str) -> Any:
-    """Return what stands at a path of a document, None where nothing does."""
+    """Return the value at a path of a document, None for none."""
     found: Any = document
     for step in path.split("."):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -136,14 +136,12 @@ def _text(field: Field, group: Document) -> str:
         capacity = quotas.get(field.name.rpartition(".")[2])
         return "" if capacity is None else exact_size(capacity)
     value = _value_at(group, field.name)
-    if not value:  # 0 stands for no limit, which is what is left empty
+    if not value:  # 0 stands for no limit: an empty field
         return "0" if value == 0 and field.name.endswith("hysteresis") else ""
     return _WRITTEN.get(field.kind, str)(value)
 
 
-# Changing the limits of a group: from what was typed to a merge patch, and what the change will do.
-
-_LIMITS_TRIGGER: Final = "cache_config.reclaim_strategy.trigger_strategy"
+# Changes of limits: from the form to a merge patch, and their consequences.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +154,10 @@ class Change:
 
 
 def patch_of(sheet: Sheet, group: Document) -> dict[str, Any]:
-    """Return a merge patch that gives a group what was typed; only what differs. What is empty has its default.
+    """Return a merge patch with the fields of a form that differ from a group. Empty fields get their defaults.
 
     Raises:
-        RefusedError: something is no number, size or time.
+        RefusedError: a number, size or duration is malformed.
     """
     typed, patch = sheet.document(), dict[str, Any]()
     for name in _changed(sheet, group):
@@ -190,7 +188,7 @@ def _put(patch: dict[str, Any], path: str, value: Any) -> None:
 
 
 def changes_of(sheet: Sheet, group: Document) -> list[Change]:
-    """Return what would change, for people."""
+    """Return the changes for people."""
     before, names = sheet_of(sheet.fields, group).values, set(_changed(sheet, group))
     return [
         Change(each.label, before[each.name] or formats.NOTHING, sheet.values[each.name].strip() or formats.NOTHING)
@@ -200,11 +198,11 @@ def changes_of(sheet: Sheet, group: Document) -> list[Change]:
 
 
 def consequences(group: Document, usage: Document) -> list[str]:
-    """Return what a group's limits do to what it holds, in sentences; none where nothing is evicted or refused.
+    """Return the effects of a group's limits on its present blocks, in sentences; none without eviction or refusal.
 
     Args:
-        group: its document, as it will be.
-        usage: what it uses now.
+        group: its future document.
+        usage: its present usage.
     """
     capacity = _value_at(group, "quota.capacity") or 0
     marks = [_ratio_mark(group, capacity), _size_mark(group)]
@@ -217,23 +215,23 @@ def consequences(group: Document, usage: Document) -> list[str]:
 
 
 _Mark = tuple[int, int] | None
-"""Above what eviction begins, and down to where it goes."""
+"""High and low watermark."""
 
 
 def _ratio_mark(group: Document, capacity: int) -> _Mark:
-    share = _value_at(group, f"{_LIMITS_TRIGGER}.used_percentage") or 0.0
+    share = _value_at(group, f"{_TRIGGER}.used_percentage") or 0.0
     if not 0 < share <= 1:
         return None
     return int(capacity * share), int(capacity * max(0.0, share - _hysteresis(group)))
 
 
 def _size_mark(group: Document) -> _Mark:
-    size = _value_at(group, f"{_LIMITS_TRIGGER}.used_size") or 0
+    size = _value_at(group, f"{_TRIGGER}.used_size") or 0
     return (size, int(size * (1 - _hysteresis(group)))) if size else None
 
 
 def _hysteresis(group: Document) -> float:
-    found = _value_at(group, f"{_LIMITS_TRIGGER}.hysteresis")
+    found = _value_at(group, f"{_TRIGGER}.hysteresis")
     return DEFAULT_HYSTERESIS if found is None else float(found)
 
 
@@ -256,7 +254,7 @@ def _of_bytes(what: str, capacity: int, marks: list[_Mark], used: Mapping[str, i
             f"about {formats.size(kept - mark[1])} will be evicted{pins}."
         )
     if used["used_bytes"] > capacity:
-        until = "until that much is deleted" if mark is not None else "until somebody removes something: it has no mark"
+        until = "until that much is deleted" if mark is not None else "until blocks are removed: it has no mark"
         yield f"{what} uses {formats.size(used['used_bytes'])} of {formats.size(capacity)}: writes are refused {until}."
 
 
@@ -273,7 +271,7 @@ def _of_keys(group: Document, usage: Document) -> Iterator[str]:
             yield f"Instance {instance['instance_id']} {has}: {follows}."
 
 
-# Groups as people look at them: how full each one is, and why.
+# Groups at a glance: how full each one is, and why.
 
 _FULL: Final = 0.98
 _SEVERITIES: Final = ("page", "ticket", "info")
@@ -283,7 +281,7 @@ _PROBLEMS: Final = {
     ("KvcmGroupWithoutStorage", "page"): "no storage",
     ("KvcmReclaimStuck", "ticket"): "above its mark",
 }
-"""Alerts about groups in a word or two: what limits one need not be its own quota."""
+"""Alerts about groups in a word or two: the limit that is reached need not be the group's own quota."""
 _KINDS: Final = {"page": "bad", "ticket": "warn", "info": "plain"}
 
 
@@ -295,13 +293,13 @@ class GroupCard:
         name: its name.
         usage: its document of `/v1/usage`.
         state: in a word or two.
-        kind: of that word: good, busy, warn, bad, plain.
-        summary: what is wrong, "" where nothing is.
-        why: why it is as it is, in plain words.
-        advice: what to do; "" where nothing has to be done.
+        kind: of the state: good, busy, warn, bad, plain.
+        summary: the problem, "" for none.
+        why: reason of the state.
+        advice: what to do, "" for nothing.
         hit_ratio: of the last five minutes.
-        hit_ratios: of late.
-        refused: writes refused for want of room in the last five minutes.
+        hit_ratios: of the last quarter of an hour.
+        refused: writes refused for want of space in the last five minutes.
     """
 
     name: str
@@ -317,13 +315,13 @@ class GroupCard:
 
     @property
     def total(self) -> Mapping[str, int]:
-        """What it uses and may use in total."""
+        """Its total usage and limits."""
         total: Mapping[str, int] = self.usage["total"]
         return total
 
     @property
     def has_problem(self) -> bool:
-        """Whether somebody may not write."""
+        """Whether writes are refused."""
         return self.kind == "bad" or self.refused > 0
 
     @property
@@ -346,11 +344,11 @@ def group_cards(groups: Sequence[Document], alerts: Sequence[Document], history:
 
 
 def group_card(group: Document, alerts: Sequence[Document], history: History) -> GroupCard:
-    """Return one group with what is wrong with it.
+    """Return one group with its problem.
 
     Args:
         group: its document of `/v1/usage`.
-        alerts: of `/v1/alerts`, of whatever.
+        alerts: of `/v1/alerts`, of any subjects.
         history: of the last hour.
     """
     name = group["name"]
@@ -361,16 +359,16 @@ def group_card(group: Document, alerts: Sequence[Document], history: History) ->
     if alert is not None:
         state, kind = _PROBLEMS.get((alert["name"], alert["severity"]), state), _KINDS[alert["severity"]]
     return GroupCard(
-        name,
-        group,
-        state,
-        kind,
-        alert["summary"] if alert else "",
-        alert["reason"] if alert else _why(group, evicted, refused),
-        alert["advice"] if alert else "",
-        history.mean("hit_ratio", name),
-        history.recent("hit_ratio", name),
-        refused,
+        name=name,
+        usage=group,
+        state=state,
+        kind=kind,
+        summary=alert["summary"] if alert else "",
+        why=alert["reason"] if alert else _why(group, evicted, refused),
+        advice=alert["advice"] if alert else "",
+        hit_ratio=history.mean("hit_ratio", name),
+        hit_ratios=history.tail("hit_ratio", name),
+        refused=refused,
     )
 
 
@@ -389,7 +387,7 @@ def _state(total: Mapping[str, int], evicted: float, refused: float) -> tuple[st
         return "refuses writes", "bad"
     if used - total["deleting_bytes"] > total["high_mark_bytes"] >= 0:
         return "above its mark", "warn"
-    return ("evicting", "busy") if evicted else ("has room", "good")
+    return ("evicting", "busy") if evicted else ("has space", "good")
 
 
 def _why(group: Document, evicted: float, refused: float) -> str:
@@ -398,7 +396,7 @@ def _why(group: Document, evicted: float, refused: float) -> str:
         return "Its quota is 0: nothing may be written."
     if refused:
         pins = f", and {formats.size(group['pinned_bytes'])} are pinned" if group["pinned_bytes"] else ""
-        said = f"{formats.count(max(1.0, refused))} writes found no room in the last five minutes"
+        said = f"{formats.count(max(1.0, refused))} writes found no space in the last five minutes"
         return f"{said}: {formats.size(max(0, total['capacity_bytes'] - total['used_bytes']))} are free now{pins}."
     return _activity(total, evicted)
 
@@ -422,7 +420,7 @@ def _activity(total: Mapping[str, int], evicted: float) -> str:
 
 
 def losses_of(usage: Document) -> list[str]:
-    """Return what happens when a group is removed, in sentences."""
+    """Return the effects of removing a group, in sentences."""
     count, used = len(usage["instances"]), formats.size(usage["total"]["used_bytes"])
     said = ["The group and its limits are forgotten."]
     if count:
@@ -431,6 +429,8 @@ def losses_of(usage: Document) -> list[str]:
         said.append(f"The {used} that it uses stay where they are until then.")
     return said
 
+
+# The list, and one group.
 
 _SPANS: Final = {"3600": "1 hour", "21600": "6 hours", "86400": "24 hours"}
 
@@ -443,7 +443,7 @@ async def _list(visit: Visit) -> Response:
 async def _show(visit: Visit) -> Response:
     name = visit.name()
     seconds = visit.query("seconds") if visit.query("seconds") in _SPANS else "3600"
-    group = await visit.get(f"/v1/groups/{encode_name(name)}")  # where there is none, this says so
+    group = await visit.get(f"/v1/groups/{encode_name(name)}")  # refuses if there is none
     report, alerts, history, lately = await asyncio.gather(
         visit.get("/v1/usage?" + urlencode({"group": name})),
         alerts_of(visit, name),
@@ -468,20 +468,18 @@ async def _show(visit: Visit) -> Response:
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", "/console/groups", _list),
     ("GET", "/console/groups/{name}", _show),
 )
 
-# Changing groups: their limits, new ones, and removing them.
+# Changes: limits, new groups, and removal.
 
 _STALE: Final = 412
 _CHANGED: Final = (
-    "Somebody else changed this group meanwhile, and nothing was saved. Below is what you typed, and what it would "
+    "Another client changed this group meanwhile, and nothing was saved. Below is what you typed, and what it would "
     "change of the group as it is now: save it again if that is still right."
 )
-
-
 _WITHOUT_MARK: Final = {"cache_config": {"reclaim_strategy": {"trigger_strategy": {"used_percentage": 0.0}}}}
 
 
@@ -522,7 +520,9 @@ async def _previewed(
 ) -> Response:
     usage = await _usage(visit)
     return _limits_page(
-        *(visit, sheet, etag),
+        visit,
+        sheet,
+        etag,
         changes=changes_of(sheet, group),
         consequences=consequences(merge_patch(group, patch), usage),
         is_preview=True,
@@ -576,7 +576,7 @@ async def _new_fields(visit: Visit) -> list[Field]:
 
 def _own_fields(storages: Iterable[str]) -> Sequence[Field]:
     choices = [(name, name) for name in storages]
-    quota_hint = "Groups that name the same one share it, where somebody has set one."
+    quota_hint = "Groups that name the same one share it, if it is set."
     return (
         Field("name", "Name", is_required=True),
         Field("storage_candidates", "Storages that it may use", kind="several", is_required=True, choices=choices),
@@ -604,7 +604,7 @@ async def _remove(visit: Visit) -> Response:
 
 async def _question(visit: Visit) -> Question:
     name = visit.name()
-    await visit.get(_resource(name))  # where there is none, this says so
+    await visit.get(_resource(name))  # refuses if there is none
     return Question(f"Remove group {name}", losses_of(await _usage(visit)), "Remove", _page(name), name)
 
 
@@ -616,7 +616,7 @@ def _page(name: str) -> str:
     return f"/console/groups/{encode_name(name)}"
 
 
-GROUP_CHANGE_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+GROUP_CHANGE_ROUTES: Final[Routes] = (
     ("GET", "/console/groups/{name}/limits", _edit),
     ("POST", "/console/groups/{name}/limits", _change),
     ("GET", "/console/groups/{name}/remove", _ask),

@@ -1,8 +1,8 @@
-"""Instances: which there are, and what each was registered with."""
+"""Pages of instances, and of open write sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -13,12 +13,12 @@ from starlette.responses import Response
 from kvcm.console.formats import count, size
 from kvcm.console.forms import Question, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.registry.secrets import redacted_text
 
 __all__ = ["ROUTES", "SESSION_ROUTES", "InstanceView", "Sessions", "instance_views", "sessions_of"]
 
-# Instances as pages show them.
+# Instances.
 
 Document = Mapping[str, Any]
 _KINDS: Final = {
@@ -35,7 +35,7 @@ class InstanceView:
         name: its id.
         group: that it belongs to.
         document: the resource.
-        usage: what it has: blocks, bytes and the policy in force.
+        usage: its blocks, bytes and the policy in force.
     """
 
     name: str
@@ -45,7 +45,7 @@ class InstanceView:
 
     @property
     def model(self) -> str:
-        """Name of its model and what the KV is made of."""
+        """Name of its model and data type of its KV."""
         deployment = self.document["model_deployment"]
         return f"{deployment['model_name']}, {deployment['dtype']}"
 
@@ -56,22 +56,22 @@ class InstanceView:
 
     @property
     def parts(self) -> Sequence[tuple[str, int, str]]:
-        """The parts of a block: name, bytes and what it holds."""
+        """The specs of a block: name, bytes and kind of attention."""
         return [(part["name"], part["size"], _KINDS[part["kind"]]) for part in self.document["location_spec_infos"]]
 
     @property
     def deployment(self) -> Sequence[tuple[str, str]]:
-        """What else is known of the model: names and values."""
+        """Further fields of the model: names and values."""
         found = self.document["model_deployment"]
         parallel = [(found[f"{name}_size"], label) for name, label in _PARALLEL.items() if found[f"{name}_size"]]
-        told = [
+        fields = [
             ("Parallelism", ", ".join(f"{count} {label}" for count, label in parallel)),
             ("Attention", "multi-head latent" if found["use_mla"] else ""),
             ("LoRA adapter", found["lora_name"]),
             ("Also its identity", found["extra"]),
             ("Note", found["user_data"]),
         ]
-        return [(name, redacted_text(value)) for name, value in told if value]
+        return [(name, redacted_text(value)) for name, value in fields if value]
 
 
 _PARALLEL: Final = {"tp": "ways by tensor", "pp": "stages", "dp": "ways by data"}
@@ -118,7 +118,7 @@ async def _removing(visit: Visit) -> Question:
         f"Remove instance {instance.name}",
         (
             f"All its blocks are deleted, with their bytes: {blocks} blocks, {used}. Its pins end.",
-            "An engine that still uses it computes everything itself until it registers it anew.",
+            "An engine that still uses it computes everything itself until it registers it again.",
             "That cannot be undone.",
         ),
         "Remove it",
@@ -133,7 +133,7 @@ async def _remove(visit: Visit) -> Response:
 
 
 def _visible_groups(visit: Visit) -> Sequence[str]:
-    """Return the groups to ask for: those that the visitor is limited to, or "" for all."""
+    """Return the groups that the visitor may see, or "" for all."""
     principal = visit.visitor.principal
     return [""] if principal.has_all_groups else sorted(principal.groups)
 
@@ -157,13 +157,15 @@ async def _found(visit: Visit) -> InstanceView:
     return found[0]
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ONE, _show),
     *confirmed_routes(f"{_ONE}/remove", _removing, _remove),
 )
 
-# Open write sessions at one glance: how many, what they hold, which of them are late.
+# Open write sessions.
+
+_MAX_SHOWN: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,9 @@ class Sessions:
     Attributes:
         items: the first to end first.
         blocks: of all of them.
-        bytes: that those take.
+        bytes: of those blocks.
         overdue: how many should have ended.
-        oldest_ms: when the oldest began, 0 where that is not known.
+        oldest_ms: when the oldest began, 0 if unknown.
     """
 
     items: Sequence[Any]
@@ -189,19 +191,14 @@ def sessions_of(items: Sequence[Any]) -> Sessions:
     """Return sessions with their sums."""
     return Sessions(
         items,
-        sum(each["blocks"] for each in items),
-        sum(each["bytes"] for each in items),
-        sum(each["is_overdue"] for each in items),
-        min((each["begun_at_ms"] for each in items if each["begun_at_ms"]), default=0),
+        blocks=sum(each["blocks"] for each in items),
+        bytes=sum(each["bytes"] for each in items),
+        overdue=sum(each["is_overdue"] for each in items),
+        oldest_ms=min((each["begun_at_ms"] for each in items if each["begun_at_ms"]), default=0),
     )
 
 
-# Write sessions that are open: whose they are, what they hold, and how long they may.
-
-_MAX_SHOWN: Final = 500
-
-
-async def _sessions_show(visit: Visit) -> Response:
+async def _show_sessions(visit: Visit) -> Response:
     asked = {name: value for name in ("group", "instance") if (value := visit.query(name).strip())}
     found = await visit.items("/v1/sessions" + (f"?{urlencode(asked)}" if asked else ""))
     return visit.page(
@@ -213,6 +210,4 @@ async def _sessions_show(visit: Visit) -> Response:
     )
 
 
-SESSION_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/sessions", _sessions_show),
-)
+SESSION_ROUTES: Final[Routes] = (("GET", "/console/sessions", _show_sessions),)

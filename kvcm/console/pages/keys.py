@@ -1,9 +1,9 @@
-"""API keys: making, replacing and ending them. A secret is on the page that made it, and nowhere else."""
+"""Pages of API keys, and of the visitor itself. A secret is on the page that made it, and nowhere else."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,12 +12,12 @@ from starlette.responses import Response
 from kvcm.console.formats import KEY_ROLES, VERBS, shown_role
 from kvcm.console.forms import Field, Question, Sheet, confirmed_routes
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.model.principals import ALL_GROUPS
 
 __all__ = ["ROUTES", "WHOAMI_ROUTES", "KeyView", "key_views"]
 
-# Keys as pages show them.
+# Keys.
 
 Document = Mapping[str, Any]
 _SOON_MS: Final = 14 * 86_400_000
@@ -52,18 +52,18 @@ class KeyView:
 
     @property
     def scope(self) -> str:
-        """Where it counts."""
+        """Its instance groups."""
         groups: Sequence[str] = self.document["instance_groups"]
         return "all groups" if not groups or ALL_GROUPS in groups else ", ".join(groups)
 
     @property
     def verbs(self) -> str:
-        """What an engine may do; "" for other roles."""
+        """Verbs of an engine; "" for other roles."""
         return ", ".join(verb.lower() for verb in self.document["verbs"])
 
     @property
     def ends_soon(self) -> bool:
-        """Whether somebody should rotate it. Logins end by themselves."""
+        """Whether it should be rotated. Logins end by themselves."""
         ends = self.document["expires_at_ms"]
         return bool(ends and not self.document["account"] and ends - self.now_ms < _SOON_MS)
 
@@ -90,7 +90,7 @@ _NEW: Final = (
     Field("ttl_seconds", "Ends after", "As in 30d, 12h or 15m. Empty: never.", "span", initial="90d"),
     Field(
         "certificate_name", "Name in client certificates",
-        "Whoever shows a certificate with this name is let in, and no secret is made. Empty: a secret is made.",
+        "A certificate with this name authenticates, and no secret is made. Empty: a secret is made.",
     ),
 )  # fmt: skip
 _ROTATION: Final = (
@@ -139,7 +139,7 @@ async def _rotate(visit: Visit) -> Response:
 
 
 def _created(visit: Visit, made: Any, what: str) -> Response:
-    """Return the only page that ever has the secret: it is not kept, neither here nor by the browser."""
+    """Return the only page with the secret, which neither the manager nor the browser keeps."""
     (key,) = key_views([made["key"]], time.time() * 1000)
     return visit.page("key_made.html", 201, key=key, secret=made["secret"], what=what)
 
@@ -150,7 +150,7 @@ async def _revoking(visit: Visit) -> Question:
     return Question(
         f"Revoke the key of {key.name}",
         (
-            "It ends at once: whoever shows it is refused, and engines that have it compute everything themselves.",
+            "It ends at once: requests with it are rejected, and engines that have it compute everything themselves.",
             "It cannot be brought back. To replace it without a gap, rotate it instead.",
             *(["It is the key that you are signed in with."] if is_own else []),
         ),
@@ -172,7 +172,7 @@ async def _found(visit: Visit) -> KeyView:
     return key_views([document], time.time() * 1000)[0]
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ADD, _ask_to_add),
     ("POST", _ADD, _add),
@@ -181,16 +181,14 @@ ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]]
     *confirmed_routes(f"{_ONE}/revoke", _revoking, _revoke),
 )
 
-# Who the visitor is, and what it may.
+# The visitor itself.
 
 
 async def _show(visit: Visit) -> Response:
-    told = await visit.get("/v1/whoami")
-    key = told.get("key")
+    document = await visit.get("/v1/whoami")
+    key = document.get("key")
     found = key_views([key], time.time() * 1000)[0] if key else None
-    return visit.page("myself.html", is_required=told["is_required"], key=found)
+    return visit.page("myself.html", is_required=document["is_required"], key=found)
 
 
-WHOAMI_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/me", _show),
-)
+WHOAMI_ROUTES: Final[Routes] = (("GET", "/console/me", _show),)

@@ -1,9 +1,9 @@
-"""The first page: how the deployment is doing, and which group is full for what reason."""
+"""The first page, with the state of the deployment and of its groups, and the page of managers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.responses import Response
@@ -13,11 +13,11 @@ from kvcm.console.charts import Values
 from kvcm.console.deployment import SMALL_VALUES, History, alerts_of, charts_of_all, group_usages, history_of
 from kvcm.console.pages.groups import GroupCard, group_cards
 from kvcm.console.pages.storages import StorageView, storage_views
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 
 __all__ = ["MANAGER_ROUTES", "ROUTES", "Headline", "Tile", "headline", "tiles"]
 
-# What the first page says at a glance.
+# Headline and tiles.
 
 Document = Mapping[str, Any]
 _MAX_NAMED: Final = 3
@@ -30,14 +30,14 @@ _PROBLEM: Final = {
 
 
 class Headline(NamedTuple):
-    """How it is going, in one sentence; kind is good, warn or bad."""
+    """The state of the deployment, in one sentence; kind is good, warn or bad."""
 
     text: str
     kind: str
 
 
 class Tile(NamedTuple):
-    """One number, and how it went."""
+    """One number, and its history."""
 
     name: str
     value: str
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 def headline(groups: Sequence[GroupCard], alerts: Sequence[Document]) -> Headline:
-    """Return what somebody who has one second should read."""
+    """Return the state of the deployment, in one sentence."""
     full = [f"{group.name} {_PROBLEM.get(group.state, 'is in trouble')}" for group in groups if group.has_problem]
     others = [alert for alert in alerts if alert["severity"] != "info" and alert["subject"]["kind"] != "group"]
     urgent = any(alert["severity"] == "page" for alert in others)
@@ -59,35 +59,37 @@ def headline(groups: Sequence[GroupCard], alerts: Sequence[Document]) -> Headlin
         near = sum(group.kind == "warn" for group in groups)
         if near:
             return Headline(
-                f"{near} {'group is' if near == 1 else 'groups are'} short of room; nothing is refused.", "warn"
+                f"{near} {'group is' if near == 1 else 'groups are'} short of space; nothing is refused.", "warn"
             )
         return Headline("Nothing is wrong.", "good")
     return Headline("; ".join(said) + ".", "bad" if full or urgent else "warn")
 
 
 def tiles(history: History) -> list[Tile]:
-    """Return what goes on in the whole deployment now."""
+    """Return the present rates of the whole deployment."""
     requests = history.total("requests_per_second")
     refused = history.total("refused_writes_per_second")
     return [
         Tile("Requests", formats.rate(_last(requests)), requests[-SMALL_VALUES:]),
-        Tile("Hit rate", formats.percent(history.latest("hit_ratio")), history.recent("hit_ratio")),
+        Tile("Hit rate", formats.percent(history.latest("hit_ratio")), history.tail("hit_ratio")),
         Tile("Look-up, half within", *_latency(history, "match_p50_seconds")),
         Tile("Look-up, 99 % within", *_latency(history, "match_p99_seconds")),
         Tile("Refused writes", formats.rate(_last(refused)), refused[-SMALL_VALUES:]),
-        Tile("Errors", formats.rate(history.latest("errors_per_second")), history.recent("errors_per_second")),
+        Tile("Errors", formats.rate(history.latest("errors_per_second")), history.tail("errors_per_second")),
     ]
 
 
 def _latency(history: History, name: str) -> tuple[str, Values]:
-    return formats.duration(history.latest(name)), history.recent(name)
+    return formats.duration(history.latest(name)), history.tail(name)
 
 
 def _last(values: Values) -> float | None:
     return next((value for value in reversed(values[-3:]) if value is not None), None)
 
 
-_MAX_GROUPS: Final = 48  # it is written anew every few seconds, for everybody who looks
+# The pages.
+
+_MAX_GROUPS: Final = 48  # every visitor's page is rendered again every few seconds
 
 
 async def _show(visit: Visit) -> Response:
@@ -117,15 +119,11 @@ async def _storages(visit: Visit) -> list[StorageView]:
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (("GET", "/console/", _show),)
-
-# The managers of the deployment.
+ROUTES: Final[Routes] = (("GET", "/console/", _show),)
 
 
-async def _managers_show(visit: Visit) -> Response:
+async def _show_managers(visit: Visit) -> Response:
     return visit.page("managers.html", managers=(await visit.get("/v1/managers"))["items"])
 
 
-MANAGER_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
-    ("GET", "/console/managers", _managers_show),
-)
+MANAGER_ROUTES: Final[Routes] = (("GET", "/console/managers", _show_managers),)

@@ -1,8 +1,8 @@
-"""Storages: how each of them is, switching and emptying them."""
+"""Pages of storages: health, limits, disabling, drains, removal, and adding one."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvcm.console.formats import size
 from kvcm.console.forms import Field, Kind, Question, Sheet, confirmed_routes, exact_size
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.registry.secrets import redacted_text
 from kvcm.service.rest.conversion import encode_name
 from kvcm.service.rest.storage_resource import StorageDocument
@@ -30,7 +30,7 @@ __all__ = [
     "storage_views",
 ]
 
-# Storages as pages show them.
+# Storages.
 
 Document = Mapping[str, Any]
 Badge = tuple[str, str]
@@ -43,7 +43,7 @@ KINDS: Final[Mapping[str, str]] = {
     "tair_mem_pool": "Memory pool",
     "dummy": "Dummy, which keeps no bytes",
 }
-"""What people call the kinds of storages."""
+"""Labels of the kinds of storages."""
 _HEALTH: Final[Mapping[str, Badge]] = {
     "SH_UP": ("up", "good"),
     "SH_DEGRADED": ("degraded", "warn"),
@@ -60,16 +60,16 @@ class StorageView:
 
     Attributes:
         name: unique.
-        kind: what people call its kind.
-        badges: how it is, the worst first.
-        reason: what is wrong with it; "" while nothing is.
-        status: as the resource tells it; None where that is not known.
-        usage: what is used and allowed.
-        deletions: locations that wait for their deletion.
+        kind: label of its kind.
+        badges: its states, the worst first.
+        reason: its problem, "" for none.
+        status: of the resource; None if unknown.
+        usage: usage and limits.
+        deletions: pending deletions of locations.
         failures: attempts to delete that failed since the manager started.
         oversubscription: sum of quotas as a ratio of its capacity.
         drain: the task that empties it, None for none.
-        settings: how it is reached: names and values.
+        settings: names and values.
         document: the resource.
     """
 
@@ -88,18 +88,18 @@ class StorageView:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it was not disabled."""
+        """Whether it is enabled."""
         return bool(self.document["is_available"])
 
     @property
     def urgency(self) -> int:
-        """Smaller means look here first."""
+        """Order of the list: the smallest first."""
         return min(_URGENCY.get(kind, 9) for _, kind in self.badges)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """What a group has on a storage.
+    """The usage of a storage by a group.
 
     Attributes:
         group: its name.
@@ -113,7 +113,7 @@ class GroupShare:
 
 
 def storage_views(storages: Sequence[Document], usage: Document, tasks: Sequence[Document]) -> list[StorageView]:
-    """Return storages, those first that somebody should look at.
+    """Return storages, those with problems first.
 
     Args:
         storages: with their status.
@@ -127,7 +127,7 @@ def storage_views(storages: Sequence[Document], usage: Document, tasks: Sequence
 
 
 def shares_of(storage: str, usage: Document) -> list[GroupShare]:
-    """Return what groups have on a storage, the largest first."""
+    """Return the usage of a storage by groups, the largest first."""
     found = [
         GroupShare(group["name"], share["used_bytes"], share["guaranteed_bytes"])
         for group in usage["groups"]
@@ -138,7 +138,7 @@ def shares_of(storage: str, usage: Document) -> list[GroupShare]:
 
 
 def _kind_of(storage: Document) -> str:
-    """Return the field that says how a storage is reached, as in `nfs`; "" for none that is known."""
+    """Return the field with the settings of a storage, as in `nfs`; "" for an unknown kind."""
     return next((kind for kind in KINDS if storage.get(kind) is not None), "")
 
 
@@ -163,7 +163,7 @@ def _view(storage: Document, usages: Mapping[str, Document], drain: Document | N
 
 
 def _shown(value: Any) -> Any:
-    """Return a setting without secrets: administrators may have them, but others look over their shoulders."""
+    """Return a setting without secrets: administrators may have them, but bystanders see the screen."""
     return redacted_text(value) if isinstance(value, str) else value
 
 
@@ -176,6 +176,8 @@ def _drained(drain: Document | None) -> list[Badge]:
         return []
     return [("drained", "good") if drain["state"] == "done" else ("draining", "busy")]
 
+
+# The pages.
 
 _LIST: Final = "/console/storages"
 _ONE: Final = "/console/storages/{name}"
@@ -253,7 +255,7 @@ async def _removing(visit: Visit) -> Question:
     return Question(
         f"Remove storage {name}",
         (
-            "At once nothing is read from it or written to it, and what lies there is forgotten, pinned blocks too.",
+            "At once nothing is read from it or written to it, and its blocks are forgotten, pinned ones too.",
             "Its bytes are not deleted. Drain it first if they are to go.",
             "If that was a mistake: adding it again within ten seconds, exactly as it was, brings everything back.",
         ),
@@ -296,7 +298,7 @@ async def _set_limits(visit: Visit) -> Response:
 def _conflict(error: RefusedError) -> RefusedError:
     if error.status != 412:
         return error
-    return RefusedError(412, {"detail": "Somebody else has changed it meanwhile. Go back and look at it again."})
+    return RefusedError(412, {"detail": "Another client has changed it meanwhile. Go back and look at it again."})
 
 
 async def _views(visit: Visit) -> list[StorageView]:
@@ -321,7 +323,7 @@ def _page(visit: Visit) -> str:
     return f"{_LIST}/{visit.request.path_params['name']}"
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _LIST, _list),
     ("GET", _ONE, _show),
     ("POST", f"{_ONE}/enable", _enable),
@@ -333,7 +335,7 @@ ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]]
     *confirmed_routes(f"{_ONE}/remove", _removing, _remove),
 )
 
-# Adding a storage: first of which kind, then the fields of that kind, which are those of its document.
+# Adding a storage: first its kind, then the fields of that kind, which are those of its document.
 
 _ADD: Final = "/console/storages/+add"  # no storage has such a name
 _NAME: Final = Field("name", "Name", "Letters, digits, dots, dashes and underscores; 128 at most.", is_required=True)
@@ -368,7 +370,7 @@ async def _ask(visit: Visit) -> Response:
     kind = visit.query("kind")
     if kind not in KINDS:
         return visit.page("storage_kinds.html", kinds=KINDS)
-    return _storage_adding_shown(visit, kind, Sheet.blank(fields_of_kind(kind)))
+    return _add_page(visit, kind, Sheet.blank(fields_of_kind(kind)))
 
 
 async def _add(visit: Visit) -> Response:
@@ -382,7 +384,7 @@ async def _add(visit: Visit) -> Response:
         name = document.pop("name")
         await visit.send("PUT", f"/v1/storages/{encode_name(name)}", document, {"if-none-match": "*"})
     except RefusedError as error:
-        return _storage_adding_shown(visit, kind, sheet.refused(_duplicate(error)), error.status)
+        return _add_page(visit, kind, sheet.refused(_duplicate(error)), error.status)
     return visit.back(f"{_LIST}/{encode_name(name)}", f"Storage {name} was added. Groups use it that name it.")
 
 
@@ -390,11 +392,11 @@ def _duplicate(error: RefusedError) -> RefusedError:
     return RefusedError(409, {"detail": "There is a storage of this name already."}) if error.status == 412 else error
 
 
-def _storage_adding_shown(visit: Visit, kind: str, sheet: Sheet, status: int = 200) -> Response:
+def _add_page(visit: Visit, kind: str, sheet: Sheet, status: int = 200) -> Response:
     return visit.page("storage_add.html", status, kind=kind, label=KINDS[kind], sheet=sheet)
 
 
-ADD_STORAGE_ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ADD_STORAGE_ROUTES: Final[Routes] = (
     ("GET", _ADD, _ask),
     ("POST", _ADD, _add),
 )

@@ -1,8 +1,8 @@
-"""What goes on in the background, garbage collection and scrubs. Both look first and free only what was shown."""
+"""Pages of background tasks, garbage collection and scrubs, which show their findings before they free anything."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,22 +11,22 @@ from starlette.responses import Response
 from kvcm.console.formats import count, size
 from kvcm.console.forms import Field, Question, Sheet, confirmation_page, confirmed
 from kvcm.console.resources import RefusedError
-from kvcm.console.visits import Visit
+from kvcm.console.visits import Routes, Visit
 from kvcm.service.rest.conversion import encode_name
 
 __all__ = ["ROUTES", "Outcome", "outcome_of"]
 
-# Reports of tasks in words: what a look found, and what was done about it.
+# Reports of tasks.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task that was carried out found.
+    """The result of a task.
 
     Attributes:
         headline: in one sentence.
-        rows: what is counted, with its number.
-        has_work: whether there is something to do for real.
+        rows: counts by label.
+        has_work: whether a run without dry_run would free something.
     """
 
     headline: str
@@ -53,7 +53,7 @@ def outcome_of(document: Any, *, is_dry: bool) -> Outcome:
     """Return the report of garbage collection or of a scrub.
 
     Args:
-        document: as `/v1/tasks` answers.
+        document: of `/v1/tasks`.
         is_dry: whether nothing was changed.
     """
     report = document["report"]
@@ -74,13 +74,17 @@ def _outcome(report: Any, names: Sequence[tuple[str, str]], found: int, freed: i
     return Outcome(f"{count(found)} of them, {size(freed)}, {verb}.", rows, has_work=is_dry)
 
 
+# The pages.
+
 _PATH: Final = "/console/tasks"
-_TASKS_GARBAGE: Final = (
+_GARBAGE_FIELDS: Final = (
     Field("instance", "Instance", "Empty for all of them."),
     Field("check_bytes", "Also ask the storages whether the bytes are there, which is slow", kind="check"),
 )
 _AGE: Final = Field(
-    *("min_age_seconds", "Leave alone what changed within", "Somebody may be writing it just now: 1 s at least."),
+    "min_age_seconds",
+    "Leave alone what changed within",
+    "An engine may be writing it just now: 1 s at least.",
     kind="span",
     is_required=True,
     initial="1h",
@@ -100,7 +104,7 @@ async def _page(
         "tasks.html",
         status,
         tasks=tasks,
-        garbage=garbage or Sheet.blank(_TASKS_GARBAGE),
+        garbage=garbage or Sheet.blank(_GARBAGE_FIELDS),
         scrub=scrub or Sheet.blank(await _scrub_fields(visit)),
     )
 
@@ -136,7 +140,7 @@ async def _cancelling(visit: Visit) -> Question:
 
 async def _collect(visit: Visit) -> Response:
     form = await visit.form()
-    sheet, is_dry = Sheet.filled(_TASKS_GARBAGE, form), "sure" not in form
+    sheet, is_dry = Sheet.filled(_GARBAGE_FIELDS, form), "sure" not in form
     try:
         order = {"kind": "collect_garbage", **sheet.document(), "dry_run": is_dry}
         answer = await visit.send("POST", "/v1/tasks", order)
@@ -168,7 +172,7 @@ def _report(visit: Visit, document: Any, sheet: Sheet, *, is_dry: bool, fault: s
     )
 
 
-ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+ROUTES: Final[Routes] = (
     ("GET", _PATH, _show),
     ("GET", f"{_PATH}/{{name}}/cancel", _ask_to_cancel),
     ("POST", f"{_PATH}/{{name}}/cancel", _cancel),

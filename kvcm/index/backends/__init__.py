@@ -1,1 +1,1 @@
-"""Where records live. Every backend passes the same contract suite."""
+"""Index backends: where records live. Every backend passes the same contract suite."""

@@ -1,8 +1,8 @@
-"""What `kvcm index verify` asks of a place that keeps the records of one instance.
+"""The interface of `kvcm index verify` to a backend that keeps the records of one instance.
 
 Beside its record, a store keeps five things of a block: its place in the access order, its deadline, its place among
-its parent's children, and its part of the sums (bytes by place, those being deleted, number of blocks). `BlockView` is
-what is there of one block, and `faults` says where the parts disagree.
+its parent's children, and its part of the sums (bytes by place, those being deleted, number of blocks). `StoredBlock`
+holds all of one block, and `faults` says where the parts disagree.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AuditedIndex(Protocol):
 
     @property
     def can_mend(self) -> bool:
-        """Whether derived things are stored, so that they have to be mended, or made anew at every start."""
+        """Whether derived data is stored, so that it has to be repaired; else it is rebuilt at every start."""
 
     @property
     def shards(self) -> range:
@@ -66,7 +66,7 @@ class AuditedIndex(Protocol):
         """Yield the blocks that the derived things name."""
 
     async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
-        """Return what is there of blocks."""
+        """Return all that is stored of blocks."""
 
     async def usage(self, shard: int) -> Mapping[Sum, int]:
         """Return the sums that are kept with the records, without those that are 0."""
@@ -107,10 +107,10 @@ def _of_nothing(view: StoredBlock) -> list[str]:
 
 
 class PlainAudit:
-    """An index in this process's memory: what is derived was made when it was loaded, and is never stored.
+    """An index in this process: derived data was built when it was loaded, and is never stored.
 
     Args:
-        backend: the index, which nobody changes meanwhile.
+        backend: the index, which must not change meanwhile.
     """
 
     can_mend = False
@@ -121,8 +121,8 @@ class PlainAudit:
         self._pending: frozenset[int] | None = None
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
-        async for page in self._backend.scan(BATCH_KEYS):
-            yield dict.fromkeys(page, frozenset())
+        async for batch in self._backend.scan(BATCH_KEYS):
+            yield dict.fromkeys(batch, frozenset())
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         pending = sorted(await self._all_pending())
@@ -136,10 +136,16 @@ class PlainAudit:
         families = {parent: await self._children(parent) for parent in _parents(claims, records)}
         views = []
         for key, record in zip(keys, records, strict=True):
-            asked = claims[key] | ({record.parent} if record is not None and record.parent is not None else set())
-            parents = frozenset(parent for parent in asked if key in families[parent])
+            parents_to_check = claims[key] | (
+                {record.parent} if record is not None and record.parent is not None else set()
+            )
+            parents = frozenset(parent for parent in parents_to_check if key in families[parent])
             due = (record.due if record is not None and record.due is not None else 0.0) if key in pending else None
-            views.append(StoredBlock(key, record, "", b"", record is not None, due, parents))
+            views.append(
+                StoredBlock(
+                    key, record=record, damage="", version=b"", is_listed=record is not None, due=due, parents=parents
+                )
+            )
         return views
 
     async def _children(self, parent: int) -> frozenset[int]:
@@ -160,7 +166,7 @@ class PlainAudit:
         return False
 
     async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
-        raise AssertionError("made anew at every start")
+        raise AssertionError("rebuilt at every start")
 
 
 def _parents(claims: Claims, records: Sequence[BlockRecord | None]) -> set[int]:

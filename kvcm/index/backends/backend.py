@@ -1,4 +1,4 @@
-"""What MetaIndex asks of a place that keeps the records of one instance."""
+"""The interface of an index backend, which keeps the records of one instance, and the sums that all backends share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_resident(record: BlockRecord) -> bool:
 
 
 def stored_at(record: BlockRecord) -> float:
-    """Return the unix time that counts as the last access of a block that nobody has read yet: when its first serving
+    """Return the unix time that counts as the last access of an unread block: when its first serving
     location was written, or its first one if none is serving."""
     for location in record[2]:
         if location[3] is _SERVING:
@@ -92,14 +92,14 @@ FinishRun: TypeAlias = Callable[[UniformRun], UniformRun | None]
 """From blocks that are being written to the same blocks serving, None where these do not end like that. It is pure;
 where the blocks lie and what they take stays as it is."""
 
-# Blocks by row, for whoever keeps an order over an index that is in this process's memory.
+# Blocks by row, for eviction orders over an index in this process.
 #
-# Rows are dense numbers from 0. A block is *resident* while it has a serving location; only resident blocks are told
-# of. Everything here is synchronous: between two calls without an await nothing changes.
+# Rows are dense numbers from 0. A block is *resident* while it has a serving location; only resident blocks are
+# reported. Everything here is synchronous: between two calls without an await nothing changes.
 
 
 class RowObserver(Protocol):
-    """Told of every change of residence, in the step in which it happens."""
+    """Receives every change of residence, in the step in which it happens."""
 
     def added(self, row: int) -> None:
         """The block became resident."""
@@ -156,7 +156,7 @@ class Rows(Protocol):
         """Yield the rows of the blocks that directly follow."""
 
 
-# What records take, in sums (invariant 4): bytes of locations by place, blocks that are on their way out.
+# Sums over records (invariant 4): bytes of locations by place, and blocks being deleted.
 #
 # The blocks of a page mostly lie in one place, and hashing a place costs more than all the rest of the counting. So a
 # tally adds up a run of locations of one place in two numbers, and looks the place up when the next one differs;
@@ -170,7 +170,7 @@ class Sum(NamedTuple):
 
     Attributes:
         place: whose bytes; None for the number of blocks.
-        is_deleting: whether only what is being deleted counts, else all. All blocks are in no sum.
+        is_deleting: whether only deleting locations count, else all. No sum counts all blocks.
     """
 
     place: StorageKey | None
@@ -268,7 +268,7 @@ class PlaceTally:
         self.deleting_blocks += other.deleting_blocks
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset."""
         self._end_run()
         self._used.clear()
         self._deleting.clear()
@@ -371,26 +371,26 @@ class IndexBackend(Protocol):
 
     @property
     def key_count(self) -> int:
-        """Number of records; of a shared store as last heard."""
+        """Number of records; of a shared store as last read."""
 
     @property
     def usage_bytes(self) -> Mapping[StorageKey, int]:
-        """Bytes of all locations by place; of a shared store as last heard."""
+        """Bytes of all locations by place; of a shared store as last read."""
 
     @property
     def deleting_bytes(self) -> Mapping[StorageKey, int]:
-        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
+        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last read."""
 
     @property
     def deleting_keys(self) -> int:
-        """Number of records all of whose locations are being deleted; as last heard."""
+        """Number of records all of whose locations are being deleted; as last read."""
 
     @property
     def due_from(self) -> float:
         """Unix seconds before which `due` finds nothing; 0 where only the store knows."""
 
     async def refresh(self) -> None:
-        """Hear from the store how many records there are and what they use."""
+        """Read the number of records and their usage from the store."""
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order; None where there is none."""
@@ -462,14 +462,14 @@ class IndexBackend(Protocol):
         """
 
     def observe(self, observer: RowObserver | None) -> Rows | None:
-        """Tell an observer of changes from now on, in the place of the one before; None for nobody.
+        """Report changes to an observer from now on, in place of the one before; None for none.
 
         Returns:
-            The blocks by row; None, and nobody is told, where they are not in this process's memory.
+            The blocks by row; None, and nothing is reported, where they are not in this process.
         """
 
-    def scan(self, page_size: int) -> AsyncIterator[list[int]]:
-        """Yield every key that exists during the whole scan at least once, in pages.
+    def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
+        """Yield every key that exists during the whole scan at least once, in batches.
 
         Only a shared store may yield a key twice, while others write.
         """

@@ -1,4 +1,8 @@
-"""Records in the process's memory: the reference backend, gone with the process."""
+"""Records in the memory of the process: the reference backend, lost with the process.
+
+`BlockColumns` keeps one row per block in columns; `MemoryBackend` adds due times and usage sums (invariant 4). No
+method suspends, so every call is atomic on one event loop.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ __all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryB
 Header: TypeAlias = tuple[str, str, StorageType, LocationStatus, tuple[str, ...], int, float, str, float, int, float]
 """The fields of a `Location` in their order, without the chunk."""
 Headers: TypeAlias = Header | tuple[Header, ...]
-"""Header of the only location, or those of several; which of them, the type of the chunks tells."""
+"""Header of the only location, or those of several; the type of the chunks distinguishes them."""
 Chunks: TypeAlias = bytes | tuple[bytes, ...]
 """Chunk of the only location, or those of several."""
 _LEAST_POOL_SIZE = 1024
@@ -110,7 +114,7 @@ class HeaderPool:
         return shared
 
     def _forget_unused(self) -> None:
-        # Tuples take no weak references; their number of references tells as well which of them no block uses.
+        # Tuples take no weak references; their reference count shows as well which of them no block uses.
         self._headers = {header: header for header in self._headers if getrefcount(header) > _OWN_REFERENCES}
         self._most = 2 * len(self._headers) + _LEAST_POOL_SIZE
 
@@ -124,7 +128,7 @@ class HeaderPool:
 # Invariants:
 #
 # * Rows are dense: a removed block's row is taken by the last one at once.
-# * Whoever follows is told of a change at its end, when all columns are as they stay; only of a removal before it.
+# * The observer receives a change at its end, when all columns are final; a removal before it.
 # * The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
 #   constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
 
@@ -173,8 +177,16 @@ class BlockColumns:
         self._read_at = array("I")
         self._reads = array("H")
         self._columns: tuple[MutableSequence[Any], ...] = (
-            *(self._keys, self._parents, self._depths, self._headers, self._chunks),
-            *(self._first_child, self._next, self._previous, self._read_at, self._reads),
+            self._keys,
+            self._parents,
+            self._depths,
+            self._headers,
+            self._chunks,
+            self._first_child,
+            self._next,
+            self._previous,
+            self._read_at,
+            self._reads,
         )
 
     def __len__(self) -> int:
@@ -216,7 +228,7 @@ class BlockColumns:
 
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
-        what is there."""
+        the current record."""
         row = self._rows.get(key)
         if row is None:
             if old is not None:
@@ -292,7 +304,7 @@ class BlockColumns:
     # ── by row ──
 
     def observe(self, observer: RowObserver | None) -> None:
-        """Tell an observer of changes from now on, in the place of the one before; None for nobody."""
+        """Report changes to an observer from now on, in place of the one before; None for none."""
         self._observer = observer
 
     def row(self, key: int) -> int | None:
@@ -354,6 +366,7 @@ class BlockColumns:
         parent, depth, locations = record
         headers, chunks = self._pool.pack(locations)
         row = self._rows[key] = len(self._keys)
+        assert len(self._rows) == row + 1  # rows are dense
         self._keys.append(key)
         self._parents.append(parent or 0)
         self._depths.append(~depth if parent is None else depth)
@@ -463,8 +476,8 @@ class BlockColumns:
 # The two changes that nearly all writes consist of, for many blocks at once: that their writing begins, and that they
 # serve. Both work on whole columns: row by row they cost ten times as much.
 #
-# Invariant: what is done here is what `insert` and `swap` do with the same blocks one after the other, also for
-# whoever follows; or nothing is done and the caller is told.
+# Invariant: the effect is that of `insert` and `swap` on the same blocks one after the other, also for the observer; or
+# nothing is done and the result says so.
 
 _WRITING = LocationStatus.WRITING
 
@@ -643,12 +656,12 @@ class MemoryBackend:
         return self._due.earliest
 
     async def refresh(self) -> None:
-        """Nobody else changes the records: what is known here is the truth."""
+        """Do nothing: only this process changes the records."""
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
 
-    @staged("store")
+    @staged("store", "memory.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN
@@ -674,12 +687,12 @@ class MemoryBackend:
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         served = self._blocks.serve(keys, ending)
-        for alike in served or ():
-            due = _due_of_only(alike.location)
+        for run in served or ():
+            due = _due_of_only(run.location)
             if due is None:
-                self._due.discard_all(alike.keys)
+                self._due.discard_all(run.keys)
             else:
-                self._due.put_all(alike.keys, due)
+                self._due.put_all(run.keys, due)
         return served
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
@@ -718,12 +731,12 @@ class MemoryBackend:
         self._due.clear()
         self._tally.clear()
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
-        for start in range(0, len(keys), page_size):
-            page = [key for key in keys[start : start + page_size] if key in self._blocks]
-            if page:
-                yield page
+        for start in range(0, len(keys), batch_size):
+            batch = [key for key in keys[start : start + batch_size] if key in self._blocks]
+            if batch:
+                yield batch
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         return self._blocks.sample(count, random)

@@ -3,23 +3,23 @@
 Keys of one lock shard of one instance share a hash tag, hence a slot of a cluster; `P` is the name of the deployment::
 
     P:b{uid.shard} + key    block record: version, stamp, body (index/codec.py)
-    P:z{uid.shard}          access order: key -> time and number of reads (redis_order.py)
+    P:z{uid.shard}          access order: key -> time and number of reads
     P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
     P:u{uid.shard}          usage: type/storage -> bytes, -type/storage -> those that are being deleted;
-                            - -> blocks of which everything is being deleted; # -> number of writes (redis_sums.py)
+                            - -> blocks of which everything is being deleted; # -> number of writes
 
 Keys of blocks are 8 bytes, big endian. Invariants:
 
 1. All five change in one Lua call, so a crash at any point leaves them in agreement (invariant 4 of the design).
-2. A record changes only where its stamp still is the one that was read: of several managers one wins, the others hear
-   that they lost and read again.
-3. What is asked of a shard costs one command or one call of a script, whatever the number of keys; there is no
+2. A record changes only where its stamp still is the one that was read: of several managers one wins, the others
+   lose and read again.
+3. A request to a shard costs one command or one call of a script, whatever the number of keys; there is no
    waiting per key. A batch is cut, so that no call holds up the server for more than about a millisecond.
 
 Rejected: WATCH and MULTI (a connection of its own and two round trips per attempt); sets of children beside the parent
 (its shard lies on another node); one value per parent that holds its children (a system prompt has 100,000 of them, and
-each new one would be a copy of the value); ZRANDMEMBER (only about fair, and nobody can give it a seed).
+each new one would be a copy of the value); ZRANDMEMBER (only about fair, and without a seed).
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class BlockKeys:
 #
 # A call of the server from Lua costs more than the work it does, so every function reads all with one command,
 # decides, and writes with one command per kind of key. Nothing can fail after the first write: the server refuses a
-# function for want of memory at its first write or not at all, and every key has one type.
+# function for lack of memory at its first write or not at all, and every key has one type.
 #
 # A server that is full refuses WRITE and TOUCH, and runs REWRITE and REQUEUE: blocks that are there can be picked,
-# marked, decided and removed, which is how room is made. No command here reads or writes more than the blocks of its
-# call, however many siblings they have; only FAMILIES reads those it is asked for.
+# marked, decided and removed, which frees memory. No command here reads or writes more than the blocks of its
+# call, however many siblings they have; only FAMILIES reads the requested ones.
 
 RETIRED: Final = 1 << 33
 """Added to the scores of blocks without a serving location, so that those that can be evicted stand before them."""
@@ -333,7 +333,7 @@ Placed = tuple[bytes, float]
 
 
 def _access_of(score: float) -> Access:
-    """Return the access that a score tells of."""
+    """Return the access that a score encodes."""
     seconds, reads = divmod(score, 1)
     return Access(int(seconds) % RETIRED, round(reads * _READS_PER_SECOND))
 
@@ -344,7 +344,7 @@ def is_retired(score: float) -> bool:
 
 
 def first_score(record: BlockRecord) -> int:
-    """Return the score of a block that nobody has read yet."""
+    """Return the score of an unread block."""
     return whole_seconds(stored_at(record)) + (0 if is_resident(record) else RETIRED)
 
 
@@ -373,13 +373,13 @@ def _pairs(counts: Mapping[int, int], keys: Iterable[int]) -> list[Argument]:
     return [item for key in keys for item in (KEY.pack(key), counts[key])]
 
 
-def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[list[Placed], bool]:
+def merged(answers: Sequence[Sequence[bytes]], count: int, requested: int) -> tuple[list[Placed], bool]:
     """Merge the beginnings of the orders of several shards.
 
     Args:
         answers: members and their scores by turns, per shard.
         count: how many are wanted.
-        asked: how many were asked of every shard.
+        requested: how many were asked of every shard.
 
     Returns:
         The coldest of those that can be evicted, and whether no shard can hold a colder one behind its answer.
@@ -394,14 +394,14 @@ def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[
     )
     coldest = [placed for _, _, placed in nsmallest(count, evictable, key=lambda each: each[:2])]
     end = coldest[-1][1] if len(coldest) == count else RETIRED
-    return coldest, all(len(order) < asked or order[-1][1] >= end for order in orders)
+    return coldest, all(len(order) < requested or order[-1][1] >= end for order in orders)
 
 
-# What one manager knows of the sums that shards of a Redis keep (layout: redis.py).
+# The sums that the shards of a Redis keep, as one manager knows them.
 #
-# Sums are asked for now and then, and in between this manager adds what it writes itself. A write may be on its way
-# while the sums are asked for, and nobody can tell from the time alone whether they hold it already: counted twice it
-# looks like usage that is not there, and blocks are evicted for it. So every write takes a turn of its shard, a number
+# Sums are read now and then, and in between this manager adds its own writes. A write may be in flight while the sums
+# are read, and the time alone does not say whether they include it: counted twice it looks like usage, and blocks are
+# evicted for it. So every write takes a turn of its shard, a number
 # that grows by one: it is in the sums exactly if its turn is not after theirs.
 
 _TOTALS: Final = Script("""
@@ -422,7 +422,7 @@ class _Written(NamedTuple):
 
 
 class SharedSums:
-    """Sums over all shards of an instance, as last heard, with what this manager wrote since.
+    """Sums over all shards of an instance, as last read, with the later writes of this manager.
 
     Attributes:
         key_count: blocks.
@@ -437,21 +437,21 @@ class SharedSums:
     def __init__(self, shards: Sequence[ShardKeys]) -> None:
         self._calls = [ScriptCall(_TOTALS, [shard.order, shard.usage]) for shard in shards]
         self._one_at_a_time = asyncio.Lock()
-        self._asked = self._told = 0  # how often, and the number of the last time that was answered or failed
+        self._requested = self._reported = 0  # how often, and the number of the last time that was answered or failed
         self._trouble: KvcmError | None = None  # of that time
-        self._during: list[_Written] | None = None  # told while the sums are being asked for
+        self._during: list[_Written] | None = None  # writes while the sums are being read
         self.clear()
 
     def clear(self) -> None:
-        """Know of nothing: there are no blocks."""
-        self._turns = [0] * len(self._calls)  # of the sums that were heard last
+        """Reset: there are no blocks."""
+        self._turns = [0] * len(self._calls)  # of the sums that were read last
         self.key_count = self.deleting_keys = 0
         self.usage: Counter[StorageKey] = Counter()
         self.deleting: Counter[StorageKey] = Counter()
 
     async def refresh(self, run: Run) -> None:
-        """Ask for the sums. All who come while they are asked for share what is asked next, or that it fails: behind a
-        store that does not answer there is no queue.
+        """Read the sums. All calls during a read share the next one, or its failure: no queue forms behind a store that
+        does not answer.
 
         Args:
             run: runs scripts on the store, and returns their answers in order.
@@ -459,25 +459,25 @@ class SharedSums:
         Raises:
             KvcmError: of `run`.
         """
-        came = self._asked
+        came = self._requested
         async with self._one_at_a_time:  # of two answers the older one could come last
-            if self._told <= came:
+            if self._reported <= came:
                 await self._read(run)
             elif self._trouble is not None:
                 raise self._trouble
 
     async def _read(self, run: Run) -> None:
-        self._asked += 1
+        self._requested += 1
         during: list[_Written] = []
         self._during = during
         try:
             answers = await run(self._calls)
         except KvcmError as error:
-            self._told, self._trouble = self._asked, error
+            self._reported, self._trouble = self._requested, error
             raise
         finally:
             self._during = None
-        self._told, self._trouble = self._asked, None
+        self._reported, self._trouble = self._requested, None
         self.clear()
         for shard, (keys, fields) in enumerate(answers):
             self._merge(shard, keys, dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))
@@ -506,7 +506,7 @@ class SharedSums:
 
     def _count(self, written: _Written) -> None:
         if written.sequence <= self._turns[written.shard]:
-            return  # what was heard holds it
+            return  # the read sums include it
         self.key_count += written.keys
         for of, size in written.sums.items():
             self._add(of, size)
@@ -520,7 +520,7 @@ class SharedSums:
             (self.deleting if of.is_deleting else self.usage)[of.place] += size
 
 
-# A change of blocks of one shard, as the script of the Redis backend wants it (layout: redis.py).
+# A change of blocks of one shard, as arguments of the Lua functions.
 
 _ABSENT = bytes(STAMP_SIZE)
 _LEAVING = Sum(None, is_deleting=True)
@@ -590,7 +590,7 @@ class _Sums:
         self._sums = [_LEAVING]
         self.fields = [_LEAVING.field]
         self.triples: list[int] = []
-        self._first_fields: dict[StorageKey, int] = {}  # the one after it is of what is being deleted
+        self._first_fields: dict[StorageKey, int] = {}  # the next field is that of the blocks being deleted
         self._storage: str | None = None
         self._type: StorageType | None = None
         self._field = 0
@@ -626,7 +626,7 @@ class _Sums:
             self.triples += (index, self._field + 1, size_bytes)
 
     def _turn_to(self, location: Location) -> None:
-        # As in tally.py: blocks in a row mostly lie in one place, and hashing it is what costs.
+        # As in `PlaceTally`: blocks in a row mostly lie in one place, and hashing it is what costs.
         place = location.place
         if place not in self._first_fields:
             self._first_fields[place] = len(self._sums) + 1
@@ -694,13 +694,13 @@ class RedisBackend:
     async def refresh(self) -> None:
         await self._sums.refresh(self._client.run)
 
-    @staged("read")
+    @staged("read", "redis.py:get_many")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if len(keys) <= _MOST_KEYS_PER_READ:
             return await self._read(keys)
         return [record for part in _cut(keys, _MOST_KEYS_PER_READ) for record in await self._read(part)]
 
-    @staged("store")
+    @staged("store", "redis.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN
@@ -736,7 +736,7 @@ class RedisBackend:
             for shard in self._shards
         ]
         answers = [answer for some in _cut(calls, _MOST_CALLS_AT_ONCE) for answer in await self._client.run(some)]
-        # Of each part of the keys every shard tells what lies in it.
+        # Every shard returns its own part of the keys.
         by_part = _cut(answers, len(self._shards))
         relations = [b"".join(found) for shards in by_part for found in zip(*shards, strict=True)]
         return [sorted(child for _, child in RELATION.iter_unpack(family)) for family in relations]
@@ -780,27 +780,27 @@ class RedisBackend:
         if count <= 0:
             return []
         # Keys spread evenly over the shards: mostly a bit more than its part of the blocks is enough of each.
-        start, asked = offset // len(self._shards), min(count, 2 * count // len(self._shards) + 16)
-        coldest, is_enough = await self._coldest(count, start, asked)
+        start, requested = offset // len(self._shards), min(count, 2 * count // len(self._shards) + 16)
+        coldest, is_enough = await self._coldest(count, start, requested)
         if not is_enough:
             coldest, _ = await self._coldest(count, start, count)
         return [(_key(member), _access_of(score)) for member, score in coldest]
 
-    async def _coldest(self, count: int, start: int, asked: int) -> tuple[list[Placed], bool]:
-        firsts = [(b"ZRANGE", shard.order, start, start + asked - 1, b"WITHSCORES") for shard in self._shards]
-        return merged(await self._client.execute(firsts), count, asked)
+    async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[Placed], bool]:
+        firsts = [(b"ZRANGE", shard.order, start, start + requested - 1, b"WITHSCORES") for shard in self._shards]
+        return merged(await self._client.execute(firsts), count, requested)
 
     def observe(self, observer: RowObserver | None) -> None:
-        """Other managers change the records, and none of them are here: nobody can be told."""
+        """Return None: other managers change the records, too, so an observer would miss changes."""
 
-    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         for shard in self._shards:
             cursor: Any = None
             while cursor != b"0":
-                scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", page_size)
+                scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", batch_size)
                 ((cursor, found),) = await self._client.execute([scan])
-                for number, page in enumerate(_cut(list(dict.fromkeys(found[::2])), page_size)):
-                    members = await self._present(shard, page) if number else page
+                for number, batch in enumerate(_cut(list(dict.fromkeys(found[::2])), batch_size)):
+                    members = await self._present(shard, batch) if number else batch
                     if members:
                         yield list(map(_key, members))
 
@@ -862,7 +862,7 @@ class RedisBackend:
     def _record(
         self, shard: int, write: _ShardWrite, turn: int, lost: Sequence[int], usage: Counter[StorageKey]
     ) -> list[int]:
-        """Count what was written, and return the keys that lost."""
+        """Count the writes, and return the keys that lost."""
         losers = set(lost)
         sums = write.sums.totals(losers)
         for of, size in sums.items():
@@ -893,7 +893,7 @@ def _cut(items: Sequence[_Item], size: int) -> Iterable[Sequence[_Item]]:
 def _restored(
     count: int, groups: Mapping[int, Sequence[int]], parts: Iterable[Iterable[_Item | None]]
 ) -> list[_Item | None]:
-    """Return what was found group by group, in the order of the keys that were asked for."""
+    """Return answers per group in the order of the requested keys."""
     items: list[_Item | None] = [None] * count
     for positions, part in zip(groups.values(), parts, strict=True):
         for position, item in zip(positions, part, strict=True):

@@ -1,4 +1,4 @@
-"""What a Redis holds of blocks, read shard by shard and mended block by block (layout: redis.py).
+"""Audit and repair of the blocks in a Redis, shard by shard (layout: `redis.py`).
 
 A script reads the parts of a block that lie in its shard at one moment, save the children; so do those that mend, and
 only while the record is the one that was judged. Nothing here holds up other managers for more than a page.
@@ -88,16 +88,16 @@ class RedisAudit:
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].order):
-            for page in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+            for batch in _cut(members[::2], BATCH_KEYS):
+                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].pending):
-            for page in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+            for batch in _cut(members[::2], BATCH_KEYS):
+                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
         async for relations in self._scan(b"ZSCAN", self._names[shard].children):
-            for page in _cut(relations[::2], BATCH_KEYS):
-                yield _claims(RELATION.unpack(each) for each in page if len(each) == RELATION.size)
+            for batch in _cut(relations[::2], BATCH_KEYS):
+                yield _claims(RELATION.unpack(each) for each in batch if len(each) == RELATION.size)
 
     async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
         names, keys = self._names[shard], list(claims)
@@ -107,8 +107,8 @@ class RedisAudit:
         ]
         found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
         views = [_view(key, *row) for key, row in zip(keys, found, strict=True)]
-        asked = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
-        parents = await self._parents(names, asked)
+        requested = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
+        parents = await self._parents(names, requested)
         return [replace(view, parents=parents.get(view.key, _NO_PARENTS)) for view in views]
 
     async def usage(self, shard: int) -> Mapping[Sum, int]:
@@ -148,9 +148,9 @@ class RedisAudit:
             if cursor == b"0":
                 return
 
-    async def _parents(self, names: ShardKeys, asked: Iterable[tuple[int, int]]) -> Claims:
+    async def _parents(self, names: ShardKeys, requested: Iterable[tuple[int, int]]) -> Claims:
         """Return whose children blocks are, of the pairs of parent and child that are asked for."""
-        pairs = list(asked)
+        pairs = list(requested)
         if not pairs:
             return {}
         members = (RELATION.pack(*pair) for pair in pairs)
@@ -187,15 +187,15 @@ class StoredBlocks:
     async def uids(self) -> Counter[int]:
         """Return how many keys there are of each registration; some may be counted twice."""
         counted: Counter[int] = Counter()
-        async for page in self._pages():
-            counted.update(key.uid for key in page)
+        async for batch in self._batches():
+            counted.update(key.uid for key in batch)
         return counted
 
     async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
         """Yield uid, shard and keys of records that are not in the access order, so that no scan finds them."""
-        async for page in self._pages():
+        async for batch in self._batches():
             groups: dict[tuple[int, int], list[int]] = {}
-            for key in page:
+            for key in batch:
                 if key.block is not None:
                     groups.setdefault((key.uid, key.shard), []).append(key.block)
             commands = [
@@ -209,23 +209,23 @@ class StoredBlocks:
 
     async def drop(self, uids: Container[int]) -> None:
         """Forget every key of these registrations."""
-        async for page in self._pages():
-            names = [key.name for key in page if key.uid in uids]
+        async for batch in self._batches():
+            names = [key.name for key in batch if key.uid in uids]
             if names:
                 await self._client.execute([(b"UNLINK", name) for name in names])
 
     def _order(self, uid: int, shard: int) -> bytes:
         return f"{self._client.prefix}:z{{{uid}.{shard}}}".encode()
 
-    async def _pages(self) -> AsyncIterator[list[_StoredKey]]:
+    async def _batches(self) -> AsyncIterator[list[_StoredKey]]:
         pattern = _escaped(self._client.prefix) + b":[bzcpu]{*"
         for address in await self._client.masters():
             connection = await self._client.connect(address)
             try:
                 async for names in _scanned(connection, pattern):
-                    page = [key for name in names if (key := _parsed(self._client.prefix, name)) is not None]
-                    if page:
-                        yield page
+                    batch = [key for name in names if (key := _parsed(self._client.prefix, name)) is not None]
+                    if batch:
+                        yield batch
             except (OSError, RedisError) as error:
                 raise StorageIOError(f"redis {address}: {error}; try again") from error
             finally:
@@ -267,7 +267,13 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
         except StorageIOError as error:
             damage, version = str(error), data
     return StoredBlock(
-        *(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS),
+        key,
+        record=record,
+        damage=damage,
+        version=version,
+        is_listed=score is not None,
+        due=None if due is None else float(due),
+        parents=_NO_PARENTS,
         is_evictable=None if score is None else not is_retired(float(score)),
     )
 

@@ -9,7 +9,7 @@ suspending, so calls stay as atomic as those of the memory backend; a request aw
     row of a block    "b" · uid (uint32) · key (int64)     kvcm/index/codec.py, without a stamp
     row of its reads  "a" · uid (uint32) · key (int64)     last access in unix seconds (uint32) · reads (uint16)
 
-all big endian. The second row exists for a block that was read, or whose time of storage the first no longer tells.
+all big endian. The second row exists for a block that was read, or whose time of storage is no longer in the first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ READS: Final = b"a"
 ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
 
 _OnDrop = Callable[[int], None]
-"""Told the uid."""
+"""Receives the uid."""
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
 _BATCH_ROWS: Final = 4096
@@ -76,7 +76,7 @@ class RocksBackend(MemoryBackend):
         log: of the store. Where a change raises StorageIOError it is not applied, unless the log failed that very
             moment; then it failed for good.
         uid: of the instance's registration.
-        on_drop: told when everything is forgotten.
+        on_drop: called when the index is dropped.
     """
 
     def __init__(self, log: CommitLog, uid: int, on_drop: _OnDrop = lambda _uid: None) -> None:
@@ -85,7 +85,7 @@ class RocksBackend(MemoryBackend):
         self._uid = uid
         self._on_drop = on_drop
 
-    @staged("store")
+    @staged("store", "rocks.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         self._log.admit()
         read_before = self._read_before(changes)
@@ -160,17 +160,17 @@ class RocksBackend(MemoryBackend):
     def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
-        stored_anew: list[int] = []
+        stored_again: list[int] = []
         for key, old, new, _ in changes:
             if new is not None:
                 rows.append((pack(BLOCKS, uid, key), encode_payload(new)))
                 if old is not None and (key in read_before or stored_at(old) != stored_at(new)):
-                    stored_anew.append(key)
+                    stored_again.append(key)
             elif old is not None:
                 rows.append((pack(BLOCKS, uid, key), None))
                 rows.append((pack(READS, uid, key), None))
-        if stored_anew:
-            rows += self._access_rows(stored_anew)
+        if stored_again:
+            rows += self._access_rows(stored_again)
         return rows
 
     def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
@@ -222,7 +222,7 @@ def load_index(store: RocksStore, on_progress: LoadProgress = lambda _done, _est
 
     Args:
         store: nothing may have been written to it yet.
-        on_progress: told after each page how many blocks are loaded, and about how many rows there are.
+        on_progress: receives after each batch the number of loaded blocks, and the estimated number of rows.
 
     Raises:
         StorageIOError: a row is damaged or was written by another release; the message names the block.
@@ -285,16 +285,14 @@ def _unreadable(store: RocksStore, key: bytes, error: Exception) -> StorageIOErr
     return StorageIOError(f"{store.log.directory}: {row} cannot be read: {error}; run `kvcm index verify`")
 
 
-# The rows of a RocksDB, looked at one by one, also those from which nothing can be loaded.
+# Audit of the rows of a RocksDB, one by one, also where the index cannot be loaded from them.
 #
-# Layout: rocks.py, and kvcm/store/rocks.py.
-#
-# Everything that is derived from a record is made anew when an index is loaded, so rows can only be unreadable, or be
+# All derived data is rebuilt when an index is loaded, so rows can only be unreadable, or be
 # left over from a block or an instance that is gone.
 
 _ACCESS_BYTES: Final = 6
 _AUDIT_BATCH_ROWS: Final = 4096
-_MOST_BAD: Final = 100_000  # what is beyond is found by the next look
+_MOST_BAD: Final = 100_000  # the next audit finds the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +302,7 @@ class BadRow:
     Attributes:
         key: of the row.
         where: what it is of, for people.
-        reason: what is wrong with it.
+        reason: the fault.
         holds_data: whether a record or a document goes with it.
         stops_loading: whether the store cannot be loaded with it.
     """
@@ -339,7 +337,7 @@ def audit_rows(log: CommitLog, on_progress: LoadProgress = lambda _done, _estima
 
     Args:
         log: to which nothing was appended yet.
-        on_progress: told after each page how many blocks were looked at, and about how many rows there are.
+        on_progress: receives after each batch the number of checked blocks, and the estimated number of rows.
 
     Raises:
         StorageIOError: the database itself is damaged.
@@ -438,7 +436,7 @@ class LoadedBlocks:
         return self._records
 
     async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
-        """Yield nothing: what was loaded is found by scans."""
+        """Yield nothing: scans find all loaded records."""
         for nothing in list[tuple[int, int, list[int]]]():
             yield nothing
 

@@ -244,17 +244,17 @@ def _sink(
     node = _TOP
     while below[node] != accessed:
         under = below[node]
-        room = lengths[under]
+        levels = lengths[under]
         if len(sinking) == 0 or values[under] < sinking[0][0]:
             node = under
         elif _changes_places(values, lengths, node, under, sinking):
-            values[under], sinking[0] = sinking[0][0], (values[under], room)
+            values[under], sinking[0] = sinking[0][0], (values[under], levels)
             node = under
         else:
             if values[under] != _NEVER:
-                heappush(sinking, (values[under], room))
+                heappush(sinking, (values[under], levels))
             _remove_under(below, node)
-            node = _settle(values, lengths, below, node, sinking, room)
+            node = _settle(values, lengths, below, node, sinking, levels)
     if accessed != _TOP:
         values[accessed] += length
         lengths[accessed] -= length
@@ -284,18 +284,23 @@ def _changes_places(
 
 @compiled
 def _settle(
-    values: Int64Column, lengths: Int64Column, below: Int64Column, node: int, sinking: list[tuple[int, int]], room: int
+    values: Int64Column,
+    lengths: Int64Column,
+    below: Int64Column,
+    node: int,
+    sinking: list[tuple[int, int]],
+    levels: int,
 ) -> int:
     """Put the least of what sinks on as many levels under a node, and holes where it does not suffice; return the
     last node of them."""
-    while room > 0 and len(sinking) > 0:
+    while levels > 0 and len(sinking) > 0:
         value, length = heappop(sinking)
-        if length > room:
-            heappush(sinking, (value + room, length - room))
-            length = room
+        if length > levels:
+            heappush(sinking, (value + levels, length - levels))
+            length = levels
         node = _put_under(values, lengths, below, node, value, length)
-        room -= length
-    return _put_under(values, lengths, below, node, _NEVER, room) if room > 0 else node
+        levels -= length
+    return _put_under(values, lengths, below, node, _NEVER, levels) if levels > 0 else node
 
 
 @compiled

@@ -4,11 +4,11 @@ A cache of C blocks behaves towards a share R of the blocks like one of R·C blo
 simulation* (Waldspurger et al. 2017); for lru it is the same as scaled stack distances (SHARDS, 2015). Every repeat
 draws other blocks; the mean of the repeats is the estimate.
 
-What is estimated are misses of blocks that were there before; the hits of an unlimited cache are counted exactly. A
+The estimate is of misses of blocks that were there before; the hits of an unlimited cache are counted exactly. A
 few blocks that everybody reads, a system prompt, are always hits: whether they are drawn then makes no difference
 (what SHARDS-adj is for).
 
-A sample cannot tell where in a prefix the first missing block lies. Hence what is estimated is the rate of *object
+A sample does not show where in a prefix the first missing block lies. Hence the estimate is the rate of *object
 hits*. For lru, leaf_lru and belady with bypass it is the rate of prefix hits too, where every block has one parent and
 all requests write: each access to a block comes right behind one to its parent, so what holds a block holds its
 parents. Elsewhere prefix hits of a sample say too much, up to 0.03 for random_lru at a rate of 0.1, so they are not
@@ -147,7 +147,7 @@ def sampled_curves(
         specs: any policies.
         capacities: in blocks; 10 sampled blocks at least.
         rate: share of the blocks in each sample, 0.5 at most: beyond, the exact curve or replay takes no longer. Each
-            sample has 100 blocks at least: below, there is nothing to tell capacities apart by.
+            sample has 100 blocks at least: below, capacities cannot be distinguished.
         repeats: samples, 2 to 31.
         seed: of the first sample; the others have the numbers behind it.
         workers: threads that replay; as many as there are processors by default.
@@ -176,15 +176,15 @@ def sampled_curves(
     is_prefix_rate = trace.has_one_parent and bool(trace.writes.all())
     return [
         SampledCurve(
-            spec.label,
-            rate,
-            repeats,
-            asked.capacities,
-            np.clip(rates[place].mean(axis=0), 0, unlimited),
-            _errors(asked, rates[place], trace.unique_blocks, unlimited),
-            is_prefix_rate and spec.label in CURVES,
-            accesses,
-            seconds[place],
+            policy=spec.label,
+            rate=rate,
+            repeats=repeats,
+            capacities=asked.capacities,
+            hit_rates=np.clip(rates[place].mean(axis=0), 0, unlimited),
+            errors=_errors(asked, rates[place], trace.unique_blocks, unlimited),
+            is_prefix_rate=is_prefix_rate and spec.label in CURVES,
+            accesses=accesses,
+            seconds=seconds[place],
         )
         for place, spec in enumerate(specs)
     ]

@@ -80,7 +80,7 @@ def replay_group(
         trace: any one, also with query modes, masks and specs.
         spec: the policy of every instance.
         capacity_blocks: that the instances share.
-        mode: `block`: room is made before each block that is written; `request`: after all blocks of a request.
+        mode: `block`: evict before each block that is written; `request`: after all blocks of a request.
         keep_requests: whether the outcome of each request is kept.
 
     Raises:
@@ -246,9 +246,9 @@ class _Store:
             if self._has_ages:
                 self._read_at[block] = self._since[block] = now
 
-    def evict(self, block: int, *, for_room: bool = True) -> None:
-        """Take a block out, for room or for its age."""
-        self._policy.remove(block, evicted=for_room)
+    def evict(self, block: int, *, for_capacity: bool = True) -> None:
+        """Evict a block, for its bytes or for its age."""
+        self._policy.remove(block, evicted=for_capacity)
         self.here[block] = 0
         self.used -= 1
         if self._followed:
@@ -260,9 +260,9 @@ class _Store:
             yield next(self._policy.victims())
 
     def drop_aged(self, oldest: int) -> None:
-        """Take out what is older than the policy allows."""
+        """Evict blocks that are older than the policy allows."""
         while self._policy and self._since[block := next(self._policy.victims())] < oldest:
-            self.evict(block, for_room=False)
+            self.evict(block, for_capacity=False)
 
 
 class _Group:
@@ -271,7 +271,7 @@ class _Group:
     Args:
         spec: the policy of each.
         capacity: that they share.
-        mode: when room is made.
+        mode: when blocks are evicted.
         parents: of each instance, the block before each of its blocks.
         is_tree: whether blocks follow no other than those.
     """
@@ -292,13 +292,13 @@ class _Group:
         return sum(store.used for store in self.stores)
 
     def drop_aged(self, now: int) -> None:
-        """Take out what is older than the policy allows."""
+        """Evict blocks that are older than the policy allows."""
         if self._age_us is not None:
             for store in self.stores:
                 store.drop_aged(now - self._age_us)
 
     def write(self, store: _Store, blocks: Sequence[int], now: int) -> bytes:
-        """Write blocks; return what was there of each when its turn came."""
+        """Write blocks; return for each whether it was there when its turn came."""
         if not self._is_whole:
             return self._write_each(store, blocks, now)
         there = self._write_whole(store, blocks, now)
@@ -320,7 +320,7 @@ class _Group:
         return bytes(there)
 
     def _write_each(self, store: _Store, blocks: Sequence[int], now: int) -> bytes:
-        """Make room before each block, as a cache does that is never larger than its capacity."""
+        """Evict before each block, as a cache does that is never larger than its capacity."""
         there = bytearray(len(blocks))
         run: list[int] = []
         for place, block in enumerate(blocks):

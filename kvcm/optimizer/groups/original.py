@@ -35,7 +35,7 @@ __all__ = [
     "write_original_csv",
 ]
 
-# Reads fields of a JSON document one by one, and says what is wrong with the first that is not as it should be.
+# Reads fields of a JSON document one by one, and rejects the first invalid one with the reason.
 
 _MISSING = object()
 
@@ -271,7 +271,7 @@ class OriginalConfig:
         Args:
             instance_ids: of a trace.
             capacity_blocks: of the group.
-            policy: one of `POLICIES`; `leaf_lru` is what is called `leaf_aware_lru` there.
+            policy: one of `POLICIES`; `leaf_lru` is called `leaf_aware_lru` there.
 
         Raises:
             OptionError: naming the first option that is not as it should be.
@@ -485,15 +485,16 @@ class _Sample:
 # Replays a trace as the original optimizer does.
 #
 # A read walks its keys until the first one that is not cached, masked ones included; hits are internal where they are
-# masked and external elsewhere. A write inserts what is not cached; then blocks are evicted while the group uses more
-# than its limit: in mode 1 rounds of a batch from every instance of the group, in mode 2 batches from the instance
-# that writes, in mode 3 from that one exactly what is too much. A turn of a dialogue reads and writes in one pass.
+# masked and external elsewhere. A write inserts blocks that are not cached; then blocks are evicted while the group
+# uses more than its limit: in mode 1 rounds of a batch from every instance of the group, in mode 2 batches from the
+# instance that writes, in mode 3 from that one exactly what is too much. A turn of a dialogue reads and writes in one
+# pass.
 
 _ONLY_TURNS = "optimizer_schema"
 
 
 class Row(NamedTuple):
-    """What is said of one read.
+    """The outcome of one read.
 
     Attributes:
         timestamp_us: of the request.
@@ -524,7 +525,7 @@ class _Group:
         self._caches = caches
 
     def evict_after(self, writer: OriginalCache) -> None:
-        """Evict what is too much after a write."""
+        """Evict the excess after a write."""
         givers = self._caches if self._mode == 1 else [writer]
         while (excess := self._excess()) > 0 and any(givers):
             for cache in givers:
@@ -617,7 +618,16 @@ class OriginalReplay:
         sums = self._sums[name] = (sums[0] + internal, sums[1] + external, sums[2] + reads)
         cached = tuple(len(each) for each in self.caches)
         time = int(self._trace.times_us[request])
-        return Row(time, len(cache), cached, masked, reads - masked, internal, external, sums)
+        return Row(
+            timestamp_us=time,
+            cached_here=len(cache),
+            cached=cached,
+            internal_read=masked,
+            external_read=reads - masked,
+            internal_hits=internal,
+            external_hits=external,
+            accumulated=sums,
+        )
 
 
 # The CSV files of the original: one per instance that reads, one row per read.

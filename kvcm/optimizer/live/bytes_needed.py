@@ -35,15 +35,16 @@ __all__ = ["ATTAINABLE", "HALF_LIFE_SECONDS", "ByteOrder", "BytesNeeded", "LiveC
 
 
 class ByteOrder:
-    """Sizes at places from 0 on; taken out ones leave a gap until a restart. Asking and changing take log2(room) steps.
+    """Sizes at places from 0 on; taken out ones leave a gap until a restart. A query or a change takes log2(count)
+    steps.
 
     Args:
-        room: how many places there are.
+        count: how many places there are.
     """
 
-    def __init__(self, room: int) -> None:
-        self._sizes = [0] * room
-        self._sums = [0] * (room + 1)  # at i: the sum of the i & -i sizes up to the place i - 1
+    def __init__(self, count: int) -> None:
+        self._sizes = [0] * count
+        self._sums = [0] * (count + 1)  # at i: the sum of the i & -i sizes up to the place i - 1
         self._total = 0
         self.end = 0
 
@@ -70,8 +71,8 @@ class ByteOrder:
 
     def _add(self, place: int, size: int) -> None:
         self._total += size
-        sums, room, at = self._sums, len(self._sizes), place + 1
-        while at <= room:
+        sums, count, at = self._sums, len(self._sizes), place + 1
+        while at <= count:
             sums[at] += size
             at += at & -at
 
@@ -84,7 +85,7 @@ class ByteOrder:
         return self._total - before
 
     def restart(self, sizes: Sequence[int]) -> None:
-        """Begin anew with these sizes at the first places."""
+        """Start again with these sizes at the first places."""
         assert len(sizes) < len(self._sizes)
         self._sizes[:] = [*sizes, *[0] * (len(self._sizes) - len(sizes))]
         self._sums = [0, *self._sizes]
@@ -99,7 +100,7 @@ ATTAINABLE = (0.6, 0.8, 0.9, 0.95, 0.99)
 """Parts of the hits of an unlimited cache."""
 HALF_LIFE_SECONDS = 3600.0
 _MOST_SHARE = 1 / 64
-"""Of all keys, as long as the sample has room: caches of fewer than some 10,000 blocks are estimated coarsely."""
+"""Of all keys, as long as the sample is not full: caches of fewer than some 10,000 blocks are estimated coarsely."""
 _LEAST_RISE = 1 / 256  # of a curve, from one of its points to the next
 _IDLE_HALVES = 4
 _MOST_GROUPS = 64
@@ -112,7 +113,7 @@ _HALF_OF_A_HASH = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class LiveCurve:
-    """What is estimated of one group.
+    """The estimate for one group.
 
     Attributes:
         since: unix seconds when its lookups began to be counted.
@@ -120,7 +121,7 @@ class LiveCurve:
         sampled_keys: keys that are followed.
         attainable_ratio: share of them that a cache of any size would find.
         points: capacities in bytes with the share found at each, ascending: where the curve rises.
-        targets: parts of what is attainable, each with the bytes that give it; empty while nothing was found.
+        targets: parts of the attainable hits, each with the bytes that give it; empty while nothing was found.
     """
 
     since: float
@@ -142,7 +143,7 @@ class ReuseSample:
     Args:
         most_keys: that are in the sample.
         share: of all keys that is sampled at most, 1 for all of them.
-        since: unix seconds of now, to be told of its curve.
+        since: unix seconds of now; the start of its curve.
     """
 
     def __init__(self, most_keys: int, share: float = _MOST_SHARE, since: float = 0.0) -> None:
@@ -178,7 +179,7 @@ class ReuseSample:
         farthest = 0.0
         for position, (key, _) in enumerate(sampled):
             place = self._places.get(key)
-            if place is None:  # nobody finds what is behind a block that nobody has
+            if place is None:  # no lookup finds the blocks behind a missing one
                 self._misses += weight * (len(sampled) - position)
                 break
             farthest = max(farthest, self._order.bytes_since(place) * weight)
@@ -219,7 +220,7 @@ class ReuseSample:
         self._below = -hashed
 
     def halve(self) -> None:
-        """Let what was counted so far count half, and forget keys that were not read for some halvings."""
+        """Halve all counts, and forget keys that were not read for some halvings."""
         self._hits *= 0.5
         self._misses *= 0.5
         self._accesses *= 0.5
@@ -254,7 +255,14 @@ class ReuseSample:
             if ratio >= attainable:
                 break
         targets = tuple(zip(parts, self.bytes_for(parts), strict=True)) if attainable else ()
-        return LiveCurve(self._since, round(self._accesses), len(self), attainable, tuple(points), targets)
+        return LiveCurve(
+            since=self._since,
+            lookups=round(self._accesses),
+            sampled_keys=len(self),
+            attainable_ratio=attainable,
+            points=tuple(points),
+            targets=targets,
+        )
 
     def bytes_for(self, parts: Sequence[float] = ATTAINABLE) -> list[int]:
         """Return how many bytes give so much of what an unlimited cache would find; 0 while that is nothing."""
@@ -311,7 +319,7 @@ class BytesNeeded:
         return [0] * len(self.parts) if sample is None else sample.bytes_for(self.parts)
 
     def curve(self, group_name: str) -> LiveCurve | None:
-        """Return what is estimated of a group, None while nothing is."""
+        """Return the estimate for a group, None while there is none."""
         sample = self._samples.get(group_name)
         return None if sample is None else sample.curve(self.parts)
 

@@ -31,7 +31,7 @@ __all__ = [
     "with_quota",
 ]
 
-# What a running manager tells of itself, as far as proposals go by it.
+# What a running manager reports of itself, as far as proposals use it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def measured_hit_rate(recording: Recording, instance_ids: Iterable[str]) -> floa
 def _unsupported_settings(state: GroupState) -> list[str]:
     """Return a sentence for each setting that a rehearsal passes over."""
     group, strategy = state.group, state.group.cache_config.reclaim_strategy
-    told = {
+    unsupported = {
         "quotas of storage types limit it, too; they are not rehearsed": bool(group.quota.quota_config),
         f"it shares the global quota {state.global_quota!r} with other groups; it is rehearsed alone": bool(
             state.global_quota
@@ -101,7 +101,7 @@ def _unsupported_settings(state: GroupState) -> list[str]:
         "its limit of blocks per instance is not rehearsed": bool(group.cache_config.meta_indexer_config.max_key_count),
         "its pins are not rehearsed": bool(group.pin_budget_bytes),
     }
-    return [sentence for sentence, is_so in told.items() if is_so]
+    return [sentence for sentence, is_so in unsupported.items() if is_so]
 
 
 _POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
@@ -116,14 +116,14 @@ _MIB = 1 << 20
 _FEW_LOOKUPS = 200
 _LATE = 99.9  # per cent of the intervals between reads that an age has to outlast
 _QUOTA_MARGIN_FOR_AGE = 1.5
-_LEAST_AGES = 4  # in what is recorded, for an age to be believed
+_LEAST_AGES = 4  # in the recording, for an age to be believed
 _FREED = 0.9  # of the bytes used: an age that frees less is not worth it
 _OFF_BY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class TuningGoal:
-    """What is wanted.
+    """The goal of a proposal.
 
     Attributes:
         target: part of the attainable hits that the proposed quota is to reach; None leaves quotas as they are.
@@ -138,7 +138,7 @@ class TuningGoal:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What is proposed for one group.
+    """The proposal for one group.
 
     Attributes:
         state: the group as it is.
@@ -148,7 +148,7 @@ class Proposal:
         proposed: those that are proposed, likewise; the same where nothing is.
         trials: everything that was rehearsed around the present settings.
         confidence: `high`, `medium` or `low`.
-        warnings: why it is no higher, and what was passed over.
+        warnings: why it is no higher, and which settings were ignored.
     """
 
     state: GroupState
@@ -171,28 +171,28 @@ class Proposal:
         return self.proposed.outcome.hit_rate - self.present.outcome.hit_rate
 
 
-def propose(situation: ManagerState, rehearse: Rehearse, wish: TuningGoal | None = None) -> list[Proposal]:
+def propose(situation: ManagerState, rehearse: Rehearse, goal: TuningGoal | None = None) -> list[Proposal]:
     """Return a proposal for each group whose instances were asked for anything.
 
     Args:
         situation: the manager as it is.
         rehearse: of its recording.
-        wish: what is wanted.
+        goal: the goal.
     """
     made = []
     for state in situation.groups:
         measured = measured_hit_rate(situation.recording, state.block_bytes)
         if measured is not None:
-            made.append(_Search(state, situation.recording, rehearse, wish or TuningGoal()).proposal(measured))
+            made.append(_Search(state, situation.recording, rehearse, goal or TuningGoal()).proposal(measured))
     return made
 
 
 class _Search:
-    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, wish: TuningGoal) -> None:
+    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, goal: TuningGoal) -> None:
         self._state = state
         self._recording = recording
         self._rehearse = rehearse
-        self._wish = wish
+        self._goal = goal
 
     def proposal(self, measured: float) -> Proposal:
         state, group = self._state, self._state.group
@@ -206,19 +206,28 @@ class _Search:
         proposed = self._better(present, max(same_quota, key=_hit_rate, default=present))
         proposed = self._with_own_policies(proposed)
         confidence, warnings = self._confidence(measured, present)
-        if self._wish.target is not None and confidence != "low" and not group.quota.quota_config:
-            proposed = self._with_quota(present, proposed, self._wish.target * attainable)
+        if self._goal.target is not None and confidence != "low" and not group.quota.quota_config:
+            proposed = self._with_quota(present, proposed, self._goal.target * attainable)
         if not rule.ttl_seconds:
             proposed = self._with_age(proposed)
         warnings += _unsupported_settings(state)
-        return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
+        return Proposal(
+            state=state,
+            measured_hit_rate=measured,
+            attainable_hit_rate=attainable,
+            present=present,
+            proposed=proposed,
+            trials=(present, *grid),
+            confidence=confidence,
+            warnings=tuple(warnings),
+        )
 
     def _rehearsed(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
         return self._rehearse(groups, self._state.block_bytes, self._state.used_bytes)
 
     def _quotas(self) -> list[int]:
         capacity = self._state.group.quota.capacity
-        return sorted({max(1, int(capacity * ratio)) for ratio in self._wish.quota_ratios})
+        return sorted({max(1, int(capacity * ratio)) for ratio in self._goal.quota_ratios})
 
     def _rules(self) -> list[EvictionPolicy]:
         """Return the policies that the group may have; not all of them can have an age."""
@@ -227,7 +236,7 @@ class _Search:
         return [replace(rule, name=name) for name in allowed]
 
     def _better(self, before: Trial, after: Trial) -> Trial:
-        return after if after.outcome.hit_rate - before.outcome.hit_rate >= self._wish.least_gain else before
+        return after if after.outcome.hit_rate - before.outcome.hit_rate >= self._goal.least_gain else before
 
     def _with_own_policies(self, trial: Trial) -> Trial:
         """Try policies of their own for the instances that are asked for most."""
@@ -244,7 +253,7 @@ class _Search:
         return sum(sizes[owner] for owner in self._recording.owners)
 
     def _with_quota(self, present: Trial, proposed: Trial, wanted: float) -> Trial:
-        """Return the smallest quota that finds so much, unless it is nearly the present one. What is best where room
+        """Return the smallest quota that finds so much, unless it is nearly the present one. The best where capacity
         is short need not be where there is more: the present policy has its chance, too."""
         trials = [present] if proposed is present else [present, proposed]
         found = [smallest for trial in trials if (smallest := self._smallest_quota(trial, wanted)) is not None]
@@ -269,7 +278,7 @@ class _Search:
                 low = tried.group.quota.capacity
         if best is None:
             return None
-        # More room does not always find more, where engines walk in circles: it has to hold with more room, too.
+        # More capacity does not always find more, where engines walk in circles: it has to hold with more, too.
         capacity = best.group.quota.capacity
         quotas = [-(-int(capacity * ratio) // _MIB) * _MIB for ratio in _MARGINS]
         found = None
@@ -280,7 +289,7 @@ class _Search:
         return found
 
     def _with_age(self, trial: Trial) -> Trial:
-        """Try an age that nearly all reads keep within, where the recording is long enough to tell."""
+        """Try an age that nearly all reads keep within, where the recording is long enough for it."""
         rule = trial.group.policy_of("")
         seconds = self._late_interval()
         long_enough = self._recording.coverage.seconds >= _LEAST_AGES * seconds
@@ -289,7 +298,7 @@ class _Search:
         aged = replace(rule, ttl_seconds=seconds, ttl_sliding=not rule.orders_by_write)
         (tried,) = self._rehearsed([_with_policy(trial.group, aged)])
         before, after = trial.outcome, tried.outcome
-        keeps_hits = after.hit_rate >= before.hit_rate - self._wish.least_gain / 5
+        keeps_hits = after.hit_rate >= before.hit_rate - self._goal.least_gain / 5
         frees = after.mean_used_bytes <= _FREED * before.mean_used_bytes
         return tried if keeps_hits and frees else self._better(trial, tried)
 

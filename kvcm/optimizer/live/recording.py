@@ -44,7 +44,7 @@ class Start(NamedTuple):
     Attributes:
         session: its number, by which its end is known.
         blocks: that it named, whether they had to be written or not.
-        refused: how many found no room.
+        refused: how many did not fit.
     """
 
     at: float
@@ -71,7 +71,7 @@ Access = Lookup | Start | Finish
 
 
 class Coverage(NamedTuple):
-    """From when to when nothing is missing, in seconds, and what was pushed out before."""
+    """The seconds without a gap, from and to, and the events that were dropped before."""
 
     since: float
     until: float
@@ -189,14 +189,14 @@ class _RecordingBuilder:
         instance = self._instance(line.source)
         blocks, first_seen = self._blocks(instance, line.keys)
         written = [blocks[place] for place in _mask(line.block_mask).unmasked(len(blocks))]
-        if not line.refused_keys:  # else what was masked may have been refused
+        if not line.refused_keys:  # else masked blocks may have been refused
             there = set(blocks).difference(written)
             self._add_warm_blocks([block for block in blocks if block in there], first_seen)
         at = line.trigger_time_us / 1e6
         self.accesses.append(Start(at, instance, self.count, list(dict.fromkeys(blocks)), line.refused_keys))
         if line.write_session_id:
             self.sessions[line.write_session_id] = (self.count, written)
-        else:  # it found no room at all: with more room it would have been written
+        else:  # it did not fit at all: with more capacity it would have been written
             self.accesses.append(Finish(at, instance, self.count, frozenset()))
         self.count += 1
 
@@ -209,7 +209,7 @@ class _RecordingBuilder:
         self.accesses.append(Finish(line.trigger_time_us / 1e6, self._instance(line.source), session, failed))
 
     def _add_warm_blocks(self, blocks: Sequence[int], first_seen: int) -> None:
-        """Note blocks of a chain that were there, those of them that nobody had named before."""
+        """Record the blocks of a chain that were there and were not named before."""
         self.warm.update(dict.fromkeys(block for block in reversed(blocks) if block >= first_seen))
 
     def _instance(self, name: str) -> int:
@@ -228,7 +228,7 @@ class _RecordingBuilder:
                 self.parents.append(before)
                 self.owners.append(instance)
             elif self.parents[block] < 0 and before >= 0 and before < block:
-                self.parents[block] = before  # it was named without what is before it so far
+                self.parents[block] = before  # it was named without its parent so far
             blocks.append(block)
             before = block
         return blocks, first_seen
@@ -239,13 +239,13 @@ class _RecordingBuilder:
             if parent >= 0:  # and smaller: numbers are given in the order of chains
                 depths[block] = depths[parent] + 1
         return Recording(
-            self.coverage,
-            tuple(self.instances),
-            sorted(self.accesses, key=lambda access: access.at),
-            self.owners,
-            self.parents,
-            depths,
-            list(self.warm),
+            coverage=self.coverage,
+            instance_names=tuple(self.instances),
+            accesses=sorted(self.accesses, key=lambda access: access.at),
+            owners=self.owners,
+            parents=self.parents,
+            depths=depths,
+            warm=list(self.warm),
         )
 
 

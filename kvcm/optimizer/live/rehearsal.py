@@ -4,7 +4,8 @@ It does what a manager with its metadata in its own process does (docs/eviction.
 
 * Reads are written down once a second, writes at once, each request from its tail to its head.
 * A write that leaves the group above its mark evicts down to the low end of it, the tail of a chain before its head.
-* What is being deleted takes room for `delay_before_delete_ms`; what finds no room is refused, with all behind it.
+* A block that is being deleted uses bytes for `delay_before_delete_ms`; one that does not fit is refused, with all
+  behind it.
 * A block that a lookup would have missed although it was found then, is written with what follows it: the engine would
   have computed and written it.
 
@@ -29,7 +30,7 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, InstanceGroupQuota,
 from kvcm.optimizer.live.recording import Finish, Lookup, Recording, Start
 from kvcm.reclaim.policies import POLICIES, Policy
 from kvcm.reclaim.policies.sharing import Sharing
-from kvcm.reclaim.watermarks import Mark, group_mark, size_mark
+from kvcm.reclaim.watermarks import Watermark, group_watermark, size_watermark
 
 __all__ = [
     "MOST_FOLLOWERS",
@@ -52,7 +53,7 @@ MOST_FOLLOWERS = 1024
 
 
 class ResidentBlocks:
-    """The state of every block; *living* is what is resident or being written.
+    """The state of every block; *living* blocks are resident or being written.
 
     Args:
         recording: whose blocks they are.
@@ -122,7 +123,7 @@ class ResidentBlocks:
         """Yield what follows a block in the order in which it is to go, the block itself at last, as the live guard
         does: always the coldest leaf, of equals the deepest. Nothing where more than `MOST_FOLLOWERS` follow.
 
-        Whoever iterates removes a block before asking for the next, or does not: then nothing before it is named.
+        The caller removes a block before the next step, or keeps it: then nothing before it is named.
         """
         found, open_children = self._living_below(root)
         if len(found) > MOST_FOLLOWERS:
@@ -156,7 +157,7 @@ class ResidentBlocks:
         return found, open_children
 
 
-# Who goes when a rehearsed group is above a mark: what the live reclaimer would take, one block after the other.
+# Victims when a rehearsed group is above a watermark: those of the live reclaimer, one block after the other.
 
 _NAMES_LEAVES = "leaf_lru"
 
@@ -190,11 +191,11 @@ class _VictimSelection:
 
     Args:
         members: from whom it may be taken.
-        blocks: what is there.
+        blocks: all blocks.
         amount: bytes that have to go.
         share: which member gives: `group_lru`, `proportional` or `fixed`.
         now: seconds.
-        gone: told of each block that goes, and of its member.
+        gone: called with each evicted block and its member.
     """
 
     def __init__(
@@ -278,18 +279,18 @@ def evict(
 
     Args:
         members: from whom they may be taken.
-        blocks: what is there.
+        blocks: all blocks.
         amount: bytes that have to go.
         share: which member gives: `group_lru` (or ""), `proportional` or `fixed`.
         now: seconds.
-        gone: takes a block out of the policy of its member and of what is there.
+        gone: removes a block from the policy of its member and from the resident ones.
     """
     _VictimSelection(members, blocks, amount, share, now, gone).run()
 
 
 UNLIMITED_BYTES = 1 << 60
 _DRAIN_SECONDS = 1.0  # between two times that reads are written down
-_FULL = 0.9  # of the low end of a mark: what is used above that has filled up before
+_FULL = 0.9  # of the low watermark: a group that uses more has filled up before
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +299,8 @@ class Outcome:
 
     Attributes:
         asked_blocks, found_blocks: by instance.
-        refused_blocks: that found no room.
-        evicted_blocks: for want of room, or by age.
+        refused_blocks: that did not fit.
+        evicted_blocks: for capacity, or by age.
         written_blocks: that were stored.
         mean_used_bytes: over the time that was recorded.
         seconds: that were recorded.
@@ -352,8 +353,8 @@ class _Rehearsal:
             numbers[name]: self._member(group, name, size) for name, size in block_bytes.items() if name in numbers
         }
         largest = max(block_bytes.values(), default=0)
-        self._marks = [mark for mark in (group_mark(group, largest), size_mark(group)) if mark is not None]
-        self._active: set[Mark] = set()
+        self._marks = [mark for mark in (group_watermark(group, largest), size_watermark(group)) if mark is not None]
+        self._active: set[Watermark] = set()
         strategy = group.cache_config.reclaim_strategy
         self._capacity = group.quota.capacity
         self._share = strategy.share
@@ -374,11 +375,11 @@ class _Rehearsal:
         return Member(name, block_bytes, group.override_of(name).weight or 1.0, rule, policy)
 
     def _warm_up(self, used_bytes: int) -> None:
-        """Let what was there before be there: the blocks that were found before anybody wrote them, and what nobody
-        asked for since, which goes first, up to where a full group was.
+        """Start with the blocks that were there before: those that were found before they were written, and those that
+        were not asked for since, which go first, up to where a full group was.
 
-        Nobody knows when they were read last. All of them stayed until they were asked for, the later the longer: so
-        what is asked for last counts as the newest.
+        The time of their last read is not known. All of them stayed until they were asked for, the later the longer: so
+        the block that is read last counts as the newest.
         """
         for block in self._recording.warm:
             member = self._members.get(self._recording.owners[block])
@@ -406,17 +407,17 @@ class _Rehearsal:
                 self._finish(member, access)
         seconds = self._now - self._began
         return Outcome(
-            {member.name: member.asked_blocks for member in self._members.values()},
-            {member.name: member.found_blocks for member in self._members.values()},
-            self._refused,
-            self._evicted,
-            self._written,
-            self._used_seconds / seconds if seconds else float(self._used),
-            seconds,
+            asked_blocks={member.name: member.asked_blocks for member in self._members.values()},
+            found_blocks={member.name: member.found_blocks for member in self._members.values()},
+            refused_blocks=self._refused,
+            evicted_blocks=self._evicted,
+            written_blocks=self._written,
+            mean_used_bytes=self._used_seconds / seconds if seconds else float(self._used),
+            seconds=seconds,
         )
 
     def _advance(self, at: float) -> None:
-        """Do what is due before something happens."""
+        """Carry out everything that is due before an access."""
         self._used_seconds += self._used * (at - self._now)
         self._now = at
         while self._deleting and self._deleting[0][0] <= at:
@@ -439,12 +440,12 @@ class _Rehearsal:
         member.found_blocks += len(found)
         if not found:
             return
-        place = (access.instance, len(found), found[-1])  # a block stands for what is before it
+        place = (access.instance, len(found), found[-1])  # a block stands for its whole prefix
         _, _, times = self._reads.pop(place, (member, found, 0))
         self._reads[place] = (member, found, times + 1)
 
     def _drain(self, at: float) -> None:
-        """Write reads down as `kvcm.cache.access` does: what was read last is the newest, and of a request its head."""
+        """Record reads as `kvcm.cache.access` does: the last read is the newest, and of a request its head."""
         counts: dict[Member, dict[int, int]] = {}
         for member, found, times in self._reads.values():
             of_member = counts.setdefault(member, {})
@@ -462,9 +463,9 @@ class _Rehearsal:
         blocks = self._blocks
         wanted = [*blocks.ancestors_missing(access.blocks[0]), *access.blocks] if access.blocks else []
         new = [block for block in wanted if not (blocks.is_resident[block] or blocks.is_writing[block])]
-        room = max(0, self._capacity - self._used) // max(1, member.block_bytes)
-        self._refused += max(0, len(new) - room)
-        new = new[:room]
+        fitting = max(0, self._capacity - self._used) // max(1, member.block_bytes)
+        self._refused += max(0, len(new) - fitting)
+        new = new[:fitting]
         for block in new:
             blocks.begin_writing(block)
         self._acquire_bytes(member, len(new))
@@ -569,7 +570,7 @@ def rehearsals(recording: Recording, workers: int = 0) -> Iterator[Rehearse]:
     if workers == 1 or accesses < _WORTH_A_PROCESS:
         yield partial(_rehearse_in_process, recording)
         return
-    # Started afresh: whoever shows progress has threads, which a fork would leave behind.
+    # Started afresh: the caller may have threads, which a fork would leave behind.
     with ProcessPoolExecutor(workers, get_context("spawn"), _init_worker, (recording,)) as pool:
         yield partial(_rehearse_in_workers, pool)
 

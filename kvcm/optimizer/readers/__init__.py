@@ -1,4 +1,4 @@
-"""Reads traces from files; each format is one file here, and `registry` knows them all."""
+"""Reads traces from files of every format."""
 
 from __future__ import annotations
 

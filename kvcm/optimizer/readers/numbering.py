@@ -17,7 +17,7 @@ _NONE, _UNKNOWN = -1, -2
 
 @compiled
 def _slot(key: np.int64, instance: np.int64, seed: np.int64, bits: int) -> np.int64:
-    # The finaliser of splitmix64; the seed is drawn anew each time, so that no trace can make all keys meet.
+    # The finaliser of splitmix64; the seed is drawn each time, so that no trace can make all keys meet.
     state = np.uint64(key) ^ np.uint64(seed) ^ (np.uint64(instance) * np.uint64(0x9E3779B97F4A7C15))
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -83,7 +83,7 @@ def parents_of(
         blocks: [N] dense numbers in the order of first appearance.
         offsets: [R + 1] request r has `blocks[offsets[r] : offsets[r + 1]]`.
         starts_anywhere: [R] whether it is not known what comes before the first block of a request, as of a write that
-            goes on where another one ended; then a later appearance tells.
+            goes on where another one ended; then a later appearance shows it.
         unique: different blocks.
 
     Returns:

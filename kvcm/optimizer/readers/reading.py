@@ -80,7 +80,7 @@ class _MooncakeReader:
         """Every line is a whole request: nothing is left."""
 
 
-# Lookups as formats with query types tell of them: keys, masks, windows and specs.
+# Lookups in formats with query types: keys, masks, windows and specs.
 
 _MODES = {
     "prefix_match": QueryMode.PREFIX,
@@ -135,10 +135,10 @@ def block_mask_of(mask: Mask | None, count: int) -> BoolColumn | None:
 
 
 def lookup(query: Query, query_type: str, time_us: int, instance: str, builder: TraceBuilder) -> Request:
-    """Return the request that reads what is asked for, and writes nothing.
+    """Return the request of a lookup, which writes nothing.
 
     Args:
-        query: what is asked for.
+        query: the lookup.
         query_type: how keys are matched.
         time_us: when.
         instance: that is asked.
@@ -168,7 +168,7 @@ def lookup(query: Query, query_type: str, time_us: int, instance: str, builder: 
     )
 
 
-# Reads the original optimizer's own schema: what a line is, its fields tell.
+# Reads the original optimizer's own schema: the fields of a line show its kind.
 
 
 class _SchemaReader:
@@ -224,11 +224,9 @@ class _SchemaReader:
 
 # Reads events: lookups, and write sessions as of when they end.
 #
-# What a session wrote counts at its end, since nobody can read it before. One that never ended counts as if it had
-#   ended
-# 100 ms after its start, as the original has it. Blocks that the manager did not want (it had them) are written too:
-#   a
-# smaller cache would not have had them. Blocks that failed are left out.
+# The blocks of a session count at its end, since they cannot be read before. One that never ended counts as if it had
+# ended 100 ms after its start, as the original has it. Blocks that the manager did not want (it had them) are written
+# too: a smaller cache would not have had them. Blocks that failed are left out.
 
 _UNFINISHED_US = 100_000
 
@@ -418,14 +416,14 @@ def read_trace(
     use_cache: bool = True,
     progress: Progress | None = None,
 ) -> Trace:
-    """Return the trace of a file, plain or gzip; lines that are none are left out and told of in it.
+    """Return the trace of a file, plain or gzip; lines that are no requests are left out and listed in it.
 
     Args:
         path: of the file.
-        format: one of `FORMATS`; None: told from its first lines.
+        format: one of `FORMATS`; None: detected from its first lines.
         block_tokens: tokens per block, of all instances or of each by name; None: as the format has it, or found out.
-        use_cache: whether to keep the trace beside the file, and to take what is kept there while the file is the same.
-        progress: is told the bytes read and the size of the file.
+        use_cache: whether to keep the trace beside the file, and to use the kept one while the file is the same.
+        progress: called with the bytes read and the size of the file.
 
     Raises:
         TraceError: the file cannot be read, or holds no trace.

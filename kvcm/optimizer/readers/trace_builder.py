@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Columns:
-    """What was read, by name; every column has a number per request.
+    """Columns, by name; every column has a number per request.
 
     Args:
         names: of the columns.
@@ -105,7 +105,7 @@ def _numbered_values(values: Int64Column) -> tuple[Int32Column, npt.NDArray[Any]
 # on none, one is assumed and it is said: which blocks are hits does not hang on it, only what they are in tokens.
 
 _MOST = 1 << 31  # no block has as many tokens
-_USUAL = 16  # what engines have unless they are told otherwise
+_USUAL = 16  # the default of engines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ class BlockSizes:
 
     Attributes:
         tokens: of each instance.
-        assumed: a sentence for each that prompts do not tell exactly.
+        assumed: a sentence for each that does not follow from the prompts.
     """
 
     tokens: tuple[int, ...]
@@ -141,12 +141,12 @@ class BlockSizes:
 def block_sizes(
     prompts: Prompts, names: tuple[str, ...], given: tuple[int | None, ...], *, are_full: bool
 ) -> BlockSizes:
-    """Return the tokens per block of each instance; one that tells nothing has what all others have.
+    """Return the tokens per block of each instance; one without an answer has that of all others.
 
     Args:
         prompts: of all instances.
         names: of the instances.
-        given: what is known of each.
+        given: the known ones.
         are_full: whether only full blocks are listed, not the partial one at the end of a prompt.
     """
     found = [
@@ -312,7 +312,7 @@ class TraceBuilder:
         return len(self._columns)
 
     def block_tokens_of(self, instance: str) -> int | None:
-        """Return how many tokens a block of an instance has, None where nobody said."""
+        """Return how many tokens a block of an instance has, None where it is not known."""
         return self._block_tokens.get(instance) if isinstance(self._block_tokens, Mapping) else self._block_tokens
 
     def append(self, request: Request, line: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Keeps the trace of a file beside it, in binary: the next reading takes a tenth of the time.
 
-What is kept is used only while the file still has the very content that was read: both are compared by their hashes,
-since times of files lie. It is replaced as a whole, so nobody finds half of it. Where it cannot be kept, reading goes
-on without, and the log says so once per directory.
+A kept trace is used only while the file still has the very content that was read: both are compared by their hashes,
+since times of files lie. It is replaced as a whole, so no reader finds half of it. Where it cannot be kept, reading
+goes on without, and the log says so once per directory.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ def encode_trace(trace: Trace, origin: Origin) -> list[bytes]:
     arrays = {name: getattr(trace, name) for name in _COLUMNS} | _rare_arrays(trace)
     header = msgspec.json.encode(
         _Header(
-            origin,
-            trace.block_tokens,
-            trace.instance_names,
-            trace.instance_block_tokens,
-            trace.has_one_parent,
-            dict(trace.specs),
-            trace.bad_lines,
-            trace.bad_line_count,
-            trace.assumed,
-            {name: len(array) for name, array in arrays.items()},
+            origin=origin,
+            block_tokens=trace.block_tokens,
+            instance_names=trace.instance_names,
+            instance_block_tokens=trace.instance_block_tokens,
+            has_one_parent=trace.has_one_parent,
+            specs=dict(trace.specs),
+            bad_lines=trace.bad_lines,
+            bad_line_count=trace.bad_line_count,
+            assumed=trace.assumed,
+            lengths={name: len(array) for name, array in arrays.items()},
         )
     )
     parts = [len(header).to_bytes(8, "little"), header, _padding(_START + len(header))]
@@ -253,7 +253,7 @@ def load_cached_trace(path: Path, origin: Callable[[], Origin]) -> Trace | None:
 
     Args:
         path: of the file that it is a trace of.
-        origin: tells what the file holds now, and how it is to be read; asked only where something is kept.
+        origin: returns the content of the file now, and how it is to be read; called only where a trace is kept.
 
     Raises:
         TraceError: the file cannot be read.
@@ -270,7 +270,7 @@ def load_cached_trace(path: Path, origin: Callable[[], Origin]) -> Trace | None:
 
 
 def store_cached_trace(path: Path, origin: Origin, trace: Trace) -> None:
-    """Keep the trace of a file, readable by whoever can read the file."""
+    """Keep the trace of a file, with the permissions of the file."""
     kept = cache_path(path)
     try:
         _check_is_for_writing(kept.parent)
@@ -289,7 +289,7 @@ def store_cached_trace(path: Path, origin: Origin, trace: Trace) -> None:
 
 
 def _check_is_for_writing(directory: Path) -> None:
-    """Raise PermissionError where nobody may write: the superuser could, and has no reason to."""
+    """Raise PermissionError where the mode forbids writing, for the superuser, too."""
     if not directory.stat().st_mode & 0o222:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

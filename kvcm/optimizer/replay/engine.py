@@ -26,7 +26,7 @@ from kvcm.optimizer.trace import Int32Column, Trace
 
 __all__ = ["Job", "Mode", "Outcome", "check", "counted", "replay", "replay_all"]
 
-# What is asked of a replay, and what is refused.
+# Requests for replays, and which are rejected.
 
 Mode = Literal["block", "request"]
 """Whether a cache is held to its capacity before each block that it takes, or after each request."""
@@ -66,7 +66,7 @@ def check(trace: Trace, job: Job) -> None:
         )
 
 
-# What a replay leaves behind, and what is counted from it (optimizer.md, Counting).
+# The result of a replay, and the counts from it (optimizer.md, Counting).
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from kvcm.reclaim.policies import Fifo, IsLeaf, LeafLru, Lfu, Lru, Policy, S3Fif
 
 __all__ = ["Belady", "Future", "policy_of", "splitmix64"]
 
-# Belady's algorithm: what is needed last goes first. It knows the future, so no live cache runs it.
+# Belady's algorithm: the block that is needed last goes first. It knows the future, so no live cache runs it.
 
 
 class Future:
@@ -87,7 +87,7 @@ class Belady:
         yield from sorted(self._resident, key=lambda slot: (-self._future.next_access(slot), slot))
 
     def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return nothing to go by: a summary tells of the past."""
+        """Return nothing to go by: a summary is of the past."""
         return ()
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:

@@ -6,7 +6,7 @@ file. A block's slot is its number in the trace.
 A request that writes accesses its blocks in their order: one that is resident is touched, also behind the first miss,
 since an engine computes and writes it again; another is inserted. A request that does not write touches the blocks of
 its longest resident prefix and inserts nothing. Only requests that read count, and only their first `read_blocks`
-blocks do; an access counts as a hit by what is resident at its turn.
+blocks do; an access is a hit if its block is resident at its turn.
 
 In mode block, a block is evicted before an insert that finds the cache full. In mode request all blocks of a request
 are inserted, and then blocks are evicted until the cache holds no more than its capacity: as the policy orders them
@@ -15,8 +15,8 @@ after the request, its own blocks among them. Hence in mode request:
 * lru, fifo, sieve and ttl may evict the head of the request before its tail, having seen it earlier; lfu does so among
   those of its blocks that are new;
 * leaf_lru evicts what mode block evicts, since its path is newer than all else and goes from the tail;
-* s3fifo keeps small, main and ghost as shares of the capacity, not of what is resident for a moment;
-* belady needs no bypass: what is needed last is inserted and leaves at once. `bypass` has no effect.
+* s3fifo keeps small, main and ghost as shares of the capacity, not of the blocks that are resident at the moment;
+* belady needs no bypass: the block that is needed last is inserted and leaves at once. `bypass` has no effect.
 
 Leaf LRU asks which blocks follow which, and blocks that follow several ones answer nothing: for a trace without a tree
 it is what it is equal to on a tree, an LRU in mode request that touches a request from its tail to its head. Belady is
@@ -140,7 +140,7 @@ class _Cache:
         return self._evict()
 
     def _evict(self) -> bool:
-        """Evict one block and return whether there was one: leaf LRU spares the path of the request that needs room."""
+        """Evict one block and return whether there was one: leaf LRU spares the path of the request that evicts."""
         for slot in self._policy.victims():
             if self._by_request or slot not in self._path:
                 self._remove(slot)

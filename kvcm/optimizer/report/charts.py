@@ -1,6 +1,6 @@
 """Charts: each is drawn for wide and for narrow screens, as SVG whose text is text and whose colours are the page's.
 
-A drawing that is merely scaled down has letters that nobody can read on a telephone. What is drawn is the same for the
+A drawing that is merely scaled down has unreadable letters on a telephone. The drawing is the same for the
 same figures, byte for byte: reports can be compared.
 """
 
@@ -116,10 +116,10 @@ class Chart:
     Attributes:
         key: unique on the page; names the element.
         title: what it shows.
-        description: what is to be seen, for those who do not see it, and as its caption.
+        description: of the chart, for screen readers and as its caption.
         draw: draws it.
         table: the same in figures.
-        panels: beside each other where there is room, below each other where not.
+        panels: beside each other on a wide screen, below each other where not.
         height: of a panel, in pixels.
     """
 
@@ -261,7 +261,7 @@ def _log_ticks(axes: Axes, shown: Callable[[float], str], *, is_narrow: bool) ->
 
 
 def _powers(low: float, high: float, base: float, most: int) -> Sequence[float]:
-    """Return few round numbers between two: powers of the base, and steps between them where there is room."""
+    """Return few round numbers between two: powers of the base, and steps between them where they fit."""
     steps = (1.0, 2.0, 5.0) if base == 10 else (1.0, 4.0, 16.0, 64.0, 256.0)
     span = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     fine = [step * base**power for power in span for step in steps if low <= step * base**power <= high]

@@ -149,7 +149,7 @@ def over_time(study: Study, key: str) -> Section:
     """Return the section on how hit rates come about over time."""
     starts, series = _windows(study.trace), [_series(study.trace, replay) for replay in study.over_time]
     fills = [_filled(study.trace, replay) for replay in study.over_time]
-    told = " ".join(
+    filling = " ".join(
         f"{each.name}: {'full after ' + html.duration(fill) if fill is not None else 'never full'}."
         for each, fill in zip(series, fills, strict=True)
     )
@@ -157,7 +157,7 @@ def over_time(study: Study, key: str) -> Section:
         f"{key}-rates",
         "Hit rate and filling over time",
         f"Blocks hit in {_WINDOWS} windows of {html.duration(study.trace.span_seconds / _WINDOWS)} each, and how "
-        f"much of the cache is used. {told}",
+        f"much of the cache is used. {filling}",
         lambda pane: _draw_over_time(study, series, starts, pane),
         _table_over_time(series, starts),
         panels=2,

@@ -82,7 +82,7 @@ def _row(row: tuple[str, ...]) -> Markup:
 
 # Colours of charts, each a variable of the page's style sheet: light, dark and print have their own values.
 #
-# Those of policies are by Okabe and Ito, which people with any kind of colour blindness tell apart, darkened where
+# Those of policies are by Okabe and Ito, which people with any kind of colour blindness distinguish, darkened where
 # thin lines need it; policies differ in dashes and markers too.
 
 INK, MUTED, FAINT, PAPER = "#010203", "#010204", "#010205", "#010206"
@@ -158,7 +158,7 @@ def document(title: str, heading: str, *parts: Markup) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-# A part of a report: a heading, a sentence on what is to be learnt, charts and tables.
+# A part of a report: a heading, a sentence with the finding, charts and tables.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Section:
     Attributes:
         key: unique on the page.
         title: its heading.
-        lead: what is to be learnt from it; text.
+        lead: the finding; text.
         parts: charts, tables, paragraphs.
     """
 

@@ -14,7 +14,7 @@ from kvcm.optimizer.trace import Trace
 
 __all__ = ["facts", "method", "page", "summary"]
 
-# What was replayed, and how: facts of the trace, bad lines, method.
+# The trace and the method: facts, bad lines, how it was replayed.
 
 _SHOWN_INSTANCES = 20
 
@@ -219,7 +219,7 @@ def page(studies: Sequence[Study], progress: Progress | None = None) -> str:
 
     Args:
         studies: one for each trace.
-        progress: told about the parts that are done.
+        progress: called with the parts that are done.
     """
     names = ", ".join(study.name for study in studies)
     total = len(_SECTIONS) * len(studies)

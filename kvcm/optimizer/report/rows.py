@@ -19,7 +19,7 @@ def rows_of(traces: Sequence[tuple[str, Iterable[Replay | Estimate]]]) -> list[R
     """Return a row for each replay or estimate; where there are several traces, each says of which it is.
 
     Args:
-        traces: their names and what was counted or estimated.
+        traces: their names and their counts or estimates.
     """
     if len(traces) == 1:
         return [each.row() for each in traces[0][1]]

@@ -1,4 +1,4 @@
-"""What a hierarchy of caches gives: each level, and how to split room and money among them."""
+"""What a hierarchy of caches gives: each level, and how to split capacity and money among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proposed to a running manager, as a page of its own."""
+"""Proposals to a running manager, as a page of their own."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _draw_over_capacity(study: Study, found: Recommendation, pane: Pane) -> None
 
 
 def _fit(axes: Axes) -> None:
-    """Leave out what is far below 0: a capacity that nobody would buy is not to squeeze the rest."""
+    """Leave out values far below 0: a capacity that does not pay would squeeze the rest."""
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.5 * abs(high)) if high > 0 else low, high)
 
@@ -287,7 +287,7 @@ _NAMES = {
 
 
 def sensitivity(study: Study, key: str) -> Section | None:
-    """Return the section on what is not known well; None without a policy that could be set."""
+    """Return the section on uncertain inputs; None without a policy that could be set."""
     if not study.swings or study.grid is None or study.recommendation is None:
         return None
     widest = study.swings[0]
@@ -366,7 +366,7 @@ def _grid(found: Grid, bytes_per_block: float) -> Markup:
     return table(columns, rows, caption="Best net value per hour, and the capacity it takes, by bandwidth and price")
 
 
-# Several traces as several services: which of them room is worth most to, and how to split a budget.
+# Several traces as several services: which of them gains most from capacity, and how to split a budget.
 
 
 def services(found: Services, key: str) -> Section:

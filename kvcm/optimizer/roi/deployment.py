@@ -362,7 +362,7 @@ PRESETS: Mapping[str, Deployment] = MappingProxyType(
 """Published throughput of nodes with 8 GPUs and a link of 20 GB/s; layers · width · 2 bytes of KV per token.
 
 DeepSeek-V3 keeps the latent of multi-head latent attention in bf16, Qwen3-Coder-480B keys and values of 8 heads of 128.
-Prices are examples: nobody publishes those that others pay.
+Prices are examples: those that others pay are not published.
 """
 INPUTS: Mapping[str, str] = MappingProxyType(
     {

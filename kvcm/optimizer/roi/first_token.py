@@ -44,7 +44,7 @@ class Work:
         arrivals: [n] seconds from the first one.
         loads: [n] whether something is loaded.
         link_seconds: [n] for which the load would have a link to itself; 0 without a load.
-        prefill_seconds: [n] of what is not loaded.
+        prefill_seconds: [n] of the tokens that are not loaded.
         latency_seconds: of every load, before it needs the link.
     """
 
@@ -111,7 +111,7 @@ def _stretch(trace: Trace, deployment: Deployment) -> float:
 # Requests that wait for each other: an event simulation of nodes, each with one link and one prefill at a time.
 #
 # Each request goes on arrival to the node with the fewest seconds of loads and prefills before it. Its load starts at
-# once and shares the link of the node equally with the other loads there; what is loaded waits for the prefill in the
+# once and shares the link of the node equally with the other loads there; a loaded request waits for the prefill in the
 # order in which loads end. Loads are hidden behind prefills of others, which is what N(h) assumes.
 #
 # Hits are those of a replay, which knows no queues: they do not change with the time that requests wait.

@@ -93,7 +93,7 @@ def reuse_of(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deploymen
         deployment: what loads and prefills cost.
 
     Raises:
-        OptionError: whether hits are worth loading does not follow from what is given.
+        OptionError: whether hits are worth loading does not follow from the arguments.
     """
     if not isinstance(hits, Curve):
         return _of_replays(hits, trace, deployment)
@@ -302,7 +302,7 @@ class Returns:
 
 
 def offered_tokens_per_second(trace: Trace, deployment: Deployment) -> float:
-    """Return λ: what is said, or the tokens of all prompts over the span of the trace; times the load factor."""
+    """Return λ: the given one, or the tokens of all prompts over the span of the trace; times the load factor."""
     offered = deployment.offered_tokens_per_second
     if offered is None:
         span = trace.span_seconds
@@ -327,12 +327,12 @@ def returns(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment
         deployment: what they are worth in.
 
     Raises:
-        OptionError: whether hits are worth loading does not follow from what is given.
+        OptionError: whether hits are worth loading does not follow from the arguments.
     """
     reuse = reuse_of(hits, trace, deployment)
     tokens = max(1, trace.totals.tokens)
     offered = offered_tokens_per_second(trace, deployment)
-    # Seconds of nodes for the whole trace; what is offered decides only how often a second that is.
+    # Seconds of nodes for the whole trace; the load decides only how often a second that is.
     without = reuse.computed_seconds / deployment.utilisation
     relieved = reuse.spared_seconds / deployment.utilisation
     links = reuse.loaded_tokens * deployment.link_seconds_per_token

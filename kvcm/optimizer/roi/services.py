@@ -96,14 +96,12 @@ def _rank(service: Service) -> Rank:
 # One budget of bytes among several services, so that all together return most.
 #
 # 1. Along the concave hulls of what capacities return, the steepest step of any service is taken until one does not
-#   fit.
-#    That step, taken in part, is a bound that no split exceeds. Where nothing was left over, or what was left over
-#      gains
+#    fit. That step, taken in part, is a bound that no split exceeds. Where nothing was left over, or the rest gains
 #    nothing, the split reaches the bound and is proven the best: always where returns are concave and blocks of one
-#      size.
+#    size.
 # 2. Otherwise dynamic programming over units of the budget. A unit that divides every block, when there are few
-#   enough
-#    of them, makes that exact for any curves; else it is a lower bound, and the better of both splits is returned.
+#    enough of them, makes that exact for any curves; else it is a lower bound, and the better of both splits is
+#    returned.
 
 _MOST_UNITS = 4096
 """The finest grid: dynamic programming takes the square of it for every service."""
@@ -263,7 +261,7 @@ def _is_below(extra: list[float], gain: list[float], low: int, middle: int, high
 
 
 def _fill(choices: Sequence[_Choice], taken: list[int], rest: float) -> None:
-    """Give what is left to whichever service gains most from it alone, as long as one does."""
+    """Give the rest to the service that gains most from it alone, as long as one does."""
     left = rest - sum(float(choice.extra[at]) for choice, at in zip(choices, taken, strict=True))
     while True:
         best, number, place = 0.0, -1, 0

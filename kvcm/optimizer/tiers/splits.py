@@ -1,9 +1,9 @@
-"""Every split of room among the levels of an exclusive LRU hierarchy, from one pass over the trace.
+"""Every split of capacity among the levels of an exclusive LRU hierarchy, from one pass over the trace.
 
 All levels together are one stack (identity 5 of optimizer.md), so the level in which a request finds a block follows
-from the block's stack distance d: the first level whose room, together with that of all faster ones, is at least d. The
-block is part of the prefix if no block before it has a distance above the room of all levels. So any split is counted
-exactly from the runs of distances, in no time.
+from the block's stack distance d: the first level whose capacity, together with that of all faster ones, is at least d.
+The block is part of the prefix if no block before it has a distance above the capacity of all levels. So any split is
+counted exactly from the runs of distances, in no time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SplitHits:
         prefix_blocks: blocks of prefixes that lie in a level.
         prefix_tokens: the same in tokens.
         loading_requests: that find any of their prefix in a level.
-        read_blocks: of prefixes, and of what is demoted.
+        read_blocks: of prefixes, and of demotions.
         written_blocks: that are inserted, promoted from below or demoted from above.
     """
 
@@ -135,7 +135,7 @@ class SplitCurve:
 
     Attributes:
         runs: of stack distances.
-        unique_blocks: U; more room is of no use.
+        unique_blocks: U; more capacity is of no use.
     """
 
     runs: Runs
@@ -147,9 +147,9 @@ class SplitCurve:
         Raises:
             OptionError: they are no table of numbers from 0 on.
         """
-        room = _check_capacities(capacities)
-        nothing = np.zeros(room.shape[1])
-        return self._measure(room, nothing, nothing, 0.0)[0]
+        checked = _check_capacities(capacities)
+        nothing = np.zeros(checked.shape[1])
+        return self._measure(checked, nothing, nothing, 0.0)[0]
 
     def saved_seconds(
         self,
@@ -161,8 +161,8 @@ class SplitCurve:
     ) -> FloatColumn:
         """Return [S] seconds of prefill that T tiers of [S, T] capacities save, less those of loading.
 
-        A request whose prefix takes longer to load than to compute computes it. Nobody waits for anybody: whether the
-        bandwidth suffices for all requests together, a replay of the split says (`TierReplay.series`).
+        A request whose prefix takes longer to load than to compute computes it. Requests do not wait for each other:
+        whether the bandwidth suffices for all requests together, a replay of the split says (`TierReplay.series`).
 
         Args:
             tiers: that give latency and bandwidth; their own capacities do not matter.
@@ -173,20 +173,20 @@ class SplitCurve:
         Raises:
             OptionError: capacities are no table of numbers from 0 on, one for each tier.
         """
-        room = _check_capacities(capacities)
-        if room.shape[1] != len(tiers):
+        checked = _check_capacities(capacities)
+        if checked.shape[1] != len(tiers):
             raise OptionError(
-                f"capacities: rows have {room.shape[1]} numbers; allowed: {len(tiers)}, one for each tier"
+                f"capacities: rows have {checked.shape[1]} numbers; allowed: {len(tiers)}, one for each tier"
             )
         latency = np.array([tier.latency_seconds for tier in tiers])
         per_block = np.array([block_bytes / tier.bandwidth_bytes_per_second for tier in tiers])
-        return self._measure(room, latency, per_block, recompute_seconds_per_token)[1]
+        return self._measure(checked, latency, per_block, recompute_seconds_per_token)[1]
 
     def _measure(
-        self, room: Int64Column, latency: FloatColumn, per_block: FloatColumn, per_token: float
+        self, capacities: Int64Column, latency: FloatColumn, per_block: FloatColumn, per_token: float
     ) -> tuple[SplitHits, FloatColumn]:
-        blocks, tokens, loading = (np.zeros(room.shape, np.int64) for _ in range(3))
-        saved, cuts = np.zeros(len(room)), np.cumsum(room, axis=1)
+        blocks, tokens, loading = (np.zeros(capacities.shape, np.int64) for _ in range(3))
+        saved, cuts = np.zeros(len(capacities)), np.cumsum(capacities, axis=1)
         _split(
             self.runs.requests,
             self.runs.counts,
@@ -202,18 +202,18 @@ class SplitCurve:
             loading,
             saved,
         )
-        demoted, written = self._moved(room, cuts)
+        demoted, written = self._moved(capacities, cuts)
         return SplitHits(blocks, tokens, loading, blocks + demoted, written), saved
 
-    def _moved(self, room: Int64Column, cuts: Int64Column) -> tuple[Int64Column, Int64Column]:
+    def _moved(self, capacities: Int64Column, cuts: Int64Column) -> tuple[Int64Column, Int64Column]:
         """Return [S, T] blocks demoted from a level, and blocks written to it."""
         held = np.minimum(cuts, self.unique_blocks)
         missed = self.runs.misses[held]
         # What came to a level and all faster ones, and is not there in the end, has gone down.
         gone = missed - held
         from_above = np.concatenate([np.zeros_like(gone[:, :1]), gone[:, :-1]], axis=1)
-        written = np.where(room == 0, 0, np.where(cuts == room, missed, from_above))
-        demoted = np.where((room == 0) | (cuts == cuts[:, -1:]), 0, gone)
+        written = np.where(capacities == 0, 0, np.where(cuts == capacities, missed, from_above))
+        demoted = np.where((capacities == 0) | (cuts == cuts[:, -1:]), 0, gone)
         return demoted, written
 
 
@@ -228,12 +228,12 @@ def split_curve(trace: Trace) -> SplitCurve:
 
 def _check_capacities(capacities: Table) -> Int64Column:
     try:
-        room = np.array(capacities, np.int64)
+        checked = np.array(capacities, np.int64)
     except (TypeError, ValueError, OverflowError):
-        room = np.zeros(0, np.int64)
-    if room.ndim != 2 or not room.shape[1] or (room < 0).any() or (room >= 1 << 31).any():
+        checked = np.zeros(0, np.int64)
+    if checked.ndim != 2 or not checked.shape[1] or (checked < 0).any() or (checked >= 1 << 31).any():
         raise OptionError("capacities: are no rows of equally many numbers; allowed: numbers from 0 to 2^31 - 1")
-    return room
+    return checked
 
 
 @compiled
@@ -252,17 +252,17 @@ def _split(
     loading: Int64Column,
     saved: FloatColumn,
 ) -> None:
-    """Count S splits; `cuts` are [S, T] the room of a level and all faster ones."""
+    """Count S splits; `cuts` are [S, T] the capacity of a level and all faster ones."""
     levels = cuts.shape[1]
     found = np.zeros(levels, np.int64)
     for split in range(len(cuts)):
-        room = cuts[split, levels - 1]
+        total = cuts[split, levels - 1]
         run = 0
         while run < requests.size:
             request, prefix_tokens = requests[run], 0
             found[:] = 0
             while run < requests.size and requests[run] == request:
-                if furthest[run] <= room:
+                if furthest[run] <= total:
                     level = 0
                     while distances[run] > cuts[split, level]:
                         level += 1
@@ -287,7 +287,7 @@ _ROUNDING = 1 + 1e-12
 
 
 class _Worth(NamedTuple):
-    """What is compared: seconds saved first."""
+    """The order of splits: seconds saved first."""
 
     saved_seconds: float
     kept: float
@@ -325,10 +325,10 @@ def best_split(
 ) -> BestSplit:
     """Return how to spend a monthly budget on tiers so that most seconds are saved (`SplitCurve.saved_seconds`).
 
-    Tiers without a price get all the room they may have. Where there are at most `most_splits` ways to buy blocks, all
-    are tried. Otherwise the budget is cut into equal parts, and every way to hand them out, or to keep some, is tried;
-    from the best of these money is moved between tiers in ever smaller amounts, as long as that helps. So the result is
-    the best of that grid or better, though a better split may still lie between.
+    Tiers without a price get all the capacity they may have. Where there are at most `most_splits` ways to buy blocks,
+    all are tried. Otherwise the budget is cut into equal parts, and every way to hand them out, or to keep some, is
+    tried; from the best of these money is moved between tiers in ever smaller amounts, as long as that helps. So the
+    result is the best of that grid or better, though a better split may still lie between.
 
     Args:
         curve: of the trace.
@@ -466,10 +466,10 @@ def _parts_of(priced: int, most_splits: int) -> int:
 
 
 def _moves(shares: FloatColumn, amount: float) -> Iterator[FloatColumn]:
-    for giver in range(len(shares)):
-        for taker in range(len(shares)):
+    for source in range(len(shares)):
+        for target in range(len(shares)):
             moved = shares.copy()
-            given = min(amount, float(shares[giver]))
-            moved[giver] -= given
-            moved[taker] += given
+            given = min(amount, float(shares[source]))
+            moved[source] -= given
+            moved[target] += given
             yield moved

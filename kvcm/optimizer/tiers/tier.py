@@ -27,7 +27,7 @@ class Tier:
         capacity_blocks: 0 means that the level is not there.
         bandwidth_bytes_per_second: shared by reads and writes; infinite where nothing has to be moved.
         latency_seconds: from the request to the first byte, once per request that loads anything from here.
-        price_per_gib_month: of the room.
+        price_per_gib_month: of the capacity.
 
     Raises:
         OptionError: a field is out of its range.
@@ -62,7 +62,7 @@ class Tier:
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second if size_bytes else 0.0
 
     def price_per_month(self, block_bytes: int) -> float:
-        """Return what the room costs in a month."""
+        """Return the price of the capacity for a month."""
         return self.capacity_blocks * block_bytes / 2**30 * self.price_per_gib_month
 
 
@@ -72,7 +72,7 @@ ASSUMED_TIERS: Mapping[str, Tier] = {
     "ssd": Tier("ssd", 0, 6e9, 100e-6, 0.1),
     "pool": Tier("pool", 0, 20e9, 1e-3, 2.5),
 }
-"""What is taken for granted of tiers of these names until told otherwise. Blocks that lie in the GPU's own memory need
+"""Defaults of tiers of these names. Blocks that lie in the GPU's own memory need
 no loading, and that memory is paid for with the GPU; host memory is reached over PCIe 5, an SSD over four lanes of
 PCIe 4; the pool has the 20 GB/s between machines of optimizer.md. Prices are round figures: replace them."""
 _OPTIONS = {
@@ -139,7 +139,7 @@ class TierUse:
         promoted_blocks: that went from here to faster levels because they were asked for.
         demoted_blocks: that were read here to be written to a slower level.
         dropped_blocks: that left the hierarchy from here.
-        read_blocks: all that was read: prefixes, and what was demoted.
+        read_blocks: all blocks read: of prefixes and of demotions.
         written_blocks: all that was written: insertions, promotions from below, demotions from above.
         saturated_seconds: of the windows in which more was to be moved than the bandwidth allows.
     """
@@ -169,7 +169,7 @@ class TierUse:
 
     @property
     def price_per_month(self) -> float:
-        """Return what the level's room costs."""
+        """Return the price of the level's capacity."""
         return self.tier.price_per_month(self.block_bytes)
 
 

@@ -4,8 +4,8 @@ The order is one queue: blocks of equal worth stand together, and a table knows 
 block is put in its place without a search through blocks. Rejected: a heap (blocks leave from its middle, and ties
 need a sequence number per block).
 
-Plain counts never forget: what was read a thousand times last week outlasts everything new. *Dynamic ageing* (LFU-DA,
-Arlitt et al. 2000) adds to a block's frequency, at each access, the worth of the last block evicted for want of room.
+Plain counts never forget: blocks read a thousand times last week outlast everything new. *Dynamic ageing* (LFU-DA,
+Arlitt et al. 2000) adds to a block's frequency, at each access, the worth of the last block evicted for space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the reclaimer and the simulator ask of an eviction policy.
+"""The interface of an eviction policy, the queues that policies are made of, and the policies that are one queue: LRU,
+FIFO, TTL.
 
 Blocks are named by *slots*: small dense numbers, so that a policy keeps its order in arrays instead of in objects. The
 live reclaimer uses the rows of the index, which change when blocks are removed (`moved`); the simulator numbers the ids
@@ -13,7 +14,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = ["END", "Cursor", "IsLeaf", "Ordered", "Policy", "SlotLinks", "SlotQueue", "Summary", "descends"]
+__all__ = [
+    "END",
+    "Cursor",
+    "Fifo",
+    "IsLeaf",
+    "Lru",
+    "Ordered",
+    "Policy",
+    "SlotLinks",
+    "SlotQueue",
+    "Summary",
+    "by_age",
+    "descends",
+]
 
 IsLeaf = Callable[[int], bool]
 """Whether no resident block follows the block in a slot."""
@@ -55,7 +69,7 @@ class Policy(Protocol):
         """Count reads of blocks: what `touch` does with one after the other."""
 
     def remove(self, slot: int, *, evicted: bool = True) -> None:
-        """Take a block out. `evicted` is False when it was removed for another reason than want of room."""
+        """Remove a block. `evicted` is False when it left for another reason than lack of space."""
 
     def moved(self, slot: int, to: int) -> None:
         """The block in `slot` is called `to` from now on; nothing was called so."""
@@ -63,12 +77,12 @@ class Policy(Protocol):
     def victims(self) -> Iterator[int]:
         """Yield blocks in the order in which they are to be evicted.
 
-        Whoever iterates may evict the block just yielded, or other ones, before it asks for the next. A block that is
+        The caller may evict the yielded block, or others, before it continues. A block that is
         still resident then is passed over, and does not come again in this iteration unless it was touched.
         """
 
     def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return where a block stands by its summary alone: what is smaller is evicted first. Used to put blocks back
+        """Return the rank of a block by its summary alone: smaller ones are evicted first. Used to put blocks back
         into the order they came from, and to choose among candidates of a shared store."""
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
@@ -86,7 +100,7 @@ class Policy(Protocol):
 #
 # * A slot is in at most one of the queues that share its links; one that is in none is its own neighbour.
 # * An iteration stands on a slot that is in its queue, or on the end: when that slot leaves its place, the iteration
-#   steps back to the older neighbour. Hence whoever iterates may do anything in between.
+#   steps back to the older neighbour. So the caller may do anything in between.
 
 END = -1
 """The end of the first queue over some links, also: no slot."""
@@ -140,7 +154,7 @@ class SlotLinks:
         self._columns.append(column)
         return column
 
-    def make_room(self, slot: int) -> None:
+    def reserve(self, slot: int) -> None:
         """Grow until there is a place for `slot`."""
         have = self._capacity
         if slot >= have:
@@ -155,7 +169,7 @@ class SlotLinks:
         """Call a slot `to`; no queue has a slot of this name."""
         assert slot in self
         assert to not in self
-        self.make_room(to)
+        self.reserve(to)
         before, after = self.older[slot], self.newer[slot]
         self.older[to], self.newer[to] = before, after
         self.newer[before] = self.older[after] = to
@@ -170,7 +184,7 @@ class SlotLinks:
                 cursor.passed.add(to)
 
     def open_cursor(self, at: int = END) -> Cursor:
-        """Begin an iteration; whoever opens a cursor closes it."""
+        """Begin an iteration; the caller closes the cursor."""
         cursor = Cursor(at)
         self.cursors.append(cursor)
         return cursor
@@ -180,7 +194,7 @@ class SlotLinks:
         self.cursors.remove(cursor)
 
     def leave(self, slot: int) -> None:
-        """Tell the iterations that a slot is about to leave its place."""
+        """Move the cursors off a slot that is about to leave its place."""
         for cursor in self.cursors:
             cursor.passed.discard(slot)
             if cursor.at == slot:
@@ -242,7 +256,7 @@ class SlotQueue:
         if not slots:
             return
         first, last = slots[0], slots[-1]
-        self._links.make_room(max(slots))
+        self._links.reserve(max(slots))
         older, newer, end = self._older, self._newer, self._end
         newest = older[end]
         if descends(slots):
@@ -264,7 +278,7 @@ class SlotQueue:
     def put(self, slot: int, after: int) -> None:
         """Add a slot as the newer neighbour of `after`; of the end: as the oldest."""
         assert slot not in self._links
-        self._links.make_room(slot)
+        self._links.reserve(slot)
         older, newer = self._older, self._newer
         behind = newer[after]
         older[slot], newer[slot] = after, behind
@@ -326,7 +340,7 @@ class SlotQueue:
         older[first], newer[last] = newest, end
 
 
-# What policies share whose order of eviction is one queue: they differ in where a block is put into it.
+# Policies whose order is one queue: they differ in where a write or a read puts a block.
 
 
 class Ordered:
@@ -365,3 +379,73 @@ class Ordered:
                 yield slot
         finally:
             self._links.close_cursor(cursor)
+
+
+class Lru(Ordered):
+    """LRU: evicts the block that was neither written nor read for the longest time."""
+
+    __slots__ = ()
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks, the last as the newest."""
+        self._queue.push_all(slots)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Make a block the newest."""
+        self._queue.renew(slot)
+
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Make blocks the newest, the last of them the newest of all."""
+        self._queue.renew_all(slots)
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return the time of the last read."""
+        return (summary.read_at,)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before."""
+        self._queue.push(slot)
+
+
+class Fifo(Ordered):
+    """FIFO: evicts the block that was written first."""
+
+    __slots__ = ()
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks, the last as the newest."""
+        self._queue.push_all(slots)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Do nothing."""
+
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return the time of the write."""
+        return (summary.written_at,)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before."""
+        self._queue.push(slot)
+
+
+def by_age(*, sliding: bool) -> Policy:
+    """TTL: return an order in which blocks expire at an age, whether there is space or not.
+
+    The caller knows the time and removes expired blocks. Where space is short the same order holds: an age since the
+    last read is the order of LRU, an age since the write that of FIFO.
+
+    Args:
+        sliding: whether age counts from the last read instead of the write.
+    """
+    return Lru() if sliding else Fifo()

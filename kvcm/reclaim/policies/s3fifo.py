@@ -106,14 +106,14 @@ _IN_MAIN = 4
 
 
 class S3Fifo:
-    """Evicts the oldest block of small, or of main if that has more than its share, among those nobody read.
+    """Evicts the oldest block of small, or of main if that has more than its share, among those not read.
 
     Args:
         warmup: size of small beyond which new blocks go to main until the first eviction ever; None for no such rule.
         blocks: size of the cache where it has one in blocks, which a simulated one has.
     """
 
-    __slots__ = ("_blocks", "_ghost", "_ghost_room", "_keys", "_links", "_main", "_small", "_states", "_warmup")
+    __slots__ = ("_blocks", "_ghost", "_ghost_size", "_keys", "_links", "_main", "_small", "_states", "_warmup")
 
     def __init__(self, *, warmup: int | None = None, blocks: int | None = None) -> None:
         self._links = SlotLinks(queues=2)
@@ -121,7 +121,7 @@ class S3Fifo:
         self._states = self._links.column("B")  # reads that still count, and `_IN_MAIN`
         self._keys = self._links.column("q")
         self._ghost = Ghost()
-        self._ghost_room = 0
+        self._ghost_size = 0
         self._warmup = warmup
         self._blocks = blocks
 
@@ -138,7 +138,7 @@ class S3Fifo:
         this insert pushes out.
         """
         came_back = self._ghost.discard(key)
-        self._ghost.shrink(self._ghost_room)
+        self._ghost.shrink(self._ghost_size)
         is_warming_up = self._warmup is not None and len(self._small) >= self._warmup
         self._add(slot, key, _IN_MAIN if came_back or is_warming_up else 0)
 
@@ -165,7 +165,7 @@ class S3Fifo:
             self._main.remove(slot)
             return
         if evicted:
-            self._ghost_room = int(_GHOST_RATIO * self._size())
+            self._ghost_size = int(_GHOST_RATIO * self._size())
             self._ghost.add(self._keys[slot])
         self._small.remove(slot)
 

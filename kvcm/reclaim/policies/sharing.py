@@ -1,10 +1,10 @@
-"""Whose turn it is to give up a block, among instances that share one quota.
+"""Which of the instances that share one quota gives up the next block.
 
 * `group_lru` (the default): the instance whose candidate was not read for the longest time, by age times the inverse
-  of the instance's weight. Instances need no shares of their own: what is used stays, so a model version that takes
+  of the instance's weight. Instances need no shares of their own: used blocks stay, so a model version that takes
   over the traffic takes over the space.
 * `proportional`: each gives the same part of what it has, over its weight.
-* `fixed`: the one that is furthest above its share of what is to remain, which is its weight over all weights.
+* `fixed`: the one that is furthest above its share of the bytes to remain: its weight over all weights.
 """
 
 from __future__ import annotations

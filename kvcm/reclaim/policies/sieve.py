@@ -84,7 +84,7 @@ class Sieve:
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block, its bit set if it was ever read: the first sweep takes those that were not, by age, and later
-        writes that nobody reads, before the second takes the others."""
+        unread writes, before the second takes the others."""
         self.insert(slot, key)
         self._visited[slot] = summary.reads > 0
 

@@ -41,18 +41,18 @@ class PasswordDocument(Document):
     password: Annotated[str, Field(min_length=1, max_length=1024, json_schema_extra={"writeOnly": True})]
     """The new one, which is never shown."""
     old_password: Annotated[str, Field(max_length=1024, json_schema_extra={"writeOnly": True})] = ""
-    """The present one. Whoever is logged in as the account has to give it; an administrator may leave it out."""
+    """The present one. Required when the account changes its own password; an administrator may leave it out."""
 
 
 class AccountResource:
     """Accounts.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -79,7 +79,7 @@ class AccountResource:
         if "if-none-match" in request.headers or "if-match" in request.headers:
             known = await self._find(request, name)
             check_preconditions(request.headers, None if known is None else etag_of(known))
-        await self._book.run(request, "AdminService.AddAccount", user_name=name, **body.model_dump())
+        await self._calls.run(request, "AdminService.AddAccount", user_name=name, **body.model_dump())
         account = {"user_name": name, "role": body.role}
         return answer_item(request, account, etag_of(account), 201, {"location": f"/v1/accounts/{encode_name(name)}"})
 
@@ -87,7 +87,7 @@ class AccountResource:
         """Delete an account."""
         if "if-match" in request.headers:
             check_preconditions(request.headers, etag_of(await self._existing(request, name)))
-        removal = self._book.run(request, "AdminService.DeleteAccount", user_name=name)
+        removal = self._calls.run(request, "AdminService.DeleteAccount", user_name=name)
         await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
@@ -95,12 +95,12 @@ class AccountResource:
         self, request: Request, name: NamePath, body: Annotated[PasswordDocument, Body()]
     ) -> Response:
         """Change the password of an account, or give it one, and end its logins."""
-        change = self._book.run(request, "AccessService.SetPassword", user_name=name, **body.model_dump())
+        change = self._calls.run(request, "AccessService.SetPassword", user_name=name, **body.model_dump())
         await change_existing(change, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _all(self, request: Request) -> list[dict[str, Any]]:
-        listed = await self._book.run(request, "AdminService.ListAccount")
+        listed = await self._calls.run(request, "AdminService.ListAccount")
         return [message_to_dict(account) for account in listed.accounts]
 
     async def _find(self, request: Request, name: str) -> dict[str, Any] | None:

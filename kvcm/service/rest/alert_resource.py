@@ -18,7 +18,7 @@ _PREFIX: Final = "ALERT_"
 
 
 class SubjectDocument(Document):
-    """What an alert is about."""
+    """The subject of an alert."""
 
     kind: Literal["group", "storage", "manager", "cluster"]
     """Its kind."""
@@ -27,16 +27,16 @@ class SubjectDocument(Document):
 
 
 class AlertDocument(Document):
-    """Something that is wrong, as the manager that answers sees it."""
+    """A problem, as the manager that answers sees it."""
 
     name: str
     """That of the rule for Prometheus, where there is one of the same meaning."""
     severity: Literal["page", "ticket", "info"]
-    """page: somebody has to act now. ticket: somebody has to look within days. info: good to know."""
+    """page: act now. ticket: act within days. info: good to know."""
     subject: SubjectDocument
-    """What it is about."""
+    """The entity that it is about."""
     summary: str
-    """What is wrong, in one sentence."""
+    """The problem, in one sentence."""
     reason: str
     """Why."""
     advice: str
@@ -46,7 +46,7 @@ class AlertDocument(Document):
 
 
 class AlertsDocument(Document):
-    """What is wrong."""
+    """The alerts of a deployment."""
 
     items: list[AlertDocument]
     """The worst first, then by name and subject."""
@@ -64,19 +64,19 @@ class AlertResource:
     """Alerts.
 
     Args:
-        book: runs the call behind it.
+        calls: runs the calls behind it.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
         add_route(router, "GET", "/v1/alerts", self.list_alerts, AlertsDocument)
 
     async def list_alerts(self, request: Request, query: Annotated[AlertQuery, Query()]) -> Response:
-        """Tell what is wrong, why, and what to do. Who is limited to groups hears of its groups."""
-        listed = await self._book.run(request, "InsightService.ListAlerts", instance_group=query.group)
+        """List problems, their reasons, and what to do. A principal of some groups gets the alerts of these alone."""
+        listed = await self._calls.run(request, "InsightService.ListAlerts", instance_group=query.group)
         return answer({"items": [_alert(message_to_dict(alert)) for alert in listed.alerts]})
 
 

@@ -1,4 +1,4 @@
-"""The resources as one ASGI application, which the admin port hands requests for /v1 to."""
+"""The resources under /v1 as one ASGI application of the admin port, and their OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvcm.service.rest.usage_resource import UsageResource
 
 __all__ = ["OPENAPI_PATH", "Resource", "RestApp"]
 
-# The OpenAPI document of the resources: what the framework cannot know of it is added here.
+# The OpenAPI document: the framework makes most of it; problems, entity tags and credentials are added here.
 
 OPENAPI_PATH: Final = "/v1/openapi.json"
 _DESCRIPTION: Final = (
@@ -41,7 +41,7 @@ _Json = dict[str, Any]
 _IF_MATCH: Final = ("If-Match", "Only that state is changed: an entity tag of an earlier answer, or `*`.")
 _IF_NONE_MATCH: Final = ("If-None-Match", "`*` only creates; an entity tag: that state is not replaced.")
 _IF_CHANGED: Final = ("If-None-Match", "An entity tag of an earlier answer: 304 while that is still the state.")
-_TRACE: Final = ("X-Request-Id", "What the request is called in logs; the answer's begins with it.")
+_TRACE: Final = ("X-Request-Id", "Id of the request in logs; the answer's begins with it.")
 _ETAG: Final = {"ETag": {"description": "Stands for this state.", "schema": {"type": "string"}}}
 _TAGGED: Final = re.compile(r"/v1/(storages|groups|instances|accounts)/\{name\}")
 _MEANINGS: Final = {
@@ -49,7 +49,7 @@ _MEANINGS: Final = {
     401: "Credentials are missing or not valid.",
     403: "The credentials do not allow this.",
     404: "There is no such thing.",
-    409: "It contradicts what is stored.",
+    409: "It contradicts the stored state.",
     412: "The stored state is not the one that the client means.",
     413: "The body is too large.",
     415: "The body is of another content type.",
@@ -61,13 +61,13 @@ _MEANINGS: Final = {
 }
 _PROBLEM: Final[_Json] = {
     "type": "object",
-    "description": "What is wrong, and what to do (RFC 9457).",
+    "description": "An error, and what to do (RFC 9457).",
     "required": ["type", "title", "status", "detail", "code", "request_id"],
     "properties": {
         "type": {"type": "string", "description": "A urn with the outcome code, or about:blank."},
         "title": {"type": "string", "description": "The phrase of the status."},
         "status": {"type": "integer", "minimum": 400, "maximum": 599},
-        "detail": {"type": "string", "description": "What is wrong and what to do; not meant to be parsed."},
+        "detail": {"type": "string", "description": "The error and what to do; not meant to be parsed."},
         "code": {"type": "string", "description": "Outcome code of the call behind it; empty where none was run."},
         "request_id": {"type": "string", "description": "The call in logs; empty where none was run."},
         "errors": {
@@ -155,27 +155,39 @@ def _add_header(operation: _Json, name: str, description: str) -> None:
     operation.setdefault("parameters", []).append({**parameter, "schema": {"type": "string"}})
 
 
+# The application.
+
 _RESOURCES = (
-    *(StorageResource, GroupResource, InstanceResource, AccountResource, KeyResource, UsageResource, TaskResource),
-    *(PinResource, SessionResource, ExploreResource, CurveResource, AlertResource),
+    StorageResource,
+    GroupResource,
+    InstanceResource,
+    AccountResource,
+    KeyResource,
+    UsageResource,
+    TaskResource,
+    PinResource,
+    SessionResource,
+    ExploreResource,
+    CurveResource,
+    AlertResource,
 )
 
 
 class Resource(Protocol):
-    """Something below /v1."""
+    """A resource under /v1."""
 
     def routes(self, router: APIRouter) -> None:
         """Add its routes."""
 
 
 class RestApp:
-    """Answers requests for /v1. Their bodies have been read and limited, and `ARRIVAL` stands in their scopes.
+    """Answers requests for /v1. The transport has read and limited their bodies, and put `ARRIVAL` in their scopes.
 
     Args:
-        calls: those that are served, of both planes.
+        calls: of both planes.
         caller: runs them.
         version: of the manager.
-        others: resources that no calls are behind.
+        others: resources without calls.
     """
 
     def __init__(
@@ -185,7 +197,7 @@ class RestApp:
         version: str,
         others: Iterable[Resource] = (),
     ) -> None:
-        book = CallRunner(calls, caller)
+        runner = CallRunner(calls, caller)
         app = FastAPI(
             title="KVCM",
             version=version,
@@ -197,7 +209,7 @@ class RestApp:
             separate_input_output_schemas=False,
         )
         app.router.route_class = ProblemRoute
-        for resource in (*(made(book) for made in _RESOURCES), *others):
+        for resource in (*(kind(runner) for kind in _RESOURCES), *others):
             resource.routes(app.router)
         app.add_exception_handler(HTTPException, self._refuse)
         self.openapi = _complete_document(app.openapi())
@@ -207,11 +219,11 @@ class RestApp:
         self._access = caller.access
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request. Paths are matched as they came; HEAD is GET, of which the server sends the head alone."""
+        """Answer a request. Paths are matched percent-encoded; HEAD is GET, and the server leaves the body out."""
         raw = scope["raw_path"].decode("ascii", "replace")
         arrival: Arrival = scope.get(ARRIVAL, LOCAL)
         try:
-            self._access.check_page(raw, arrival.principal)  # the console asks without the transport, which did
+            self._access.check_page(raw, arrival.principal)  # the transport did, but the console calls without it
         except RejectedError as error:
             await answer_problem(Request(scope), problem_of_refusal(error))(scope, receive, send)
             return
@@ -234,7 +246,7 @@ class RestApp:
         return answer_problem(request, Problem(error.status_code, str(error.detail)))
 
     def _methods(self, request: Request) -> str:
-        """Return what a path allows."""
+        """Return the methods that a path allows."""
         found: set[str] = set()
         for route in self._routes:
             match, _ = route.matches(request.scope)

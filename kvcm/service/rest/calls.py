@@ -1,4 +1,4 @@
-"""Runs the interface's calls for resources: the same way, limits, counters and log as POST /api/<call>."""
+"""Runs calls for resources, with the same limits, metrics and logs as POST /api/<call>, and retries of changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ABSENT: Final = {ErrorCode.INVALID_ARGUMENT, ErrorCode.INSTANCE_NOT_EXIST}
 
 
 class CallRefusedError(ProblemError):
-    """A call was carried out, and its outcome is not OK."""
+    """The outcome of a call is not OK."""
 
     def __init__(self, code: ErrorCode, text: str, request_id: str) -> None:
         super().__init__(problem_of_code(code, text, request_id))
@@ -47,10 +47,10 @@ class CallRefusedError(ProblemError):
 
 
 class CallRunner:
-    """The calls by name.
+    """Runs calls by name.
 
     Args:
-        calls: those that are served.
+        calls: the served calls.
         caller: runs them.
     """
 
@@ -66,14 +66,14 @@ class CallRunner:
         """Run a call for a request, and return its answer.
 
         Args:
-            request: that came.
+            request: of the resource.
             name: of the call.
-            fields: of the call's request, as JSON has them.
+            fields: of the call's request, in JSON.
 
         Raises:
-            RefusedError: its outcome is not OK.
-            ProblemError: the fields cannot be read.
-            TurnedAwayError: it is not let in.
+            CallRefusedError: its outcome is not OK.
+            ProblemError: a field is malformed.
+            RejectedError: admission or access rejects it.
         """
         call, arrival = self._calls[name], _arrival(request)
         message = _request_message(call, _trace_id_of(request), fields)
@@ -90,11 +90,10 @@ class CallRunner:
         return answer
 
     async def find(self, request: Request, name: str, /, **fields: Any) -> Any | None:
-        """Run a call that names one thing; None where there is no such thing.
+        """Run a call that gets one entity; None if it does not exist.
 
         Raises:
-            ProblemError: as `run`.
-            TurnedAwayError: as `run`.
+            ProblemError, RejectedError: as `run`.
         """
         try:
             return await self.run(request, name, **fields)
@@ -118,7 +117,7 @@ def _request_message(call: Call, trace_id: str, fields: dict[str, Any]) -> Messa
 
 
 def _trace_id_of(request: Request) -> str:
-    """Return what the request is to be known by: its `x-request-id`, if that is fit for logs."""
+    """Return the trace id of a request: its `x-request-id`, if that is fit for logs."""
     given = request.headers.get("x-request-id", "")
     return given if _TRACE_ID.fullmatch(given) else "rest"
 
@@ -128,23 +127,23 @@ def _arrival(request: Request) -> Arrival:
     return arrival
 
 
-# Reading a document, changing it and putting it back, without overwriting what somebody else changed meanwhile.
+# Read, change and store a document without overwriting concurrent changes.
 
 MAX_ATTEMPTS = 5
-"""Of a change that others are faster than."""
+"""Of a change that conflicts with concurrent ones."""
 Answer = TypeVar("Answer")
 Doc = TypeVar("Doc", bound=BaseModel)
 
 
 class ResourceLocks:
-    """One change of each thing at a time, of those that come through this manager's resources."""
+    """One change of each entity at a time, among the clients of this manager's resources."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
     async def lock(self, name: str) -> AsyncIterator[None]:
-        """Be the only one who changes this."""
+        """Hold the lock of an entity."""
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()
@@ -153,11 +152,11 @@ class ResourceLocks:
 
 
 async def change_existing(change: Awaitable[Answer], check: Callable[[], Awaitable[Any]]) -> Answer:
-    """Carry out a change of something that may not be there, which calls refuse as they refuse wrong fields.
+    """Run a change of an entity that may not exist: the code of calls for that is the one for invalid fields.
 
     Args:
         change: runs the call.
-        check: raises ProblemError where the thing is not there.
+        check: raises ProblemError if the entity does not exist.
 
     Raises:
         ProblemError: that of `check`, or the call's own.
@@ -174,7 +173,7 @@ def apply_patch(model: type[Doc], document: Mapping[str, Any], patch: Mapping[st
     """Return a document with a merge patch applied (RFC 7396).
 
     Raises:
-        RequestValidationError: what comes out is no such document.
+        RequestValidationError: the result is not valid.
     """
     try:
         return model.model_validate(merge_patch(document, patch))
@@ -184,12 +183,12 @@ def apply_patch(model: type[Doc], document: Mapping[str, Any], patch: Mapping[st
 
 
 def fields_of(document: BaseModel, **others: Any) -> dict[str, Any]:
-    """Return a document as the fields of a message, with others in place of its own."""
+    """Return a document as the fields of a message, updated with `others`."""
     return {**document.model_dump(exclude_none=True), **others}
 
 
 def check_same_name(field: str, given: str, name: str) -> None:
-    """Refuse a document that names something else than its path.
+    """Refuse a document whose name differs from that of its path.
 
     Raises:
         ProblemError: 400.
@@ -200,6 +199,6 @@ def check_same_name(field: str, given: str, name: str) -> None:
 
 
 def conflict(request: Request, name: str) -> ProblemError:
-    """Return the error that says that others were faster all the time."""
+    """Return the error of a change that conflicted with others in every attempt."""
     text = f"{name!r} was changed by others while {request.method} was trying to: try again"
     return ProblemError(Problem(409, text, headers=[("retry-after", "1")]))

@@ -1,4 +1,4 @@
-"""Between wire messages and plain JSON values of resources."""
+"""Conversions: wire messages to JSON, names to path components, JSON merge patches."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _single(field: Any, value: Any) -> Any:
     return value
 
 
-# Names as parts of paths. Routes are matched with paths as they came, so that `%2F` in a name is no separator.
+# Names as path components. Routes match percent-encoded paths, so that `%2F` in a name is no separator.
 
 
 def decode_name(value: Any) -> str:
-    """Return the name that a path component stands for.
+    """Return the name of a path component.
 
     Raises:
         ValueError: it is not UTF-8.
@@ -57,7 +57,7 @@ def decode_name(value: Any) -> str:
 
 
 def encode_name(name: str) -> str:
-    """Return a name as a path component; clients take `.` and `..` for steps, so those are encoded, too."""
+    """Return a name as a path component; clients resolve `.` and `..`, so those are encoded, too."""
     encoded = quote(name, safe="")
     return encoded.replace(".", "%2E") if encoded in {".", ".."} else encoded
 

@@ -1,4 +1,4 @@
-"""What all documents of resources have in common, and the kinds of values in them.
+"""The base class of all documents of resources, the types of their fields, and pages of lists.
 
 Field names are those of the wire messages. Integers are JSON numbers, also those of 64 bits; block keys alone are
 texts, since they do not fit into the numbers of many JSON readers. Enums are their names.
@@ -47,13 +47,13 @@ _EXACT: Final = 1 << 53
 
 
 class Document(BaseModel):
-    """A JSON object whose fields are known, and of exactly the kinds that they say."""
+    """A JSON object with known fields of exact types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def _json_integer(value: Any) -> Any:
-    """Take 5.0 for 5, as JSON Schema does; floats that have lost digits are no integers."""
+    """Return 5 for 5.0, as JSON Schema does; floats that have lost digits are no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
 
 
@@ -68,10 +68,10 @@ BlockKey = Annotated[str, Field(pattern=r"^-?(0|[1-9][0-9]{0,18})$", examples=["
 
 
 def _name(value: Any) -> str:
-    """Decode a name that is a part of a path.
+    """Decode a name in a path.
 
     Raises:
-        ValueError: it cannot be the name of anything.
+        ValueError: it is not a valid name.
     """
     name = decode_name(value)
     try:
@@ -82,7 +82,7 @@ def _name(value: Any) -> str:
 
 
 def _schema(**keywords: Any) -> WithJsonSchema:
-    """Return what the document says of a parameter whose validators hide it."""
+    """Return the schema of a parameter whose validators hide it."""
     return WithJsonSchema({"type": "string", **keywords})
 
 
@@ -105,7 +105,7 @@ TokenPath = Annotated[
     _schema(pattern=_ID),
 ]
 
-# Pages of lists: each begins behind the last entry of the one before, so entries may come and go meanwhile.
+# Pages of lists: each begins after the last entry of the page before, so entries may be added and removed meanwhile.
 
 Item = TypeVar("Item")
 Key = tuple[str | int, ...]
@@ -118,7 +118,7 @@ class Page(Document, Generic[Item]):
     items: list[Item]
     """The entries, ordered by name."""
     next_page_token: str | None
-    """What to send as `page_token` for those that follow; null when there are none."""
+    """The `page_token` of the next page; null for none."""
 
 
 class PageQuery(BaseModel):
@@ -142,12 +142,12 @@ def page_of(
 
     Args:
         items: all entries, in any order.
-        key: that orders them, and is each one's own.
+        key: unique, orders the entries.
         query: which page.
-        show: makes documents of entries; only of those on the page, since there may be many.
+        show: makes a document of an entry of the page.
 
     Raises:
-        ProblemError: 400, the token is none of ours.
+        ProblemError: 400, the token is malformed.
     """
     ordered = sorted(items, key=key)
     if query.page_token:

@@ -75,7 +75,7 @@ class EvictionPolicyDocument(Document):
     name: Text = ""
     """lru, lfu, ttl, fifo, sieve, s3fifo or leaf_lru; empty = as the level above says."""
     ttl_seconds: Int64 = 0
-    """Blocks leave at this age although there is room; 0 = never."""
+    """Blocks leave at this age although there is space; 0 = never."""
     ttl_sliding: bool = False
     """Whether age counts from the last read; from the write otherwise."""
 
@@ -102,7 +102,7 @@ class PrefixClassDocument(Document):
 
 
 class InstanceOverrideDocument(Document):
-    """What one instance does differently from its group."""
+    """Settings of one instance that differ from its group's."""
 
     instance_id: Text
     """The instance; it need not be registered yet."""
@@ -128,7 +128,7 @@ class ReclaimStrategyDocument(Document):
     reclaim_step_percentage: Int32 = 0
     """Share of the quota to reclaim in one step, in percent."""
     delay_before_delete_ms: Int32 = 0
-    """How long a location stays readable for those who hold it after it vanished from answers."""
+    """How long a location stays readable for readers that hold it after it vanished from answers."""
     policy: EvictionPolicyDocument | None = None
     """Which blocks leave first, by name, and after what time they leave anyway."""
     share: Text = ""
@@ -138,7 +138,7 @@ class ReclaimStrategyDocument(Document):
     instance_overrides: Annotated[list[InstanceOverrideDocument], Field(max_length=MAX_ENTRIES)] = Field(
         default_factory=list
     )
-    """What single instances do differently."""
+    """Settings of single instances that differ."""
 
 
 class MetaStorageDocument(Document):
@@ -234,7 +234,7 @@ class GroupDocument(Document):
     user_data: FreeText = ""
     """Free text."""
     version: Annotated[Int64, Field(json_schema_extra={"readOnly": True})] = 0
-    """Grows with every change. The manager counts: what is sent is ignored."""
+    """Grows with every change. The manager counts: ignored in requests."""
     storage_guarantees: Annotated[list[StorageGuaranteeDocument], Field(max_length=MAX_ENTRIES)] = Field(
         default_factory=list
     )
@@ -253,11 +253,11 @@ class GroupResource:
     """Instance groups.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -270,7 +270,7 @@ class GroupResource:
 
     async def list_groups(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List instance groups, ordered by name."""
-        listed = await self._book.run(request, "GroupService.ListInstanceGroup")
+        listed = await self._calls.run(request, "GroupService.ListInstanceGroup")
         return answer(page_of(listed.instance_groups, lambda group: (group.name,), query))
 
     async def get_group(self, request: Request, name: NamePath) -> Response:
@@ -305,23 +305,23 @@ class GroupResource:
         """Remove a group. Its instances stay readable and refuse writes."""
         if "if-match" in request.headers:
             check_preconditions(request.headers, _tag(await self._existing(request, name)))
-        removal = self._book.run(request, "AdminService.RemoveInstanceGroup", name=name)
+        removal = self._calls.run(request, "AdminService.RemoveInstanceGroup", name=name)
         await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _store(self, request: Request, group: _Group, known: _Group | None) -> bool:
-        """Create a group, or replace the one that is known; False where somebody else was faster.
+        """Create a group, or replace the known one; False if a concurrent change was faster.
 
         Raises:
-            RefusedError: for any other reason.
+            CallRefusedError: for any other reason.
         """
         try:
             if known is None:
-                await self._book.run(request, _CREATE, instance_group={**group, "version": 1})
+                await self._calls.run(request, _CREATE, instance_group={**group, "version": 1})
             else:
                 version = known["version"]
                 newer = {**group, "version": version + 1}
-                await self._book.run(request, _UPDATE, instance_group=newer, current_version=version)
+                await self._calls.run(request, _UPDATE, instance_group=newer, current_version=version)
         except CallRefusedError as error:
             if error.code not in {ErrorCode.INVALID_ARGUMENT, ErrorCode.DUPLICATE_ENTITY}:
                 raise
@@ -332,7 +332,7 @@ class GroupResource:
         return True
 
     async def _find(self, request: Request, name: str) -> _Group | None:
-        found = await self._book.find(request, _GET, name=name)
+        found = await self._calls.find(request, _GET, name=name)
         return None if found is None else message_to_dict(found.instance_group)
 
     async def _existing(self, request: Request, name: str) -> _Group:
@@ -379,29 +379,28 @@ class CurvePresentDocument(Document):
     quota_bytes: Int64
     """Its quota."""
     kept_bytes: Int64
-    """What eviction keeps it at: the soft mark, or the quota where there is none."""
+    """The level that eviction keeps: the soft mark, or the quota without one."""
     used_bytes: Int64
-    """What it uses."""
+    """Bytes in use."""
     predicted_ratio: Ratio
     """Share of the blocks asked for that are found with `kept_bytes`."""
 
 
 class CurveDocument(Document):
-    """What capacity is worth to a group, estimated from a sample of the lookups of the manager that answers."""
+    """The value of capacity to a group, estimated from a sample of the lookups of the manager that answers."""
 
     since_ms: Int64
-    """Since when lookups of the group are counted, unix time in ms. What is older than an hour counts half, and so
-    on."""
+    """Since when lookups of the group are counted, unix time in ms. Lookups of an hour ago count half, and so on."""
     lookups: Int64
     """Blocks that were asked for, older ones counted less."""
     sampled_keys: Int64
-    """Keys that are followed."""
+    """Keys in the sample."""
     attainable_ratio: Ratio
     """Share of the blocks asked for that a cache of any size would find."""
     points: list[CurvePointDocument]
     """The curve, ascending: where it rises."""
     targets: list[CurveTargetDocument]
-    """Capacities for 60, 80, 90, 95 and 99 % of what is attainable; empty while nothing was found again."""
+    """Capacities for 60, 80, 90, 95 and 99 % of the attainable hits; empty while no key was found again."""
     present: CurvePresentDocument
     """Where the group stands now."""
 
@@ -410,11 +409,11 @@ class CurveResource:
     """Curves of groups.
 
     Args:
-        book: runs the calls behind it.
+        calls: runs the calls behind it.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
@@ -422,15 +421,15 @@ class CurveResource:
         add_route(router, "GET", path, self.get_group_curve, CurveDocument, problems=[404, 409])
 
     async def get_group_curve(self, request: Request, name: NamePath) -> Response:
-        """Tell what more or less capacity is worth to a group. 409 while there is no estimate: `detail` says what to
-        set, or what to wait for."""
-        look = self._book.run(request, "InsightService.GetCurve", instance_group=name)
-        found = message_to_dict(await change_existing(look, lambda: self._check_group(request, name)))
+        """Get the hit ratio of a group by its capacity. 409 while there is no estimate: `detail` says what to set, or
+        what to wait for."""
+        curve = self._calls.run(request, "InsightService.GetCurve", instance_group=name)
+        found = message_to_dict(await change_existing(curve, lambda: self._check_group(request, name)))
         why_not = found.pop("why_not")
         if not found.pop("is_known"):
             raise ProblemError(Problem(409, f"of group {name!r} there is no estimate: {why_not}"))
         return answer(found)
 
     async def _check_group(self, request: Request, name: str) -> None:
-        if await self._book.find(request, "AdminService.GetInstanceGroup", name=name) is None:
+        if await self._calls.find(request, "AdminService.GetInstanceGroup", name=name) is None:
             raise not_found("group", name)

@@ -1,4 +1,4 @@
-"""/v1/history."""
+"""/v1/history and /v1/events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SeriesDocument(Document):
     name: str
     """Of the measure."""
     labels: dict[str, str]
-    """What it is of: a group, a method, a kind of storage (`tier`), hits or misses (`result`)."""
+    """A group, a method, a kind of storage (`tier`), hits or misses (`result`)."""
     unit: str
     """Of the values."""
     values: list[float | None]
@@ -35,7 +35,7 @@ class SeriesDocument(Document):
 
 
 class HistoryDocument(Document):
-    """What the deployment did and held of late."""
+    """Activity and usage of the deployment over the last hours."""
 
     interval_seconds: Int64
     """From one value to the next."""
@@ -51,7 +51,7 @@ class HistoryQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     seconds: Annotated[int, Field(ge=60, le=LONGEST_SECONDS, description="How much of it, up to now.")] = 3600
-    group: Annotated[str, Field(max_length=256, description="Only what is of this group.")] = ""
+    group: Annotated[str, Field(max_length=256, description="Only series of this group.")] = ""
 
 
 class HistoryResource:
@@ -69,16 +69,15 @@ class HistoryResource:
         add_route(router, "GET", "/v1/history", self.get_history, HistoryDocument, problems=[404])
 
     async def get_history(self, request: Request, query: Annotated[HistoryQuery, Query()]) -> Response:
-        """Tell rates, hit ratios, latency and usage over time, in 360 values at most: rates over each interval, what is
-        used at its end. Over more than two hours they are means, of `match_p99_seconds` the most. Whoever is limited to
-        groups is told of those alone."""
+        """Get rates, hit ratios, latency and usage over time, in 360 values at most: rates over each interval, usage at
+        its end. Over more than two hours they are means, of `match_p99_seconds` the maximum. A principal of some groups
+        gets the series of these alone."""
         arrival: Arrival = request.scope.get(ARRIVAL, LOCAL)
         principal = arrival.principal
         if query.group:
             self._check(principal, query.group)
         groups = None if principal.has_all_groups else principal.groups
-        span = await self._watch.range(query.seconds, query.group, groups)
-        return answer(_document(span))
+        return answer(_document(await self._watch.range(query.seconds, query.group, groups)))
 
     def _check(self, principal: Principal, group: str) -> None:
         if not principal.covers(group):
@@ -87,11 +86,11 @@ class HistoryResource:
             raise not_found("group", group)
 
 
-def _document(span: HistoryRange) -> dict[str, Any]:
+def _document(found: HistoryRange) -> dict[str, Any]:
     return {
-        "interval_seconds": span.interval_seconds,
-        "until_ms": int(span.until * 1000),
-        "series": [each._asdict() for each in span.series],
+        "interval_seconds": found.interval_seconds,
+        "until_ms": int(found.until * 1000),
+        "series": [each._asdict() for each in found.series],
     }
 
 
@@ -101,7 +100,7 @@ _LINES = "application/x-ndjson"
 
 
 class EventResource:
-    """What happened of late.
+    """Recent accesses.
 
     Args:
         recent: the accesses that are kept.
@@ -115,7 +114,7 @@ class EventResource:
         add_route(router, "GET", "/v1/events/recent", self.list_recent_events, media=_LINES)
 
     async def list_recent_events(self) -> Response:
-        """Tell of the last accesses of engines, one event per line, the oldest first; how many are kept says
-        `kvcm.optimizer.recent_keys`. The first line, of type `recent`, says from when to when nothing is missing, and
-        how much was pushed out before. For administrators: keys and write sessions are among it."""
+        """Stream the last accesses of engines, one event per line, the oldest first; `kvcm.optimizer.recent_keys` says
+        how many are kept. The first line, of type `recent`, says from when to when no access is missing, and how many
+        were dropped before. For administrators, since keys and write sessions are among the fields."""
         return StreamingResponse(self._recent.lines(), media_type=_LINES)

@@ -1,4 +1,4 @@
-"""/v1/instances."""
+"""/v1/instances and /v1/instances/{name}/explore."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class ModelDeploymentDocument(Document):
 
 
 class InstanceDocument(Document):
-    """A registered instance. It cannot be changed: only removed, with its blocks, and registered anew."""
+    """A registered instance. It cannot be changed: only removed, with its blocks, and registered again."""
 
     quota_group_name: Annotated[Text, Field(json_schema_extra={"readOnly": True})] = ""
-    """The group's global_quota_group_name when the instance was registered. What is sent is ignored."""
+    """The group's global_quota_group_name when the instance was registered. Ignored in requests."""
     instance_group_name: Name
     """The group that the instance belongs to."""
     instance_id: Text = ""
@@ -106,11 +106,11 @@ class InstanceResource:
     """Instances.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -122,7 +122,7 @@ class InstanceResource:
 
     async def list_instances(self, request: Request, query: Annotated[InstanceQuery, Query()]) -> Response:
         """List instances, ordered by id."""
-        listed = await self._book.run(request, "AdminService.ListInstanceInfo", instance_group_name=query.group)
+        listed = await self._calls.run(request, "AdminService.ListInstanceInfo", instance_group_name=query.group)
         page = await asyncio.to_thread(page_of, listed.instance_info, lambda instance: (instance.instance_id,), query)
         return answer(page)
 
@@ -141,7 +141,7 @@ class InstanceResource:
         fields = fields_of(body, instance_id=name, instance_group=body.instance_group_name)
         for field in ("quota_group_name", "instance_group_name"):
             del fields[field]
-        await self._book.run(request, "AdminService.RegisterInstance", **fields)
+        await self._calls.run(request, "AdminService.RegisterInstance", **fields)
         instance = await self._existing(request, name)
         if known is not None:
             return answer_item(request, instance, etag_of(instance))
@@ -152,11 +152,11 @@ class InstanceResource:
         """Remove an instance and, in the background, all its blocks."""
         if "if-match" in request.headers:
             check_preconditions(request.headers, etag_of(await self._existing(request, name)))
-        await self._book.run(request, "AdminService.RemoveInstance", instance_id=name)
+        await self._calls.run(request, "AdminService.RemoveInstance", instance_id=name)
         return Response(status_code=204)
 
     async def _find(self, request: Request, name: str) -> dict[str, Any] | None:
-        found = await self._book.find(request, "AdminService.GetInstanceInfo", instance_id=name)
+        found = await self._calls.find(request, "AdminService.GetInstanceInfo", instance_id=name)
         return None if found is None else message_to_dict(found.instance_info)
 
     async def _existing(self, request: Request, name: str) -> dict[str, Any]:
@@ -183,14 +183,14 @@ class ExploreDocument(Document):
 
 
 class ExploredLocationDocument(Document):
-    """One place where a block lies."""
+    """One location of a block."""
 
     storage: str
     """Name of the storage."""
     storage_type: str
     """Its kind, as in metrics: file, hf3fs, mooncake …"""
     status: Literal["writing", "serving", "deleting"]
-    """What has become of it."""
+    """Its state."""
     specs: list[str]
     """Names of the specs that it holds."""
     size_bytes: Int64
@@ -200,26 +200,26 @@ class ExploredLocationDocument(Document):
 
 
 class ExploredBlockDocument(Document):
-    """What is known of one block."""
+    """One block of a chain."""
 
     position: Int64
-    """Position in the chain that was asked for, from 0."""
+    """Position in the requested chain, from 0."""
     block_key: BlockKey
     """Its key."""
     state: Literal["serving", "writing", "deleting", "absent"]
-    """What has become of it: the best of its locations."""
+    """The state of its best location."""
     is_readable: bool
     """Whether a match returns it."""
     why_not: str
-    """Why not; of one that can be read, what it lacks. Empty = nothing is wrong."""
+    """Why not; of a readable one, the specs that it lacks. Empty = nothing is wrong."""
     locations: list[ExploredLocationDocument]
-    """Where it lies, the oldest first."""
+    """Its locations, the oldest first."""
     last_access_at_ms: Int64
-    """When it was read last or else written, unix time in ms; 0 = not known."""
+    """When it was last read, or else written, unix time in ms; 0 = unknown."""
     accesses: Int64
-    """How often it was read, as far as the policy of its instance counts that."""
+    """How often it was read, if the policy of its instance counts that."""
     age_seconds: Ratio
-    """Seconds since its oldest location was begun; -1 = it is not there."""
+    """Seconds since its oldest location was begun; -1 = it is absent."""
     is_pinned: bool
     """Whether a pin keeps it from eviction."""
     parent_is_present: bool
@@ -230,7 +230,7 @@ class ChainSummaryDocument(Document):
     """How far a chain can be read."""
 
     blocks: Int64
-    """Blocks that were asked for."""
+    """Requested blocks."""
     tokens_per_block: Int64
     """Tokens of one block."""
     matched_blocks: Int64
@@ -238,19 +238,19 @@ class ChainSummaryDocument(Document):
     matched_tokens: Int64
     """Their tokens."""
     complete_blocks: Int64
-    """Blocks that a match finds which asks for every spec but those of linear attention."""
+    """Blocks that a match for every spec but those of linear attention finds."""
     end: Literal["none", "absent", "writing", "deleting", "storage"]
-    """Why the match ends: it does not, or the next block is not there, is being written or deleted, or lies on a
+    """Why the match ends: it does not, or the next block is absent, is being written or deleted, or lies on a
     storage that cannot be read."""
     end_reason: str
-    """The same for people, with the block it is about."""
+    """The same for people, with the block that it is about."""
 
 
 class ChainDocument(Document):
     """A chain of blocks."""
 
     summary: ChainSummaryDocument
-    """What a reader who asks for it gets."""
+    """The result of a match."""
     blocks: list[ExploredBlockDocument]
     """In the order of the chain."""
 
@@ -259,11 +259,11 @@ class ExploreResource:
     """Chains of blocks.
 
     Args:
-        book: runs the call behind it.
+        calls: runs the calls behind it.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
@@ -273,18 +273,18 @@ class ExploreResource:
     async def explore_instance(
         self, request: Request, name: NamePath, body: Annotated[ExploreDocument, Body()]
     ) -> Response:
-        """Tell of every block of a chain where it lies, whether it can be read, and why not. Nothing of it counts as an
-        access."""
+        """Get the state of every block of a chain: its locations, whether it can be read, and why not. This does not
+        count as an access."""
         if bool(body.block_keys) == bool(body.token_ids):
             given = "both are" if body.block_keys else "neither is"
             error = FieldError("body.block_keys", None, "one of block_keys and token_ids")
             text = f"block_keys or token_ids: {given} given, must be one of the two"
             raise ProblemError(Problem(400, text, "INVALID_ARGUMENT", errors=[error]))
         fields: dict[str, Any] = {"block_keys": body.block_keys, "token_ids": body.token_ids}
-        found = await self._book.run(request, "InsightService.ExploreBlocks", instance_id=name, **fields)
+        found = await self._calls.run(request, "InsightService.ExploreBlocks", instance_id=name, **fields)
         blocks: list[dict[str, Any]] = []
-        for page in batches(found.blocks, _BATCH):  # a long chain takes long to tell
-            blocks += [_with_enum_names(message_to_dict(block)) for block in page]
+        for batch in batches(found.blocks, _BATCH):  # a long chain takes long to convert
+            blocks += [_with_enum_names(message_to_dict(block)) for block in batch]
             await asyncio.sleep(0)
         return answer({"summary": _with_enum_names(message_to_dict(found.summary)), "blocks": blocks})
 

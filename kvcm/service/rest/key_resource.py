@@ -1,4 +1,4 @@
-"""/v1/keys, /v1/login and /v1/whoami: who may call."""
+"""/v1/keys, /v1/login and /v1/whoami."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NewKeyDocument(Document):
     ttl_seconds: Seconds = 0
     """When it ends; 0 = never."""
     certificate_name: Text = ""
-    """A subject alternative name of client certificates: whoever shows one is this principal, and no secret is made."""
+    """A subject alternative name of client certificates that authenticate this principal; then no secret is made."""
 
 
 class RotationDocument(Document):
@@ -85,7 +85,7 @@ class MadeKeyDocument(Document):
     """A key that was made."""
 
     key: KeyDocument
-    """What there is to know of it."""
+    """The key without its secret."""
     secret: str
     """Its text, to be sent as `authorization: Bearer <text>`. Shown this once."""
 
@@ -94,9 +94,9 @@ class WhoAmIDocument(Document):
     """The caller."""
 
     is_required: bool
-    """Whether credentials are asked for at all; while they are not, everybody may do everything."""
+    """Whether credentials are required; while they are not, all clients may do everything."""
     key: KeyDocument | None = None
-    """The key that was shown; none while none is asked for."""
+    """The caller's key; none while none is required."""
 
 
 class KeyQuery(PageQuery):
@@ -109,11 +109,11 @@ class KeyResource:
     """Keys.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes of the calls that are served."""
@@ -129,7 +129,7 @@ class KeyResource:
             ("WhoAmI", "GET", "/v1/whoami", self.who_am_i, WhoAmIDocument, 200, []),
         ]
         for call, *route in routes:
-            if self._book.serves(f"AccessService.{call}"):
+            if self._calls.serves(f"AccessService.{call}"):
                 add_route(router, *route)
 
     async def list_keys(self, request: Request, query: Annotated[KeyQuery, Query()]) -> Response:
@@ -143,36 +143,36 @@ class KeyResource:
 
     async def create_key(self, request: Request, body: Annotated[NewKeyDocument, Body()]) -> Response:
         """Make a key. Its secret is in this answer, and nowhere else."""
-        return _created(await self._book.run(request, "AccessService.CreateKey", **fields_of(body)))
+        return _created(await self._calls.run(request, "AccessService.CreateKey", **fields_of(body)))
 
     async def rotate_key(
         self, request: Request, key_id: TokenPath, body: Annotated[RotationDocument, Body()]
     ) -> Response:
         """Make a key with the rights of another, which ends after a while."""
-        rotation = self._book.run(request, "AccessService.RotateKey", key_id=key_id, **fields_of(body))
+        rotation = self._calls.run(request, "AccessService.RotateKey", key_id=key_id, **fields_of(body))
         return _created(await change_existing(rotation, lambda: self._existing(request, key_id)))
 
     async def revoke_key(self, request: Request, key_id: TokenPath) -> Response:
         """End a key at once."""
-        end = self._book.run(request, "AccessService.RevokeKey", key_id=key_id)
+        end = self._calls.run(request, "AccessService.RevokeKey", key_id=key_id)
         await change_existing(end, lambda: self._existing(request, key_id))
         return Response(status_code=204)
 
     async def login(self, request: Request, body: Annotated[LoginDocument, Body()]) -> Response:
         """Turn an account's password into a key that ends soon."""
-        return _created(await self._book.run(request, "AccessService.Login", **fields_of(body)))
+        return _created(await self._calls.run(request, "AccessService.Login", **fields_of(body)))
 
     async def logout(self, request: Request) -> Response:
         """End the key that is shown if it is of a login. Other keys stay as they are."""
-        await self._book.run(request, "AccessService.Logout")
+        await self._calls.run(request, "AccessService.Logout")
         return Response(status_code=204)
 
     async def who_am_i(self, request: Request) -> Response:
-        """Tell who the caller is and what it may."""
-        return answer(message_to_dict(await self._book.run(request, "AccessService.WhoAmI")))
+        """Get the principal of the caller and its permissions."""
+        return answer(message_to_dict(await self._calls.run(request, "AccessService.WhoAmI")))
 
     async def _all(self, request: Request, *, with_logins: bool) -> list[dict[str, Any]]:
-        listed = await self._book.run(request, "AccessService.ListKeys", with_logins=with_logins)
+        listed = await self._calls.run(request, "AccessService.ListKeys", with_logins=with_logins)
         return [message_to_dict(key) for key in listed.keys]
 
     async def _existing(self, request: Request, key_id: str) -> dict[str, Any]:

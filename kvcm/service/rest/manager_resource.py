@@ -16,26 +16,26 @@ __all__ = ["ManagerResource"]
 
 
 class RatesDocument(Document):
-    """What a manager does, over the last ten seconds or so."""
+    """Rates of a manager, over the last ten seconds or so."""
 
     requests_per_second: dict[str, float]
     """Answered requests of engines: `match`, `start`, `finish` and `other`."""
     errors_per_second: float
     """Those of them whose outcome was not OK."""
     hit_keys_per_second: float
-    """Block keys asked for and handed out."""
+    """Block keys that were hits."""
     missed_keys_per_second: float
-    """Block keys asked for that were not there."""
+    """Block keys that were misses."""
     hit_ratio: Ratio | None
-    """Part of the keys asked for that were handed out; null while none are asked for."""
+    """Share of hits among the keys asked for; null while none are asked for."""
     match_p50_seconds: float | None
-    """What half of the lookups did not exceed; null where there were none."""
+    """Median latency of lookups; null without lookups."""
     match_p99_seconds: float | None
-    """What 99 % of them did not exceed."""
+    """99th percentile of that latency."""
     evicted_bytes_per_second: float
-    """What it evicted; only the leader does."""
+    """Evicted bytes; only the leader evicts."""
     refused_writes_per_second: float
-    """Writes refused for want of room."""
+    """Writes refused for want of space."""
 
 
 class ManagerDocument(Document):
@@ -58,9 +58,10 @@ class ManagerDocument(Document):
     is_self: bool
     """Whether it is the one that answers."""
     seen_at_ms: Int64
-    """When it last said how it is, unix time in ms."""
+    """When it last published its vitals, unix time in ms."""
     version: str | None
-    """Of its code; null, as what follows, of a manager that tells no vitals: of an earlier release, or just gone."""
+    """Of its code. It and all later fields are null for a manager without vitals: of an earlier release, or just
+    gone."""
     started_at_ms: Int64 | None
     """When it started, unix time in ms."""
     phase: str | None
@@ -70,7 +71,7 @@ class ManagerDocument(Document):
     loop_lag_seconds: float | None
     """How late its event loop was at most, over the last seconds."""
     rates: RatesDocument | None
-    """What it does; null until it has been heard twice."""
+    """Its rates; null until it has published vitals twice."""
 
 
 class ManagersDocument(Document):
@@ -84,7 +85,7 @@ class ManagerResource:
     """Managers.
 
     Args:
-        watch: knows how they are.
+        watch: collects their vitals.
     """
 
     def __init__(self, watch: VitalsWatch) -> None:
@@ -95,7 +96,7 @@ class ManagerResource:
         add_route(router, "GET", "/v1/managers", self.list_managers, ManagersDocument)
 
     async def list_managers(self) -> Response:
-        """List the managers that work on this deployment, as the one that answers has heard of them."""
+        """List the managers of this deployment, as the one that answers sees them."""
         return answer({"items": [_document(each) for each in self._watch.managers()]})
 
 

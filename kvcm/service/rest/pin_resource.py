@@ -26,7 +26,7 @@ class PinDocument(Document):
     pin_id: str
     """Names it."""
     owner: str
-    """Who pinned."""
+    """Name of the owner."""
     blocks: Int64
     """Blocks."""
     bytes: Int64
@@ -47,7 +47,7 @@ class NewPinDocument(Document):
     token_ids: Annotated[list[Int64], Field(max_length=_MAX_TOKENS), FailFast()] = Field(default_factory=list)
     """Tokens of the prefix."""
     owner: Annotated[str, Field(min_length=1, max_length=256)]
-    """Who pins; shown in lists."""
+    """Name of the owner, shown in lists."""
     ttl_seconds: Annotated[Whole, Field(ge=1, le=_MAX_TTL_SECONDS)]
     """For how long."""
 
@@ -75,26 +75,26 @@ class PinResource:
     """Pins.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         add_route(router, "GET", "/v1/pins", self.list_pins, Page[PinDocument], problems=[404])
-        add_route(router, "POST", "/v1/pins", self.create_pin, MadePinDocument, 201, problems=[404, 409, 507])
+        add_route(router, "POST", "/v1/pins", self.create_pin, MadePinDocument, status=201, problems=[404, 409, 507])
         add_route(router, "DELETE", "/v1/pins/{instance}/{pin_id}", self.delete_pin, status=204, problems=[404])
 
     async def list_pins(self, request: Request, query: Annotated[PinQuery, Query()]) -> Response:
         """List the pins of an instance, ordered by id."""
-        listed = await self._book.run(request, "PinService.ListPins", instance_id=query.instance)
+        listed = await self._calls.run(request, "PinService.ListPins", instance_id=query.instance)
         return answer(page_of(listed.pins, lambda pin: (pin.pin_id,), query))
 
     async def create_pin(self, request: Request, body: Annotated[NewPinDocument, Body()]) -> Response:
         """Pin the longest readable prefix of some keys."""
-        made = message_to_dict(await self._book.run(request, "PinService.PinPrefix", **fields_of(body)))
+        made = message_to_dict(await self._calls.run(request, "PinService.PinPrefix", **fields_of(body)))
         if not made["pin_id"]:
             text = f"nothing of this prefix can be read in instance {body.instance_id!r}: there is nothing to pin"
             raise ProblemError(Problem(409, text))
@@ -103,5 +103,5 @@ class PinResource:
 
     async def delete_pin(self, request: Request, instance: NamePath, pin_id: TokenPath) -> Response:
         """End a pin early. One that has ended already is no error."""
-        await self._book.run(request, "PinService.UnpinPrefix", instance_id=instance, pin_id=pin_id)
+        await self._calls.run(request, "PinService.UnpinPrefix", instance_id=instance, pin_id=pin_id)
         return Response(status_code=204)

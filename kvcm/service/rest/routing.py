@@ -1,4 +1,4 @@
-"""How requests for resources are taken in and answered, whatever the resource."""
+"""Routes of resources: reading requests strictly, entity tags and preconditions, answers and problems."""
 
 from __future__ import annotations
 
@@ -35,28 +35,23 @@ __all__ = [
     "not_found",
 ]
 
-# Entity tags: what a client saw of a resource, so that it does not overwrite what it has not seen (RFC 9110, 13).
+# Entity tags: the state of a resource that a client has read, so that it does not overwrite a newer one (RFC 9110, 13).
 
 _TAG = re.compile(r'(W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
 def etag_of(item: Any, version: int | None = None) -> str:
-    """Return the tag of a representation, with its version in front where there is one."""
+    """Return the tag of a representation, with its version in front if it has one."""
     digest = sha256(json.dumps(item, sort_keys=True).encode()).hexdigest()[:24]
     return f'"{digest}"' if version is None else f'"{version}-{digest}"'
 
 
-def _has_match(headers: Headers) -> bool:
-    """Return whether the client names the state that it wants to change."""
-    return "if-match" in headers
-
-
 def check_preconditions(headers: Headers, etag: str | None) -> None:
-    """Refuse a change of a state that is not the one that the client means.
+    """Refuse a change of a state other than that of the client's precondition.
 
     Args:
         headers: of the request.
-        etag: of the stored state, None where there is nothing.
+        etag: of the stored state, None for no state.
 
     Raises:
         ProblemError: 412.
@@ -70,7 +65,7 @@ def check_preconditions(headers: Headers, etag: str | None) -> None:
 
 
 def is_known(headers: Headers, etag: str) -> bool:
-    """Return whether the client that asks for a state has it already."""
+    """Return whether the client has a state already."""
     known = _joined(headers, "if-none-match")
     return known is not None and (known == "*" or etag in _any(known))
 
@@ -93,14 +88,16 @@ def _failed(name: str, value: str, etag: str | None) -> ProblemError:
     return ProblemError(Problem(412, f"{name} is {value[:200]!r}, but {state}: read it again"))
 
 
+# Requests and answers.
+
 MERGE_PATCH: Final = "application/merge-patch+json"
-RECEIVED: Final = "kvcm.taken"
-"""Key of a scope under which there may be a list: it gets the answer's values, and the answer has no body then."""
+RECEIVED: Final = "kvcm.received"
+"""Key of a scope whose value, if present, is a list: it gets the answer's values, and the answer has no body then."""
 _log = structlog.get_logger("kvcm.service")
 _MAX_SHOWN_ERRORS: Final = 20
-_ENCODE_BATCH: Final = 32  # of the longest entries, those of histories, some milliseconds
+_ENCODE_BATCH: Final = 32  # some milliseconds for the longest entries, those of histories
 _MAX_SHOWN_CHARACTERS: Final = 80
-_MAX_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
+_MAX_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # a body with more is an attack on the parser
 _MAX_SHOWN_NUMBER: Final = 1 << 64
 _SECRET: Final = {"old_password", "password", "secret"}
 _ALWAYS: Final = (400, 401, 403, 429, 500, 503)
@@ -108,13 +105,13 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class _StrictRequest(Request):
-    """A request whose body is JSON in the strict sense: readers disagree about what else is."""
+    """A request whose body is strict JSON: readers disagree about anything else."""
 
     async def json(self) -> Any:
         """Return the body's values.
 
         Raises:
-            JSONDecodeError: it is no JSON, a key is given twice, or a number is none.
+            JSONDecodeError: it is no JSON, a key is given twice, or a number is NaN or infinite.
         """
         body = await self.body()
         for sign, most in _MAX_SIGNS.items():
@@ -146,12 +143,12 @@ class ProblemRoute(APIRoute):
     """A route whose errors are problems, and whose bodies are JSON."""
 
     def get_route_handler(self) -> Handler:
-        """Return what answers a request."""
+        """Return the handler of requests."""
         handle = super().get_route_handler()
         media = {"application/json"} | ({MERGE_PATCH} if "PATCH" in (self.methods or ()) else set())
         has_body, has_query = self.body_field is not None, bool(self.dependant.query_params)
 
-        async def answer_whatever_happens(request: Request) -> Response:
+        async def handle_safely(request: Request) -> Response:
             try:
                 if not has_query:
                     _refuse_query(request)
@@ -172,7 +169,7 @@ class ProblemRoute(APIRoute):
             _add_state_headers(request, response)
             return response
 
-        return answer_whatever_happens
+        return handle_safely
 
 
 def add_route(
@@ -208,27 +205,27 @@ def add_route(
 
 
 class _Json(JSONResponse):
-    """JSON without characters that readers stumble over. It is written when it is sent, with pauses, or not at all:
-    whoever asks inside the process takes the values."""
+    """JSON in ASCII. It is encoded when it is sent, with pauses, or not at all: the console, in the same process,
+    receives the values."""
 
     def render(self, content: Any) -> bytes:
-        """Keep what is to be written."""
+        """Keep the content for later."""
         self._content = content
         return b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or put it into `TAKEN`."""
-        taken = scope.get(RECEIVED)
-        if taken is None:
+        """Send it, or append it to the list under `RECEIVED`."""
+        received = scope.get(RECEIVED)
+        if received is None:
             self.body = (await _encode(self._content)).encode()
             self.headers["content-length"] = str(len(self.body))
         else:
-            taken.append(self._content)
+            received.append(self._content)
         await super().__call__(scope, receive, send)
 
 
 async def _encode(content: Any) -> str:
-    """Return something as JSON; others have their turn between the entries of its lists."""
+    """Return a value as JSON; other tasks have turns between the entries of its lists."""
     if not isinstance(content, dict):
         return json.dumps(content)
     return "{" + ", ".join([f"{json.dumps(name)}: {await _value(value)}" for name, value in content.items()]) + "}"
@@ -238,8 +235,8 @@ async def _value(value: Any) -> str:
     if not isinstance(value, list) or len(value) <= _ENCODE_BATCH:
         return json.dumps(value)
     parts = []
-    for page in batches(value, _ENCODE_BATCH):
-        parts.append(json.dumps(page)[1:-1])
+    for batch in batches(value, _ENCODE_BATCH):
+        parts.append(json.dumps(batch)[1:-1])
         await asyncio.sleep(0)
     return f"[{', '.join(parts)}]"
 
@@ -252,7 +249,7 @@ def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = 
 def answer_item(
     request: Request, item: Any, etag: str, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return one thing with its entity tag, or that the client has it already."""
+    """Return an entity with its tag, or 304 if the client has that state."""
     tagged = {"etag": etag, **(headers or {})}
     if request.method == "GET" and is_known(request.headers, etag):
         return Response(status_code=304, headers=tagged)
@@ -270,12 +267,12 @@ def answer_problem(request: Request, problem: Problem) -> Response:
 
 
 def not_found(what: str, name: str) -> ProblemError:
-    """Return the error that says that there is no such thing."""
+    """Return the error of an entity that does not exist."""
     return ProblemError(Problem(404, f"{what} {name!r} does not exist"))
 
 
 def _add_state_headers(request: Request, response: Response) -> None:
-    """Say what calls left to be said."""
+    """Add the headers with the request id and the warning of a call."""
     for key, name in (("request_id", "x-request-id"), ("warning", "x-kvcm-warning")):
         text = getattr(request.state, key, "")
         if text:
@@ -292,14 +289,14 @@ def _check_media_type(request: Request, allowed: set[str]) -> None:
 
 
 def _refuse_query(request: Request) -> None:
-    """Refuse parameters that would be passed over: who adds `dry_run` does not want it done."""
+    """Refuse parameters that would be ignored: with `dry_run`, say, a client wants no change."""
     if request.query_params:
         errors = [FieldError(f"query.{name[:80]}", None, "no parameter") for name in request.query_params]
         raise ProblemError(Problem(400, "there are no query parameters here", errors=errors[:_MAX_SHOWN_ERRORS]))
 
 
 def _problem_of_fields(errors: Sequence[Any]) -> Problem:
-    """Return the problem of a request that is not what its documents say, by pydantic's errors."""
+    """Return the problem of a request that violates its schema, from pydantic's errors."""
     shown = [_field_error(error) for error in errors[:_MAX_SHOWN_ERRORS]]
     first = shown[0]
     detail = f"{first.field}: {first.allowed}" + (f"; and {len(errors) - 1} more" if len(errors) > 1 else "")

@@ -18,7 +18,7 @@ class SessionDocument(Document):
     """A write session that did not end yet."""
 
     short_id: str
-    """The first 8 characters of its id: the whole id is the right to finish it."""
+    """The first 8 characters of its id; the whole id is the right to finish it."""
     instance_id: str
     """The instance that it writes to."""
     instance_group: str
@@ -32,9 +32,9 @@ class SessionDocument(Document):
     deadline_ms: Int64
     """When it ends by itself unless it is renewed, unix time in ms."""
     starter: str
-    """Who began it: the name of a key or of an account; empty while nobody is asked who he is."""
+    """Principal that began it: the name of a key or of an account; empty without authentication."""
     is_overdue: bool
-    """Whether its deadline is over and nobody has ended it yet."""
+    """Whether its deadline is over and it was not ended yet."""
     is_ending: bool
     """Whether it was finished a moment ago and is being carried out."""
 
@@ -50,19 +50,19 @@ class SessionResource:
     """Write sessions.
 
     Args:
-        book: runs the call behind it.
+        calls: runs the calls behind it.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
         add_route(router, "GET", "/v1/sessions", self.list_sessions, Page[SessionDocument], problems=[404])
 
     async def list_sessions(self, request: Request, query: Annotated[SessionQuery, Query()]) -> Response:
-        """List the write sessions that are open, of all managers, ordered by deadline. Who is limited to groups sees
-        those of its groups."""
+        """List the open write sessions of all managers, ordered by deadline. A principal of some groups gets those of
+        these groups."""
         fields = {"instance_id": query.instance, "instance_group": query.group}
-        listed = await self._book.run(request, "InsightService.ListSessions", **fields)
+        listed = await self._calls.run(request, "InsightService.ListSessions", **fields)
         return answer(page_of(listed.sessions, lambda each: (each.deadline_ms, each.short_id), query))

@@ -113,20 +113,20 @@ class DummyDocument(Document):
 
 
 class StorageStatusDocument(Document):
-    """How a storage is for the manager that answers: each probes what it has open."""
+    """Health of a storage as the manager that answers sees it: each manager probes the storages that it has open."""
 
     storage_unique_name: str
     """Name of the storage."""
     is_enabled: bool
-    """false = it was disabled: nothing is read from it or written to it, however it is."""
+    """false = it was disabled: it is neither read nor written, whatever its health."""
     health: Literal["SH_UNSPECIFIED", "SH_UP", "SH_DEGRADED", "SH_DOWN"]
-    """What probes say of it."""
+    """Result of its probes."""
     reason: str
-    """The last thing that was wrong; empty while it is up."""
+    """The last problem; empty while it is up."""
     since_ms: Int64
     """When `health` changed last, unix time in ms; 0 = it was not probed."""
     probe_seconds: Ratio
-    """What the last probe took; so far, of one that is late."""
+    """Duration of the last probe; so far, of one that is late."""
     failed_probes: Int64
     """Probes that failed since the storage was opened."""
     medium_bytes: Int64
@@ -169,7 +169,7 @@ class StorageDocument(Document):
     is_available: bool = True
     """false = it is disabled: nothing is read from it or written to it."""
     status: Annotated[StorageStatusDocument | None, Field(json_schema_extra={"readOnly": True})] = None
-    """How it is; in lists that ask for it. What is sent is ignored."""
+    """Its health; in lists with `with_status`. Ignored in requests."""
 
     @model_validator(mode="after")
     def has_one_kind(self) -> StorageDocument:
@@ -188,18 +188,18 @@ _Storage = dict[str, Any]
 class StorageQuery(PageQuery):
     """Which storages, and what of them."""
 
-    with_status: Annotated[bool, Field(description="Also how each of them is for the manager that answers.")] = False
+    with_status: Annotated[bool, Field(description="With the health that the manager that answers sees.")] = False
 
 
 class StorageResource:
     """Storages. They have no versions: `If-Match` holds among clients of one manager's resources.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
         self._turns = ResourceLocks()
 
     def routes(self, router: APIRouter) -> None:
@@ -225,7 +225,7 @@ class StorageResource:
         return answer_item(request, storage, etag_of(storage))
 
     async def get_storage_status(self, request: Request, name: StoragePath) -> Response:
-        """Tell how a storage is for the manager that answers."""
+        """Get the health of a storage as the manager that answers sees it."""
         storage = await self._existing(request, name)
         return answer(storage["status"])
 
@@ -259,24 +259,23 @@ class StorageResource:
             return await self._stored(request, name, 200)
 
     async def delete_storage(self, request: Request, name: StoragePath) -> Response:
-        """Remove a storage; its blocks count as missing. What is left of it to be forgotten is the task `removal:NAME`
-        while that lasts."""
+        """Remove a storage; its blocks count as missing. The task `removal:NAME` forgets them in the background."""
         async with self._turns.lock(name):
             if "if-match" in request.headers:
                 known = _without_status(await self._existing(request, name))
                 check_preconditions(request.headers, etag_of(known))
-            removal = self._book.run(request, "AdminService.RemoveStorage", storage_unique_name=name)
+            removal = self._calls.run(request, "AdminService.RemoveStorage", storage_unique_name=name)
             await change_existing(removal, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _store(self, request: Request, name: str, wanted: StorageDocument, known: _Storage | None) -> bool:
-        """Create or replace a storage; False where somebody else has created it meanwhile."""
+        """Create or replace a storage; False if it was created meanwhile."""
         config = fields_of(wanted, global_unique_name=name)
         for field in _SWITCHES:
             config.pop(field, None)
         call = "AdminService.AddStorage" if known is None else "AdminService.UpdateStorage"
         try:
-            await self._book.run(request, call, storage=config)
+            await self._calls.run(request, call, storage=config)
         except CallRefusedError as error:
             if known is None and error.code is ErrorCode.DUPLICATE_ENTITY:
                 return False
@@ -287,10 +286,10 @@ class StorageResource:
     async def _switch(self, request: Request, name: str, is_available: bool, wanted: bool) -> None:
         if wanted is not is_available:
             call = "EnableStorage" if wanted else "DisableStorage"
-            await self._book.run(request, f"AdminService.{call}", storage_unique_name=name)
+            await self._calls.run(request, f"AdminService.{call}", storage_unique_name=name)
 
     async def _all(self, request: Request) -> list[_Storage]:
-        listed = await self._book.run(request, _LIST)
+        listed = await self._calls.run(request, _LIST)
         statuses = {status.storage_unique_name: message_to_dict(status) for status in listed.storage_status}
         return [_document(message_to_dict(storage), statuses) for storage in listed.storage]
 

@@ -1,4 +1,4 @@
-"""/v1/tasks: what goes on in the background, and what was asked for to run."""
+"""/v1/tasks: background tasks, and tasks that a client starts; and the drains below /v1/storages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _STATES = {"DRAIN_RUNNING": "running", "DRAIN_DONE": "done"}
 
 
 class TaskDocument(Document):
-    """Something that is carried out in the background."""
+    """A background task."""
 
     id: str
     """Its kind and the storage."""
     kind: Literal["drain", "removal"]
-    """drain: a storage is being emptied. removal: what lay on a removed storage is being forgotten."""
+    """drain: a storage is being emptied. removal: the blocks of a removed storage are being forgotten."""
     storage: str
     """Name of the storage."""
     state: Literal["running", "done"]
     """A drain that is done keeps its storage closed to writes until it is deleted; a removal that is done vanishes."""
     started_ms: Int64
-    """When it was asked for, unix time in ms."""
+    """When it was started, unix time in ms."""
     left_bytes: Int64
-    """Bytes that are still to be freed, those whose deletion is on its way included."""
+    """Bytes that are still to be freed, pending deletions included."""
     reason: str
-    """Why it does not go on at the moment; empty while it does."""
+    """Why it is stuck; empty while it makes progress."""
 
 
 class DrainOrder(Document):
@@ -50,7 +50,7 @@ class DrainOrder(Document):
 
 
 class GarbageOrder(Document):
-    """Look for blocks that are worth nothing, and free them; answered when that is done."""
+    """Look for blocks without their prefix or bytes, and free them; answered when that is done."""
 
     kind: Literal["collect_garbage"]
     """The kind of task."""
@@ -63,14 +63,14 @@ class GarbageOrder(Document):
 
 
 class ScrubOrder(Document):
-    """Look for bytes that no metadata knows, and delete them; answered when that is done."""
+    """Look for orphans, bytes without metadata, and delete them; answered when that is done."""
 
     kind: Literal["scrub"]
     """The kind of task."""
     storage: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
     """Name of the storage."""
     cluster_id: Text = ""
-    """Whose bytes; empty = this deployment's. Another one's must be a deployment that is gone for good."""
+    """The deployment of the bytes; empty = this one. Another one must be gone for good."""
     dry_run: bool = False
     """Count only."""
     min_age_seconds: Int64 = 0
@@ -78,10 +78,10 @@ class ScrubOrder(Document):
 
 
 class GarbageReport(Document):
-    """What a look for garbage found."""
+    """The result of garbage collection."""
 
     blocks: Int64
-    """Blocks that were looked at."""
+    """Blocks that were checked."""
     without_bytes: Int64
     """Locations whose bytes are missing."""
     without_prefix: Int64
@@ -93,14 +93,14 @@ class GarbageReport(Document):
 
 
 class ScrubReport(Document):
-    """What a scrub found."""
+    """The result of a scrub."""
 
     objects: Int64
-    """Objects that were looked at."""
+    """Objects that were checked."""
     bytes: Int64
     """Their bytes."""
     orphans: Int64
-    """Objects that no metadata knows."""
+    """Objects without metadata."""
     orphan_bytes: Int64
     """Their bytes."""
     too_young: Int64
@@ -108,18 +108,18 @@ class ScrubReport(Document):
     deleted: Int64
     """Orphans that were deleted."""
     failed: Int64
-    """Objects that could not be looked at or deleted."""
+    """Objects that could not be checked or deleted."""
 
 
 class ReportDocument(Document):
-    """A task that was carried out while its client waited."""
+    """A task that ran while its client waited."""
 
     kind: Literal["collect_garbage", "scrub"]
     """The kind of task."""
     state: Literal["done"]
-    """It is over: there is nothing to ask for later."""
+    """It is over, and is not listed later."""
     report: GarbageReport | ScrubReport
-    """What it found."""
+    """Its result."""
 
 
 Order = Annotated[DrainOrder | GarbageOrder | ScrubOrder, Field(discriminator="kind")]
@@ -129,20 +129,21 @@ class TaskResource:
     """Tasks: drains and removals of storages are listed, others answer when they are done.
 
     Args:
-        book: runs the calls behind them.
+        calls: runs the calls behind them.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one, drain = "/v1/tasks/{task_id}", "/v1/storages/{name}/drain"
         add_route(router, "GET", "/v1/tasks", self.list_tasks, Page[TaskDocument])
-        add_route(router, "POST", "/v1/tasks", self.create_task, TaskDocument | ReportDocument, 202, problems=[502])
+        made = TaskDocument | ReportDocument
+        add_route(router, "POST", "/v1/tasks", self.create_task, made, status=202, problems=[502])
         add_route(router, "GET", one, self.get_task, TaskDocument, problems=[404])
         add_route(router, "DELETE", one, self.delete_task, status=204, problems=[404, 409])
-        add_route(router, "POST", drain, self.drain_storage, TaskDocument, 202, problems=[404])
+        add_route(router, "POST", drain, self.drain_storage, TaskDocument, status=202, problems=[404])
         add_route(router, "DELETE", drain, self.cancel_drain, status=204, problems=[404])
 
     async def list_tasks(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
@@ -156,7 +157,7 @@ class TaskResource:
     async def create_task(self, request: Request, body: Annotated[Order, Body()]) -> Response:
         """Run a task. A drain goes on in the background (202); the others are answered when they are done (200)."""
         if isinstance(body, DrainOrder):
-            await self._book.run(request, _DRAIN, storage_unique_name=body.storage)
+            await self._calls.run(request, _DRAIN, storage_unique_name=body.storage)
             return await self._accepted(request, body.storage)
         if isinstance(body, GarbageOrder):
             fields: dict[str, Any] = {"instance_id": body.instance, "check_bytes": body.check_bytes}
@@ -165,32 +166,32 @@ class TaskResource:
             fields = {"storage_unique_name": body.storage, "cluster_id": body.cluster_id}
             fields["min_age_seconds"] = body.min_age_seconds
             call = "CapacityService.ScrubStorage"
-        report = await self._book.run(request, call, dry_run=body.dry_run, **fields)
+        report = await self._calls.run(request, call, dry_run=body.dry_run, **fields)
         return answer({"kind": body.kind, "state": "done", "report": message_to_dict(report)})
 
     async def delete_task(self, request: Request, task_id: TokenPath) -> Response:
-        """Cancel a drain: the storage takes writes again, and what is left on it stays."""
+        """Cancel a drain: the storage accepts writes again, and blocks that are left on it stay."""
         task = await self._existing(request, task_id)
         if task["kind"] == "removal":
             text = f"the removal of storage {task['storage']!r} cannot be cancelled: add the storage again as it was"
             raise ProblemError(Problem(409, text))
-        await self._book.run(request, _CANCEL, storage_unique_name=task["storage"])
+        await self._calls.run(request, _CANCEL, storage_unique_name=task["storage"])
         return Response(status_code=204)
 
     async def drain_storage(self, request: Request, name: StoragePath) -> Response:
-        """Begin to empty a storage: nothing is written to it any more, and its blocks are evicted."""
-        begin = self._book.run(request, _DRAIN, storage_unique_name=name)
+        """Start to empty a storage: it gets no more writes, and its blocks are evicted."""
+        begin = self._calls.run(request, _DRAIN, storage_unique_name=name)
         await change_existing(begin, lambda: self._check_storage(request, name))
         return await self._accepted(request, name)
 
     async def cancel_drain(self, request: Request, name: StoragePath) -> Response:
-        """Let a storage take writes again; one that is not drained is no error."""
-        end = self._book.run(request, _CANCEL, storage_unique_name=name)
+        """Let a storage accept writes again; one that is not drained is no error."""
+        end = self._calls.run(request, _CANCEL, storage_unique_name=name)
         await change_existing(end, lambda: self._check_storage(request, name))
         return Response(status_code=204)
 
     async def _check_storage(self, request: Request, name: str) -> None:
-        listed = await self._book.run(request, "AdminService.ListStorage")
+        listed = await self._calls.run(request, "AdminService.ListStorage")
         if name not in {storage.global_unique_name for storage in listed.storage}:
             raise not_found("storage", name)
 
@@ -199,7 +200,7 @@ class TaskResource:
         return answer(task, 202, {"location": f"/v1/tasks/{task['id']}"})
 
     async def _all(self, request: Request) -> list[dict[str, Any]]:
-        listed = await self._book.run(request, _LIST)
+        listed = await self._calls.run(request, _LIST)
         return [_task(message_to_dict(drain)) for drain in listed.drains]
 
     async def _existing(self, request: Request, task_id: str) -> dict[str, Any]:

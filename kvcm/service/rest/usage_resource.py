@@ -38,7 +38,7 @@ class TypeUsageDocument(Document):
     storage_type: StorageTypeName
     """The type."""
     usage: UsageDocument
-    """What is used and allowed."""
+    """Usage and limits."""
 
 
 class GroupStorageUsageDocument(Document):
@@ -85,7 +85,7 @@ class GroupUsageDocument(Document):
     pin_budget_bytes: Int64
     """Bytes that pins may hold."""
     refused_writes: Int64
-    """Writes refused since the manager started, for want of room."""
+    """Writes refused since the manager started, for want of space."""
 
 
 class StorageUsageDocument(Document):
@@ -94,9 +94,9 @@ class StorageUsageDocument(Document):
     storage_unique_name: str
     """Its name."""
     usage: UsageDocument
-    """What is used and allowed."""
+    """Usage and limits."""
     guaranteed_bytes: Int64
-    """Sum of what groups are guaranteed on it."""
+    """Sum of the guarantees of groups on it."""
     oversubscription: Ratio | None
     """Sum of the quotas of the groups that may use it, as a ratio of its capacity; above 1 it is oversubscribed."""
     deletion_backlog: Int64
@@ -111,7 +111,7 @@ class QuotaUsageDocument(Document):
     name: str
     """The global_quota_group_name."""
     usage: UsageDocument
-    """What is used and allowed."""
+    """Usage and limits."""
     groups: list[str]
     """The groups that draw from it."""
 
@@ -139,17 +139,17 @@ class UsageResource:
     """Usage.
 
     Args:
-        book: runs the calls behind it.
+        calls: runs the calls behind it.
     """
 
-    def __init__(self, book: CallRunner) -> None:
-        self._book = book
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
         add_route(router, "GET", "/v1/usage", self.get_usage, UsageReportDocument)
 
     async def get_usage(self, request: Request, query: Annotated[UsageQuery, Query()]) -> Response:
-        """Tell what is used and allowed."""
-        usage = await self._book.run(request, "CapacityService.GetUsage", instance_group=query.group)
+        """Get usage and limits."""
+        usage = await self._calls.run(request, "CapacityService.GetUsage", instance_group=query.group)
         return answer(await asyncio.to_thread(message_to_dict, usage))

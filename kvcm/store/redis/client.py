@@ -1,10 +1,10 @@
 """Commands to a Redis or Valkey, wherever their keys lie.
 
 1. A call ends within twice `timeout_ms`, with an answer or with StorageIOError.
-2. Writes are sent once: after a lost connection nobody knows whether they ran, and the caller has to find out. Only
-   what certainly did not run is sent again: redirections, and scripts that the server did not know.
-3. Nothing stays broken: a lost connection or an answer that speaks of another role makes the next call look around
-   (`topology.py`), so calls succeed by themselves as soon as some server is responsible again.
+2. Writes are sent once: after a lost connection it is unknown whether they ran, and the caller has to find out. Only
+   commands that certainly did not run are sent again: redirections, and scripts that the server did not know.
+3. Nothing stays broken: a lost connection or an answer that speaks of another role makes the next call find the masters
+   again, so calls succeed by themselves as soon as some server is responsible again.
 """
 
 from __future__ import annotations
@@ -103,11 +103,10 @@ class ScriptCall(NamedTuple):
 # answer was lost is sent twice; their cluster pipelines refuse MGET and EVALSHA; and packing arguments in Python costs
 # more than the server needs for the answer.
 #
-# 1. A connection goes back only after every answer was read: whatever stops a round trip, cancellation included,
-#   closes
-#    its connection, so nobody reads the answer of another.
+# 1. A connection goes back only after every answer was read: an error or cancellation of a round trip closes its
+#    connection, so no call reads the answer of another.
 # 2. Nothing waits for ever: not for a free connection, a new one or an answer.
-# 3. Commands are sent once. Only who knows that a command may run twice sends it again.
+# 3. Commands are sent once. Only a caller whose command may run twice sends it again.
 
 Command = Sequence[Argument]
 _READ_BYTES = 1 << 18
@@ -269,8 +268,8 @@ async def _is_usable(connection: Connection) -> bool:
 
 # Which server is responsible for which keys: one server, the master that sentinels name, or the nodes of a cluster.
 #
-# What is known is used until it is doubted: a lost connection, a redirection or the answer of a replica doubts it, and
-# the next call asks anew, through whoever of several servers answers first, so that one that hangs holds up nobody.
+# A topology is cached until a lost connection, a redirection or the answer of a replica invalidates it. Then the next
+# call queries several servers and takes the first answer, so that a server that hangs delays no call.
 
 _SLOT_COUNT = 16384
 _MOST_QUERIED = 4
@@ -285,21 +284,21 @@ class Topology(Protocol):
         """Return the master of a slot.
 
         Raises:
-            StorageIOError: nobody who would know can be asked, or there is none.
+            StorageIOError: no server with the topology answers, or there is no master.
         """
 
     async def masters(self) -> list[Node]:
-        """Ask anew and return all masters, in a fixed order.
+        """Query and return all masters, in a fixed order.
 
         Raises:
-            StorageIOError: nobody who would know can be asked.
+            StorageIOError: no server with the topology answers.
         """
 
     def at(self, address: Address) -> Node:
         """Return the server at an address that a redirection names."""
 
     async def invalidate(self) -> None:
-        """Ask anew before the next call."""
+        """Invalidate the topology: query it before the next call."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -380,11 +379,11 @@ class _SentinelTopology:
             await node.close()
 
     async def _find(self) -> Node:
-        asked = self._random.sample(self._sentinels, len(self._sentinels))
+        queried = self._random.sample(self._sentinels, len(self._sentinels))
         try:
-            self._epoch, address = await _first(asked, self._master_of, f"sentinels of {self._settings.service!r}")
+            self._epoch, address = await _first(queried, self._master_of, f"sentinels of {self._settings.service!r}")
         except StorageIOError:
-            self._epoch = 0  # sentinels that were set up anew count from the start again
+            self._epoch = 0  # sentinels that were set up again count from the start
             raise
         before, self._doubted = self._master, False
         if before is not None and before.address == address:
@@ -452,8 +451,8 @@ class _ClusterTopology:
         masters = list({node.address: node for node in self._slots if node is not None}.values())
         known = self._random.sample(masters, min(len(masters), _MOST_QUERIED))
         seeds = self._random.sample(self._settings.addresses, min(len(self._settings.addresses), _MOST_QUERIED))
-        asked = list({node.address: node for node in [*known, *map(self.at, seeds)]}.values())
-        ranges = await _first(asked, _slots_reported_by, "nodes of the redis cluster")
+        queried = list({node.address: node for node in [*known, *map(self.at, seeds)]}.values())
+        ranges = await _first(queried, _slots_reported_by, "nodes of the redis cluster")
         slots: list[Node | None] = [None] * _SLOT_COUNT
         for first, last, address in ranges:
             slots[first : last + 1] = [self.at(address)] * (last + 1 - first)
@@ -480,13 +479,13 @@ def _host(name: bytes | None) -> str:
     return "" if name in (None, b"", b"?") else (name or b"").decode()
 
 
-async def _first(nodes: Iterable[Node], ask: Callable[[Node], Coroutine[Any, Any, _Answer]], whom: str) -> _Answer:
+async def _first(nodes: Iterable[Node], query: Callable[[Node], Coroutine[Any, Any, _Answer]], whom: str) -> _Answer:
     """Ask one, and while there is no answer one more after each `_PATIENCE_SECONDS`; return the first answer."""
     waiting, running, errors = list(nodes), set[asyncio.Task[_Answer]](), list[str]()
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.create_task(ask(waiting.pop(0))))
+                running.add(asyncio.create_task(query(waiting.pop(0))))
             patience = _PATIENCE_SECONDS if waiting else None
             done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -593,7 +592,7 @@ class RedisClient:
             raise StorageIOError(f"redis is of version {shown}; use Redis 7.0 or later, or Valkey")
 
     async def masters(self) -> list[Address]:
-        """Ask anew and return the addresses of all masters, in a fixed order."""
+        """Query and return the addresses of all masters, in a fixed order."""
         async with self._deadline():
             return [node.address for node in await self._topology.masters()]
 
@@ -623,12 +622,12 @@ class RedisClient:
         return slot_of(key) if self.is_cluster else 0
 
     async def _mget(self, groups: Sequence[Sequence[bytes]]) -> list[list[bytes | None]]:
-        asked = [group for group in groups if group]
+        queried = [group for group in groups if group]
         if self.is_cluster:
-            sent = [_Sent((b"MGET", *group), self._slot(group[0])) for group in asked]
+            sent = [_Sent((b"MGET", *group), self._slot(group[0])) for group in queried]
             answers = iter(self._checked(await self._send(sent)))
             return [next(answers) if group else [] for group in groups]
-        keys = [key for group in asked for key in group]
+        keys = [key for group in queried for key in group]
         values: list[bytes | None] = self._checked(await self._send([_Sent((b"MGET", *keys), 0)]))[0] if keys else []
         answers = iter(values)
         return [list(islice(answers, len(group))) for group in groups]

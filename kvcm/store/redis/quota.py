@@ -1,4 +1,4 @@
-"""Counters of what is used, shared by all managers (design.md decision 2).
+"""Usage counters, shared by all managers (design.md decision 2).
 
 Counters stand in *accounts*: one per group, one per storage, one over all groups (`kvcm.cache.accounts` says which
 change counts where). Per account two hashes under one tag: the counters, and the open reservations by owner; beside
@@ -17,9 +17,9 @@ later one refuses. The truth is in the counters that change with the records, sh
 reports; the leader's recount puts the sum of those counters in place of `used`:
 
 1. `begin`: a new epoch, and a copy of grown. 2. The counters of all shards are read, also of instances that were
-registered just now. 3. `end`: used becomes what was read plus what grew since 1, and the epoch changes again.
+registered just now. 3. `end`: used becomes the sum that was read plus the growth since 1, and the epoch changes again.
 
-Additions between 1 and 3 may count twice, never zero times. What shrank is reported with the epoch in which it happened
+Additions between 1 and 3 may count twice, never zero times. A decrease is reported with the epoch in which it happened
 and is dropped if that is over, since the recount may have seen it; that errs on the safe side too, is counted in
 `dropped`, and the next recount mends it.
 """
@@ -155,8 +155,8 @@ class TotalLimit(NamedTuple):
 
     Attributes:
         prefix: of the names of fields that count, "" for none.
-        floors: by field what it counts at least; these fields count whatever they are called.
-        amount: what is to be taken of them.
+        floors: least counts by field; these fields count whatever their name.
+        amount: to be reserved.
         limit: most that they may come to with that.
     """
 
@@ -216,7 +216,7 @@ class Counters:
                 parts[kind][field] = int(value)
             else:
                 single[kind] = int(value)
-        return cls(parts["u"], parts["r"], parts["g"], single["epoch"], single["dropped"])
+        return cls(parts["u"], reserved=parts["r"], grown=parts["g"], epoch=single["epoch"], dropped=single["dropped"])
 
 
 class Recount(NamedTuple):
@@ -258,9 +258,9 @@ class QuotaCounters:
 
         Args:
             account: where to.
-            owner: who reserves; one that already does is not counted twice.
+            owner: of the reservation; a second one of the same owner is not counted.
             deadline: unix seconds after which a recount voids the reservation.
-            demands: what is wanted.
+            demands: the requested amounts.
             limits: what has to hold.
 
         Returns:
@@ -275,13 +275,13 @@ class QuotaCounters:
         await self._client.run([ScriptCall(_RELEASE_CALL, self._keys(account), (owner,))])
 
     async def report(self, account: str, report: Report) -> Counters:
-        """Add differences and end reservations; a report of a number that was heard already changes nothing."""
+        """Add differences and end reservations; a report with a number that was received already changes nothing."""
         fields = {*report.grown, *report.shrunk}
         changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
         arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
         counters, rows = self._keys(account)
-        heard = counters.replace(b":q{", b":s{", 1) + report.node.encode()
-        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, heard), arguments)])
+        last_report = counters.replace(b":q{", b":s{", 1) + report.node.encode()
+        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, last_report), arguments)])
         return Counters.of(answer)
 
     async def overdue(self, accounts: Sequence[str], now: float) -> frozenset[str]:
@@ -297,7 +297,7 @@ class QuotaCounters:
         return Recount(counters.epoch, {**dict.fromkeys(counters.used, 0), **counters.grown})
 
     async def end_recount(self, account: str, recount: Recount, counted: Mapping[str, int]) -> bool:
-        """Put what was counted in the place of what is used.
+        """Replace the usage by the counted one.
 
         Args:
             account: which.

@@ -1,4 +1,4 @@
-"""The store that several managers share."""
+"""The shared store: documents and leases of several managers in Redis or Valkey."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if holder == ARGV[1] then
 end
 return {holder, tonumber(redis.call('GET', KEYS[2]) or 0)}
 """,
-    allow_oom=True,  # duties need a leader, and it is they that make room
+    allow_oom=True,  # background tasks need a leader, and they free memory
 )
 _RELEASE = Script("""
 if redis.call('GET', KEYS[1]) == ARGV[1] then
@@ -71,7 +71,7 @@ class RedisLease:
 # Documents in Redis: per part of a table a hash of documents, a sorted set of due times and a counter of changes.
 #
 # The three share a hash tag and change in one script, so that no crash leaves one of them behind. How a document ended
-# is a string of its own of the same hash tag, which the server forgets in time: nobody has to sweep.
+# is a string of its own of the same hash tag, which the server expires: no sweep is needed.
 
 _REPLACE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
@@ -122,7 +122,7 @@ redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
 return 1
 """
 _CREATE = Script(_REPLACE)
-_CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server what is there can be decided, ended and removed
+_CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server existing documents can be decided, finished and removed
 _END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
 _CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
 _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)

@@ -1,4 +1,4 @@
-"""Hearing from the servers which keys changed, so that a cache of records stays coherent.
+"""Invalidation messages of the servers, which keep a cache of records coherent.
 
 One connection per master asks for `CLIENT TRACKING ON BCAST`, redirected to itself and subscribed to the channel of
 invalidations: those then are ordinary messages that arrive by themselves. Rejected: tracking on the connections that
@@ -41,8 +41,8 @@ class Invalidations:
     Args:
         client: of the servers.
         prefix: what the keys of interest begin with.
-        on_keys: told keys that changed; must not raise.
-        on_reset: told that any key may have changed; must not raise.
+        on_keys: receives changed keys; must not raise.
+        on_reset: called when any key may have changed; must not raise.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Invalidations:
 
     @property
     def is_live(self) -> bool:
-        """Whether every change since the last reset was told, or is on its way."""
+        """Whether every change since the last reset was received, or is in flight."""
         return self._is_live
 
     async def run(self) -> None:
         """Follow for ever, until cancelled."""
         while True:
-            reason = await self._follow()
+            reason = await self._track()
             structlog.get_logger("kvcm").warning("redis_invalidations_interrupted", reason=reason)
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _follow(self) -> str:
+    async def _track(self) -> str:
         """Follow all masters until something happens to one of them, and return what."""
         followers: list[_MasterConnection] = []
         try:
@@ -105,7 +105,7 @@ class Invalidations:
             try:
                 now = await self._client.masters()
             except StorageIOError:
-                continue  # nobody knows of a change, and the connections to the masters speak for themselves
+                continue  # no change is known, and the connections to the masters report their own loss
             if now != masters:
                 return f"the masters are {', '.join(map(str, now))} now"
 
@@ -125,11 +125,11 @@ class _MasterConnection:
     """The connection to one master."""
 
     def __init__(
-        self, address: Address, connection: Connection, heard: Callable[[Sequence[bytes] | None], None]
+        self, address: Address, connection: Connection, message: Callable[[Sequence[bytes] | None], None]
     ) -> None:
         self._address = address
         self._connection = connection
-        self._heard = heard
+        self._on_message = message
         self._ponged = asyncio.Event()
 
     async def subscribe(self, prefix: bytes) -> None:
@@ -150,7 +150,7 @@ class _MasterConnection:
             while True:
                 answer = await self._connection.read_response(timeout=math.inf)
                 if answer[0] == b"message":
-                    self._heard(answer[2])
+                    self._on_message(answer[2])
                 elif answer[0] == b"pong":
                     self._ponged.set()
         except (OSError, RedisError) as error:

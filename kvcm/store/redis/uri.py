@@ -104,7 +104,7 @@ def parse_redis_uri(uri: str, cluster_name: str = "") -> RedisSettings:
         cluster_name: what holds when the uri names none.
 
     Raises:
-        ValueError: naming the part that is wrong, its value and what is allowed; never a password.
+        ValueError: naming the wrong part, its value and the allowed ones; never a password.
     """
     kind, encrypted = _kind(uri)
     rest, _, query = uri.partition("://")[2].partition("?")

@@ -16,7 +16,7 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin_pb
 
-__all__ = ["BLOCK_TOKENS", "GROUPS", "INSTANCES", "MARKER", "Deeds", "registration"]
+__all__ = ["BLOCK_TOKENS", "GROUPS", "INSTANCES", "MARKER", "Actions", "registration"]
 
 GROUPS = {"soak-one": 1, "soak-eight": 8}
 """Groups, each with one instance of its name whose blocks have so many parts."""
@@ -53,7 +53,7 @@ def registration(instance: str, trace_id: str = "") -> pb.RegisterInstanceReques
     return request
 
 
-class Deeds:
+class Actions:
     """What one client does.
 
     Args:
@@ -67,7 +67,7 @@ class Deeds:
         self._number, self._random = number, random
         self._ask, self._ask_admin = ask, ask_admin
         self._sent = 0
-        self._deeds: dict[Callable[[], Awaitable[None]], float] = {
+        self._actions: dict[Callable[[], Awaitable[None]], float] = {
             self._match: 44,
             self._count: 6,
             self._match_tokens: 4,
@@ -84,8 +84,8 @@ class Deeds:
 
     async def next(self) -> None:
         """Do something."""
-        (deed,) = self._random.choices([*self._deeds], [*self._deeds.values()])
-        await deed()
+        (action,) = self._random.choices([*self._actions], [*self._actions.values()])
+        await action()
 
     def _common(self) -> dict[str, str]:
         """Return a trace id of its own and an instance; one in five hundred asks for the timing tree."""
@@ -210,7 +210,7 @@ class Deeds:
         await self._ask_admin(self._random.choice(questions), _OK)
 
     async def _mistake(self) -> None:
-        """Ask for an instance that there is not, under a name that nobody else uses."""
+        """Ask for an instance that there is not, under an unused name."""
         common = self._common() | {"instance_id": f"{MARKER}{self._number}-{self._sent}"}
         keys = self._keys()
         await self._ask(pb.GetCacheLocationRequest(**common, query_type=pb.QT_PREFIX_MATCH, block_keys=keys), _UNKNOWN)

@@ -1,4 +1,4 @@
-"""What engines saw in each phase of an outage: values that travel as JSON and add up."""
+"""What engines see in each phase of a run: values that travel as JSON and add up; and the names that runs share."""
 
 from __future__ import annotations
 
@@ -6,42 +6,56 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["AWAY", "GROUPS", "STAYS", "EngineFigures", "TokenFigures", "added"]
-
 AWAY, STAYS = "away", "stays"
-"""Names of the two storages."""
+"""Storages of an outage."""
 
 GROUPS = {"away-first": [AWAY, STAYS], "stays-first": [STAYS, AWAY]}
-"""Groups and where their blocks go, best first: together they spread what is written over both."""
+"""Groups of an outage and where their blocks go, best first: together they spread the blocks over both storages."""
+
+GROUP, INSTANCE, SHARED = "hosts", "hosts/chains", "shared"
+"""Group, instance and shared storage of the hosts."""
+
+
+def pool_of(node_id: str) -> str:
+    """Return the name of the pool on a node."""
+    return f"pool-{node_id}"
+
 
 _Figures = TypeVar("_Figures", "EngineFigures", "TokenFigures")
 
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What engines that move bytes saw in one phase. A block counts where its operation began.
+    """Figures of engines that move bytes, in one phase. Everything counts where its operation began.
 
     Attributes:
         requests: to the manager.
-        failed_requests: those that were not answered as they should.
-        slowest_request_seconds: that one took.
-        overrun_seconds: most that a caller, of the manager or of the engine's transfers, was held beyond its deadline.
+        failed_requests: those without the right answer.
+        slowest_request_seconds: longest time of a request.
+        overrun_seconds: longest time that a caller, of the manager or of the engine's transfers, was held beyond its
+            deadline.
+        lookups: matches and started writes.
+        places: addresses in the answers.
+        foreign: addresses in another host's memory, or in any memory for an engine that names no host.
         asked: blocks that should be readable, by the storages that have them.
         hit: of them, those that were found, loaded, and the right bytes.
-        served: blocks that were loaded, by storage.
-        unmoved: parts that were not moved, by storage and why.
-        offered: blocks that the manager gave a place for.
+        served: blocks that were loaded and are the right bytes, by storage.
+        unmoved: parts that were not moved, by storage and reason.
+        offered: blocks that the manager gave a location for.
         accepted: blocks that were written and confirmed, by storage.
         lost_parts: that were reported as missing.
         removed_locations: that the manager removed for that.
-        wrong: other bytes than were written.
-        errors: exceptions, and items that were refused: what no outage explains.
+        wrong: parts with other bytes than were written, or than their checksum says.
+        errors: exceptions and rejected items: what no fault explains.
     """
 
     requests: int = 0
     failed_requests: list[str] = field(default_factory=list)
     slowest_request_seconds: float = 0.0
     overrun_seconds: float = 0.0
+    lookups: int = 0
+    places: int = 0
+    foreign: list[str] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
     hit: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -56,13 +70,13 @@ class EngineFigures:
 
 @dataclass(slots=True)
 class TokenFigures:
-    """What an engine that generates tokens saw in one phase.
+    """Figures of an engine that generates tokens, in one phase.
 
     Attributes:
         generations: prompts that were answered.
         loaded_tokens: whose KV was not computed.
         blocks_saved: that were published.
-        slowest_seconds: that a prompt took.
+        slowest_seconds: longest time of a prompt.
         wrong: prompts with other tokens than without the manager.
         errors: exceptions.
     """

@@ -6,12 +6,13 @@ counted again from the records.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,16 +29,14 @@ from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.redis.quota import Counters, QuotaCounters
 
-__all__ = ["Look", "look_at", "orphan_files", "records_left", "settings_of", "used_bytes", "verified"]
-
 _LATE_SECONDS = 0.3
 _VERIFY_SECONDS = 60.0
 _UNSETTLED = 2
 
 
 @dataclass(slots=True)
-class Look:
-    """What was found.
+class StoreAudit:
+    """The findings.
 
     Attributes:
         wrong: broken invariants.
@@ -65,6 +64,17 @@ class Look:
     def unfinished(self) -> int:
         """Locations that are writing or deleting."""
         return self.statuses[LocationStatus.WRITING] + self.statuses[LocationStatus.DELETING]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is unfinished, and usage agrees."""
+        return not (self.unfinished or self.sessions or self.groups_off)
+
+    def unrest(self) -> list[str]:
+        """Return why it is not quiet."""
+        return (
+            [] if self.is_quiet else [f"not quiet: {dict(self.statuses)}, {self.sessions} sessions", *self.groups_off]
+        )
 
     async def index(self, instance: Instance, placement: Placement, backend: IndexBackend) -> None:
         """Look at the records of one instance."""
@@ -173,7 +183,7 @@ async def records_left(values: dict[str, str], instance_id: str, keys: Sequence[
         return sum(record is not None for record in await backend.get_many(keys))
 
 
-async def look_at(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> Look:
+async def audit_store(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> StoreAudit:
     """Open the store that the settings name, and look at everything in it. A RocksDB must not be in use.
 
     Args:
@@ -181,25 +191,42 @@ async def look_at(values: dict[str, str], *, capacities: dict[str, int] | None =
         capacities: bytes that groups may use at most.
     """
     async with _opened(values) as (metadata, registry):
-        return await _look(metadata, registry, capacities or {})
+        return await _audit(metadata, registry, capacities or {})
 
 
-async def _look(metadata: Metadata, registry: Registry, capacities: dict[str, int]) -> Look:
-    look, before = Look(), await _counters(metadata, registry)
+async def audit_until(
+    values: dict[str, str],
+    seconds: float,
+    is_enough: Callable[[StoreAudit], bool] = lambda audit: audit.is_quiet,
+    *,
+    capacities: dict[str, int] | None = None,
+) -> tuple[StoreAudit, float]:
+    """Look at a shared store until it is quiet, or time is up; returns the last audit, and how long that took."""
+    begin = time.monotonic()
+    while True:
+        audit = await audit_store(values, capacities=capacities)
+        passed = time.monotonic() - begin
+        if is_enough(audit) or passed > seconds:
+            return audit, passed
+        await asyncio.sleep(0.2)
+
+
+async def _audit(metadata: Metadata, registry: Registry, capacities: dict[str, int]) -> StoreAudit:
+    audit, before = StoreAudit(), await _counters(metadata, registry)
     for instance, placement in _placements(registry):
-        await look.index(instance, placement, metadata.new_backend(placement))
+        await audit.index(instance, placement, metadata.new_backend(placement))
     for session_id, document in (await metadata.store.table("sessions", 16).all()).items():
-        look.sessions += 1
+        audit.sessions += 1
         session = WriteSession.decoded(session_id, document)
         if session.deadline < time.time() - _LATE_SECONDS:
-            look.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
+            audit.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
     for name, heard in (await _counters(metadata, registry)).items():
-        look.group(name, before[name], heard)
+        audit.group(name, before[name], heard)
     for name, capacity in capacities.items():
-        if look.used_bytes[name] > capacity:
-            look.wrong.append(f"group {name} uses {look.used_bytes[name]} of {capacity} bytes")
-    look.conclude()
-    return look
+        if audit.used_bytes[name] > capacity:
+            audit.wrong.append(f"group {name} uses {audit.used_bytes[name]} of {capacity} bytes")
+    audit.conclude()
+    return audit
 
 
 async def _counters(metadata: Metadata, registry: Registry) -> dict[str, Counters]:
@@ -243,7 +270,7 @@ def _verify(manager_options: Sequence[str], environment: Mapping[str, str] | Non
     )
 
 
-def orphan_files(root: Path, look: Look) -> list[Path]:
+def orphan_files(root: Path, audit: StoreAudit) -> list[Path]:
     """Return the files below a storage's directory that no record refers to."""
     files = (path for path in root.rglob("*") if path.is_file())
-    return [path for path in files if str(path).removesuffix(".deleted") not in look.paths]
+    return [path for path in files if str(path).removesuffix(".deleted") not in audit.paths]
