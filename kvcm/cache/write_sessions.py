@@ -1134,7 +1134,7 @@ def _all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
     else not ready; else the failure."""
     text = "; ".join(map(str, reasons))
     if any(isinstance(reason, CapacityError) for reason in reasons):
-        return CapacityError(f"{text}: retry shortly, room is being made")
+        return CapacityError(f"{text}: retry shortly, eviction frees space")
     if any(isinstance(reason, NotReadyError) for reason in reasons):
         return NotReadyError(text)
     return StorageIOError(text)
@@ -1365,7 +1365,7 @@ class WriteSessions:
             if await self._usage.reserve(reservation, cache.index):
                 return plan, reservation
         self._record_rejection(group)
-        raise NotReadyError(f"other managers keep taking the last room of group {group.name!r}: retry shortly")
+        raise NotReadyError(f"other managers keep taking the last space of group {group.name!r}: retry shortly")
 
     async def _plan(
         self, cache: InstanceCache, limits: Limits, request: WriteRequest, refusals: Mapping[str, KvcmError]

@@ -452,7 +452,7 @@ async def test_of_a_pool_that_is_forgotten_the_store_keeps_nothing(tmp_path: Pat
     assert await table.all() == {"pool": b"of another pool"}
     await full_world.registry.storages.add(pool("m"))
     again = full_world.storages.pools()["p"]
-    assert "no host agent has told" in (await again.refresh()).why_not_usable("m", full_world.clock.now())
+    assert "no host agent has reported" in (await again.refresh()).why_not_usable("m", full_world.clock.now())
     assert ((await again.space()).free_bytes, again.allocated_bytes) == (4 * MIB, 0)
     full_world.close()
 

@@ -749,7 +749,7 @@ async def test_a_write_for_which_there_is_no_memory_after_all_presses_and_goes_e
     assert pool_rig.pool.allocated_bytes == MIB - PAGE, "all or nothing"
     assert pool_rig.used("p") == 0
     pool_rig.storages.set_enabled("d", enabled=False)
-    with pytest.raises(CapacityError, match="no room for 4096 bytes: retry shortly"):
+    with pytest.raises(CapacityError, match="no space for 4096 bytes: retry shortly"):
         await pool_rig.start([3, 4])
 
 

@@ -574,8 +574,8 @@ async def test_files_that_cannot_be_made_are_made_by_the_next_candidate(world: W
 
 
 NONE_LEFT: dict[str, tuple[dict[str, str], type[KvcmError], list[str]]] = {
-    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no room", "retry shortly, room is being made"]),
-    "lost": ({"p": "lost"}, NotReadyError, ["storage p: no host agent has told"]),
+    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no space", "retry shortly, eviction frees space"]),
+    "lost": ({"p": "lost"}, NotReadyError, ["storage p: no host agent has reported"]),
     "damaged": ({"p": "damaged"}, StorageIOError, ["cannot be read"]),
     "full and lost": ({"p": "full", "q": "lost"}, CapacityError, ["storage p: the pool", "storage q: no host agent"]),
     "lost and full": ({"p": "lost", "q": "full"}, CapacityError, ["storage q: the pool", "storage p: no host agent"]),
@@ -603,7 +603,7 @@ async def test_a_next_candidate_without_room_in_its_limits_is_named_beside_the_o
     await world.begin("p", "f", limits={"f": 1})
     await world.fill()
     assert await world.goes_to([1, 2]) == ["f"], "what fits of them"
-    with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no room"):
+    with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no space"):
         await world.start([3])
     assert world.manager.usage.rejections["group"] == 2
 
@@ -615,7 +615,7 @@ async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_
     await world.manager.finish_write("i", started.session.id, BlockMask(offset=1))
     world.storages.set_draining("f", is_draining=True)
     assert (await world.start([1])).mask == BlockMask(offset=1)
-    with pytest.raises(NotReadyError, match="no host agent has told"):
+    with pytest.raises(NotReadyError, match="no host agent has reported"):
         await world.start([1, 2])
 
 
