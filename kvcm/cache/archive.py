@@ -1,4 +1,4 @@
-"""The file of an export: frames, each with a checksum of its own, and a trailer with one over all.
+"""Export and import of an index. An export is a file of frames, each with a checksum, and a trailer with one over all.
 
 ::
 
@@ -13,8 +13,14 @@
 Invariants:
 
 * The documents of an instance and of the storages of its records come before the records.
-* A file without a trailer, or with something behind it, is refused: it was cut off.
+* A file without a trailer, or with something behind it, is rejected: it was cut off.
 * Reading and writing hold one frame at a time.
+* An export reads every record at one moment, different records at different ones. Locations that are being written are
+  left out, since sessions are not exported, and blocks without another location with them. Locations that are being
+  deleted are exported: they count as usage until their bytes are freed.
+* An import changes nothing that exists: equal documents are fine, different ones reject the import before it writes
+  anything, and a known block is kept. So an interrupted import is simply run again. Instances get new numbers, and
+  quotas are reported and not enforced, so that a deployment can move to one with tighter quotas.
 
 Rejected: zip and tar (their directories are at the end, a pipe cannot be checked on the way); JSON lines (three times
 the size, chunks are bytes).
@@ -300,7 +306,7 @@ def _framed(kind: bytes, body: bytes) -> bytes:
     return _FRAME.pack(kind, len(body), xxh3_128_digest(kind + body)) + body
 
 
-# What of an exported group depends on the store that it came from, and how it is stored in another one.
+# Groups: settings that depend on the store they came from.
 
 
 def _adapt_group(group: InstanceGroup, store_kind: str) -> tuple[InstanceGroup, list[str]]:
@@ -415,7 +421,14 @@ class PinImport:
     async def _restore(self, work: Pins, each: ExportedPin) -> None:
         cache = self.caches.resolve(each.instance_id)
         group = self.registry.groups.get(cache.instance.instance_group_name)
-        pin = Pin(each.id, cache.placement.uid, group.name, each.owner, each.deadline, PinnedLocations.of(each.places))
+        pin = Pin(
+            each.id,
+            cache.placement.uid,
+            group=group.name,
+            owner=each.owner,
+            deadline=each.deadline,
+            pinned=PinnedLocations.of(each.places),
+        )
         try:
             held = await work.restore(cache, group, pin)
         except CapacityError as error:
@@ -537,12 +550,7 @@ def _first_difference(known: object, new: object, ignored: set[str], path: str =
     return ""
 
 
-# Exports: the registry and the blocks of a store, page by page into an archive.
-#
-# Managers may go on working on a shared store meanwhile: every record is read at one moment, different records at
-# different ones. Locations that are being written are left out, since their sessions are not exported; a block that
-# has no other location is left out with them. What is being deleted comes along: it counts as usage until its bytes
-# are freed. Pins come as documents of their own, behind the blocks.
+# Exports.
 
 _NewBackend = Callable[[Placement], IndexBackend]
 Progress = Callable[[int, int], None]
@@ -719,14 +727,7 @@ def _without_sessions_and_pins(record: BlockRecord) -> BlockRecord | None:
     return record if locations == record.locations else record._replace(locations=locations)
 
 
-# Imports: what an archive holds, added to a store.
-#
-# Nothing that exists is changed: equal documents are fine, different ones refuse the import before anything is
-# written, and a block whose key is there already is kept as it is. So an import that was cut off is simply run again.
-# What a group says of the store that it came from is fitted to this one.
-#
-# Quotas are not enforced, so that a deployment can be moved into one that is configured tighter; what exceeds them is
-# reported. Instances are registered again: they get new numbers, and as many lock shards as their group says now.
+# Imports.
 
 _TOUCHES_AT_ONCE = 64
 

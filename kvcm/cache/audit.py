@@ -7,8 +7,9 @@
   session that is gone; what cannot be read is named.
 * Documents can be read, become due, and belong to instances that exist; so do all keys of blocks.
 
-Nothing is held in memory that grows with the index but one part of its extents (extents.py). Managers may go on working
-on a shared store: what changes while it is looked at is looked at again (audit_blocks.py).
+Memory does not grow with the index. Other managers may change a shared store meanwhile, and a block cannot be read at
+one moment. So a difference is only a suspect, and a finding when it is the same after a pause; usage of a shard is
+compared with a recount during which it did not change, twice.
 """
 
 from __future__ import annotations
@@ -60,13 +61,9 @@ __all__ = [
 
 # Invariant 5: an extent of a storage belongs to exactly one location.
 #
-# Extents are gathered part by part of all objects, an object belonging to the part that a hash of its name says, and
-# each part is sorted by object and offset, where those that overlap stand side by side. A part holds `_PART_EXTENTS` of
-# 40 bytes on average, and sorting it takes as much again: about 200 MB at most. So the memory does not grow with the
-# index; the number of passes over it does.
-#
-# Objects are told apart by 64 bits of a hash. Whoever asks reads the locations of a pair again and compares the names
-# themselves (`overlapping`), so two names with one hash are no finding.
+# Extents are gathered in parts by a hash of the object's name. Each part is sorted by object and offset, where overlaps
+# are neighbours. A part has `_PART_EXTENTS` of 40 bytes on average, and sorting takes as much again: 200 MB at most.
+# The number of passes grows with the index. Objects are compared by 64 bits of a hash; `overlapping` compares names.
 
 _PART_EXTENTS: Final = 2_000_000
 _WHOLE: Final = 1 << 62
@@ -179,13 +176,7 @@ class ExtentPart:
             column.append(value)
 
 
-# Verification of one instance's blocks: records against everything that is derived from them, usage, and writers.
-#
-# Other managers may change the store meanwhile, and not all parts of a block can be read at one moment. So what looks
-# wrong is a suspect only; it is a finding when the same is wrong after a pause. Usage of a shard is compared with a
-# recount during which it did not change, twice with the same result. Memory: one page of blocks, the suspects (those
-# of one page above `_MOST_SUSPECTS` at most: then they are judged at once), up to `_MOST_LEFT` that were found wrong,
-# and for a shard whose usage is suspect the keys of that shard.
+# Verification of one instance's blocks. In memory: one batch of blocks, suspects, findings, keys of a suspect shard.
 
 Pause = Callable[[], Awaitable[None]]
 """Waits until changes under way are stored."""
@@ -691,7 +682,14 @@ class IndexAuditor:
             extents += cache.index.key_count * len(cache.instance.location_spec_infos)
             audited = self._store.audited(cache.placement)
             self._audits[cache.placement.uid] = BlockAudit(
-                cache, audited, self._sessions, self._endings, self._clock, self._pause, self._repair, self.report
+                cache,
+                audited,
+                sessions=self._sessions,
+                endings=self._endings,
+                clock=self._clock,
+                pause=self._pause,
+                repair=self._repair,
+                report=self.report,
             )
         self.report.checked["instances"] = len(self._audits)
         return part_count(extents)

@@ -152,17 +152,17 @@ class ChainExplorer:
         is_readable = any(self._can_be_read(location) for location in locations)
         parent = record.parent if record is not None else None
         return ExploredBlock(
-            position,
-            key,
-            state,
-            is_readable,
-            self._lacks(locations) if is_readable else self._why_not(state, locations),
-            tuple(_describe_location(location) for location in locations),
-            int(access.at * 1000) if access is not None else 0,
-            access.reads if access is not None else 0,
-            max(0.0, now - min(each.written_at for each in locations)) if locations else -1.0,
-            any(each.pinned_until > now for each in locations),
-            record is not None and (parent is None or parent in present),
+            position=position,
+            block_key=key,
+            state=state,
+            is_readable=is_readable,
+            why_not=self._lacks(locations) if is_readable else self._why_not(state, locations),
+            locations=tuple(_describe_location(location) for location in locations),
+            last_access_at_ms=int(access.at * 1000) if access is not None else 0,
+            accesses=access.reads if access is not None else 0,
+            age_seconds=max(0.0, now - min(each.written_at for each in locations)) if locations else -1.0,
+            is_pinned=any(each.pinned_until > now for each in locations),
+            parent_is_present=record is not None and (parent is None or parent in present),
         )
 
     def _can_be_read(self, location: Location) -> bool:
@@ -225,7 +225,15 @@ def summarize_chain(blocks: Sequence[ExploredBlock], block_size: int) -> ChainSu
     if matched < len(blocks):
         stopper = blocks[matched]
         end, reason = _END_OF_STATE[stopper.state], f"block {matched}: {stopper.why_not}"
-    return ChainSummary(len(blocks), block_size, matched, matched * block_size, complete, end, reason)
+    return ChainSummary(
+        blocks=len(blocks),
+        tokens_per_block=block_size,
+        matched_blocks=matched,
+        matched_tokens=matched * block_size,
+        complete_blocks=complete,
+        end=end,
+        end_reason=reason,
+    )
 
 
 def _length(flags: Iterable[bool]) -> int:

@@ -205,8 +205,16 @@ class StorageDrains:
             is_done = is_empty and now >= drain.started_at + self._settled_seconds
             return DrainProgress(drain, left.used_bytes, is_done, is_begun, unreadable=unreadable)
         is_marked = course.quiet_scans >= _QUIET_SCANS and not left.has_unmarked
-        waits = (course.pinned, course.writing, unreadable)
-        return DrainProgress(drain, left.used_bytes, is_marked and is_empty, is_begun, is_marked, *waits)
+        return DrainProgress(
+            drain,
+            left.used_bytes,
+            is_done=is_marked and is_empty,
+            has_started=is_begun,
+            is_marked=is_marked,
+            pinned=course.pinned,
+            writing=course.writing,
+            unreadable=unreadable,
+        )
 
     async def resume(self, is_leader: Callable[[], bool] = lambda: True) -> None:
         """Look after every drain whose time has come.

@@ -1,4 +1,4 @@
-"""What the manager keeps in memory for one instance."""
+"""The open cache of each instance: its index, and tables derived from its registration once."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _SpecNames:
         return self._known.setdefault(names, names)
 
 
-# The indexes that this manager has open: one per registered instance, and per instance that is being removed.
+# The open caches: one per registered instance, and per instance that is being removed.
 
 _BATCH_KEYS = 256
 

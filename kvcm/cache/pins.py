@@ -1,18 +1,22 @@
 """Pins: prefixes that eviction leaves alone for a bounded time.
 
-A pin takes three steps: it takes bytes of its group's budget, it is stored as a document, and the locations that it
-holds are marked in their records (`pinned_until`). The reclaimer goes by the mark: it is in the record that is compared
-and set, on whatever manager it runs, so nobody evicts a pinned location for not having heard of the pin. Only eviction
-respects it: whoever removes a block means it. A pin names locations, not blocks: one that a block gets later is not in
-the budget, and is not held.
+A pin takes three steps: it reserves bytes of its group's budget, it is stored as a document, and its locations are
+marked in their records (`pinned_until`). The reclaimer of every manager reads the mark in the record that it compares
+and sets, so it needs no knowledge of pins. Only eviction respects pins; a removal does not. A pin names locations and
+not blocks: a later location of a block is neither in the budget nor pinned.
 
-1. What is marked until t is named by a document whose deadline is t at least, and every document is in the budget.
-   Ending a pin goes the other way round, so what is marked never exceeds the budget.
-2. Every step ends by itself at the deadline, also when the manager dies before the next one. A pin that ends early says
-   so in its document first: whoever finds that carries it out.
-3. Whoever ends a pin sets its marks by the documents that are left, then looks at these again: a pin that another
-   manager began meanwhile counted on the mark, and gets it back, some milliseconds later. If this manager dies just
-   then, from whoever carries the end out.
+1. A mark until t belongs to a document whose deadline is at least t, and every document is in the budget. A pin ends in
+   the reverse order, so marks never exceed the budget.
+2. Every step expires by itself at the deadline, also when the manager dies before the next one. A pin that ends early
+   has that in its document first: every manager that finds it carries it out.
+3. The end of a pin sets its marks by the documents that are left, then reads these again: a pin that another manager
+   began meanwhile relied on the mark, and gets it back some milliseconds later, or from the manager that takes over.
+4. The budget of a group is one small document, changed by compare-and-set only: of two pins that together exceed it one
+   is rejected, on any two managers. Expired entries do not count and leave with the next change, so a manager that dies
+   between reserving and pinning costs budget for the life of that pin.
+
+Rejected: the ledger's leased credits, made for thousands of reservations a second. Pins are few, and small differences
+between managers would be visible to users that pin right up to a budget.
 """
 
 from __future__ import annotations
@@ -216,15 +220,7 @@ class Pin:
         return cls(pin_id, stored.uid, stored.group, stored.owner, stored.deadline, held, stored.is_ended)
 
 
-# How many bytes the pins of a group hold, exact for any number of managers.
-#
-# One small document per group: the pins by id, each with its bytes and deadline. It changes by compare-and-set only,
-# so of two pins that together exceed the budget one is refused, wherever they are asked for. What is past its deadline
-# does not count and leaves with the next change: a manager that dies between taking budget and pinning costs budget
-# for the life of that pin, and needs no cleaning up.
-#
-# Rejected: the ledger's leased credits, made for thousands of reservations a second; pins are few, and small
-# differences between managers would be visible to users that pin right up to a budget.
+# Budgets.
 
 _BUDGET_FORMAT = 1
 _MOST_BUDGET_ATTEMPTS = 32
@@ -439,7 +435,12 @@ class Pins:
                 return None
             deadline = self._clock.now() + request.ttl_seconds
             pin = Pin(
-                self._new_id(), cache.placement.uid, group.name, request.owner, deadline, PinnedLocations.of(found)
+                self._new_id(),
+                cache.placement.uid,
+                group=group.name,
+                owner=request.owner,
+                deadline=deadline,
+                pinned=PinnedLocations.of(found),
             )
             try:
                 return await self._begin(cache, group, pin)

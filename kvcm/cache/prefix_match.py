@@ -1,7 +1,16 @@
 """The match modes: which blocks of a request can be read, and where (wire.md 5.3, 14).
 
-The path of a plain prefix match is: keys → answers of the index → the answers before the first miss. No per-block
-object, no per-block await. Masks are honoured by every mode (design.md decision 13).
+The path of a plain prefix match: keys → answers of the index → the answers before the first miss. No per-block object,
+no per-block await. Every mode respects masks (design.md decision 13).
+
+Reads are recorded in batches (`AccessRecorder`, design.md decision 18): a request appends one entry, and entries are
+merged and stored in the background. A crash loses the reads since the last drain, which only affects the order of
+eviction. When reads come faster than they drain, the newest are dropped.
+
+* A drain stores the least recent reads first: request after request, and within a request the tail before the head,
+  since the head of a prefix must outlive its continuations (invariant 7).
+* Only in an instance that is read by prefix match alone a block without its prefix is garbage (invariant 7). An
+  instance that was read in another mode once is never such an instance again (`ReadModes`).
 """
 
 from __future__ import annotations
@@ -212,10 +221,7 @@ async def _answers_by_position(cache: InstanceCache, query: MatchQuery, view: St
     return answers
 
 
-# Which instances are read by prefix match alone: only there a block whose prefix is gone is garbage (invariant 7).
-#
-# An instance that was read in any other way, even once, is never such an instance again. That is a document, so that
-# it holds for every manager and after a restart; who reads pays for a look into a set.
+# Read modes: a document per instance, so that they hold for every manager and after a restart.
 
 PREFIX_MODES: Final = frozenset({MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA})
 _NOT_PREFIX_MATCH: Final = b"1"
@@ -395,15 +401,7 @@ class _NoObserver:
 
 NO_OBSERVER: CacheObserver = _NoObserver()
 
-# Access recording: which blocks were read when, written down in batches (design.md decision 18).
-#
-# A request appends one entry and goes on; the entries are merged and drained in the background, so a read costs no
-# write to the store. What is read again before that, as a prompt by the engines of many users and by a scheduler that
-# asks at every step, only counts once more. What a crash loses is bounded: the reads since the last drain, which
-# change an order of eviction and nothing else. When reads come faster than they drain, the newest are not recorded.
-#
-# What is drained is in the order of the last reads, the least recent first: request after request, and within a
-# request the tail before the head, since the head of a prefix must outlive its continuations (invariant 7).
+# Access recording.
 
 _MOST_KEYS = 1 << 20
 _SLICE_KEYS = 256  # worked on without giving way

@@ -1,4 +1,20 @@
-"""Every hard limit that a write of a group has to keep, as configured right now."""
+"""Quotas: the limits of a group, the bytes and blocks in use, and the space that a write may still take (wire.md 9.4).
+
+A write reserves its plan before it allocates, so overlapping writes never exceed a limit together. Usage follows from
+the changes of the indexes (invariant 4): the counters change in the same step as the records.
+
+One manager alone counts exactly and never suspends (`UsageLedger`). Managers on one store share counters
+(`SharedLedger`, protocol in `kvcm.store.redis.quota`): changes are reported in batches, many times a second, and a
+reservation covers bytes that are not reported yet. The shared accounts:
+
+* of a group: `b<storage type>/<storage>` bytes in a place, `k<uid>` blocks of an instance. Its quota, in total and by
+  type, and the key limits of its instances are checked there.
+* of a storage: `b<group>` bytes of a group. The storage's capacity and the guarantees of groups on it.
+* of everything: `b<group>` bytes of a group, for global quotas. They have no account each, so that a group that changes
+  its quota takes its usage along.
+
+All accounts are always reported to, also without a limit, so that a new limit holds at once.
+"""
 
 from __future__ import annotations
 
@@ -129,10 +145,7 @@ def _guarantees_on(config: StorageConfig, groups: Sequence[InstanceGroup]) -> di
     return {group.name: size for group in groups if (size := group.guaranteed_on(config))}
 
 
-# Bytes and blocks in use, and what a write may still take (wire.md 9.4).
-#
-# A write reserves what it plans before it allocates, so that writes that overlap never exceed a limit together. What
-# is counted follows from the changes of the indexes (invariant 4).
+# Usage and reservations of one manager.
 
 
 class Reservation(NamedTuple):
@@ -378,17 +391,7 @@ class FreeSpace:
         self._shared += size_bytes
 
 
-# Which shared counters a change of usage counts in (`kvcm.store.redis.quota`).
-#
-# * A group's account: `b<storage type>/<storage>` bytes in a place, `k<uid>` blocks of an instance. Its quota, in
-#   total
-#   and by type, and the key limits of its instances are checked there.
-# * A storage's account: `b<group>` bytes of a group. The storage's capacity and what groups are guaranteed on it.
-# * One account over all: `b<group>` bytes of a group. Global quotas: not an account each, so that a group that is
-#   given
-#   another quota takes its usage along.
-#
-# All accounts are reported to always, also while there is no limit, so that one that is set holds at once.
+# Accounts and fields of the shared counters.
 
 OVERALL = "a.all"
 InstanceIndexes = Mapping[str, Mapping[int, MetaIndex]]
@@ -516,10 +519,7 @@ async def count_usage(census: InstanceIndexes) -> dict[str, dict[str, int]]:
     return {account: dict(fields) for account, fields in accounts.items()}
 
 
-# Usage of groups and storages while several managers work on one store.
-#
-# What the indexes of this manager report is gathered and sent in batches, many times a second; a reservation covers
-# what is not sent yet, so limits hold all the same (see `kvcm.store.redis.quota` for the protocol).
+# Usage and reservations of several managers on one store.
 
 _log = structlog.get_logger("kvcm.cache")
 

@@ -1,10 +1,20 @@
 """Removal: a location turns to deleting, its bytes go after a delay, then its record (design.md decision 15).
 
-A removed key vanishes from every answer at once. Its record stays, says from when its bytes may go, and counts as usage
-until they are freed; the deletion executor of the leader finds it by that time.
-Whatever was ever serving is protected for `delay_before_delete_ms`, since a reader may have been given it a moment ago
-(invariant 6). A location that is still being written is deleted when its session's time is up: before that its writer
-could put the bytes back; it keeps its session's id, so that the session's end lets it go earlier.
+A removed key vanishes from every answer at once. Its record stays, holds the time from which its bytes may go, and
+counts as usage until they are freed by the leader's deletion executor.
+
+* Locations that served are protected for `delay_before_delete_ms`, since a reader may have got them a moment ago
+  (invariant 6). A location that is still being written is deleted when its session expires: before that its writer
+  could write the bytes again. It keeps its session's id, so that the session's end releases it earlier.
+* A removed instance is remembered by the number of its registration until none of its blocks is left, so its id can be
+  registered again at once. Its index is scanned a second time when all managers know of the removal, since a late write
+  may have finished on one that did not.
+* A report of missing bytes is checked against the storage first, since a reader can be wrong: a report removes nothing
+  that the manager can read. A report of corrupt bytes has to name the recorded checksum. Then the whole location goes,
+  since its other parts are useless without the lost one; and the block's other locations, when they are useless alone.
+* When the host of a memory pool made new memory, all its locations up to a stamp, the floor, are forgotten. The state
+  of the pool has the floor, so the leader finds it after a restart, too; readers recognise such bytes by their stamp.
+  Every index is scanned at once, and again when all managers know of the floor.
 """
 
 from __future__ import annotations
@@ -160,12 +170,6 @@ def _count_marked(changes: Iterable[Change]) -> int:
 
 
 # Removal of instances: incremental, and resumed by the leader after a crash.
-#
-# The registry remembers the removal under the registration's number until no block of it is left, so the same id can
-# be registered again at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees
-# their bytes and records like any others. An index is scanned a second time when all managers know of the
-# removal, since one that had not may have finished a write; and with several managers the end is only believed after a
-# while.
 
 _BATCHES_AT_ONCE = 64
 _REASON = "RemoveInstance"
@@ -256,13 +260,7 @@ class InstanceRemovals:
             _log.warning("pins_not_forgotten", registration=cache.placement.uid, reason=str(error))
 
 
-# Reports of missing and of corrupt bytes: locations that readers could not use are given up.
-#
-# A reader can be wrong: its mount may be gone, or it reads by an old answer. So where it found no bytes the storage is
-# asked first, and a report removes nothing that the manager can see. Bytes that are not those of the recorded checksum
-# are there, so the storage cannot tell, and a reader is believed that names this very checksum: then it read by the
-# answer that holds now. When bytes are missing or corrupt the whole location goes, since its other parts are worth
-# nothing without them; and so do the block's other locations when what is left of it is of no use by itself.
+# Reports of missing and of corrupt bytes.
 
 _CHECK_TIMEOUT_SECONDS = 10.0  # for one page of parts; a storage that hangs must not keep the caller
 
@@ -406,15 +404,7 @@ def _unusable_without(cache: InstanceCache, record: BlockRecord, lost_ids: Colle
     return lambda location: is_lost(location) or (all_go and location.status is LocationStatus.SERVING)
 
 
-# Memory that is gone: all locations in a pool whose host made new memory, after a reboot for one, are forgotten.
-#
-# The state of a pool says up to which stamp its memory is gone, the floor, and up to which one that was carried out;
-# so the leader finds it, also after a restart. Nobody waits for it: readers miss such bytes by the stamp that is
-# not there, and their places are given to others at once, since stamps tell them apart. But writers are told meanwhile
-# that the blocks are there.
-#
-# Every index is gone through at once, and a second time when all managers know of the floor: a write that was
-# begun before may have stored its blocks in between.
+# Memory of pools that is gone.
 
 _BATCH_BLOCKS: Final = 256
 _PURGE_RETRY_SECONDS: Final = 60.0

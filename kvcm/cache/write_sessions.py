@@ -1134,7 +1134,7 @@ def _all_candidates_rejected(reasons: Sequence[KvcmError]) -> KvcmError:
     else not ready; else the failure."""
     text = "; ".join(map(str, reasons))
     if any(isinstance(reason, CapacityError) for reason in reasons):
-        return CapacityError(f"{text}: retry shortly, room is being made")
+        return CapacityError(f"{text}: retry shortly, eviction frees space")
     if any(isinstance(reason, NotReadyError) for reason in reasons):
         return NotReadyError(text)
     return StorageIOError(text)
@@ -1354,13 +1354,18 @@ class WriteSessions:
                 raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
             if not plan.runs:
                 return plan, None
-            wanted = plan.wanted_bytes
-            deadline = self._clock.now() + _RESERVATION_SECONDS
-            reservation = Reservation(self._new_id(32), limits, cache.placement.uid, wanted, plan.new_keys, deadline)
+            reservation = Reservation(
+                owner=self._new_id(32),
+                limits=limits,
+                uid=cache.placement.uid,
+                wanted_bytes=plan.wanted_bytes,
+                new_keys=plan.new_keys,
+                deadline=self._clock.now() + _RESERVATION_SECONDS,
+            )
             if await self._usage.reserve(reservation, cache.index):
                 return plan, reservation
         self._record_rejection(group)
-        raise NotReadyError(f"other managers keep taking the last room of group {group.name!r}: retry shortly")
+        raise NotReadyError(f"other managers keep taking the last space of group {group.name!r}: retry shortly")
 
     async def _plan(
         self, cache: InstanceCache, limits: Limits, request: WriteRequest, refusals: Mapping[str, KvcmError]
@@ -1656,16 +1661,16 @@ class OpenSessions:
     def _describe(self, cache: InstanceCache, session: WriteSession) -> OpenSession:
         is_ending = session.decision is not None
         return OpenSession(
-            session.id[:_SHORT],
-            cache.instance.instance_id,
-            cache.instance.instance_group_name,
-            len(session.keys),
-            len(session.keys) * cache.instance.block_bytes,
-            0,
-            int(session.deadline * 1000),
-            session.starter,
-            not is_ending and session.deadline <= self._now(),
-            is_ending,
+            short_id=session.id[:_SHORT],
+            instance_id=cache.instance.instance_id,
+            instance_group=cache.instance.instance_group_name,
+            blocks=len(session.keys),
+            bytes=len(session.keys) * cache.instance.block_bytes,
+            begun_at_ms=0,
+            deadline_ms=int(session.deadline * 1000),
+            starter=session.starter,
+            is_overdue=not is_ending and session.deadline <= self._now(),
+            is_ending=is_ending,
         )
 
 

@@ -574,7 +574,7 @@ async def test_files_that_cannot_be_made_are_made_by_the_next_candidate(world: W
 
 
 NONE_LEFT: dict[str, tuple[dict[str, str], type[KvcmError], list[str]]] = {
-    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no space", "retry shortly, room is being made"]),
+    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no space", "retry shortly, eviction frees space"]),
     "lost": ({"p": "lost"}, NotReadyError, ["storage p: no host agent has reported"]),
     "damaged": ({"p": "damaged"}, StorageIOError, ["cannot be read"]),
     "full and lost": ({"p": "full", "q": "lost"}, CapacityError, ["storage p: the pool", "storage q: no host agent"]),
