@@ -23,7 +23,7 @@ class _StartingProcess(ManagerProcess):
     """A manager of which it is enough that it listens."""
 
     def _wait_until_serving(self) -> Address:
-        (found,) = eventually(lambda: self.events("on_cancel") or self._ended(), 20)
+        (found,) = eventually(lambda: self.events("listening") or self._ended(), 20)
         return Address(*(found[name] for name in ("grpc", "http", "admin_grpc", "admin_http")))
 
     def _ended(self) -> None:

@@ -122,7 +122,7 @@ def test_an_export_goes_through_a_pipe(tmp_path: Path, stored: tuple[Path, str])
     assert "a pipe cannot be checked as a whole first" in done.stderr
     assert instance_id in done.stdout
     code, report = _verified(tmp_path, *_data(tmp_path / "copy"))
-    assert (code, report["checked"]["records"], report["checked"]["instances"]) == (0, len(KEYS), 1)
+    assert (code, report["looked_at"]["records"], report["looked_at"]["instances"]) == (0, len(KEYS), 1)
 
 
 def test_an_export_does_not_replace_a_file_unasked(tmp_path: Path, stored: tuple[Path, str]) -> None:
@@ -225,7 +225,7 @@ def test_a_redis_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_sound_directory_is_clean(tmp_path: Path, stored: tuple[Path, str]) -> None:
     code, report = _verified(tmp_path, *_data(stored[0]))
     assert (code, report["clean"], report["findings"], report["unsettled"]) == (0, True, [], [])
-    assert report["checked"]["records"] == len(KEYS)
+    assert report["looked_at"]["records"] == len(KEYS)
     done = _index(tmp_path, "verify", *_data(stored[0]))
     assert (done.returncode, "records" in done.stdout, "findings" in done.stdout) == (0, True, True)
 
@@ -243,7 +243,7 @@ def test_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, sto
     code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
     assert (code, report["clean"], report["mended"], len(report["findings"])) == (0, False, True, 2)
     code, report = _verified(tmp_path, *_data(data_dir))
-    assert (code, report["clean"], report["checked"]["records"]) == (0, True, len(KEYS) - 1)
+    assert (code, report["clean"], report["looked_at"]["records"]) == (0, True, len(KEYS) - 1)
 
 
 def test_document_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
@@ -264,7 +264,7 @@ def test_document_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: 
     code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
     assert (code, report["mended"], len(report["findings"])) == (0, True, 3)
     code, report = _verified(tmp_path, *_data(data_dir))
-    assert (code, report["clean"], report["checked"]["records"]) == (0, True, len(KEYS))
+    assert (code, report["clean"], report["looked_at"]["records"]) == (0, True, len(KEYS))
 
 
 def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, stored: tuple[Path, str]) -> None:
