@@ -226,7 +226,7 @@ async def stop_while_loading(directory: Path, blocks: int, stops: int, seed: int
 def _start_seconds(manager: Manager) -> float:
     """Start the manager and return how long it takes from listening to serving."""
     manager.spawn()
-    listening = _seen(manager, "on_cancel")
+    listening = _seen(manager, "listening")
     return _seen(manager, "serving") - listening
 
 
@@ -241,7 +241,7 @@ def _seen(manager: Manager, name: str) -> float:
 
 def _stop_early(manager: Manager, after_seconds: float, report: RestartReport) -> None:
     manager.spawn()
-    _seen(manager, "on_cancel")
+    _seen(manager, "listening")
     time.sleep(after_seconds)
     begin = time.monotonic()
     manager.signal(signal.SIGTERM)
