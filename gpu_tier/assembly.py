@@ -114,14 +114,9 @@ def build(
     resident = None
     if algorithm.skip_layers:
         resident = ResidentLayers(
-            geometry=geometry,
-            count=algorithm.skip_layers,
-            num_pages=-(-total // page),
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-            transfer=transfer,
-            runtime=runtime,
-        )
+            geometry=geometry, count=algorithm.skip_layers, num_pages=-(-total // page), max_requests=max_requests,
+            max_tokens=max_tokens, transfer=transfer, runtime=runtime,
+        )  # fmt: skip
     lifecycle = RequestLifecycle(
         config=config, manager=manager, algorithm=algorithm, resident=resident, max_tokens=max_tokens,
         publishes=publishes,
