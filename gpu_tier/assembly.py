@@ -106,24 +106,43 @@ def build(
     parts = Parts(
         arena=arena, tables=tables, host_tokens=host_tokens, transfer=transfer, rows=rows, store_bytes=split.store_bytes
     )
+    return _coordinator(context, algorithm, parts, rows, unit_tokens=unit, publishes=publishes)
+
+
+def _coordinator(
+    context: AlgorithmContext,
+    algorithm: BaseSparseAlgorithm,
+    parts: Parts,
+    rows: _Rows,
+    *,
+    unit_tokens: int,
+    publishes: bool,
+) -> SparseCoordinator:
+    config, geometry, runtime = context.config, context.geometry, context.runtime
     policy = policy_of(context, algorithm, parts)
     manager = SparseKVCacheManager(
-        policy=policy, transfer=transfer, tables=tables, host_tokens=host_tokens, runtime=runtime, unit_tokens=unit
-    )
+        policy=policy, transfer=parts.transfer, tables=parts.tables, host_tokens=parts.host_tokens, runtime=runtime,
+        unit_tokens=unit_tokens,
+    )  # fmt: skip
     rows.reader = manager.reader
     resident = None
     if algorithm.skip_layers:
         resident = ResidentLayers(
-            geometry=geometry, count=algorithm.skip_layers, num_pages=-(-total // page), max_requests=max_requests,
-            max_tokens=max_tokens, transfer=transfer, runtime=runtime,
-        )  # fmt: skip
+            geometry=geometry,
+            count=algorithm.skip_layers,
+            num_pages=-(-context.total_tokens // config.page_size),
+            max_requests=context.max_requests,
+            max_tokens=context.max_tokens,
+            transfer=parts.transfer,
+            runtime=runtime,
+        )
     lifecycle = RequestLifecycle(
-        config=config, manager=manager, algorithm=algorithm, resident=resident, max_tokens=max_tokens,
+        config=config, manager=manager, algorithm=algorithm, resident=resident, max_tokens=context.max_tokens,
         publishes=publishes,
     )  # fmt: skip
     return SparseCoordinator(
         config=config, lifecycle=lifecycle, adaptor=_adaptor_of(geometry, algorithm, policy),
-        stream=_stream(config, manager, runtime), runtime=runtime, sm_scale=sm_scale,
+        stream=_stream(config, manager, runtime), runtime=runtime, sm_scale=context.sm_scale,
     )  # fmt: skip
 
 
