@@ -270,13 +270,13 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     uris = await world.create(8)
     await world.delete(uris[:4])
     let_grace_pass(world)
-    answers, note_owner = threading.Event(), kvcm.storage.file_slots.note_owner
+    answers, record_owner = threading.Event(), kvcm.storage.file_slots.record_owner
 
     def hang(path: str, numbers: list[int], location_id: str) -> bool:
         assert answers.wait(60)
-        return note_owner(path, numbers, location_id)
+        return record_owner(path, numbers, location_id)
 
-    monkeypatch.setattr(kvcm.storage.file_slots, "note_owner", hang)
+    monkeypatch.setattr(kvcm.storage.file_slots, "record_owner", hang)
     wait_for_slots(monkeypatch, HELD_SECONDS)
     began = time.monotonic()
     assert not {*slots(await world.create(2))} & {*slots(uris)}
