@@ -146,7 +146,7 @@ quick: setup
 	    --dist worksteal $(QUICK_TESTS)
 
 unit: setup redis fuse mooncake promtool
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
 
 # What `make test` leaves to .ci/run: documents, dashboards, images, packages, browsers, faults, long histories, and real
 # processes that are killed. One run of pytest, so that servers are started once and no core waits at its end.
