@@ -252,7 +252,7 @@ def test_an_instance_is_removed_by_its_name(browser: Browser, secured: ConsoleSi
         watch.press("Remove", role="link")
         watch.page.get_by_label("to go on").fill("something else")
         watch.press("Remove it")
-        assert "is not the name" in watch.said
+        assert "The name that was typed is not" in watch.said
         watch.page.get_by_label("to go on").fill(name)
         watch.press("Remove it")
         assert "was removed" in watch.said

@@ -134,7 +134,7 @@ def test_a_group_is_created_and_removed(browser: Browser, site: ConsoleSite) -> 
         watch.press("Remove", role="link")
         watch.page.get_by_label(f"Type {name} to go on").fill("chat")
         watch.press("Remove")
-        assert "is not the name" in watch.said
+        assert "The name that was typed is not" in watch.said
         watch.page.get_by_label(f"Type {name} to go on").fill(name)
         watch.press("Remove")
         assert f"Group {name} was removed." in watch.said
@@ -147,7 +147,7 @@ def test_the_first_page_says_which_group_is_full_and_why_and_keeps_up(
     with watched(browser, site) as watch:
         watch.go("/console/")
         card = watch.page.locator(".card", has=watch.page.get_by_role("link", name=group, exact=True))
-        assert "has room" in card.inner_text()
+        assert "has space" in card.inner_text()
         with site.rest() as rest:
             unmarked = {"reclaim_strategy": {"trigger_strategy": {"used_percentage": 2}}}
             rest.patch(f"/v1/groups/{component(group)}", {"quota": {"capacity": 2 * MIB}, "cache_config": unmarked})
