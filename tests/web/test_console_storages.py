@@ -139,7 +139,7 @@ def test_it_is_removed_by_its_name_only(browser: Browser, site: ConsoleSite, tmp
             watch.page.evaluate("document.querySelector('#f-name').required = false")  # that is for browsers only
             watch.page.get_by_label("Type to-remove to go on").fill(typed)
             watch.press("Remove it")
-            assert "is not the name to-remove" in watch.said
+            assert "The name that was typed is not to-remove" in watch.said
             assert storage(site, "to-remove")
         watch.page.get_by_label("Type to-remove to go on").fill("to-remove")
         watch.press("Remove it")
