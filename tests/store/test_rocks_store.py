@@ -515,7 +515,7 @@ def test_a_full_disk_stops_the_log_and_keeps_what_was_flushed(tmp_path: Path) ->
         output, _ = writer.communicate(timeout=60)
     *lines, last = output.splitlines(keepends=True)
     assert last.startswith(f"failed {tmp_path} cannot be written: ")
-    assert "make room" in last
+    assert "free space" in last
     said = latest(line for line in lines if not line.startswith("failed"))
     assert set(said) == set(range(rocks_writer.TASKS))
     found = stored(tmp_path)
