@@ -194,11 +194,12 @@ smoke: setup redis fuse mooncake iproute engines
 	$(BIN)/python benchmarks/gameday.py --quick --minutes 1 --seed 2 --json build/gameday.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --seconds 45 --json build/soak.json
+	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
 	$(MAKE) --jobs 2 --output-sync=target smoke-benchmarks
 	$(MAKE) --jobs 2 --output-sync=target smoke-gpu
 
 # The longest first.
-QUICK := connector crash conversation service capacity auth_cost reclaim live_tuning scale index optimizer layout match \
+QUICK := connector crash conversation service capacity auth_cost live_tuning scale index optimizer layout match \
   transfer mooncake_store mempool slots vitals
 .PHONY: smoke-benchmarks $(QUICK:%=smoke-quick-%)
 smoke-benchmarks: $(QUICK:%=smoke-quick-%)
