@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcm.model.groups import EvictionPolicy
+from kvcm.reclaim.policies.fifo import Fifo
 from kvcm.reclaim.policies.leaf_lru import LeafLru
 from kvcm.reclaim.policies.lfu import Lfu
-from kvcm.reclaim.policies.policy import Fifo, IsLeaf, Lru, Policy, Summary, by_age
+from kvcm.reclaim.policies.lru import Lru
+from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary
 from kvcm.reclaim.policies.s3fifo import S3Fifo
 from kvcm.reclaim.policies.sieve import Sieve
+from kvcm.reclaim.policies.ttl import by_age
 
 __all__ = ["POLICIES", "Fifo", "IsLeaf", "LeafLru", "Lfu", "Lru", "Policy", "S3Fifo", "Sieve", "Summary", "by_age"]
 

@@ -28,14 +28,6 @@ class LeafLru(Ordered):
         super().__init__()
         self._is_leaf = is_leaf
 
-    def insert(self, slot: int, key: int) -> None:
-        """Add a block as the newest."""
-        self._queue.push(slot)
-
-    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Add blocks, the last as the newest."""
-        self._queue.push_all(slots)
-
     def touch(self, slot: int, reads: int = 1) -> None:
         """Make a block the newest."""
         self._queue.renew(slot)
@@ -47,10 +39,6 @@ class LeafLru(Ordered):
     def rank(self, summary: Summary) -> tuple[float, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)
-
-    def restore(self, slot: int, key: int, summary: Summary) -> None:
-        """Add a block that was resident before."""
-        self._queue.push(slot)
 
     def victims(self) -> Iterator[int]:
         """Yield leaves from the oldest to the newest, the first always being the oldest leaf there is.

@@ -1,5 +1,4 @@
-"""The interface of an eviction policy, the queues that policies are made of, and the policies that are one queue: LRU,
-FIFO, TTL.
+"""The interface of an eviction policy, and the queues that policies are made of.
 
 Blocks are named by *slots*: small dense numbers, so that a policy keeps its order in arrays instead of in objects. The
 live reclaimer uses the rows of the index, which change when blocks are removed (`moved`); the simulator numbers the ids
@@ -17,15 +16,12 @@ import numpy as np
 __all__ = [
     "END",
     "Cursor",
-    "Fifo",
     "IsLeaf",
-    "Lru",
     "Ordered",
     "Policy",
     "SlotLinks",
     "SlotQueue",
     "Summary",
-    "by_age",
     "descends",
 ]
 
@@ -344,7 +340,7 @@ class SlotQueue:
 
 
 class Ordered:
-    """Blocks in the order in which they are to be evicted."""
+    """One queue of blocks in the order in which they are to be evicted, to which blocks come as the newest."""
 
     __slots__ = ("_links", "_queue")
 
@@ -357,6 +353,18 @@ class Ordered:
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._links
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks, the last as the newest."""
+        self._queue.push_all(slots)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before, as the newest."""
+        self._queue.push(slot)
 
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out."""
@@ -379,73 +387,3 @@ class Ordered:
                 yield slot
         finally:
             self._links.close_cursor(cursor)
-
-
-class Lru(Ordered):
-    """LRU: evicts the block that was neither written nor read for the longest time."""
-
-    __slots__ = ()
-
-    def insert(self, slot: int, key: int) -> None:
-        """Add a block as the newest."""
-        self._queue.push(slot)
-
-    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Add blocks, the last as the newest."""
-        self._queue.push_all(slots)
-
-    def touch(self, slot: int, reads: int = 1) -> None:
-        """Make a block the newest."""
-        self._queue.renew(slot)
-
-    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
-        """Make blocks the newest, the last of them the newest of all."""
-        self._queue.renew_all(slots)
-
-    def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return the time of the last read."""
-        return (summary.read_at,)
-
-    def restore(self, slot: int, key: int, summary: Summary) -> None:
-        """Add a block that was resident before."""
-        self._queue.push(slot)
-
-
-class Fifo(Ordered):
-    """FIFO: evicts the block that was written first."""
-
-    __slots__ = ()
-
-    def insert(self, slot: int, key: int) -> None:
-        """Add a block as the newest."""
-        self._queue.push(slot)
-
-    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Add blocks, the last as the newest."""
-        self._queue.push_all(slots)
-
-    def touch(self, slot: int, reads: int = 1) -> None:
-        """Do nothing."""
-
-    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return the time of the write."""
-        return (summary.written_at,)
-
-    def restore(self, slot: int, key: int, summary: Summary) -> None:
-        """Add a block that was resident before."""
-        self._queue.push(slot)
-
-
-def by_age(*, sliding: bool) -> Policy:
-    """TTL: return an order in which blocks expire at an age, whether there is space or not.
-
-    The caller knows the time and removes expired blocks. Where space is short the same order holds: an age since the
-    last read is the order of LRU, an age since the write that of FIFO.
-
-    Args:
-        sliding: whether age counts from the last read instead of the write.
-    """
-    return Lru() if sliding else Fifo()
