@@ -706,11 +706,11 @@ from hypothesis import given, settings, strategies as st
 from layout_cases import chosen_blocks, engine_cases, shards
 from thoroughness import examples
 
-from kvcm.connectors.layout import rows, rows_triton
-from kvcm.connectors.layout.gather import gather, scatter
+from kvcm.connectors.layout import rows_triton
+from kvcm.connectors.layout.gather import gather, gather_rows_on, scatter, scatter_rows_on
 
-assert rows.gather_rows_on(torch.device("cpu")) is rows_triton.gather_rows
-assert rows.scatter_rows_on(torch.device("cpu")) is rows_triton.scatter_rows
+assert gather_rows_on(torch.device("cpu")) is rows_triton.gather_rows
+assert scatter_rows_on(torch.device("cpu")) is rows_triton.scatter_rows
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(engine_cases(), st.data())
