@@ -65,6 +65,8 @@ def _random_id(length: int) -> str:
 class CacheManager:
     """Blocks of all instances.
 
+    A call on blocks takes the cache of its instance, which its handler has resolved, once, with `cache`.
+
     Args:
         registry: instances and groups.
         storages: the open storages.
@@ -172,20 +174,18 @@ class CacheManager:
         """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
         await self._removals.resume()
 
-    async def match(self, instance_id: str, query: MatchQuery, *, peek: bool = False) -> Match:
+    async def match(self, cache: InstanceCache, query: MatchQuery, *, peek: bool = False) -> Match:
         """Return which blocks can be read, and where.
 
         Args:
-            instance_id: the instance.
+            cache: the cache of the instance, from `cache`.
             query: the request.
             peek: whether this does not count as an access.
 
         Raises:
-            UnknownInstanceError: the instance is not registered.
             NotReadyError: no storage of its group is available.
             InvalidArgumentError: the query does not make sense.
         """
-        cache = self.cache(instance_id)
         try:
             view = self._storages.for_node(query.node_id)
             self._check_readable(cache, view)
@@ -210,50 +210,45 @@ class CacheManager:
                 return
         raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
 
-    async def lease(self, instance_id: str, found: Match, lease_ms: int) -> ReadLease:
+    async def lease(self, cache: InstanceCache, found: Match, lease_ms: int) -> ReadLease:
         """Pin what a match found, for a bounded time.
 
         Raises:
             InvalidArgumentError: the duration is out of range.
         """
-        lease = await self.leases.acquire(self.cache(instance_id), found, lease_ms)
+        lease = await self.leases.acquire(cache, found, lease_ms)
         await self._store.flush()
         return lease
 
-    async def renew_lease(self, instance_id: str, lease_id: str, lease_ms: int) -> ReadLease:
+    async def renew_lease(self, cache: InstanceCache, lease_id: str, lease_ms: int) -> ReadLease:
         """Move a read lease's deadline.
 
         Raises:
             KvcmError: as `ReadLeases.renew`.
         """
-        lease = await self.leases.renew(self.cache(instance_id), lease_id, lease_ms)
+        lease = await self.leases.renew(cache, lease_id, lease_ms)
         await self._store.flush()
         return lease
 
-    async def release_lease(self, instance_id: str, lease_id: str) -> None:
+    async def release_lease(self, cache: InstanceCache, lease_id: str) -> None:
         """End a read lease.
 
         Raises:
             KvcmError: as `ReadLeases.release`.
         """
-        await self.leases.release(self.cache(instance_id), lease_id)
+        await self.leases.release(cache, lease_id)
 
-    async def metas(self, instance_id: str, keys: Sequence[int], mask: BlockMask) -> list[BlockMeta]:
-        """Return everything known of the unmasked keys. Never counts as an access.
+    async def metas(self, cache: InstanceCache, keys: Sequence[int], mask: BlockMask) -> list[BlockMeta]:
+        """Return everything known of the unmasked keys. Never counts as an access."""
+        return await block_metas(cache, keys, mask, self._storages.everywhere)
 
-        Raises:
-            UnknownInstanceError: the instance is not registered.
-        """
-        return await block_metas(self.cache(instance_id), keys, mask, self._storages.everywhere)
-
-    async def start_write(self, instance_id: str, request: WriteRequest) -> StartedWrite:
+    async def start_write(self, cache: InstanceCache, request: WriteRequest) -> StartedWrite:
         """Open a write session.
 
         Raises:
-            UnknownInstanceError: the instance is not registered, or its group was removed.
+            UnknownInstanceError: the instance's group was removed.
             KvcmError: as `WriteSessions.start`.
         """
-        cache = self.cache(instance_id)
         group = self._group_of(cache)
         await self._expire_if_alone()
         started = await self._sessions.start(cache, group, request)
@@ -263,7 +258,7 @@ class CacheManager:
 
     async def finish_write(
         self,
-        instance_id: str,
+        cache: InstanceCache,
         session_id: str,
         success: BlockMask,
         retention: Retention = NO_HINT,
@@ -274,7 +269,6 @@ class CacheManager:
         Raises:
             KvcmError: as `SessionEndings.finish`.
         """
-        cache = self.cache(instance_id)
         await self._expire_if_alone()
         finished = await self.endings.finish(cache, session_id, success, retention, reported)
         if (group := self._groups.get(cache.instance.instance_group_name)) is not None:
@@ -282,68 +276,61 @@ class CacheManager:
         await self._store.flush()
         return finished
 
-    async def renew_write(self, instance_id: str, session_id: str, timeout_seconds: int) -> WriteSession:
+    async def renew_write(self, cache: InstanceCache, session_id: str, timeout_seconds: int) -> WriteSession:
         """Move a write session's deadline.
 
         Raises:
             KvcmError: as `SessionEndings.renew`.
         """
-        cache = self.cache(instance_id)
         await self._expire_if_alone()
         session = await self.endings.renew(cache, session_id, timeout_seconds)
         await self._store.flush()
         return session
 
-    async def pin(self, instance_id: str, request: PinRequest) -> Pin | None:
+    async def pin(self, cache: InstanceCache, request: PinRequest) -> Pin | None:
         """Keep the longest readable prefix of some keys from eviction; None when nothing can be read.
 
         Raises:
-            UnknownInstanceError: the instance is not registered, or its group was removed.
+            UnknownInstanceError: the instance's group was removed.
             KvcmError: as `Pins.pin`.
         """
-        cache = self.cache(instance_id)
         pin = await self.pins.pin(cache, self._group_of(cache), request)
         await self._store.flush()
         return pin
 
-    async def unpin(self, instance_id: str, pin_id: str) -> None:
+    async def unpin(self, cache: InstanceCache, pin_id: str) -> None:
         """End a pin.
 
         Raises:
             KvcmError: as `Pins.unpin`.
         """
-        await self.pins.unpin(self.cache(instance_id), pin_id)
+        await self.pins.unpin(cache, pin_id)
         await self._store.flush()
 
-    async def report_missing(self, instance_id: str, parts: Sequence[MissingPart]) -> MissingReport:
+    async def report_missing(self, cache: InstanceCache, parts: Sequence[MissingPart]) -> MissingReport:
         """Check parts that a reader could not read, and remove the locations whose bytes are missing.
 
         Raises:
-            UnknownInstanceError: the instance is not registered.
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        report = await self.missing.report(self.cache(instance_id), parts)
+        report = await self.missing.report(cache, parts)
         await self._store.flush()
         return report
 
-    async def remove(self, instance_id: str, keys: Sequence[int], mask: BlockMask) -> int:
-        """Remove the unmasked keys; unknown ones are fine. Returns the number of locations removed.
-
-        Raises:
-            UnknownInstanceError: the instance is not registered.
-        """
+    async def remove(self, cache: InstanceCache, keys: Sequence[int], mask: BlockMask) -> int:
+        """Remove the unmasked keys; unknown ones are fine. Returns the number of locations removed."""
         unmasked = [keys[i] for i in mask.unmasked(len(keys))]
-        return await self._durably(self._remover.remove(self.cache(instance_id), unmasked))
+        return await self._durably(self._remover.remove(cache, unmasked))
 
-    async def trim(self, instance_id: str) -> int:
+    async def trim(self, cache: InstanceCache) -> int:
         """Remove every block of an instance."""
-        return await self._durably(self._remover.remove_all(self.cache(instance_id)))
+        return await self._durably(self._remover.remove_all(cache))
 
-    async def trim_meta(self, instance_id: str) -> int:
+    async def trim_meta(self, cache: InstanceCache) -> int:
         """Drop the metadata of every block and leave the bytes to the scrub."""
-        return await self._durably(self._remover.forget_all(self.cache(instance_id)))
+        return await self._durably(self._remover.forget_all(cache))
 
-    async def trim_written_between(self, instance_id: str, begin: float, end: float) -> int:
+    async def trim_written_between(self, cache: InstanceCache, begin: float, end: float) -> int:
         """Remove what was written at unix times begin ≤ t < end.
 
         Raises:
@@ -351,7 +338,7 @@ class CacheManager:
         """
         if begin >= end:
             raise InvalidArgumentError(f"begin_timestamp is {begin}, must be below end_timestamp, {end}")
-        removal = self._remover.remove_all(self.cache(instance_id), lambda each: begin <= each.written_at < end)
+        removal = self._remover.remove_all(cache, lambda each: begin <= each.written_at < end)
         return await self._durably(removal)
 
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageKey, int]:

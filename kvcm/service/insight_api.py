@@ -12,15 +12,13 @@ from kvcm.cache.instance_cache import InstanceCache, batches
 from kvcm.cache.manager import CacheManager
 from kvcm.model.clock import Clock
 from kvcm.model.principals import call_context
-from kvcm.protocol import admin_service_pb2 as admin_pb
-from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.kvcm.v1 import insight_service_pb2 as pb
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
 from kvcm.service.alert_watch import AlertWatch
 from kvcm.service.alerts import storage_trouble
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.meta_api import BlockCalls
+from kvcm.service.meta_api import block_keys_of
 from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill
 from kvcm.service.usage_report import UsageView
@@ -146,8 +144,7 @@ class InsightApi:
     async def explore_blocks(self, request: Any) -> Reply:
         """Return every block of a chain."""
         cache = self.cache.cache(request.instance_id)
-        calls = BlockCalls(self.cache, meta_pb.GetCacheMetaResponse, admin_pb.CommonResponse)
-        keys = await calls.keys("ExploreBlocks", request)
+        keys = await block_keys_of("ExploreBlocks", request, cache.instance)
         explorer = ChainExplorer(cache, self.storages.everywhere, self._trouble_of, self.clock.now)
         blocks = await explorer.explore(keys)
         message = pb.ExploreBlocksResponse()

@@ -30,13 +30,36 @@ from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill, instance_of
 from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
 
-__all__ = ["BlockCalls", "MetaApi", "RequestEvents"]
+__all__ = ["BlockCalls", "MetaApi", "RequestEvents", "block_keys_of"]
 
 # Calls about blocks that the meta and the admin package share: GetCacheMeta and RemoveCache.
 
 _TOKENS_ON_LOOP = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
 _TEXT_BATCH = 64  # with eight parts each some milliseconds
 _NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
+
+
+async def block_keys_of(api: str, request: Any, instance: Instance) -> Sequence[int]:
+    """Return the block keys of a request: as given, else made from its tokens (wire.md 5.2).
+
+    Raises:
+        InvalidArgumentError: neither is given, or the instance has no block size.
+    """
+    keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
+    return keys or await _keys_of_tokens(api, request, instance)
+
+
+async def _keys_of_tokens(api: str, request: Any, instance: Instance) -> Sequence[int]:
+    require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
+    if instance.block_size <= 0:
+        raise InvalidArgumentError(
+            f"tokens size per block error: instance {instance.instance_id!r} has block_size "
+            f"{instance.block_size}, token_ids need one > 0"
+        )
+    tokens = list(request.token_ids)
+    if len(tokens) <= _TOKENS_ON_LOOP:
+        return block_keys_from_tokens(tokens, instance.block_size)
+    return await asyncio.to_thread(block_keys_from_tokens, tokens, instance.block_size)
 
 
 class BlockCalls:
@@ -53,38 +76,11 @@ class BlockCalls:
         self._meta_response = meta_response
         self._common_response = common_response
 
-    async def keys(self, api: str, request: Any) -> Sequence[int]:
-        """Return the block keys of a request: as given, else made from its tokens (wire.md 5.2).
-
-        Raises:
-            UnknownInstanceError: the instance is not registered.
-            InvalidArgumentError: neither is given, or the instance has no block size.
-        """
-        instance = self._cache.cache(request.instance_id).instance
-        keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
-        return keys or await self.keys_of_tokens(api, request, instance)
-
-    async def keys_of_tokens(self, api: str, request: Any, instance: Instance) -> Sequence[int]:
-        """Return the block keys of a request without `block_keys`, made from its tokens.
-
-        Raises:
-            InvalidArgumentError: there are no tokens either, or the instance has no block size.
-        """
-        require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
-        if instance.block_size <= 0:
-            raise InvalidArgumentError(
-                f"tokens size per block error: instance {instance.instance_id!r} has block_size "
-                f"{instance.block_size}, token_ids need one > 0"
-            )
-        tokens = list(request.token_ids)
-        if len(tokens) <= _TOKENS_ON_LOOP:
-            return block_keys_from_tokens(tokens, instance.block_size)
-        return await asyncio.to_thread(block_keys_from_tokens, tokens, instance.block_size)
-
     async def get_cache_meta(self, request: Any) -> Reply:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
-        keys = await self.keys("GetCacheMeta", request)
-        blocks = await self._cache.metas(request.instance_id, keys, _mask_of(request, "block_mask"))
+        cache = self._cache.cache(request.instance_id)
+        keys = await block_keys_of("GetCacheMeta", request, cache.instance)
+        blocks = await self._cache.metas(cache, keys, _mask_of(request, "block_mask"))
         message = self._meta_response()
         for page in batches(blocks, _TEXT_BATCH):
             message.metas.extend([_meta_text(block, request.detail_level) for block in page])
@@ -94,8 +90,9 @@ class BlockCalls:
 
     async def remove_cache(self, request: Any) -> Reply:
         """Answer RemoveCache."""
-        keys = await self.keys("RemoveCache", request)
-        await self._cache.remove(request.instance_id, keys, _mask_of(request, "block_mask"))
+        cache = self._cache.cache(request.instance_id)
+        keys = await block_keys_of("RemoveCache", request, cache.instance)
+        await self._cache.remove(cache, keys, _mask_of(request, "block_mask"))
         return Reply(self._common_response())
 
 
@@ -302,42 +299,38 @@ class MetaApi:
 
     async def match(self, request: Any) -> Reply:
         """Answer GetCacheLocation, with a read lease when one is asked for."""
-        instance = self._cache.cache(request.instance_id).instance
+        cache = self._cache.cache(request.instance_id)
         lease_ms = request.read_lease_ms
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
         mask = _mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
         mode = _MODE_OF_TYPE.get(request.query_type) or _match_mode(request)
-        keys: Sequence[int] = request.block_keys[:]
         query = MatchQuery(
             mode,
-            keys or await self._blocks.keys_of_tokens("GetCacheLocation", request, instance),
+            await block_keys_of("GetCacheLocation", request, cache.instance),
             mask=mask,
             window=request.sw_size,
             spec_names=frozenset(request.location_spec_names),
             node_id=request.node_id,
             requires_specs=request.require_location_specs,
         )
-        found = await self._cache.match(request.instance_id, query, peek=request.peek)
+        found = await self._cache.match(cache, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
-            await self._pin(message, request, found)
+            lease = await self._cache.lease(cache, found, lease_ms)
+            message.read_lease_id = lease.id
+            message.read_lease_deadline_ms = int(lease.deadline * 1000)
         if not request.peek:  # a peek is no access
             self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
 
-    async def _pin(self, message: Any, request: Any, found: Match) -> None:
-        lease = await self._cache.lease(request.instance_id, found, request.read_lease_ms)
-        message.read_lease_id = lease.id
-        message.read_lease_deadline_ms = int(lease.deadline * 1000)
-
     async def match_length(self, request: Any) -> Reply:
         """Answer GetCacheLocationLen: the number of hits."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         mode = _match_mode(request)
-        keys = await self._blocks.keys("GetCacheLocationLen", request)
+        keys = await block_keys_of("GetCacheLocationLen", request, cache.instance)
         query = MatchQuery(mode, keys, window=request.sw_size, node_id=request.node_id)
-        found = await self._cache.match(request.instance_id, query, peek=request.peek)
+        found = await self._cache.match(cache, query, peek=request.peek)
         return Reply(pb.GetCacheLocationLenResponse(cache_location_len=len(found.keys)))
 
     async def start_write(self, request: Any) -> Reply:
@@ -346,8 +339,9 @@ class MetaApi:
             raise InvalidArgumentError(
                 f"min_replica_count is {request.min_replica_count}, must be at most {_MAX_REPLICAS}"
             )
+        cache = self._cache.cache(request.instance_id)
         write = WriteRequest(
-            await self._blocks.keys("StartWriteCache", request),
+            await block_keys_of("StartWriteCache", request, cache.instance),
             list(request.location_spec_group_names),
             request.write_timeout_seconds,
             request.min_replica_count,
@@ -355,7 +349,7 @@ class MetaApi:
             request.node_id,
         )
         try:
-            started = await self._cache.start_write(request.instance_id, write)
+            started = await self._cache.start_write(cache, write)
         except CapacityError:
             self._events.on_write_refused(request, write.keys)
             raise
@@ -368,15 +362,13 @@ class MetaApi:
 
     async def finish_write(self, request: Any) -> Reply:
         """Answer FinishWriteCache."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         if not request.write_session_id or not request.HasField("success_blocks"):
             _reject_incomplete_finish(request)
         success = _mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
         locations = _LazyLocations(request.locations, self._limits.max_keys)
-        finished = await self._cache.finish_write(
-            request.instance_id, request.write_session_id, success, retention, locations
-        )
+        finished = await self._cache.finish_write(cache, request.write_session_id, success, retention, locations)
         self._events.on_write_finished(request, success)
         message = pb.CommonResponse()
         if finished.vanished:
@@ -385,13 +377,13 @@ class MetaApi:
 
     async def trim(self, request: Any) -> Reply:
         """Answer TrimCache."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         if request.strategy == pb.TS_REMOVE_ALL_CACHE:
-            await self._cache.trim(request.instance_id)
+            await self._cache.trim(cache)
         elif request.strategy == pb.TS_REMOVE_ALL_META:
-            await self._cache.trim_meta(request.instance_id)
+            await self._cache.trim_meta(cache)
         elif request.strategy == pb.TS_TIMESTAMP:
-            await self._cache.trim_written_between(request.instance_id, request.begin_timestamp, request.end_timestamp)
+            await self._cache.trim_written_between(cache, request.begin_timestamp, request.end_timestamp)
         else:
             raise InvalidArgumentError(
                 f"strategy is {request.strategy}, must be TS_REMOVE_ALL_CACHE, TS_REMOVE_ALL_META or TS_TIMESTAMP"
@@ -411,15 +403,17 @@ class MetaApi:
 
     async def renew_lease(self, request: Any) -> Reply:
         """Move a read lease's deadline."""
-        lease = await self._cache.renew_lease(request.instance_id, request.read_lease_id, request.read_lease_ms)
+        cache = self._cache.cache(request.instance_id)
+        lease = await self._cache.renew_lease(cache, request.read_lease_id, request.read_lease_ms)
         return Reply(lease_pb.RenewReadLeaseResponse(read_lease_deadline_ms=int(lease.deadline * 1000)))
 
     async def release_lease(self, request: Any) -> Reply:
         """End read leases: all that can be ended, be there one among them that cannot."""
+        cache = self._cache.cache(request.instance_id)
         refused: KvcmError | None = None
         for lease_id in (request.read_lease_id, *request.more_read_lease_ids):
             try:
-                await self._cache.release_lease(request.instance_id, lease_id)
+                await self._cache.release_lease(cache, lease_id)
             except KvcmError as error:
                 refused = refused or error
         if refused is not None:
@@ -428,9 +422,8 @@ class MetaApi:
 
     async def renew_write(self, request: Any) -> Reply:
         """Move a write session's deadline."""
-        session = await self._cache.renew_write(
-            request.instance_id, request.write_session_id, request.write_timeout_seconds
-        )
+        cache = self._cache.cache(request.instance_id)
+        session = await self._cache.renew_write(cache, request.write_session_id, request.write_timeout_seconds)
         return Reply(lease_pb.RenewWriteSessionResponse(write_session_deadline_ms=int(session.deadline * 1000)))
 
 

@@ -13,7 +13,7 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pb
 from kvcm.registry.validation import require
 from kvcm.service.calls import Call, Plane, Reply
-from kvcm.service.meta_api import BlockCalls
+from kvcm.service.meta_api import block_keys_of
 from kvcm.service.request_limits import MAX_TEXT_BYTES, RequestLimits, check_text
 
 __all__ = ["PinApi"]
@@ -32,7 +32,6 @@ class PinApi:
     def __init__(self, cache: CacheManager, limits: RequestLimits) -> None:
         self._cache = cache
         self._limits = limits
-        self._blocks = BlockCalls(cache, meta.GetCacheMetaResponse, meta.CommonResponse)
 
     def calls(self) -> list[Call]:
         """Return every call of the service."""
@@ -49,10 +48,10 @@ class PinApi:
 
     async def pin_prefix(self, request: Any) -> Reply:
         """Answer PinPrefix; without a pin when nothing of the prefix can be read."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         require(request.owner, "PinPrefix.owner")
-        wanted = PinRequest(await self._blocks.keys("PinPrefix", request), request.owner, request.ttl_seconds)
-        pin = await self._cache.pin(request.instance_id, wanted)
+        keys = await block_keys_of("PinPrefix", request, cache.instance)
+        pin = await self._cache.pin(cache, PinRequest(keys, request.owner, request.ttl_seconds))
         if pin is None:
             return Reply(pb.PinPrefixResponse())
         return Reply(
@@ -66,9 +65,9 @@ class PinApi:
 
     async def unpin_prefix(self, request: Any) -> Reply:
         """Answer UnpinPrefix."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         require(request.pin_id, "UnpinPrefix.pin_id")
-        await self._cache.unpin(request.instance_id, request.pin_id)
+        await self._cache.unpin(cache, request.pin_id)
         return Reply(meta.CommonResponse())
 
     async def list_pins(self, request: Any) -> Reply:
@@ -82,7 +81,7 @@ class PinApi:
 
     async def report_missing(self, request: Any) -> Reply:
         """Answer ReportMissing."""
-        self._cache.cache(request.instance_id)
+        cache = self._cache.cache(request.instance_id)
         require(request.parts, "ReportMissing.parts")
         if len(request.parts) > self._limits.max_keys:
             raise InvalidArgumentError(
@@ -91,7 +90,7 @@ class PinApi:
         for position, part in enumerate(request.parts):
             check_text(f"parts[{position}].uri", part.uri, MAX_TEXT_BYTES)
         parts = [MissingPart(part.block_key, part.uri, part.mismatched_checksum) for part in request.parts]
-        report = await self._cache.report_missing(request.instance_id, parts)
+        report = await self._cache.report_missing(cache, parts)
         return Reply(pb.ReportMissingResponse(**report._asdict()))
 
 
