@@ -206,16 +206,16 @@ def span_of(memory: memoryview) -> MemorySpan:
     return MemorySpan(address, size_bytes)
 
 
-def groups_that_fit(things: Sequence[T], size_of: Callable[[T], int], room_bytes: int) -> Iterator[list[T]]:
+def groups_that_fit(things: Sequence[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
     """Yield the things in order, in groups that fit the memory; those that are larger are left out."""
     group: list[T] = []
-    left = room_bytes
+    left = most_bytes
     for thing in things:
-        if size_of(thing) > room_bytes:
+        if size_of(thing) > most_bytes:
             continue
         if size_of(thing) > left:
             yield group
-            group, left = [], room_bytes
+            group, left = [], most_bytes
         group.append(thing)
         left -= size_of(thing)
     if group:

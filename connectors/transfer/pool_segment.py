@@ -532,11 +532,11 @@ def _fill(descriptor: int, path: Path, header: SegmentHeader) -> None:
 
 def _check_free_space(descriptor: int, path: Path, length: int) -> None:
     """Refuse at once what would fail after a long while."""
-    room = os.fstatvfs(descriptor)
-    free_bytes = room.f_bavail * room.f_frsize
-    if room.f_blocks and free_bytes < length:
+    filesystem = os.fstatvfs(descriptor)
+    free_bytes = filesystem.f_bavail * filesystem.f_frsize
+    if filesystem.f_blocks and free_bytes < length:
         raise ValueError(
-            f"it needs {length} bytes, {path.parent} has {free_bytes} free of {room.f_blocks * room.f_frsize}:"
+            f"it needs {length} bytes, {path.parent} has {free_bytes} free of {filesystem.f_blocks * filesystem.f_frsize}:"
             f" {_LARGER}"
         )
 

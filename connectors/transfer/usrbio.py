@@ -98,11 +98,11 @@ class UsrbioMover:
         self._rings.close()
 
     def _move(self, direction: Direction, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
-        room = self._rings.memory.nbytes
-        too_large = not_moved(Failure.REFUSED, f"more than {room} bytes, the memory of the rings")
+        ring_bytes = self._rings.memory.nbytes
+        too_large = not_moved(Failure.REFUSED, f"more than {ring_bytes} bytes, the memory of the rings")
         results = [too_large] * len(items)
         with self._turn:
-            for batch in groups_that_fit(range(len(items)), lambda position: items[position].size_bytes, room):
+            for batch in groups_that_fit(range(len(items)), lambda position: items[position].size_bytes, ring_bytes):
                 for position, result in self._batch(direction, {at: items[at] for at in batch}, deadline):
                     results[position] = result
         return results

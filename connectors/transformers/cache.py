@@ -65,7 +65,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        self._make_room(start, end)
+        self._grow_to_fit(start, end)
         first = self.first_token
         for buffer, states in zip(self.buffers(), (key_states, value_states), strict=True):
             buffer[:, :, start - first : end - first].copy_(states)
@@ -104,7 +104,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         first = self.first_token
         return keys[:, :, start - first : end - first], values[:, :, start - first : end - first]
 
-    def _make_room(self, filled: int, needed: int) -> None:
+    def _grow_to_fit(self, filled: int, needed: int) -> None:
         if needed > self._capacity_tokens:
             self._move(0, filled, max(needed, 2 * self._capacity_tokens))
 
@@ -181,7 +181,7 @@ class WindowLayer(PreallocatedLayer):  # type: ignore[no-untyped-call]
     def _visible_from(self, start: int) -> int:
         return max(0, start - self.sliding_window + 1)
 
-    def _make_room(self, filled: int, needed: int) -> None:
+    def _grow_to_fit(self, filled: int, needed: int) -> None:
         if needed - self._first_token <= self._capacity_tokens:
             return
         start = max(self._first_token, filled - self._kept_tokens)

@@ -909,8 +909,8 @@ class Importer:
         elif isinstance(value, Instance):
             await self._registry.instances.register(value)
         elif isinstance(value, Account):
-            shelf = DocumentCache(self._store.table("registry"), "account/", Account)
-            await shelf.change(value.user_name, lambda known: known or value)
+            cache = DocumentCache(self._store.table("registry"), "account/", Account)
+            await cache.change(value.user_name, lambda known: known or value)
         elif isinstance(value, ApiKey):
             keys = DocumentCache(self._store.table("registry"), "key/", ApiKey)
             await keys.change(value.id, lambda known: known or value)

@@ -98,7 +98,7 @@ class UnknownInstanceError(KvcmError):
 
 
 class CapacityError(KvcmError):
-    """A quota or a key limit leaves no room for the write."""
+    """A quota or a key limit does not admit the write."""
 
     code = ErrorCode.REACH_MAX_ENTITY_CAPACITY
     http_status = 507

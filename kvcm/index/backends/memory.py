@@ -605,8 +605,8 @@ def _counted(headers: Sequence[Headers]) -> Iterator[tuple[Headers, int]]:
     if headers and headers.count(headers[0]) == len(headers):  # nearly always
         yield headers[0], len(headers)
         return
-    for header, alike in groupby(headers):
-        yield header, len(list(alike))
+    for header, same_header in groupby(headers):
+        yield header, len(list(same_header))
 
 
 def _is_same_place(writing: Location, serving: Location) -> bool:
