@@ -535,10 +535,8 @@ def _check_free_space(descriptor: int, path: Path, length: int) -> None:
     filesystem = os.fstatvfs(descriptor)
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
     if filesystem.f_blocks and free_bytes < length:
-        raise ValueError(
-            f"it needs {length} bytes, {path.parent} has {free_bytes} free of {filesystem.f_blocks * filesystem.f_frsize}:"
-            f" {_LARGER}"
-        )
+        all_bytes = filesystem.f_blocks * filesystem.f_frsize
+        raise ValueError(f"it needs {length} bytes, {path.parent} has {free_bytes} free of {all_bytes}: {_LARGER}")
 
 
 @contextmanager

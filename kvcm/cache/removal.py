@@ -12,9 +12,9 @@ counts as usage until they are freed by the leader's deletion executor.
 * A report of missing bytes is checked against the storage first, since a reader can be wrong: a report removes nothing
   that the manager can read. A report of corrupt bytes has to name the recorded checksum. Then the whole location goes,
   since its other parts are useless without the lost one; and the block's other locations, when they are useless alone.
-* When the host of a memory pool made new memory, all its locations up to a stamp, the floor, are forgotten. The state
-  of the pool has the floor, so the leader finds it after a restart, too; readers recognise such bytes by their stamp.
-  Every index is scanned at once, and again when all managers know of the floor.
+* When the host of a memory pool made new memory, all its locations up to a stamp are forgotten. The state of
+  the pool has that stamp (`floor`), so the leader finds it after a restart, too; readers recognise such bytes by their
+  stamp. Every index is scanned at once, and again when all managers know of it.
 """
 
 from __future__ import annotations

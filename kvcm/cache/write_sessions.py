@@ -1278,7 +1278,7 @@ class WriteSessions:
             InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
             NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
                 faster.
-            CapacityError: not even the first block that has to be written fits, or no storage has enough space after all.
+            CapacityError: not even the first block that has to be written fits, or every storage is full after all.
             StorageIOError: the store failed, or every storage; what was begun is rolled back now or at the session's
                 deadline.
         """
