@@ -1,4 +1,4 @@
-"""The public interfaces as plain data: wire, settings, metrics, resources under /v1, commands.
+"""The public interfaces as plain data: wire, settings, metrics, resources under /v1, commands, stored documents.
 
 Help texts and descriptions are left out: they may change from commit to commit, the rest must not. Run as a script,
 this module writes the snapshots that `test_public_interfaces.py` compares the code with. Do that only for a change of
@@ -12,11 +12,13 @@ import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor, ServiceDescriptor
 from typer.main import get_command
 
@@ -140,8 +142,100 @@ def _type(parameter: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
+def stored_documents() -> dict[str, str]:
+    """Return an example of each stored document as it is encoded: values of the registry as text, others in hex."""
+    return {**_registry_documents(), **_block_documents(), **_other_documents()}
+
+
+def _registry_documents() -> dict[str, str]:
+    from kvcm.model.groups import GlobalQuota, InstanceGroup
+    from kvcm.model.instances import Registration
+    from kvcm.model.principals import Account, ApiKey
+    from kvcm.model.storages import StorageConfig
+    from kvcm.registry.api_keys import KeyUse
+    from kvcm.registry.document_cache import encode_document
+
+    kinds = (Account, InstanceGroup, Registration, ApiKey, GlobalQuota, KeyUse)
+    values = {kind.__name__: _example(kind) for kind in kinds}
+    config = _example(StorageConfig)
+    for spec in get_args(get_type_hints(StorageConfig)["spec"]):
+        values[f"StorageConfig of {spec.__name__}"] = dataclasses.replace(config, spec=_example(spec))
+    return {name: encode_document(value).decode() for name, value in values.items()}
+
+
+def _example(kind: Any, name: str = "") -> Any:
+    """Return a value of a type in which every field is set."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _example(inner[0], name)
+    if origin is tuple:
+        return tuple(_example(each, name) for each in inner if each is not Ellipsis)
+    if origin is frozenset:
+        return frozenset({_example(inner[0], name)})
+    if origin is not None:  # a mapping
+        return {_example(inner[0], name): _example(inner[1], name)}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return list(kind)[-1]
+    if kind in _EXAMPLES:
+        return _EXAMPLES[kind](name)
+    hints = get_type_hints(kind)
+    return kind(**{each: _example(hint, each) for each, hint in hints.items() if each in _fields(kind)})
+
+
+def _fields(kind: Any) -> Collection[str]:
+    return kind._fields if hasattr(kind, "_fields") else {each.name for each in dataclasses.fields(kind) if each.init}
+
+
+_EXAMPLES: Final[dict[Any, Callable[[str], Any]]] = {
+    str: lambda name: f"a {name}",
+    bytes: lambda name: name.encode(),
+    int: lambda name: 1000 + len(name),
+    float: lambda name: len(name) + 0.25,
+    bool: lambda _name: True,
+}
+
+
+def _block_documents() -> dict[str, str]:
+    from kvcm.index import codec
+    from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+    from kvcm.model.storages import StorageType
+
+    def record(location: Location) -> str:
+        return codec.encode_payload(BlockRecord(None if location.priority else -5, 3, (location,))).hex()
+
+    chunk = encode_chunk(StorageType.ST_NFS, 4096, [SpecUri("kv", "file://disk/a?size=4096", 1), SpecUri("s", "b", 2)])
+    locations = {status: _example(Location)._replace(status=status, chunk=chunk) for status in LocationStatus}
+    plain = Location("id", "disk", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), chunk, 4096, 1.5)
+    found = {f"block, {status.name}": record(location) for status, location in locations.items()}
+    return {"location": chunk.hex(), "block": record(plain), **found}
+
+
+def _other_documents() -> dict[str, str]:
+    from kvcm.cache.pins import Pin, PinnedLocation, PinnedLocations
+    from kvcm.cache.read_leases import ReadLease
+    from kvcm.cache.write_sessions import Checksums, EndedSession, FinishedWrite, WriteSession
+    from kvcm.storage.mempool import PoolChunk, PoolState
+
+    session = WriteSession("id", 7, 12.5, "place", (1, -2, 3))
+    checked = dataclasses.replace(session, decision=(True, False, True), checksums=Checksums(("kv",), b"12345678" * 3))
+    pinned = PinnedLocations.of([PinnedLocation(1, "a", 10), PinnedLocation(-2, "b", 20)])
+    values = {
+        "session": session,
+        "session, hinted": dataclasses.replace(session, priority=2, keep_until=99.5),
+        "session, decided": checked,
+        "session, owned": dataclasses.replace(checked, starter="engine"),
+        "session, ended": EndedSession(7, "engine", (True, False, True), FinishedWrite(2, 1, 0)),
+        "session, ended, a prefix": EndedSession(7, "", (True, True, False), FinishedWrite(2, 1, 0)),
+        "read lease": ReadLease("id", 7, 12.5, ((7, 1, "a"), (7, -2, "b"))),
+        "pin": Pin("id", 7, "group", "owner", 12.5, pinned),
+        "state of a memory pool": PoolState(2, 3, 12.5, 4000, 1),
+        "chunk of a memory pool": PoolChunk(1 << 21, 9, 1 << 19, np.array([4, 0, 9], np.uint64), 1 << 20),
+    }
+    return {name: value.encoded().hex() for name, value in values.items()}
+
+
 INTERFACES: Final[dict[str, Callable[[], dict[str, Any]]]] = {
-    made.__name__: made for made in (wire, settings, metrics, resources, commands)
+    made.__name__: made for made in (wire, settings, metrics, resources, commands, stored_documents)
 }
 
 
