@@ -31,7 +31,7 @@ GENERATED: Final = ("kvcm/protocol/", "docs/reference/")
 
 MOST_FUNCTION_LINES: Final = 60
 MOST_POSITIONAL: Final = 5
-"""Positional arguments of one call; more are listed, and are no error."""
+"""Positional arguments of one call."""
 
 LIMITS: Final[Mapping[str, float]] = {
     "product_files": 560,
@@ -40,6 +40,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules_with_one_importer": 170,
     "functions_over_60_lines": 0,
     "starred_literals_in_calls": 0,
+    "calls_with_over_5_positional_arguments": 0,
 }
 
 PROSE: Final[Mapping[str, tuple[str, float]]] = {
@@ -64,8 +65,13 @@ NAMES: Final = frozenset(
 PUBLIC_NAMES: Final = frozenset({"WhoAmIDocument", "who_am_i"})
 """Names of the REST resource `/v1/whoami`, which is public."""
 
-LINT: Final = ("product_files", "modules_with_one_importer", "functions_over_60_lines")
-"""Limits that `make lint` enforces. Not met yet: starred literals, banned words in names, lines of tests, prose."""
+LINT: Final = (
+    "product_files",
+    "modules_with_one_importer",
+    "functions_over_60_lines",
+    "calls_with_over_5_positional_arguments",
+)
+"""Limits that `make lint` enforces, of the product alone, since all of them take half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +202,35 @@ def starred_literals(found: Iterable[Source]) -> list[str]:
 
 
 def long_calls(found: Sequence[Source]) -> list[str]:
-    """Return the calls of our own functions and classes with more than five positional arguments."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    ours = {node.name for source in found for node in ast.walk(source.tree) if isinstance(node, kinds)}
+    """Return the calls of our own functions and classes with more than five positional arguments, but of kernels: Numba
+    and Triton compile them and their callers, which know no names."""
+    product = [each for each in found if not each.path.startswith("gpu_tier/kernels/")]
+    nodes = [(source, node) for source in product for node in ast.walk(source.tree)]
+    named: dict[str, int] = {}
+    for _, node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_compiled(node):
+            named[node.name] = max(named.get(node.name, 0), len(node.args.args))
+        elif isinstance(node, ast.ClassDef):
+            named[node.name] = _constructor_arguments(node)
+    compiled = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef) and _is_compiled(node)}
     return [
         f"{source.path}:{node.lineno}"
-        for source in found
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL and _name_of(node.func) in ours
+        for source, node in nodes
+        if isinstance(node, ast.Call)
+        and (name := _name_of(node.func)) not in compiled
+        and MOST_POSITIONAL < len(node.args) <= named.get(name, 0)
     ]
+
+
+def _is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("compiled" in ast.unparse(each) for each in node.decorator_list)
+
+
+def _constructor_arguments(node: ast.ClassDef) -> int:
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return len(each.args.args)
+    return sum(isinstance(each, ast.AnnAssign) for each in node.body)
 
 
 def _name_of(function: ast.expr) -> str:
@@ -263,7 +289,8 @@ def shape(product: Sequence[Source]) -> dict[str, Any]:
         "product_files": len(product),
         "modules_with_one_importer": sum(len(each) == 1 for each in importers(product).values()),
         "functions_over_60_lines": len(long := long_functions(product)),
-        "places": {"long_functions": long},
+        "calls_with_over_5_positional_arguments": len(calls := long_calls(product)),
+        "places": {"long_functions": long, "calls": calls},
     }
 
 
@@ -291,7 +318,6 @@ def measure() -> dict[str, Any]:
         "test_files": len(tests),
         "test_code_lines": sum(each.code_lines() for each in tests),
         "starred_literals_in_calls": len(starred := starred_literals(found)),
-        "calls_with_over_5_positional_arguments": len(calls := long_calls(product)),
         "prose_words": word_count,
         "prose_per_1000_words": {
             name: round(1000 * len(re.findall(pattern, text, re.IGNORECASE)) / word_count, 3)
@@ -302,7 +328,6 @@ def measure() -> dict[str, Any]:
         "places": {
             **places,
             "starred": starred,
-            "calls": calls,
             "names": [place for _, place in banned],
             "prose": prose_places(parts),
         },

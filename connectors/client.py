@@ -150,7 +150,12 @@ class AsyncManagerClient:
         """See `ManagerClient.register_instance`."""
         return await self._run(
             self._exchanges.register_instance(
-                instance_group, block_size, spec_infos, model, spec_groups, timeout_seconds
+                instance_group=instance_group,
+                block_size=block_size,
+                spec_infos=spec_infos,
+                model=model,
+                spec_groups=spec_groups,
+                timeout_seconds=timeout_seconds,
             )
         )
 
@@ -167,7 +172,15 @@ class AsyncManagerClient:
     ) -> MatchResult:
         """See `ManagerClient.match`."""
         return await self._run(
-            self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds)
+            self._exchanges.match(
+                keys=keys,
+                mode=mode,
+                mask=mask,
+                spec_names=spec_names,
+                window=window,
+                read_lease_ms=read_lease_ms,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     async def match_encoded(
@@ -182,7 +195,14 @@ class AsyncManagerClient:
     ) -> EncodedMatch:
         """See `ManagerClient.match_encoded`."""
         return await self._run(
-            self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds)
+            self._exchanges.match_encoded(
+                keys=keys,
+                mode=mode,
+                spec_names=spec_names,
+                window=window,
+                read_lease_ms=read_lease_ms,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     async def match_length(
@@ -209,7 +229,12 @@ class AsyncManagerClient:
         """See `ManagerClient.start_write`."""
         started = await self._run(
             self._exchanges.start_write(
-                keys, parent_block_key, spec_groups, session_seconds, min_replica_count, timeout_seconds
+                keys=keys,
+                parent_block_key=parent_block_key,
+                spec_groups=spec_groups,
+                session_seconds=session_seconds,
+                min_replica_count=min_replica_count,
+                timeout_seconds=timeout_seconds,
             )
         )
         if started.orphan_session_id:
@@ -228,7 +253,14 @@ class AsyncManagerClient:
     ) -> bool:
         """See `ManagerClient.finish_write`."""
         return await self._run(
-            self._exchanges.finish_write(session_id, succeeded, checksums, priority, ttl_seconds, timeout_seconds)
+            self._exchanges.finish_write(
+                session_id=session_id,
+                succeeded=succeeded,
+                checksums=checksums,
+                priority=priority,
+                ttl_seconds=ttl_seconds,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     async def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
@@ -283,7 +315,14 @@ class AsyncManagerClient:
     ) -> PoolReport | None:
         """See `ManagerClient.report_pool`."""
         return await self._run(
-            self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
+            self._exchanges.report_pool(
+                storage=storage,
+                node_id=node_id,
+                generation=generation,
+                capacity_bytes=capacity_bytes,
+                valid_ms=valid_ms,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     async def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
@@ -408,7 +447,12 @@ class ManagerClient:
         """
         return self._run(
             self._exchanges.register_instance(
-                instance_group, block_size, spec_infos, model, spec_groups, timeout_seconds
+                instance_group=instance_group,
+                block_size=block_size,
+                spec_infos=spec_infos,
+                model=model,
+                spec_groups=spec_groups,
+                timeout_seconds=timeout_seconds,
             )
         )
 
@@ -435,7 +479,17 @@ class ManagerClient:
             read_lease_ms: keep the locations readable for so long, or until `release_lease`.
             timeout_seconds: see the class.
         """
-        return self._run(self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds))
+        return self._run(
+            self._exchanges.match(
+                keys=keys,
+                mode=mode,
+                mask=mask,
+                spec_names=spec_names,
+                window=window,
+                read_lease_ms=read_lease_ms,
+                timeout_seconds=timeout_seconds,
+            )
+        )
 
     def match_encoded(
         self,
@@ -451,7 +505,16 @@ class ManagerClient:
 
         Arguments as for `match`. The reader finds out whether a location is malformed or lacks a part.
         """
-        return self._run(self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds))
+        return self._run(
+            self._exchanges.match_encoded(
+                keys=keys,
+                mode=mode,
+                spec_names=spec_names,
+                window=window,
+                read_lease_ms=read_lease_ms,
+                timeout_seconds=timeout_seconds,
+            )
+        )
 
     def match_length(
         self,
@@ -489,7 +552,12 @@ class ManagerClient:
         """
         started = self._run(
             self._exchanges.start_write(
-                keys, parent_block_key, spec_groups, session_seconds, min_replica_count, timeout_seconds
+                keys=keys,
+                parent_block_key=parent_block_key,
+                spec_groups=spec_groups,
+                session_seconds=session_seconds,
+                min_replica_count=min_replica_count,
+                timeout_seconds=timeout_seconds,
             )
         )
         if started.orphan_session_id:
@@ -521,7 +589,14 @@ class ManagerClient:
             Whether the manager confirmed it. False can also mean that the confirmation was lost.
         """
         return self._run(
-            self._exchanges.finish_write(session_id, succeeded, checksums, priority, ttl_seconds, timeout_seconds)
+            self._exchanges.finish_write(
+                session_id=session_id,
+                succeeded=succeeded,
+                checksums=checksums,
+                priority=priority,
+                ttl_seconds=ttl_seconds,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
@@ -611,7 +686,14 @@ class ManagerClient:
             Whether the generation is new; None on error, also when the storage is not such a pool.
         """
         return self._run(
-            self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
+            self._exchanges.report_pool(
+                storage=storage,
+                node_id=node_id,
+                generation=generation,
+                capacity_bytes=capacity_bytes,
+                valid_ms=valid_ms,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:

@@ -229,7 +229,12 @@ class Exchanges:
     ) -> Exchange[meta.RegisterInstanceResponse, Registration]:
         """See `ManagerClient.register_instance`."""
         request = self._requests.register_instance(
-            self._new_trace_id(), instance_group, block_size, spec_infos, model, spec_groups
+            trace_id=self._new_trace_id(),
+            instance_group=instance_group,
+            block_size=block_size,
+            spec_infos=spec_infos,
+            model=model,
+            spec_groups=spec_groups,
         )
         return self._exchange(
             calls.REGISTER_INSTANCE, request, timeout_seconds, _on_registered, _on_registration_failed
@@ -246,7 +251,15 @@ class Exchanges:
         timeout_seconds: float | None,
     ) -> Exchange[meta.GetCacheLocationResponse, MatchResult]:
         """See `ManagerClient.match`."""
-        request = self._requests.match(self._new_trace_id(), keys, mode, mask, spec_names, window, read_lease_ms)
+        request = self._requests.match(
+            trace_id=self._new_trace_id(),
+            keys=keys,
+            mode=mode,
+            mask=mask,
+            spec_names=spec_names,
+            window=window,
+            read_lease_ms=read_lease_ms,
+        )
         asked = len(keys) - _masked_blocks(mask) if mode.is_prefix else len(keys)
         nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
 
@@ -272,7 +285,15 @@ class Exchanges:
         timeout_seconds: float | None,
     ) -> Exchange[unread.UnreadCacheLocations, EncodedMatch]:
         """See `ManagerClient.match_encoded`."""
-        request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
+        request = self._requests.match(
+            trace_id=self._new_trace_id(),
+            keys=keys,
+            mode=mode,
+            mask=None,
+            spec_names=spec_names,
+            window=window,
+            read_lease_ms=read_lease_ms,
+        )
 
         def conclude(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
             answer = _ok_answer(verdict)
@@ -309,7 +330,12 @@ class Exchanges:
     ) -> Exchange[meta.StartWriteCacheResponse, StartedWrite]:
         """See `ManagerClient.start_write`."""
         request = self._requests.start_write(
-            self._new_trace_id(), keys, parent_block_key, spec_groups, session_seconds, min_replica_count
+            trace_id=self._new_trace_id(),
+            keys=keys,
+            parent_block_key=parent_block_key,
+            spec_groups=spec_groups,
+            timeout_seconds=session_seconds,
+            min_replica_count=min_replica_count,
         )
 
         def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
@@ -331,7 +357,12 @@ class Exchanges:
     ) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.finish_write`."""
         request = self._requests.finish_write(
-            self._new_trace_id(), session_id, succeeded, checksums, priority, ttl_seconds
+            trace_id=self._new_trace_id(),
+            session_id=session_id,
+            succeeded=succeeded,
+            checksums=checksums,
+            priority=priority,
+            ttl_seconds=ttl_seconds,
         )
         return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _true, _false)
 
@@ -381,7 +412,14 @@ class Exchanges:
 
         def conclude(verdict: Verdict[pins.ListPinsResponse]) -> tuple[Pin, ...] | None:
             return tuple(
-                Pin(pin.pin_id, pin.blocks, pin.bytes, pin.deadline_ms, pin.owner, pin.last_block_key)
+                Pin(
+                    id=pin.pin_id,
+                    blocks=pin.blocks,
+                    size_bytes=pin.bytes,
+                    deadline_ms=pin.deadline_ms,
+                    owner=pin.owner,
+                    last_key=pin.last_block_key,
+                )
                 for pin in _ok_answer(verdict).pins
             )
 
@@ -418,7 +456,12 @@ class Exchanges:
             return PoolReport(_ok_answer(verdict).is_new_generation)
 
         request = self._requests.report_pool(
-            self._new_trace_id(), storage, node_id, generation, capacity_bytes, valid_ms
+            trace_id=self._new_trace_id(),
+            storage=storage,
+            node_id=node_id,
+            generation=generation,
+            capacity_bytes=capacity_bytes,
+            valid_ms=valid_ms,
         )
         return self._exchange(calls.REPORT_POOL, request, timeout_seconds, conclude, lambda _: None)
 

@@ -397,8 +397,25 @@ def _partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if isinstance(meta, PagedMeta):
         decode_attn_paged(
-            q, meta.kv, meta.page_table, meta.cache_seqlens, meta.page_tokens, sm_scale, o, lse, impl=kernels
+            q=q,
+            kv=meta.kv,
+            page_table=meta.page_table,
+            cache_seqlens=meta.cache_seqlens,
+            page_tokens=meta.page_tokens,
+            sm_scale=sm_scale,
+            out_o=o,
+            out_lse=lse,
+            impl=kernels,
         )
     else:
-        decode_attn_token(q, meta.kv, meta.token_table, meta.lens, sm_scale, o, lse, impl=kernels)
+        decode_attn_token(
+            q=q,
+            kv=meta.kv,
+            token_table=meta.token_table,
+            lens=meta.lens,
+            sm_scale=sm_scale,
+            out_o=o,
+            out_lse=lse,
+            impl=kernels,
+        )
     return Partial(o, lse)

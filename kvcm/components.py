@@ -317,7 +317,14 @@ class _ComponentFactory:
 
     def deletions(self, cache: CacheManager, events: EventLog, turns: Pacer) -> DeletionExecutor:
         workers, is_configured = self.settings.deletion_workers, self.registry.storages.is_configured
-        deletions = DeletionExecutor(self.storages, self.clock, workers, events, is_configured, turns)
+        deletions = DeletionExecutor(
+            storages=self.storages,
+            clock=self.clock,
+            workers_per_storage=workers,
+            events=events,
+            is_configured=is_configured,
+            turns=turns,
+        )
         deletions.serve(cache)
         return deletions
 

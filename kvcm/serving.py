@@ -112,8 +112,14 @@ class Listeners:
             handshake_ms=settings.receive_timeout_ms,
         )
         of_http = self._connections
-        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls, of_http)
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls, of_http)
+        self._rpc = GrpcServer(host=host, port=settings.rpc_port, limits=of_grpc, gate=gate, tls=tls, patience=of_http)
+        self._admin_rpc = (
+            None
+            if shared
+            else GrpcServer(
+                host=host, port=settings.admin_rpc_port, limits=of_grpc, gate=gate, tls=tls, patience=of_http
+            )
+        )
         self._http = HttpServer(host, settings.http_port, of_http, tls)
         self._admin_http = HttpServer(host, settings.admin_http_port, of_http, tls)
         has_debug, debug_port = settings.enable_debug_service, _debug_port(settings)
@@ -129,7 +135,14 @@ class Listeners:
         admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc
         if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address is served: other hosts need a name
             host = socket.gethostname()
-        return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
+        return Endpoint(
+            node_id=node_id,
+            host=host,
+            meta_rpc_port=self._rpc.port,
+            meta_http_port=self._http.port,
+            admin_rpc_port=admin_rpc.port,
+            admin_http_port=self._admin_http.port,
+        )
 
     @property
     def debug_http_port(self) -> int | None:
@@ -350,14 +363,14 @@ def _access(components: Components, settings: Settings) -> Access:
 
 def _insight(components: Components, limits: RequestLimits, needed: BytesNeeded) -> InsightApi:
     return InsightApi(
-        components.cache,
-        components.registry,
-        components.storages,
-        limits,
-        components.alerts,
-        components.view,
-        needed,
-        components.clock,
+        cache=components.cache,
+        registry=components.registry,
+        storages=components.storages,
+        limits=limits,
+        alerts=components.alerts,
+        view=components.view,
+        curves=needed,
+        clock=components.clock,
     )
 
 
@@ -451,7 +464,14 @@ def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport |
 
 
 def _data_calls(components: Components, limits: RequestLimits, recent: RecentAccesses) -> list[Call]:
-    meta = MetaApi(components.cache, components.registry, components.leadership, limits, components.events, recent)
+    meta = MetaApi(
+        cache=components.cache,
+        registry=components.registry,
+        leadership=components.leadership,
+        limits=limits,
+        events=components.events,
+        recent=recent,
+    )
     pins, pools = PinApi(components.cache, limits), PoolApi(components.registry, components.storages)
     return [*meta.calls(), *pins.calls(), *pools.calls()]
 

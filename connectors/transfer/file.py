@@ -227,7 +227,9 @@ class _FileBatch:
             if len(run.views) <= MAX_PIECES:  # almost always one call does it
                 total = way.once(descriptor, run.views, run.items[0].offset)
         except Exception as error:
-            return self._failed_run(way, descriptor, run, total, deadline, error)
+            return self._failed_run(
+                way=way, descriptor=descriptor, run=run, total=total, deadline=deadline, error=error
+            )
         if total < run.size_bytes:
             return self._finish_run(way, descriptor, run, total, deadline)
         return [moved(item.size_bytes) for item in run.items]
@@ -247,7 +249,9 @@ class _FileBatch:
             progress(0)
             way.finish(descriptor, run.views, run.items[0].offset, progress, total)
         except Exception as error:
-            return self._failed_run(way, descriptor, run, total, deadline, error)
+            return self._failed_run(
+                way=way, descriptor=descriptor, run=run, total=total, deadline=deadline, error=error
+            )
         return [moved(item.size_bytes) for item in run.items]
 
     def _failed_run(

@@ -173,9 +173,15 @@ class DSA(BaseSparseAlgorithm):
         q8, scale = quantise(hadamard(query), self.settings.scale_format)
         out = torch.empty(batch.rows, max(batch.lengths), device=queries.device)
         indexer_score(
-            q8, weight * scale, self.index_keys(layer_id), asked.table, self.pool.page_tokens, asked.scored, out,
+            q8=q8,
+            weight=weight * scale,
+            keys=self.index_keys(layer_id),
+            page_table=asked.table,
+            page_tokens=self.pool.page_tokens,
+            lengths=asked.scored,
+            out=out,
             impl=self.context.config.kernels,
-        )  # fmt: skip
+        )
         return out[:, None]
 
     def free(self, request: int) -> None:

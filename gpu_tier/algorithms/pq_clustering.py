@@ -323,9 +323,9 @@ def dense_layer_seconds(
         return torch.randn(rows, columns, dtype=dtype, device=runtime.device) / math.sqrt(rows)
 
     layer = _Layer(
-        num_q_heads, geometry.num_kv_heads,
-        weight(hidden, (num_q_heads + 2 * geometry.num_kv_heads) * dims), weight(hidden, hidden),
-        weight(hidden, 2 * wide), weight(wide, hidden),
+        heads=num_q_heads, kv_heads=geometry.num_kv_heads,
+        qkv=weight(hidden, (num_q_heads + 2 * geometry.num_kv_heads) * dims), out=weight(hidden, hidden),
+        up=weight(hidden, 2 * wide), down=weight(wide, hidden),
     )  # fmt: skip
 
     def seconds(tokens: int) -> float:

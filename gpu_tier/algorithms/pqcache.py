@@ -720,7 +720,15 @@ class PQCache(BaseSparseAlgorithm):
         for number, span in enumerate(asked.spans):
             table = pq.tables(queries, self._codebooks_of(batch, layer, span.slots, fresh=True), self.context.sm_scale)
             scores = torch.empty_like(out) if number else out
-            pq_score(table, codes, asked.table, span.first, span.stop, scores, impl=self.context.config.kernels)
+            pq_score(
+                table=table,
+                codes=codes,
+                page_table=asked.table,
+                first=span.first,
+                lengths=span.stop,
+                out=scores,
+                impl=self.context.config.kernels,
+            )
             if number:
                 torch.maximum(out, scores, out=out)
         weights: Tensor = out.softmax(-1).unflatten(1, (self.shape.heads, -1))

@@ -186,7 +186,14 @@ class _SegmentBuilder:
         if state.boundary != job.segment.start:
             raise StateError(f"request {job.request} is indexed to {state.boundary}, not {job.segment.start}")
         layer = self._context.geometry.layer_index(job.layer_id)
-        self._index.write(layer, job.request, state.clusters, centroids, value_sums, sizes)
+        self._index.write(
+            layer=layer,
+            request=job.request,
+            first=state.clusters,
+            centroids=centroids,
+            value_sums=value_sums,
+            sizes=sizes,
+        )
         segment = WaveSegment(job.segment.start, state.clusters, sizes, members)
         state.boundary, state.clusters = job.segment.stop, state.clusters + segment.clusters
         self._on_segment(job.layer_id, job.request, segment)
@@ -548,9 +555,15 @@ class RetroInfer(BaseSparseAlgorithm):
         views, table = self.index.views(context.geometry.layer_index(layer_id)), self._tables.of(batch)
         scores = torch.empty(batch.rows, queries.shape[1], asked.most_clusters, device=queries.device)
         centroid_score(
-            queries, views.centroids, views.log_size, table, asked.clusters, context.sm_scale, scores,
+            q=queries,
+            centroids=views.centroids,
+            log_size=views.log_size,
+            page_table=table,
+            n_clusters=asked.clusters,
+            sm_scale=context.sm_scale,
+            out=scores,
             impl=context.config.kernels,
-        )  # fmt: skip
+        )
         ranks = rank(scores, heads, self.settings.rank)
         zones = divide(ranks, views.log_size, table, asked, context.config.kernels)
         self._overflow += zones.overflow
@@ -604,10 +617,18 @@ class RetroInfer(BaseSparseAlgorithm):
             torch.empty(shape, device=queries.device),
         )
         weighted_attn(
-            queries, views.centroids, views.value_sums, views.log_size, self._tables.of(batch),
-            selection.estimate.indices, selection.estimate.lengths, context.sm_scale, partial.o, partial.lse,
+            q=queries,
+            centroids=views.centroids,
+            value_sums=views.value_sums,
+            log_size=views.log_size,
+            page_table=self._tables.of(batch),
+            ids=selection.estimate.indices,
+            lengths=selection.estimate.lengths,
+            sm_scale=context.sm_scale,
+            out_o=partial.o,
+            out_lse=partial.lse,
             impl=context.config.kernels,
-        )  # fmt: skip
+        )
         return partial
 
     # Memory.

@@ -227,7 +227,14 @@ class SnapKV(BaseSparseAlgorithm):
             raise StateError(f"request {request}: no query of token {n_tokens - 1} in layer {layer_id} was seen")
         kept, window = self.settings.kept(n_tokens), min(self.settings.w_obs, n_tokens)
         window_tokens = torch.arange(n_tokens - window, n_tokens, dtype=torch.int32, device=queries.device)
-        best = self._best(layer_id, request, positions, queries, n_tokens - window, kept - window)
+        best = self._best(
+            layer_id=layer_id,
+            request=request,
+            positions=positions,
+            queries=queries,
+            candidates=n_tokens - window,
+            k=kept - window,
+        )
         chosen = torch.cat([best, window_tokens.expand(best.shape[0], -1)], dim=1)
         self._sets[layer, request, :, :kept] = chosen
         self._kept[layer, request] = kept

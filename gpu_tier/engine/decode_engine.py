@@ -58,7 +58,9 @@ class LayerDriver:
         for layer_id in self._layers:
             inputs = self._model.attention_inputs(layer_id, hidden, positions, states, batch.extend_lens)
             self._attention.write(layer_id, batch, inputs.k, inputs.v)
-            attention = self._attention.run(inputs.q, inputs.k, inputs.v, layer_id, batch, inputs.extra)
+            attention = self._attention.run(
+                q=inputs.q, k=inputs.k, v=inputs.v, layer_id=layer_id, batch=batch, extra=inputs.extra
+            )
             hidden = self._model.attention_output(layer_id, hidden, attention)
         for request, was_fresh, state, start in zip(batch.requests, fresh, states, _starts(batch), strict=True):
             if was_fresh and state and start:

@@ -287,7 +287,7 @@ class AttentionLayer:
         q, k = _padded(q, batch), _padded(k, batch)
         v = None if v is None else _padded(v, batch)
         extra = {name: _padded(tensor, batch) for name, tensor in extra.items()}
-        meta, partials = self._hooks.attention_begin(q, k, v, layer_id, batch, None, **extra)
+        meta, partials = self._hooks.attention_begin(q=q, k=k, v=v, layer_id=layer_id, batch=batch, meta=None, **extra)
         if batch.mode is Mode.PREFILL:
             out = self._prefill.run(q, layer_id, batch)
         else:

@@ -460,10 +460,19 @@ class LruDiffPolicy:
         layer = self.geometry.layer_index(layer_id)
         out = self._outputs_for(layer, selection.indices)
         lru_diff(
-            selection.indices, batch.req_pool_indices, batch.seq_lens, sparse_mask, batch.num_real_reqs,
-            self.layer_state(layer_id), out, self._scratch_for(batch.rows), unit_tokens=self.unit_tokens,
-            promote_newest=self._promote_newest, loads_hottest=self._loads_hottest, impl=self._kernels,
-        )  # fmt: skip
+            items=selection.indices,
+            requests=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            sparse_mask=sparse_mask,
+            num_real=batch.num_real_reqs,
+            state=self.layer_state(layer_id),
+            out=out,
+            scratch=self._scratch_for(batch.rows),
+            unit_tokens=self.unit_tokens,
+            promote_newest=self._promote_newest,
+            loads_hottest=self._loads_hottest,
+            impl=self._kernels,
+        )
         if self._debug_checks:
             self.check()
         return ResidencyPlan(

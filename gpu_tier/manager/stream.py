@@ -103,7 +103,15 @@ class HostStream:
         o = torch.empty(*q.shape[:2], dims, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         decode_attn_paged(
-            q, meta.kv, meta.page_table, meta.cache_seqlens, meta.page_tokens, sm_scale, o, lse, impl=self._kernels
+            q=q,
+            kv=meta.kv,
+            page_table=meta.page_table,
+            cache_seqlens=meta.cache_seqlens,
+            page_tokens=meta.page_tokens,
+            sm_scale=sm_scale,
+            out_o=o,
+            out_lse=lse,
+            impl=self._kernels,
         )
         self._read[buffer] = self._runtime.record("compute")
         return Partial(o, lse)

@@ -485,7 +485,14 @@ class TokenBlockPolicy:
             unit=self._unit,
         )
         token_runs(
-            selection.indices, selection.lengths, rows.requests, rows.active, steady, places, plan, impl=self._kernels
+            indices=selection.indices,
+            lengths=selection.lengths,
+            requests=rows.requests,
+            active=rows.active,
+            steady=steady,
+            places=places,
+            out=plan,
+            impl=self._kernels,
         )
         if self._debug_checks:
             self._check_found()

@@ -334,7 +334,15 @@ class WaveGpuBuffer:
         pieces = width * (self._block // self._piece)
         plan = BlockPlan.empty(batch.rows, heads, steady.kind.shape[1], pieces, self._counts)
         requests = batch.req_pool_indices
-        block_runs(blocks, requests, rows.active, steady, places, plan, impl=self._kernels)
+        block_runs(
+            blocks=blocks,
+            requests=requests,
+            active=rows.active,
+            steady=steady,
+            places=places,
+            out=plan,
+            impl=self._kernels,
+        )
         if self._debug_checks and int(plan.lens.amax()) > self._execution.tokens_per_row:
             raise StateError(f"{int(plan.lens.amax())} tokens are attended to, more than the execution buffer has")
         self._admissions[layer] = _Admission(plan.admissions, batch.requests)

@@ -190,10 +190,15 @@ class DeviceKVPool:
             raise ConfigError("v", v is not None, f"{self.geometry.kind} stores {len(self.geometry.parts)} rows a head")
         rows = [part.encode(numbers) for part, numbers in zip(self.geometry.parts, parts, strict=True)]
         io_transfer(
-            torch.cat([row.flatten() for row in rows]), self.data, self._packed(len(slots)), self.addressing,
-            torch.arange(len(slots), device=slots.device)[None], slots[None],
-            layers=((0, self.geometry.layer_index(layer_id)),), num_heads=self.geometry.num_kv_heads,
-        )  # fmt: skip
+            src=torch.cat([row.flatten() for row in rows]),
+            dst=self.data,
+            src_addr=self._packed(len(slots)),
+            dst_addr=self.addressing,
+            src_idx=torch.arange(len(slots), device=slots.device)[None],
+            dst_idx=slots[None],
+            layers=((0, self.geometry.layer_index(layer_id)),),
+            num_heads=self.geometry.num_kv_heads,
+        )
 
     def _packed(self, tokens: int) -> Addressing:
         """Return the addresses of the rows of tokens one behind the other: a pool of as many pages of one token."""

@@ -392,12 +392,21 @@ class KVTransfer:
         # Kernels cannot reach pageable memory; the reference copies through the host, and waits.
         readable = direction == _D2D or host.is_device_readable
         io_transfer(
-            job.src.data, job.dst.data, job.src.addressing, job.dst.addressing, upload(job.src_idx, device),
-            upload(job.dst_idx, device), layers=job.layers, num_heads=self.geometry.num_kv_heads,
-            count=None if job.count is None else upload(job.count, device), per_head=job.per_head,
-            unit_tokens=job.unit_tokens, blocks=blocks, moved=self._moved[direction : direction + 1],
+            src=job.src.data,
+            dst=job.dst.data,
+            src_addr=job.src.addressing,
+            dst_addr=job.dst.addressing,
+            src_idx=upload(job.src_idx, device),
+            dst_idx=upload(job.dst_idx, device),
+            layers=job.layers,
+            num_heads=self.geometry.num_kv_heads,
+            count=None if job.count is None else upload(job.count, device),
+            per_head=job.per_head,
+            unit_tokens=job.unit_tokens,
+            blocks=blocks,
+            moved=self._moved[direction : direction + 1],
             impl=self._config.kernels if readable else "reference",
-        )  # fmt: skip
+        )
         self._runtime.used(job.src_idx, job.dst_idx, job.count)
 
 

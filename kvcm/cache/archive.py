@@ -411,7 +411,12 @@ class PinImport:
         tables = (self.store.table(name, _SHARDS) for name in ("pins", "pinbudgets"))
         pins, budgets = tables
         work = Pins(
-            pins, PinBudgets(budgets, self.clock), self._find_no_cache, _AssumeReadable(), self.clock, _no_new_id
+            table=pins,
+            budgets=PinBudgets(budgets, self.clock),
+            find=self._find_no_cache,
+            view=_AssumeReadable(),
+            clock=self.clock,
+            new_id=_no_new_id,
         )
         for each in exported:
             if each.deadline > self.clock.now():

@@ -203,12 +203,12 @@ def _state_of(locations: Sequence[Location]) -> BlockState:
 
 def _describe_location(location: Location) -> ExploredLocation:
     return ExploredLocation(
-        location.storage,
-        location.storage_type.kind,
-        location.status.name.lower(),
-        location.spec_names,
-        location.size_bytes,
-        int(location.written_at * 1000),
+        storage=location.storage,
+        storage_type=location.storage_type.kind,
+        status=location.status.name.lower(),
+        specs=location.spec_names,
+        size_bytes=location.size_bytes,
+        began_at_ms=int(location.written_at * 1000),
     )
 
 

@@ -124,12 +124,25 @@ class CacheManager:
         )
         budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
         pins = self._store.table("pins", _SESSION_SHARDS)
-        self.pins = Pins(pins, budgets, self._find, storages.everywhere, clock, lambda: new_id(16))
+        self.pins = Pins(
+            table=pins,
+            budgets=budgets,
+            find=self._find,
+            view=storages.everywhere,
+            clock=clock,
+            new_id=lambda: new_id(16),
+        )
         self.missing = MissingParts(storages.everywhere, self._remover)
         self.accesses = AccessRecorder(clock, self._policy_of)
         self.read_modes = ReadModes(self._store.table("modes"))
         self._removals = InstanceRemovals(
-            registry, self.open_caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
+            registry=registry,
+            caches=self.open_caches,
+            remover=self._remover,
+            pins=self.pins,
+            read_modes=self.read_modes,
+            clock=clock,
+            is_shared=is_shared,
         )
 
     def set_watermark_check(self, is_above_watermark: Callable[[InstanceGroup], bool]) -> None:

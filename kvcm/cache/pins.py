@@ -191,13 +191,15 @@ class Pin:
         """Return the pin's document; its id is the document's name."""
         return _pin_encoder.encode(
             _PinDocument(
-                _PIN_FORMAT,
-                self.uid,
-                self.group,
-                self.owner,
-                self.deadline,
-                self.is_ended,
-                *self.pinned,
+                version=_PIN_FORMAT,
+                uid=self.uid,
+                group=self.group,
+                owner=self.owner,
+                deadline=self.deadline,
+                is_ended=self.is_ended,
+                keys=self.pinned.keys,
+                sizes=self.pinned.sizes,
+                location_ids=self.pinned.location_ids,
             )
         )
 

@@ -706,7 +706,12 @@ class SharedLedger:
         self._numbers[account] += 1
         number = self._numbers[account]
         self._sending[account] = Report(
-            self._node_id, number, outbox.epoch, dict(outbox.grown), dict(outbox.shrunk), tuple(outbox.done)
+            node=self._node_id,
+            number=number,
+            epoch=outbox.epoch,
+            grown=dict(outbox.grown),
+            shrunk=dict(outbox.shrunk),
+            done=tuple(outbox.done),
         )
         return True
 

@@ -228,7 +228,18 @@ class WritePlanner:
                 self.plan.new_keys += record is None
                 self.plan.wanted_bytes[place] += size_bytes
                 self.space.add_planned(place, size_bytes)
-                self.plan.runs.append(PlannedRun(position, (key,), *chain, specs, place, size_bytes, record is None))
+                parent, depth = chain
+                run = PlannedRun(
+                    position=position,
+                    keys=(key,),
+                    parent=parent,
+                    depth=depth,
+                    specs=specs,
+                    place=place,
+                    size_bytes=size_bytes,
+                    is_fresh=record is None,
+                )
+                self.plan.runs.append(run)
                 return
             self.plan.rejection = refusal
         self.plan.rejected += 1
@@ -244,13 +255,23 @@ class WritePlanner:
         """
         assert self.space is not None
         size_bytes = sum(info.size for info in specs)
+        parent, depth = head
         planned = 0
         while planned < len(keys) and not self.plan.rejection:
             place, count = self._place_of_many(size_bytes, len(keys) - planned)
             if place is None:
                 self.plan.rejection = self._place(size_bytes, None)[1]
                 break
-            run = PlannedRun(position, keys, *head, specs, place, size_bytes, is_fresh=True)
+            run = PlannedRun(
+                position=position,
+                keys=keys,
+                parent=parent,
+                depth=depth,
+                specs=specs,
+                place=place,
+                size_bytes=size_bytes,
+                is_fresh=True,
+            )
             self.plan.runs.append(run.cut(planned, planned + count))
             self.plan.wanted_bytes[place] += count * size_bytes
             self.plan.new_keys += count

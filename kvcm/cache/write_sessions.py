@@ -457,7 +457,15 @@ class EndedSession:
         is_prefix = all(self.decision[: served + vanished])
         succeeded = None if is_prefix else np.packbits(np.frombuffer(bytes(self.decision), np.uint8)).tobytes()
         return _ended_encoder.encode(
-            _EndedDocument(_ENDED_FORMAT, self.uid, self.starter, served, dropped, vanished, succeeded)
+            _EndedDocument(
+                version=_ENDED_FORMAT,
+                uid=self.uid,
+                starter=self.starter,
+                served=served,
+                dropped=dropped,
+                vanished=vanished,
+                succeeded=succeeded,
+            )
         )
 
     @classmethod

@@ -109,12 +109,12 @@ class IndexTools:
             settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
         async with self._opened(settings) as (metadata, registry):
             importer = Importer(
-                registry,
-                metadata.new_backend,
-                metadata.usage,
-                metadata.store,
-                group_name,
-                metadata.kind,
+                registry=registry,
+                new_backend=metadata.new_backend,
+                usage=metadata.usage,
+                store=metadata.store,
+                group_name=group_name,
+                store_kind=metadata.kind,
                 dry_run=dry_run,
                 progress=lambda done: self._progress("import", done, 0),
             )
@@ -245,7 +245,14 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
         return RedisAudit(client, placement.uid, placement.shard_count)
 
     assert isinstance(metadata.usage, SharedLedger)
-    return AuditedStore(metadata.store, registry, caches, in_redis, RedisBlocks(client), metadata.usage)
+    return AuditedStore(
+        store=metadata.store,
+        registry=registry,
+        caches=caches,
+        audited=in_redis,
+        blocks=RedisBlocks(client),
+        ledger=metadata.usage,
+    )
 
 
 def _caches(metadata: Metadata, registry: Registry) -> OpenCaches:

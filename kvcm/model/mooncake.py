@@ -443,13 +443,13 @@ def open_client(
     _check_reachable(spec)
     host = _host(local_hostname or spec.local_hostname)
     code = client.setup(
-        host,
-        spec.metadata_connstring,
-        segment_bytes,
-        buffer_bytes,
-        spec.protocol,
-        spec.rdma_device,
-        spec.master_service_entry,
+        local_hostname=host,
+        metadata_server=spec.metadata_connstring,
+        global_segment_size=segment_bytes,
+        local_buffer_size=buffer_bytes,
+        protocol=spec.protocol,
+        rdma_devices=spec.rdma_device,
+        master_server_addr=spec.master_service_entry,
     )
     if code != MooncakeCode.OK:
         raise StorageIOError(f"no mooncake client can be set up at {spec.master_service_entry}: {explain(code)}")

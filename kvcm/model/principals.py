@@ -270,7 +270,9 @@ class ApiKey:
     def principal(self) -> Principal:
         """Return its principal."""
         verbs, groups = frozenset(self.verbs), frozenset(self.groups)
-        return Principal.of(self.name, self.role, verbs, groups, self.id, self.account)
+        return Principal.of(
+            name=self.name, role=self.role, verbs=verbs, groups=groups, key_id=self.id, account=self.account
+        )
 
     def __repr__(self) -> str:
         return f"ApiKey({self.id!r}, {self.name!r}, {self.role.name}, …)"

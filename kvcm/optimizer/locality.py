@@ -272,7 +272,14 @@ def _working_set_of(trace: Trace, accesses: Accesses) -> WorkingSet:
     }
     lifetimes = np.geomspace(1.0, max(2.0, trace.span_seconds), _LIFETIMES)
     mean_blocks, hit_share = _by_lifetime(accesses, since_us, next_us, lifetimes, span_us)
-    return WorkingSet(samples_us / 1e6, seen, windows, lifetimes, mean_blocks, hit_share)
+    return WorkingSet(
+        seconds=samples_us / 1e6,
+        seen=seen,
+        windows=windows,
+        lifetimes_seconds=lifetimes,
+        mean_blocks=mean_blocks,
+        hit_share=hit_share,
+    )
 
 
 def _next_times(accesses: Accesses, since_us: Int64Column) -> FloatColumn:

@@ -455,7 +455,17 @@ def _tiering_of(trace: Trace, options: StudyOptions) -> Tiering:
     except OptimizerError:
         return Tiering(found, None)
     per_token = 1 / options.deployment.prefill_tokens_per_second
-    return Tiering(found, _splits(trace, curve, tiers, block_bytes_of(trace, kv_bytes), per_token, options.workers))
+    return Tiering(
+        found,
+        _splits(
+            trace=trace,
+            curve=curve,
+            tiers=tiers,
+            block_bytes=block_bytes_of(trace, kv_bytes),
+            per_token=per_token,
+            workers=options.workers,
+        ),
+    )
 
 
 def _splits(

@@ -270,13 +270,17 @@ class _NeedFinder:
             kind = quota.storage_type
             mark, used = type_watermark(held.group, kind, held.largest_block), held.by_type.get(kind, 0)
             name = f"{held.group.name}/{kind.kind}"
-            yield from self._need(Reason.TYPE, mark, used, held, partial(_is_of_type, kind), name)
+            yield from self._need(
+                reason=Reason.TYPE, mark=mark, used=used, held=held, wanted=partial(_is_of_type, kind), name=name
+            )
 
     def _of_group(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         group, used = held.group, held.total
-        yield from self._need(Reason.SIZE, size_watermark(group), used, held, _anywhere, group.name)
+        yield from self._need(
+            reason=Reason.SIZE, mark=size_watermark(group), used=used, held=held, wanted=_anywhere, name=group.name
+        )
         mark = group_watermark(group, held.largest_block)
-        yield from self._need(Reason.GROUP, mark, used, held, _anywhere, group.name)
+        yield from self._need(reason=Reason.GROUP, mark=mark, used=used, held=held, wanted=_anywhere, name=group.name)
 
     def _of_keys(self, held: GroupUsage) -> Iterator[ReclaimNeed]:
         for holding in held.members:
@@ -293,13 +297,21 @@ class _NeedFinder:
         mark = storage_watermark(storage, self._allowed_on.get(name, 0))
         guarantees = {each.name: each.guaranteed_on(storage) for each in self._guarantors.get(name, {}).values()}
         wanted = partial(_is_on, name)
-        yield from self._fair_needs(_SharedWatermark(Reason.STORAGE, name, mark, users, wanted, guarantees))
+        yield from self._fair_needs(
+            _SharedWatermark(
+                reason=Reason.STORAGE, name=name, mark=mark, users=users, wanted=wanted, guarantees=guarantees
+            )
+        )
 
     def _of_quota(self, quota: GlobalQuota) -> Iterator[ReclaimNeed]:
         drawing = self._under_quota.get(quota.name, ())
         mark = global_watermark(quota, max((held.largest_block for held in drawing), default=0))
         users = [(held, held.total) for held in drawing if held.total]
-        yield from self._fair_needs(_SharedWatermark(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
+        yield from self._fair_needs(
+            _SharedWatermark(
+                reason=Reason.GLOBAL, name=quota.name, mark=mark, users=users, wanted=_anywhere, guarantees={}
+            )
+        )
 
     def _excess(self, label: Label, mark: Watermark | None, used: int) -> int:
         return mark.excess(used, is_active=label in self._active) if mark is not None else 0

@@ -86,7 +86,14 @@ class AccessApi:
         """Return every call, all of the admin plane."""
 
         def call(name: str, request: type[Any], answer: type[Any], handler: Any) -> Call:
-            return Call(_SERVICE, name, Plane.ADMIN, request, answer, handler)
+            return Call(
+                service=_SERVICE,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=request,
+                response_type=answer,
+                handler=handler,
+            )
 
         return [
             call("CreateKey", pb.CreateKeyRequest, pb.CreateKeyResponse, self.create),
@@ -102,12 +109,12 @@ class AccessApi:
     async def create(self, request: Any) -> Reply:
         """Make a key."""
         wanted = NewKey(
-            request.name,
-            _role(request.role),
-            tuple(request.instance_groups),
-            tuple(_verb(number, place) for place, number in enumerate(request.verbs)),
-            request.ttl_seconds,
-            request.certificate_name,
+            name=request.name,
+            role=_role(request.role),
+            groups=tuple(request.instance_groups),
+            verbs=tuple(_verb(number, place) for place, number in enumerate(request.verbs)),
+            ttl_seconds=request.ttl_seconds,
+            certificate_name=request.certificate_name,
         )
         return _created_reply(*await self._keys.create(wanted))
 

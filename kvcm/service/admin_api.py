@@ -137,12 +137,12 @@ class AdminApi:
         }
         calls = [
             Call(
-                _ADMIN,
-                name,
-                Plane.ADMIN,
-                getattr(pb, f"{name}Request"),
-                _ANSWERS.get(name, pb.CommonResponse),
-                handler,
+                service=_ADMIN,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=getattr(pb, f"{name}Request"),
+                response_type=_ANSWERS.get(name, pb.CommonResponse),
+                handler=handler,
                 leader_only=name not in _ANY_NODE,
                 per_instance=name in {"GetCacheMeta", "RemoveCache"},
             )

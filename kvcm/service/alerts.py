@@ -456,12 +456,34 @@ def _short_of_capacity(facts: AlertInputs, group: GroupUsage, configured: Instan
         severity = Severity.ALERT_PAGE if worst.is_full else Severity.ALERT_TICKET
         state = "is full" if worst.is_full else "is short of space"
         state += f" and refused {count_text(refused, 'write')} in the last 5 minutes"
-        yield _group_alert("KvcmGroupFull", severity, facts, group, configured, limits, state)
+        yield _group_alert(
+            name="KvcmGroupFull",
+            severity=severity,
+            facts=facts,
+            group=group,
+            configured=configured,
+            limits=limits,
+            state=state,
+        )
     elif worst.is_full:
-        yield _group_alert("KvcmGroupFull", Severity.ALERT_TICKET, facts, group, configured, limits, "is full")
+        yield _group_alert(
+            name="KvcmGroupFull",
+            severity=Severity.ALERT_TICKET,
+            facts=facts,
+            group=group,
+            configured=configured,
+            limits=limits,
+            state="is full",
+        )
     elif worst.ratio > _NEARLY and (worst.usage.high_mark_bytes < 0 or worst.usage.is_above_mark):
         yield _group_alert(
-            "KvcmGroupNearlyFull", Severity.ALERT_TICKET, facts, group, configured, limits, "is nearly full"
+            name="KvcmGroupNearlyFull",
+            severity=Severity.ALERT_TICKET,
+            facts=facts,
+            group=group,
+            configured=configured,
+            limits=limits,
+            state="is nearly full",
         )
     elif group.total.is_above_mark:
         yield _stuck(facts, group, configured)
@@ -553,7 +575,15 @@ def storage_alerts(facts: AlertInputs) -> Iterator[Alert]:
 
 
 def _storage_alert(name: str, severity: Severity, storage: str, summary: str, reason: str, advice: str) -> Alert:
-    return Alert(name, severity, SubjectKind.STORAGE, storage, summary, reason, advice)
+    return Alert(
+        name=name,
+        severity=severity,
+        subject_kind=SubjectKind.STORAGE,
+        subject_name=storage,
+        summary=summary,
+        reason=reason,
+        advice=advice,
+    )
 
 
 def _times(count: int) -> str:

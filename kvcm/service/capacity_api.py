@@ -61,12 +61,12 @@ class CapacityApi:
         }
         return [
             Call(
-                _SERVICE,
-                name,
-                Plane.ADMIN,
-                getattr(pb, f"{name}Request"),
-                _ANSWERS.get(name, admin_pb.CommonResponse),
-                handler,
+                service=_SERVICE,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=getattr(pb, f"{name}Request"),
+                response_type=_ANSWERS.get(name, admin_pb.CommonResponse),
+                handler=handler,
             )
             for name, handler in handlers.items()
         ]

@@ -95,7 +95,16 @@ class DebugApi:
             "ClearFaults": (pb.ClearFaultsRequest, self.clear),
         }
         return [
-            Call(_SERVICE, name, Plane.ADMIN, request, pb.CommonResponse, answer, leader_only=False, is_traced=False)
+            Call(
+                service=_SERVICE,
+                name=name,
+                plane=Plane.ADMIN,
+                request_type=request,
+                response_type=pb.CommonResponse,
+                handler=answer,
+                leader_only=False,
+                is_traced=False,
+            )
             for name, (request, answer) in calls.items()
         ]
 

@@ -284,7 +284,7 @@ class HttpApp:
         else:
             self._gate.enter()
             try:
-                await self._answer(call, headers, arrival, scope, receive, send)
+                await self._answer(call=call, headers=headers, arrival=arrival, scope=scope, receive=receive, send=send)
             finally:
                 self._gate.leave()
 

@@ -269,7 +269,15 @@ def _fields_by_key(descriptor: Descriptor) -> dict[str, _Field]:
 def _field(source: FieldDescriptor) -> _Field:
     plain, convert, show = _kind(source)
     oneof = source.containing_oneof.name if source.containing_oneof else None
-    return _Field(source.name, source.is_repeated, source.has_presence, oneof, plain, convert, show)
+    return _Field(
+        name=source.name,
+        is_repeated=source.is_repeated,
+        has_presence=source.has_presence,
+        oneof=oneof,
+        plain=plain,
+        convert=convert,
+        show=show,
+    )
 
 
 def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:

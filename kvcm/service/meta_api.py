@@ -242,10 +242,26 @@ class MetaApi:
         """Return every call of the data plane."""
 
         def meta(name: str, request: type[Any], response: type[Any], handler: Any, **options: bool) -> Call:
-            return Call(_META, name, Plane.DATA, request, response, handler, **options)
+            return Call(
+                service=_META,
+                name=name,
+                plane=Plane.DATA,
+                request_type=request,
+                response_type=response,
+                handler=handler,
+                **options,
+            )
 
         def lease(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(_LEASE, name, Plane.DATA, request, response, handler, per_instance=True)
+            return Call(
+                service=_LEASE,
+                name=name,
+                plane=Plane.DATA,
+                request_type=request,
+                response_type=response,
+                handler=handler,
+                per_instance=True,
+            )
 
         common = pb.CommonResponse
         blocks = self._blocks
@@ -341,12 +357,12 @@ class MetaApi:
             )
         cache = self._cache.cache(request.instance_id)
         write = WriteRequest(
-            await block_keys_of("StartWriteCache", request, cache.instance),
-            list(request.location_spec_group_names),
-            request.write_timeout_seconds,
-            request.min_replica_count,
-            request.parent_block_key if request.HasField("parent_block_key") else None,
-            request.node_id,
+            keys=await block_keys_of("StartWriteCache", request, cache.instance),
+            spec_groups=list(request.location_spec_group_names),
+            timeout_seconds=request.write_timeout_seconds,
+            min_replica_count=request.min_replica_count,
+            parent_key=request.parent_block_key if request.HasField("parent_block_key") else None,
+            node_id=request.node_id,
         )
         try:
             started = await self._cache.start_write(cache, write)

@@ -37,7 +37,15 @@ class PinApi:
         """Return every call of the service."""
 
         def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(_SERVICE, name, Plane.DATA, request, response, handler, per_instance=True)
+            return Call(
+                service=_SERVICE,
+                name=name,
+                plane=Plane.DATA,
+                request_type=request,
+                response_type=response,
+                handler=handler,
+                per_instance=True,
+            )
 
         return [
             call("PinPrefix", pb.PinPrefixRequest, pb.PinPrefixResponse, self.pin_prefix),

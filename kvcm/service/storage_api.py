@@ -59,12 +59,12 @@ class DrainView:
         drain = progress.drain
         reasons = self._reasons(progress) if is_leader else self._reasons_of_other_managers()
         return DrainStatus(
-            drain.name,
-            drain.is_removal,
-            DrainState.DRAIN_DONE if progress.is_done else DrainState.DRAIN_RUNNING,
-            int(drain.started_at * 1000),
-            progress.remaining_bytes,
-            "" if progress.is_done else "; ".join(reasons),
+            storage_unique_name=drain.name,
+            is_removal=drain.is_removal,
+            state=DrainState.DRAIN_DONE if progress.is_done else DrainState.DRAIN_RUNNING,
+            started_ms=int(drain.started_at * 1000),
+            left_bytes=progress.remaining_bytes,
+            reason="" if progress.is_done else "; ".join(reasons),
         )
 
     def _reasons_of_other_managers(self) -> Iterator[str]:
@@ -123,9 +123,30 @@ class StorageApi:
         """Return every call, all of the admin plane."""
         done = admin_pb.CommonResponse
         return [
-            Call(_SERVICE, "DrainStorage", Plane.ADMIN, pb.DrainStorageRequest, done, self.drain_storage),
-            Call(_SERVICE, "CancelDrain", Plane.ADMIN, pb.CancelDrainRequest, done, self.cancel_drain),
-            Call(_SERVICE, "ListDrain", Plane.ADMIN, pb.ListDrainRequest, pb.ListDrainResponse, self.list_drains),
+            Call(
+                service=_SERVICE,
+                name="DrainStorage",
+                plane=Plane.ADMIN,
+                request_type=pb.DrainStorageRequest,
+                response_type=done,
+                handler=self.drain_storage,
+            ),
+            Call(
+                service=_SERVICE,
+                name="CancelDrain",
+                plane=Plane.ADMIN,
+                request_type=pb.CancelDrainRequest,
+                response_type=done,
+                handler=self.cancel_drain,
+            ),
+            Call(
+                service=_SERVICE,
+                name="ListDrain",
+                plane=Plane.ADMIN,
+                request_type=pb.ListDrainRequest,
+                response_type=pb.ListDrainResponse,
+                handler=self.list_drains,
+            ),
         ]
 
     async def drain_storage(self, request: Any) -> Reply:
@@ -169,12 +190,12 @@ class PoolApi:
         """Return every call of the service."""
         return [
             Call(
-                _POOL_SERVICE,
-                "ReportPool",
-                Plane.DATA,
-                pool_pb.ReportPoolRequest,
-                pool_pb.ReportPoolResponse,
-                self.report_pool,
+                service=_POOL_SERVICE,
+                name="ReportPool",
+                plane=Plane.DATA,
+                request_type=pool_pb.ReportPoolRequest,
+                response_type=pool_pb.ReportPoolResponse,
+                handler=self.report_pool,
             )
         ]
 

@@ -168,14 +168,14 @@ def _group_usage(
     sources: UsageSources, name: str, group: InstanceGroup | None, indexes: Iterable[IndexUsage], sums: _Sums
 ) -> GroupUsage:
     return GroupUsage(
-        name,
-        sums.usage(0) if group is None else sums.usage(group.quota.capacity, _total_mark(group, sums)),
-        tuple(_type_usages(group, sums)),
-        tuple(_group_storages(sources, group, sums)),
-        tuple(sorted(_instance_usages(group, indexes), key=lambda each: each.instance_id)),
-        sources.pinned.get(name, 0),
-        group.pin_budget_bytes if group is not None else 0,
-        sources.refused.get(name, 0),
+        name=name,
+        total=sums.usage(0) if group is None else sums.usage(group.quota.capacity, _total_mark(group, sums)),
+        types=tuple(_type_usages(group, sums)),
+        storages=tuple(_group_storages(sources, group, sums)),
+        instances=tuple(sorted(_instance_usages(group, indexes), key=lambda each: each.instance_id)),
+        pinned_bytes=sources.pinned.get(name, 0),
+        pin_budget_bytes=group.pin_budget_bytes if group is not None else 0,
+        refused_writes=sources.refused.get(name, 0),
     )
 
 
@@ -232,12 +232,14 @@ def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[
         mark = storage_watermark(storage, part.largest_block) if storage is not None else None
         backlog = sources.backlogs.get(name, Backlog())
         yield StorageUsage(
-            name,
-            part.usage(capacity or None, mark),
-            sum(group.guaranteed_on(storage) for group in sources.groups) if storage is not None else 0,
-            _quotas_on(sources.groups, name) / capacity if capacity else 0.0,
-            backlog.waiting + backlog.executing,
-            backlog.failures,
+            storage_unique_name=name,
+            usage=part.usage(capacity or None, mark),
+            guaranteed_bytes=sum(group.guaranteed_on(storage) for group in sources.groups)
+            if storage is not None
+            else 0,
+            oversubscription=_quotas_on(sources.groups, name) / capacity if capacity else 0.0,
+            deletion_backlog=backlog.waiting + backlog.executing,
+            deletion_failures=backlog.failures,
         )
 
 
@@ -321,13 +323,13 @@ class UsageView:
         """Return the same as last read, without asking the store. Of many instances that is much to sum up: a thread
         does it, while lookups are answered."""
         sources = UsageSources(
-            self._registry.groups.all(),
-            self._registry.storages.all(),
-            self._registry.quotas.all(),
-            await self._index_usages(),
-            self.pinned,
-            dict(self._cache.usage.rejections),
-            self._deletions.backlogs(),
+            groups=self._registry.groups.all(),
+            storages=self._registry.storages.all(),
+            quotas=self._registry.quotas.all(),
+            indexes=await self._index_usages(),
+            pinned=self.pinned,
+            refused=dict(self._cache.usage.rejections),
+            backlogs=self._deletions.backlogs(),
         )
         principal = call_context.get().principal
         seen = sources if principal.has_all_groups else sources.of_groups(principal.groups)

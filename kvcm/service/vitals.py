@@ -74,20 +74,20 @@ class VitalsReader:
         used_bytes = await self._used_bytes() if is_leader else {}
         requests, errors = self._requests()
         return Vitals(
-            self.endpoint,
-            __version__,
-            self.started_at,
-            self._clock.now(),
-            self._phase(),
-            is_leader,
-            requests,
-            errors,
-            self._matches.bounds,
-            self._matches.counts,
-            self._totals(),
-            self._counts.lag.pop_peak_seconds(),
-            self._cache.endings.open_count,
-            used_bytes,
+            endpoint=self.endpoint,
+            version=__version__,
+            started_at=self.started_at,
+            at=self._clock.now(),
+            phase=self._phase(),
+            is_leader=is_leader,
+            requests=requests,
+            errors=errors,
+            match_bounds=self._matches.bounds,
+            match_counts=self._matches.counts,
+            groups=self._totals(),
+            loop_lag_seconds=self._counts.lag.pop_peak_seconds(),
+            open_sessions=self._cache.endings.open_count,
+            used_bytes=used_bytes,
         )
 
     def _requests(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -224,4 +224,6 @@ class VitalsWatch:
         name = endpoint.node_id
         is_leader, is_self = name == self._leadership.leader_node_id, name == self._signs.endpoint.node_id
         rates = self._history.rates.get(name) if vitals is not None else None
-        return ManagerView(endpoint, seen_at, is_leader, is_self, vitals, rates)
+        return ManagerView(
+            endpoint=endpoint, seen_at=seen_at, is_leader=is_leader, is_self=is_self, vitals=vitals, rates=rates
+        )

@@ -127,9 +127,18 @@ class NativeControl:
 
 def _batch(lines: Lines) -> _Batch:
     rows, heads, width = lines.ids.shape
-    arrays = (lines.tables.records, lines.requests, lines.ids, lines.lengths, lines.tokens, lines.first)
     return _Batch(
-        *[_address(array) for array in arrays], rows, heads, width, lines.tables.block_tokens, lines.row_slots
+        records=_address(lines.tables.records),
+        requests=_address(lines.requests),
+        ids=_address(lines.ids),
+        lengths=_address(lines.lengths),
+        tokens=_address(lines.tokens),
+        first=_address(lines.first),
+        rows=rows,
+        heads=heads,
+        width=width,
+        block_tokens=lines.tables.block_tokens,
+        row_slots=lines.row_slots,
     )
 
 

@@ -61,7 +61,16 @@ def _counted_curve(policy: str, trace: Trace, find_depths: Callable[[Trace], Int
     _counts(_without_requests(trace), find_depths)  # so that the time measured is none of the compiler's
     begin = time.perf_counter()
     prefixes, tokens, objects, full = np.cumsum(_counts(trace, find_depths), axis=1)
-    return Curve(policy, prefixes, tokens, objects, full, trace.totals, time.perf_counter() - begin, trace.accesses)
+    return Curve(
+        policy=policy,
+        prefix_blocks=prefixes,
+        prefix_tokens=tokens,
+        object_blocks=objects,
+        full_requests=full,
+        totals=trace.totals,
+        seconds=time.perf_counter() - begin,
+        accesses=trace.accesses,
+    )
 
 
 def _without_requests(trace: Trace) -> Trace:

@@ -90,15 +90,16 @@ def replay_group(
         raise OptionError(f"policy: {_NOT_REPLAYED} is not replayed in groups; allowed: any other policy")
     began = time.perf_counter()
     run = _Run(trace, spec, capacity_blocks, mode)
-    outcomes = run.replay()
+    hits, resident = run.replay()
     return Replay(
-        spec.label,
-        capacity_blocks,
-        Hits(run.prefix_blocks, run.prefix_tokens, run.object_blocks, run.full_requests),
-        trace.totals,
-        time.perf_counter() - began,
-        run.accesses,
-        *(outcomes if keep_requests else ()),
+        policy=spec.label,
+        capacity_blocks=capacity_blocks,
+        hits=Hits(run.prefix_blocks, run.prefix_tokens, run.object_blocks, run.full_requests),
+        totals=trace.totals,
+        seconds=time.perf_counter() - began,
+        accesses=run.accesses,
+        request_hits=hits if keep_requests else None,
+        request_resident=resident if keep_requests else None,
     )
 
 

@@ -285,7 +285,7 @@ def evict(
         now: seconds.
         gone: removes a block from the policy of its member and from the resident ones.
     """
-    _VictimSelection(members, blocks, amount, share, now, gone).run()
+    _VictimSelection(members=members, blocks=blocks, amount=amount, share=share, now=now, gone=gone).run()
 
 
 UNLIMITED_BYTES = 1 << 60
@@ -502,7 +502,14 @@ class _Rehearsal:
                 stale = min(excess, self._stale)
                 self._stale -= stale
                 self._used -= stale
-                evict([*self._members.values()], self._blocks, excess - stale, self._share, self._now, self._on_removed)
+                evict(
+                    members=[*self._members.values()],
+                    blocks=self._blocks,
+                    amount=excess - stale,
+                    share=self._share,
+                    now=self._now,
+                    gone=self._on_removed,
+                )
             is_above = self._used - self._leaving > mark.low
             self._active = self._active | {mark} if excess and is_above else self._active - {mark}
 

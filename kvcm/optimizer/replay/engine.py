@@ -89,15 +89,15 @@ def counted(trace: Trace, job: Job, outcome: Outcome, seconds: float) -> Replay:
     hits = outcome.request_hits
     tokens = np.minimum(hits * trace.tokens_per_block(), trace.input_tokens)
     is_full = (trace.read_blocks > 0) & (hits == trace.read_blocks)
-    kept = (hits, outcome.request_resident) if job.keep_requests else (None, None)
     return Replay(
-        job.spec.label,
-        job.capacity_blocks,
-        Hits(int(hits.sum(dtype=np.int64)), int(tokens.sum()), int(outcome.object_blocks), int(is_full.sum())),
-        trace.totals,
-        seconds,
-        trace.accesses,
-        *kept,
+        policy=job.spec.label,
+        capacity_blocks=job.capacity_blocks,
+        hits=Hits(int(hits.sum(dtype=np.int64)), int(tokens.sum()), int(outcome.object_blocks), int(is_full.sum())),
+        totals=trace.totals,
+        seconds=seconds,
+        accesses=trace.accesses,
+        request_hits=hits if job.keep_requests else None,
+        request_resident=outcome.request_resident if job.keep_requests else None,
     )
 
 

@@ -98,7 +98,7 @@ def work_of(trace: Trace, deployment: Deployment, hit_blocks: Int32Column | None
 def spread_of(seconds: Floats) -> Spread:
     """Return how times of requests are spread; percentiles are times of requests, none between two."""
     if not len(seconds):
-        return Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Spread(mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, most=0.0)
     at = np.percentile(seconds, [50, 90, 95, 99, 100], method="inverted_cdf").tolist()
     return Spread(float(seconds.mean()), *at)
 

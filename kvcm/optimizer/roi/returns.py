@@ -103,7 +103,14 @@ def reuse_of(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deploymen
     tokens = hits.prefix_tokens.astype(np.float64)
     loaded = tokens if threshold < math.inf else np.zeros_like(tokens)
     spared = deployment.prefill.saved_seconds(loaded)
-    return Reuse(hits.policy, np.arange(len(tokens)), tokens, loaded, spared, _computed_seconds(trace, deployment))
+    return Reuse(
+        policy=hits.policy,
+        capacity_blocks=np.arange(len(tokens)),
+        hit_tokens=tokens,
+        loaded_tokens=loaded,
+        spared_seconds=spared,
+        computed_seconds=_computed_seconds(trace, deployment),
+    )
 
 
 def _depths(curve: Curve, trace: Trace) -> Int32Column:
@@ -142,7 +149,14 @@ def _of_depths(curve: Curve, trace: Trace, deployment: Deployment, depths: Int32
     )
     loaded, spared = np.cumsum(more, axis=1)
     tokens = curve.prefix_tokens.astype(np.float64)
-    return Reuse(curve.policy, np.arange(len(tokens)), tokens, loaded, spared, _computed_seconds(trace, deployment))
+    return Reuse(
+        policy=curve.policy,
+        capacity_blocks=np.arange(len(tokens)),
+        hit_tokens=tokens,
+        loaded_tokens=loaded,
+        spared_seconds=spared,
+        computed_seconds=_computed_seconds(trace, deployment),
+    )
 
 
 @compiled
@@ -190,12 +204,12 @@ def _of_replays(replays: Sequence[Replay], trace: Trace, deployment: Deployment)
         loaded.append(float(worth.sum()))
         spared.append(float(deployment.prefill.saved_seconds(worth).sum()))
     return Reuse(
-        ordered[0].policy if ordered else "none",
-        np.array([0, *(each.capacity_blocks for each in ordered)]),
-        np.array(tokens),
-        np.array(loaded),
-        np.array(spared),
-        _computed_seconds(trace, deployment),
+        policy=ordered[0].policy if ordered else "none",
+        capacity_blocks=np.array([0, *(each.capacity_blocks for each in ordered)]),
+        hit_tokens=np.array(tokens),
+        loaded_tokens=np.array(loaded),
+        spared_seconds=np.array(spared),
+        computed_seconds=_computed_seconds(trace, deployment),
     )
 
 

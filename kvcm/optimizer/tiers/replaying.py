@@ -182,7 +182,14 @@ def count(trace: Trace, tiers: Sequence[Tier]) -> Counted:
     seconds = time.perf_counter() - started
     hits, arrived, demoted = (_spread(layer, real, len(tiers)) for layer in moved)
     by_level = _spread(sums, real, len(tiers))
-    return Counted(hits, arrived, demoted, dict(zip(_SUMS, by_level, strict=True)), full, seconds)
+    return Counted(
+        hits=hits,
+        arrived=arrived,
+        demoted=demoted,
+        sums=dict(zip(_SUMS, by_level, strict=True)),
+        full_requests=full,
+        seconds=seconds,
+    )
 
 
 def _spread(counts: npt.NDArray[_Number], real: list[int], tiers: int) -> npt.NDArray[_Number]:
@@ -210,16 +217,16 @@ def load_times(seconds: FloatColumn, loads: BoolColumn) -> LoadTimes:
     """Return what people want to know of [R] seconds, over the requests that load."""
     loaded = seconds[loads]
     if not loaded.size:
-        return LoadTimes(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return LoadTimes(requests=0, total=0.0, mean=0.0, median=0.0, p90=0.0, p99=0.0, longest=0.0)
     median, p90, p99 = np.percentile(loaded, (50, 90, 99))
     return LoadTimes(
-        loaded.size,
-        float(loaded.sum()),
-        float(loaded.mean()),
-        float(median),
-        float(p90),
-        float(p99),
-        float(loaded.max()),
+        requests=loaded.size,
+        total=float(loaded.sum()),
+        mean=float(loaded.mean()),
+        median=float(median),
+        p90=float(p90),
+        p99=float(p99),
+        longest=float(loaded.max()),
     )
 
 

@@ -67,7 +67,14 @@ def _runs_of(trace: Trace) -> Runs:
     table = np.empty((trace.accesses, 5), np.int64)
     rows = _runs(depths, trace.offsets, trace.read_blocks, trace.input_tokens, trace.tokens_per_block(), table)
     requests, counts, distances, furthest, tokens = table[:rows].T.copy()
-    return Runs(requests, counts, distances, furthest, tokens, _misses(depths, trace.unique_blocks))
+    return Runs(
+        requests=requests,
+        counts=counts,
+        distances=distances,
+        furthest=furthest,
+        block_tokens=tokens,
+        misses=_misses(depths, trace.unique_blocks),
+    )
 
 
 def _misses(depths: Int32Column, unique_blocks: int) -> Int64Column:
@@ -343,17 +350,24 @@ def best_split(
         OptionError: there are no tiers, or a number is out of its range.
     """
     _check(tiers, budget_per_month, block_bytes, recompute_seconds_per_token)
-    search = _Search(curve, tiers, budget_per_month, block_bytes, recompute_seconds_per_token, most_splits)
+    search = _Search(
+        curve=curve,
+        tiers=tiers,
+        budget=budget_per_month,
+        block_bytes=block_bytes,
+        recompute_seconds_per_token=recompute_seconds_per_token,
+        most_splits=most_splits,
+    )
     every = search.every()
     capacities, worth = search.best(every) if len(every) else search.refined()
     hits = curve.at(capacities[None])
     return BestSplit(
-        tuple(capacities.tolist()),
-        -worth.kept,
-        worth.saved_seconds,
-        tuple(hits.prefix_blocks[0].tolist()),
-        tuple(hits.prefix_tokens[0].tolist()),
-        search.tried,
+        capacities=tuple(capacities.tolist()),
+        price_per_month=-worth.kept,
+        saved_seconds=worth.saved_seconds,
+        prefix_blocks=tuple(hits.prefix_blocks[0].tolist()),
+        prefix_tokens=tuple(hits.prefix_tokens[0].tolist()),
+        tried=search.tried,
     )
 
 

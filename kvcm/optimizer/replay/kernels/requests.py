@@ -33,12 +33,12 @@ class Requests(NamedTuple):
 def requests_of(trace: Trace) -> Requests:
     """Return the columns of a trace, without copies where they are as a trace says."""
     return Requests(
-        trace.unique_blocks,
-        _column(trace.times_us, np.int64),
-        _column(trace.offsets, np.int64),
-        _column(trace.blocks, np.int32),
-        _column(trace.read_blocks, np.int32),
-        _column(trace.writes, np.bool_),
+        unique=trace.unique_blocks,
+        times_us=_column(trace.times_us, np.int64),
+        offsets=_column(trace.offsets, np.int64),
+        blocks=_column(trace.blocks, np.int32),
+        read_blocks=_column(trace.read_blocks, np.int32),
+        writes=_column(trace.writes, np.bool_),
     )
 
 
