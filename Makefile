@@ -185,26 +185,27 @@ acceptance-manager: setup
 
 # The demo, real engines, and the benchmarks but those that repeat tests with more kills and faults (of crashes the
 # benchmark). Figures of so short a run mean little, so missed targets are shown and do not count; violations do. Most
-# benchmarks therefore run beside each other; those that load a manager fully and judge what it answers do not.
+# therefore run beside each other; those that load a manager fully and judge what it answers do not.
 smoke: setup redis fuse mooncake iproute engines
 	mkdir -p build
-	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
-	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
-	$(BIN)/python -m pytest -m engines_smoke tests/engines
 	$(BIN)/python benchmarks/gameday.py --quick --minutes 1 --seed 2 --json build/gameday.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --seconds 45 --json build/soak.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
-	$(MAKE) --jobs 2 --output-sync=target smoke-benchmarks
-	$(MAKE) --jobs 2 --output-sync=target smoke-gpu
+	$(MAKE) --jobs 2 --output-sync=target smoke-beside
 
 # The longest first.
-QUICK := connector crash conversation service capacity auth_cost live_tuning scale index optimizer layout match \
-  transfer mooncake_store mempool slots vitals
-.PHONY: smoke-benchmarks $(QUICK:%=smoke-quick-%)
-smoke-benchmarks: $(QUICK:%=smoke-quick-%)
+QUICK := connector crash service capacity auth_cost live_tuning scale index optimizer layout match transfer \
+  mooncake_store mempool slots vitals
+.PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
+smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
+smoke-engines:
+	$(BIN)/python -m pytest -m engines_smoke tests/engines
+smoke-demo:
+	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
+	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
 smoke-quick-crash: COUNTS = --kills 3
-$(QUICK:%=smoke-quick-%): smoke-quick-%:
+smoke-quick-conversation $(QUICK:%=smoke-quick-%): smoke-quick-%:
 	$(BIN)/python benchmarks/$*.py --quick $(COUNTS) --json build/$*.json
 
 # Those of the GPU tier time nothing here, so they run beside each other, the longest first.

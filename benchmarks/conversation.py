@@ -127,7 +127,7 @@ def main() -> int:
     from tiny_models import write_large_llama
 
     options = arguments(__doc__ or "").parse_args()
-    turns, sessions, hidden = (3, 4, 256) if options.quick else (12, 8, 768)
+    turns, sessions, hidden = (2, 4, 256) if options.quick else (12, 8, 768)
     with engine_site(partial(write_large_llama, hidden=hidden)) as site:
         taken = converse(site, turns, sessions)
     is_sound = publish("conversation: an engine restarted before every turn", rows_of(taken), options.json)
