@@ -178,7 +178,7 @@ def checks_of(
             wrong["loaded_tokens"] > 0 and not wrong["tokens_equal"],
         ),
         Check(
-            "with checksums they are noticed, computed and stored anew",
+            "with checksums they are noticed, computed and stored again",
             f"{noticed['loaded_tokens']:,} tokens loaded, {noticed['blocks_saved']} blocks saved, "
             f"{_differing(noticed, begin)} tokens differ",
             "0 loaded, 0 differ",
