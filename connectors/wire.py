@@ -498,9 +498,9 @@ def _storage(entry: Mapping[str, object]) -> StorageConfig:
     if not isinstance(spec, dict):
         raise InvalidArgumentError(f"storage_spec is {spec!r}, must be an object")
     return StorageConfig(
-        _typed(entry, "global_unique_name", str, ""),
-        _spec(_SPECS[_typed(entry, "type", str, "")], spec),
-        is_available=_typed(entry, "is_available", bool, True),
+        _typed(values=entry, name="global_unique_name", kind=str, default=""),
+        _spec(_SPECS[_typed(values=entry, name="type", kind=str, default="")], spec),
+        is_available=_typed(values=entry, name="is_available", kind=bool, default=True),
     )
 
 

@@ -120,4 +120,4 @@ class Step:
         mask = self.sparse_mask[:, None]
         indices = torch.where(mask, batch.seq_lens[:, None] - 1, -1)[:, None].int()
         slots = torch.where(mask, batch.out_cache_loc[:, None], -1)[:, None].int()
-        return Selection(Unit.TOKEN, 1, indices, mask.int()), ResidencyPlan(slots)
+        return Selection(unit=Unit.TOKEN, unit_tokens=1, indices=indices, lengths=mask.int()), ResidencyPlan(slots)

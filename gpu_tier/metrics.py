@@ -58,10 +58,22 @@ def _requests(coordinator: SparseCoordinator) -> Iterator[Figure]:
     for state in RequestState:
         if state not in (RequestState.FINISHED, RequestState.ABORTED):
             labels = (("state", state.value),)
-            yield Figure("kvcm_gpu_tier_requests", "gauge", "Requests by state.", states[state], labels)
+            yield Figure(
+                name="kvcm_gpu_tier_requests",
+                kind="gauge",
+                help="Requests by state.",
+                value=states[state],
+                labels=labels,
+            )
     text = "Tokens decoded, by whether their attention was sparse."
     for name, value in (("sparse", coordinator.sparse_tokens), ("dense", coordinator.dense_tokens)):
-        yield Figure("kvcm_gpu_tier_decoded_tokens_total", "counter", text, value, (("attention", name),))
+        yield Figure(
+            name="kvcm_gpu_tier_decoded_tokens_total",
+            kind="counter",
+            help=text,
+            value=value,
+            labels=(("attention", name),),
+        )
 
 
 def _pages(coordinator: SparseCoordinator) -> Iterator[Figure]:
@@ -73,9 +85,15 @@ def _pages(coordinator: SparseCoordinator) -> Iterator[Figure]:
     text = "Pages of the pools: in use, and all. Those of clusters are extents of their store."
     for pool, (used, total) in pages.items():
         for state, value in (("used", used), ("total", total)):
-            yield Figure("kvcm_gpu_tier_pages", "gauge", text, value, (("pool", pool), ("state", state)))
+            yield Figure(
+                name="kvcm_gpu_tier_pages",
+                kind="gauge",
+                help=text,
+                value=value,
+                labels=(("pool", pool), ("state", state)),
+            )
     text = "Host pages kept for prefixes although no request holds them."
-    yield Figure("kvcm_gpu_tier_host_cached_pages", "gauge", text, manager.host.allocator.cached)
+    yield Figure(name="kvcm_gpu_tier_host_cached_pages", kind="gauge", help=text, value=manager.host.allocator.cached)
 
 
 def _residency(coordinator: SparseCoordinator) -> Iterator[Figure]:
@@ -89,10 +107,10 @@ def _residency(coordinator: SparseCoordinator) -> Iterator[Figure]:
         "evicted": "Those that it gave up.",
     }
     for (name, text), value in zip(texts.items(), counts, strict=True):
-        yield Figure(f"kvcm_gpu_tier_{name}_items_total", "counter", text, value)
+        yield Figure(name=f"kvcm_gpu_tier_{name}_items_total", kind="counter", help=text, value=value)
     text = "Clusters that were estimated because they did not fit into the execution buffer."
     overflow = coordinator.algorithm.exec_overflow
-    yield Figure("kvcm_gpu_tier_overflowing_clusters_total", "counter", text, overflow)
+    yield Figure(name="kvcm_gpu_tier_overflowing_clusters_total", kind="counter", help=text, value=overflow)
 
 
 def _items(coordinator: SparseCoordinator) -> tuple[int, int, int, int, int, int]:
@@ -115,7 +133,9 @@ def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
     moved = manager.transfer.counters
     text = "Bytes moved between the pools."
     for way, value in (("h2d", moved.h2d_bytes), ("d2h", moved.d2h_bytes), ("d2d", moved.d2d_bytes)):
-        yield Figure("kvcm_gpu_tier_transferred_bytes_total", "counter", text, value, (("way", way),))
+        yield Figure(
+            name="kvcm_gpu_tier_transferred_bytes_total", kind="counter", help=text, value=value, labels=(("way", way),)
+        )
     text = "Bytes of the pools."
     resident = coordinator.resident.pool.nbytes if coordinator.resident else 0
     blocks = manager.blocks
@@ -127,10 +147,10 @@ def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
         "clusters": blocks.policy.host_bytes if blocks else 0,
     }
     for pool, size in sizes.items():
-        yield Figure("kvcm_gpu_tier_pool_bytes", "gauge", text, size, (("pool", pool),))
+        yield Figure(name="kvcm_gpu_tier_pool_bytes", kind="gauge", help=text, value=size, labels=(("pool", pool),))
     text = "Bytes of what algorithms choose by, of the requests at hand."
     used = sum(coordinator.algorithm.representation_bytes(t.seq_len) for t in coordinator.trackers)
-    yield Figure("kvcm_gpu_tier_representation_bytes", "gauge", text, used)
+    yield Figure(name="kvcm_gpu_tier_representation_bytes", kind="gauge", help=text, value=used)
 
 
 def _indexes(coordinator: SparseCoordinator) -> Iterator[Figure]:
@@ -139,21 +159,33 @@ def _indexes(coordinator: SparseCoordinator) -> Iterator[Figure]:
         "Indexes of a layer (segments of RetroInfer, codebooks of PQCache): made from KV, or taken over from sidecars."
     )
     for origin, value in (("built", algorithm.built), ("imported", algorithm.imported)):
-        yield Figure("kvcm_gpu_tier_indexes_total", "counter", text, value, (("origin", origin),))
+        yield Figure(
+            name="kvcm_gpu_tier_indexes_total", kind="counter", help=text, value=value, labels=(("origin", origin),)
+        )
 
 
 def _prefixes(counters: PrefixCounters) -> Iterator[Figure]:
     text = "Prompt tokens that were not computed, by where their KV was."
     for tier, value in (("host", counters.host_tokens), ("storage", counters.storage_tokens)):
-        yield Figure("kvcm_gpu_tier_prefix_tokens_total", "counter", text, value, (("tier", tier),))
+        yield Figure(
+            name="kvcm_gpu_tier_prefix_tokens_total", kind="counter", help=text, value=value, labels=(("tier", tier),)
+        )
     text = "Loads of which fewer pages arrived than were promised."
-    yield Figure("kvcm_gpu_tier_short_loads_total", "counter", text, counters.loads_short)
+    yield Figure(name="kvcm_gpu_tier_short_loads_total", kind="counter", help=text, value=counters.loads_short)
     text = "Attached tokens whose side data was not there and was computed."
-    yield Figure("kvcm_gpu_tier_sidecar_miss_tokens_total", "counter", text, counters.sidecar_misses)
+    yield Figure(
+        name="kvcm_gpu_tier_sidecar_miss_tokens_total", kind="counter", help=text, value=counters.sidecar_misses
+    )
     text = "Pages offered to the storage: taken, refused, or not offered because too many were on their way."
     outcomes = (("written", counters.written_pages), ("failed", counters.failed_pages))
     for outcome, value in (*outcomes, ("dropped", counters.dropped_pages)):
-        yield Figure("kvcm_gpu_tier_published_pages_total", "counter", text, value, (("outcome", outcome),))
+        yield Figure(
+            name="kvcm_gpu_tier_published_pages_total",
+            kind="counter",
+            help=text,
+            value=value,
+            labels=(("outcome", outcome),),
+        )
 
 
 def prometheus_text(coordinator: SparseCoordinator, prefixes: PrefixCounters | None = None) -> str:

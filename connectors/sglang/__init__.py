@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["KVCMStorage"]
 
 __getattr__ = engine_names(
-    __name__,
-    {"KVCMStorage": "kvcm.connectors.sglang.hicache_storage"},
-    "SGLang 0.5.23 (docs/sglang.md)",
-    {"sglang", "torch"},
+    package=__name__,
+    modules={"KVCMStorage": "kvcm.connectors.sglang.hicache_storage"},
+    needs="SGLang 0.5.23 (docs/sglang.md)",
+    engines={"sglang", "torch"},
 )

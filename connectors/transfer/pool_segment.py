@@ -272,7 +272,7 @@ class PoolSegment:
             yield WriteLock(descriptor, self.header.data_offset)
         finally:
             if os.getpid() == process:  # a child has nothing to release, and must not unlock its parent's pages
-                _lock(descriptor, fcntl.F_UNLCK, 0, 0)
+                _lock(descriptor=descriptor, kind=fcntl.F_UNLCK, start=0, size_bytes=0)
                 self._descriptors.release(descriptor)
 
     def touch(self) -> None:

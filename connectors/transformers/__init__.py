@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["GenerationReport", "KVReuse", "ReuseSettings", "RowReport"]
 
 __getattr__ = engine_names(
-    __name__,
-    {
+    package=__name__,
+    modules={
         "GenerationReport": "kvcm.connectors.transformers.settings",
         "KVReuse": "kvcm.connectors.transformers.reuse",
         "ReuseSettings": "kvcm.connectors.transformers.settings",
         "RowReport": "kvcm.connectors.transformers.settings",
     },
-    "torch and transformers 5.19 (`pip install 'kvcm[engine]'`)",
-    {"torch", "transformers"},
+    needs="torch and transformers 5.19 (`pip install 'kvcm[engine]'`)",
+    engines={"torch", "transformers"},
 )

@@ -381,7 +381,7 @@ def _check_kind(model: PreTrainedModel) -> None:
 def _compute(model: PreTrainedModel) -> tuple[list[Any], torch.Tensor]:
     cache = DynamicCache(config=model.config)
     try:
-        logits = compute(model, _tokens(model), 0, cache, last_only=False)
+        logits = compute(model=model, tokens=_tokens(model), start=0, cache=cache, last_only=False)
     except Exception as error:  # models with caches of their own raise all kinds of them
         raise InvalidArgumentError(f"model cannot compute with the cache of transformers: {error!r}") from error
     return list(cache.layers), logits
@@ -439,10 +439,12 @@ def _state_part(layers: Sequence[Any]) -> StatePart | None:
 def _check_state(model: PreTrainedModel, at_once: torch.Tensor) -> None:
     """Check that the model goes on from a state: some compute several tokens as if there were none before them."""
     tokens, steps = _tokens(model), _PROBE_TOKENS - _PROBE_SPLIT
-    alone = compute(model, tokens[:steps], 0, DynamicCache(config=model.config), last_only=False)
+    alone = compute(
+        model=model, tokens=tokens[:steps], start=0, cache=DynamicCache(config=model.config), last_only=False
+    )
     noise = _difference(alone, at_once[:steps])
     cache = DynamicCache(config=model.config)
-    compute(model, tokens[:_PROBE_SPLIT], 0, cache)
+    compute(model=model, tokens=tokens[:_PROBE_SPLIT], start=0, cache=cache)
     behind = compute(model, tokens[_PROBE_SPLIT:], _PROBE_SPLIT, cache, last_only=False)
     difference = _difference(behind, at_once[_PROBE_SPLIT:])
     most = max(_MAX_NOISE_FACTOR * noise, torch.finfo(model.dtype).eps, _MIN_DIFFERENCE)

@@ -17,5 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["KVCMConnector"]
 
 __getattr__ = engine_names(
-    __name__, {"KVCMConnector": "kvcm.connectors.vllm.connector"}, "vLLM 0.32.0 (docs/vllm.md)", {"vllm", "torch"}
+    package=__name__,
+    modules={"KVCMConnector": "kvcm.connectors.vllm.connector"},
+    needs="vLLM 0.32.0 (docs/vllm.md)",
+    engines={"vllm", "torch"},
 )

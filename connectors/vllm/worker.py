@@ -441,7 +441,9 @@ class KvcmWorker:
         return set(group.block_ids) - good, missing_report(parts, results, self._statistics)
 
     def _save(self, job: SaveJob, deadline: float) -> None:
-        result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not started")
+        result = SaveResult(
+            ranks=1, written=(False,) * len(job.blocks), checksums=({},) * len(job.blocks), reason="not started"
+        )
         started = self._clock()
         try:
             engine = self._storages.engine(self._options.call_seconds)

@@ -147,11 +147,16 @@ class DSA(BaseSparseAlgorithm):
         """See `BaseSparseAlgorithm`; `extra` brings ``index_query [B, HI, dI]`` and ``index_weight [B, HI]``."""
         asked, k = self._asked.of(batch, sparse_mask), self.max_items
         if max((0, *batch.lengths)) <= k:
-            return Selection(self.unit, 1, asked.everything, asked.lengths)
+            return Selection(unit=self.unit, unit_tokens=1, indices=asked.everything, lengths=asked.lengths)
         best = torch.empty_like(asked.everything)
         scores = self._scores(queries, layer_id, batch, asked, extra)
         topk_select(scores, asked.scored, k, best, torch.empty_like(asked.lengths), impl=self.context.config.kernels)
-        return Selection(self.unit, 1, torch.where(asked.is_scored, best, asked.everything), asked.lengths)
+        return Selection(
+            unit=self.unit,
+            unit_tokens=1,
+            indices=torch.where(asked.is_scored, best, asked.everything),
+            lengths=asked.lengths,
+        )
 
     def _step_lengths(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _StepLengths:
         assert sparse_mask is not None

@@ -34,7 +34,7 @@ class FullAttention(BaseSparseAlgorithm):
         """Return an empty selection."""
         indices = torch.empty(batch.rows, 1, 0, dtype=torch.int32, device=queries.device)
         lengths = torch.zeros(batch.rows, 1, dtype=torch.int32, device=queries.device)
-        return Selection(self.unit, 1, indices, lengths)
+        return Selection(unit=self.unit, unit_tokens=1, indices=indices, lengths=lengths)
 
     def representation_bytes(self, n_tokens: int) -> int:
         """See `BaseSparseAlgorithm`."""

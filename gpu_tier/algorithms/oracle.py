@@ -56,7 +56,7 @@ class Oracle(BaseSparseAlgorithm):
         if self.settings.ratio is not None:
             share = (tokens.double() * self.settings.ratio).ceil().int()
             indices, lengths = keep_best(indices, lengths, scores, share)
-        return Selection(self.unit, 1, indices, lengths)
+        return Selection(unit=self.unit, unit_tokens=1, indices=indices, lengths=lengths)
 
     def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch) -> Tensor:
         heads = self.context.geometry.num_kv_heads
@@ -64,7 +64,7 @@ class Oracle(BaseSparseAlgorithm):
         scores = torch.full(shape, -torch.inf, device=queries.device)
         grouped = queries.float().unflatten(1, (heads, self.context.group))
         for row, (request, length) in enumerate(zip(batch.requests, batch.lengths, strict=True)):
-            keys = self.context.keys.keys(layer_id, request, 0, length)
+            keys = self.context.keys.keys(layer_id=layer_id, request=request, start=0, stop=length)
             products = torch.einsum("hgd,nhd->hgn", grouped[row], keys) * self.context.sm_scale
             scores[row, :, :length] = products.softmax(-1).sum(1)
         return scores

@@ -475,7 +475,7 @@ class Clusterer:
         keys = torch.randn(tokens, self._shape.heads, self._shape.dims, generator=torch.Generator().manual_seed(0))
         begin = time.perf_counter()
         if not self.on_cpu:
-            self._cluster(keys.to(self._runtime.device), 0, tokens, count).codes.cpu()
+            self._cluster(keys=keys.to(self._runtime.device), first=0, stop=tokens, count=count).codes.cpu()
             return time.perf_counter() - begin
         jobs = [self._threads().submit(self._cluster, keys, 0, tokens, count) for _ in range(self.threads)]
         for job in jobs:

@@ -660,11 +660,13 @@ class PQCache(BaseSparseAlgorithm):
 
     def _recluster(self, held: PQRequest, layer: int, n_tokens: int) -> None:
         index = self.clusterer.now(
-            self._keys(layer, held.request, 0, n_tokens), self.settings.init, n_tokens - held.local
+            self._keys(layer=layer, request=held.request, start=0, stop=n_tokens),
+            self.settings.init,
+            n_tokens - held.local,
         )
         # Layers that were not reached yet keep their two codebooks until all have one.
         books = tuple(held.books) or (Codebook(held.request * self.books_each, 0),)
-        self._store_index(held, layer, index, 0, books)
+        self._store_index(held=held, layer=layer, index=index, first=0, books=books)
         held.clustered[layer], held.books = n_tokens, list(books)
         if min(held.clustered) == n_tokens:
             held.books, held.encoded = [books[0]], n_tokens

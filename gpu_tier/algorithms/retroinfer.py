@@ -542,9 +542,9 @@ class RetroInfer(BaseSparseAlgorithm):
         """See `BaseSparseAlgorithm`."""
         step = self._step(layer_id, batch, sparse_mask)
         zones = self._zones(queries, layer_id, batch, step.asked)
-        estimate = Selection(self.unit, 0, zones.estimated, zones.estimated_lengths)
+        estimate = Selection(unit=self.unit, unit_tokens=0, indices=zones.estimated, lengths=zones.estimated_lengths)
         return Selection(
-            self.unit, 0, zones.retrieved, zones.retrieved_lengths, steady=step.steady,
+            unit=self.unit, unit_tokens=0, indices=zones.retrieved, lengths=zones.retrieved_lengths, steady=step.steady,
             estimate=estimate if estimate.indices.shape[-1] else None,
         )  # fmt: skip
 

@@ -247,7 +247,7 @@ class SnapKV(BaseSparseAlgorithm):
         best = torch.empty(1, heads, k, dtype=torch.int32, device=device)
         if not k:
             return best[0]
-        keys = self.context.keys.keys(layer_id, request, 0, positions.stop)
+        keys = self.context.keys.keys(layer_id=layer_id, request=request, start=0, stop=positions.stop)
         settings = self.settings
         scores = votes(
             queries, positions, keys, sm_scale=self.context.sm_scale, candidates=candidates,
@@ -284,7 +284,9 @@ class SnapKV(BaseSparseAlgorithm):
         generated = (since - kept)[:, None, None] + place
         ids = torch.where(place < kept[:, None, None], chosen, generated)
         lengths = lengths.expand(-1, ids.shape[1]).contiguous()
-        return Selection(self.unit, 1, torch.where(place < lengths[..., None], ids, -1), lengths)
+        return Selection(
+            unit=self.unit, unit_tokens=1, indices=torch.where(place < lengths[..., None], ids, -1), lengths=lengths
+        )
 
     def _width(self, layer: int, batch: ForwardBatch) -> int:
         """Return the set's width, generated tokens included; doubled, so that shapes seldom change."""

@@ -285,7 +285,7 @@ class LatentDecoder:
         q_latent = self._norm(x @ self.weights[f"{layer_id}.q_a"].T, f"{layer_id}.q_norm")
         q = self._queries(q_latent, positions, layer_id)
         extra = self._indexers[layer_id](x, q_latent, positions) if self._indexers else {}
-        return AttentionInputs(q, self._latents(x, positions, layer_id), None, extra)
+        return AttentionInputs(q=q, k=self._latents(x, positions, layer_id), v=None, extra=extra)
 
     def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
         """See `DecoderModel`."""

@@ -64,7 +64,7 @@ def _block_sparse_chunk(
         sm_scale: what scores are multiplied by before the softmax.
         settings: which blocks are chosen.
     """
-    k, v = reader.rows(layer_id, request, 0, stop)
+    k, v = reader.rows(layer_id=layer_id, request=request, start=0, stop=stop)
     start, size = stop - len(q), settings.block
     borders = [start, *range((start // size + 1) * size, stop, size), stop]
     return torch.cat([

@@ -116,7 +116,12 @@ def simulate(selections: Tensor, capacity: int, *, loads_hottest: bool = False, 
     for step, ids in enumerate(selections.int()):
         if step == _WARM_UP_STEPS:
             cold = policy.counters
-        selection = Selection(Unit.TOKEN, 1, ids[None, None], (ids >= 0).sum(dtype=torch.int32).reshape(1, 1))
+        selection = Selection(
+            unit=Unit.TOKEN,
+            unit_tokens=1,
+            indices=ids[None, None],
+            lengths=(ids >= 0).sum(dtype=torch.int32).reshape(1, 1),
+        )
         policy.resolve(0, batch, selection, torch.ones(1, dtype=torch.bool))
     total = policy.counters
     counted = (total.selected - cold.selected, total.hits - cold.hits, total.loads - cold.loads)
@@ -224,7 +229,9 @@ def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroIn
     block_bytes = _WAVE_BLOCK * _NUMBER.parts[0].row_bytes
     settings = replace(settings, block_bytes=block_bytes, cpu_threads=1)
     host_bytes = _MORE_HOST * n * _NUMBER.token_bytes
-    execution = ExecutionBuffer(_NUMBER, 1, driven.algorithm.max_execution_tokens, runtime)
+    execution = ExecutionBuffer(
+        geometry=_NUMBER, rows=1, tokens_per_row=driven.algorithm.max_execution_tokens, runtime=runtime
+    )
     arena = _arena(2 * n)
     policy = WaveBuffer(
         geometry=_NUMBER,
@@ -267,7 +274,9 @@ def pq_hits(driven: Driven, selections: Sequence[Selection], settings: PQCacheCo
     arena = _arena(2 * n + settings.cache_tokens)
     host = HostKVPool(_NUMBER, -(-n // PAGE), Layout.LAYER_FIRST, runtime)
     tokens = HostTokens(pool=host, max_requests=1, max_tokens=n, unit_tokens=1, device=runtime.device)
-    execution = ExecutionBuffer(_NUMBER, 1, driven.algorithm.max_execution_tokens, runtime)
+    execution = ExecutionBuffer(
+        geometry=_NUMBER, rows=1, tokens_per_row=driven.algorithm.max_execution_tokens, runtime=runtime
+    )
     transfer = KVTransfer(host, arena, runtime, SparseConfig("pqcache", page_size=PAGE, algo=settings))
     policy = TokenBlockPolicy(
         settings=settings,

@@ -224,10 +224,10 @@ def claims_table(figures: Mapping[str, str], claims: Sequence[Claim] = CLAIMS) -
     """
     rows = tuple((c.source, c.claim, c.conditions, c.status.value, figures.get(c.key), c.ours) for c in claims)
     return ResultTable(
-        "Published claims",
-        ("source", "claim", "conditions", "status", "ours", "from"),
-        rows,
-        "R reproduced in kind, P proxy only, N not possible without their models, data or machines.",
+        title="Published claims",
+        columns=("source", "claim", "conditions", "status", "ours", "from"),
+        rows=rows,
+        note="R reproduced in kind, P proxy only, N not possible without their models, data or machines.",
     )
 
 

@@ -165,7 +165,7 @@ def build_global(
     units, offsets = [], []
     for segment in segments:
         part = keys[:, segment.start - segments[0].start : segment.stop - segments[0].start]
-        centre = _centre(part, 1, settings, mean)
+        centre = _centre(keys=part, segments=1, settings=settings, mean=mean)
         unit = _labels(part, centre, clusters_of(len(segment), settings), settings.iterations, kernels)[1]
         units.append(unit)
         offsets.append((unit @ centre[..., None])[..., 0])

@@ -373,7 +373,7 @@ class WaveGpuBuffer:
 
     def _places(self, layer_id: int, rows: _Rows, blocks: SelectedBlocks) -> BlockPlaces:
         """Let the diff find a place for each block."""
-        selection = Selection(Unit.TOKEN, 1, blocks.ids, blocks.lengths)
+        selection = Selection(unit=Unit.TOKEN, unit_tokens=1, indices=blocks.ids, lengths=blocks.lengths)
         plan = self._lru.resolve(layer_id, rows.of_blocks, selection, rows.mask)
         assert plan.misses is not None
         assert plan.evicted_items is not None

@@ -86,7 +86,7 @@ class WaveStore:
         extents = nbytes // (extent * sum(rows))
         if extents < 1:
             raise ConfigError("host_bytes", nbytes, f"an extent of the wave store takes {extent * sum(rows)} bytes")
-        self.allocator = PagedAllocator(extents, extent, "wave store", "host_bytes")
+        self.allocator = PagedAllocator(num_pages=extents, page_size=extent, name="wave store", knob="host_bytes")
         slots = extents * extent
         self.addressing = _addressing(rows, self.block_tokens, slots)
         self._memory = PinnedMemory(slots * sum(rows), extent * rows[0], runtime)

@@ -150,7 +150,9 @@ class DeviceKVPool:
 
     def __init__(self, geometry: KVGeometry, num_pages: int, runtime: DeviceRuntime) -> None:
         self.geometry = geometry
-        self.allocator = PagedAllocator(num_pages, geometry.page_size, "device pool", "num_pages of the device pool")
+        self.allocator = PagedAllocator(
+            num_pages=num_pages, page_size=geometry.page_size, name="device pool", knob="num_pages of the device pool"
+        )
         self.addressing = Addressing.of(geometry, Layout.LAYER_FIRST, num_pages)
         self.data = torch.zeros(self.addressing.total_bytes, dtype=torch.uint8, device=runtime.device)
 

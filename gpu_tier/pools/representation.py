@@ -50,7 +50,9 @@ class RepresentationPool:
         self.fill = self.fill.to(device)
         self._data = self.fill.repeat(num_layers, self.num_pages + 1, 1)
         self.table = torch.full((max_requests, self.pages_of(max_tokens)), -1, dtype=torch.int32, device=device)
-        self.allocator = PagedAllocator(self.num_pages, page_tokens, "representations", "total_tokens")
+        self.allocator = PagedAllocator(
+            num_pages=self.num_pages, page_size=page_tokens, name="representations", knob="total_tokens"
+        )
         self._held: dict[int, list[int]] = {}
 
     @property

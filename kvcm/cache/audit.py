@@ -823,7 +823,7 @@ class IndexAuditor:
         is_mended = self._repair.repair and await recount.recount([account])
         what = ", ".join(f"{field_title(account, field)} {value:+}" for field, value in difference.items())
         what = f"the counters that managers share differ from what is kept with the records: {what}"
-        self.report.add(Finding("usage", title, what, "recounts it", is_mended))
+        self.report.add(Finding(check="usage", where=title, what=what, repair="recounts it", is_mended=is_mended))
 
 
 def _shared_extent(one: Location, other: Location) -> str:

@@ -536,7 +536,7 @@ class Pins:
 
     async def _begin(self, cache: InstanceCache, group: InstanceGroup, pin: Pin) -> Pin | None:
         await self._budgets.reserve(group, pin.id, PinEntry(pin.uid, pin.size_bytes, pin.deadline))
-        if not await self._table.replace(pin.id, None, pin.encoded(), pin.deadline):
+        if not await self._table.replace(name=pin.id, old=None, new=pin.encoded(), due=pin.deadline):
             raise NotReadyError("the id of the new pin is taken: pin again")
         return await self._pin_readable(cache, pin)
 

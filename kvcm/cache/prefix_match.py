@@ -304,7 +304,7 @@ async def block_metas(cache: InstanceCache, keys: Sequence[int], mask: BlockMask
 
 def _meta(key: int, record: BlockRecord | None, view: StorageView) -> BlockMeta:
     if record is None:
-        return BlockMeta(key, None, 0, ())
+        return BlockMeta(key=key, parent=None, depth=0, locations=())
     visible = [location for location in record.locations if location.status is not LocationStatus.DELETING]
     visible.sort(key=lambda location: _worst_status(location, view))
     return BlockMeta(key, record.parent, record.depth, tuple(visible))

@@ -493,9 +493,9 @@ def _group_reservation(reservation: Reservation, max_key_count: int) -> AccountR
     by_type: Counter[StorageType] = Counter()
     for place, size in wanted.items():
         by_type[place.storage_type] += size
-    totals = [TotalLimit("b", {}, sum(wanted.values()), quota.capacity)]
+    totals = [TotalLimit(prefix="b", floors={}, amount=sum(wanted.values()), limit=quota.capacity)]
     totals += [
-        TotalLimit(_type_prefix(storage_type), {}, size, max(0, limit))
+        TotalLimit(prefix=_type_prefix(storage_type), floors={}, amount=size, limit=max(0, limit))
         for storage_type, size in by_type.items()
         if (limit := quota.capacity_of(storage_type)) is not None
     ]

@@ -194,7 +194,7 @@ class ReadLeases:
         if self._pin_count + len(pins) > _MAX_LEASED_LOCATIONS:
             raise CapacityError(f"{_MAX_LEASED_LOCATIONS} locations are pinned: release some leases or let them expire")
         lease = ReadLease(self._new_id(), uid, deadline, pins)
-        await self._table.replace(lease.id, None, lease.encoded(), deadline)
+        await self._table.replace(name=lease.id, old=None, new=lease.encoded(), due=deadline)
         self._add(lease)
         return lease
 

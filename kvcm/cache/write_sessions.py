@@ -706,7 +706,7 @@ class SessionStore:
 
     async def open(self, session: WriteSession) -> None:
         """Store a new session."""
-        if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
+        if not await self._table.replace(name=session.id, old=None, new=session.encoded(), due=session.deadline):
             raise NotReadyError("the id of the new write session is taken: start the write again")
         self._track(session, self._clock.now())
 
@@ -857,13 +857,19 @@ class SessionStore:
             except StorageIOError as error:  # its document cannot be read: it must not hold up the others
                 _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
                 later = self._clock.now() + _RETRY_SECONDS
-                await self._move_deadlines(cache, WriteSession(session_id, cache.placement.uid, later, "", ()), keys)
+                await self._move_deadlines(
+                    cache,
+                    WriteSession(id=session_id, uid=cache.placement.uid, deadline=later, location_id="", keys=()),
+                    keys,
+                )
 
     async def _expire_writer(self, cache: InstanceCache, session_id: str, keys: Sequence[int]) -> None:
         await self._expire_if_due(session_id)
         document = await self._table.get(session_id)
         if document is None:
-            orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys))
+            orphaned = WriteSession(
+                id=session_id, uid=cache.placement.uid, deadline=0.0, location_id="", keys=tuple(keys)
+            )
             await self._apply_to_blocks(cache, orphaned.lapsed())
             return
         session = WriteSession.decoded(session_id, document)

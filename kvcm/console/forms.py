@@ -257,7 +257,9 @@ async def confirmation_page(visit: Visit, question: Question, fault: str = "", s
 async def confirmed(visit: Visit, question: Question, act: Callable[[], Awaitable[Response]]) -> Response:
     """Act if the name was typed; otherwise, or if the change is refused, show the question again with the error."""
     if question.name and (await visit.form()).get("name", "") != question.name:
-        return await confirmation_page(visit, question, f"The name that was typed is not {question.name}.", 400)
+        return await confirmation_page(
+            visit=visit, question=question, fault=f"The name that was typed is not {question.name}.", status=400
+        )
     try:
         return await act()
     except RefusedError as error:

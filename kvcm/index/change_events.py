@@ -27,11 +27,15 @@ class ChangeEvents:
 
     def removed(self, instance: Instance, changes: Iterable[Change], reason: str) -> None:
         """Publish blocks removed on request; `reason` names the call."""
-        self._publish(CACHE_MANAGER, "removed", instance, changes, {"reason": reason})
+        self._publish(
+            component=CACHE_MANAGER, event_type="removed", instance=instance, changes=changes, why={"reason": reason}
+        )
 
     def expired(self, instance: Instance, changes: Iterable[Change], reason: str) -> None:
         """Publish expired blocks: `session` of a write session, `ttl` that a writer gave."""
-        self._publish(CACHE_MANAGER, "expired", instance, changes, {"reason": reason})
+        self._publish(
+            component=CACHE_MANAGER, event_type="expired", instance=instance, changes=changes, why={"reason": reason}
+        )
 
     def evicted(
         self, instance: Instance, changes: Iterable[Change], reason: str, policy: str, delay_seconds: float
@@ -48,12 +52,20 @@ class ChangeEvents:
         if not self.log.is_active:
             return
         changes = list(changes)
-        self._publish(CACHE_RECLAIMER, "evicted", instance, changes, {"reason": reason, "policy": policy})
+        self._publish(
+            component=CACHE_RECLAIMER,
+            event_type="evicted",
+            instance=instance,
+            changes=changes,
+            why={"reason": reason, "policy": policy},
+        )
         marked = [(change.key, [location.id for location in _marked(change)]) for change in changes]
         keys, ids = [key for key, ids in marked if ids], [ids for _, ids in marked if ids]
         if keys:
             fields = {"block_keys": keys, "location_ids": ids, "delay_us": round(delay_seconds * 1e6)}
-            self.log.publish(instance.instance_id, CACHE_RECLAIMER, "CacheReclaimSubmit", fields)
+            self.log.publish(
+                source=instance.instance_id, component=CACHE_RECLAIMER, event_type="CacheReclaimSubmit", fields=fields
+            )
 
     def _publish(
         self, component: str, event_type: str, instance: Instance, changes: Iterable[Change], why: dict[str, Any]

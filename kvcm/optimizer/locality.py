@@ -148,7 +148,7 @@ def _popularity_of(trace: Trace) -> Popularity:
     """Return how unequally the blocks of a trace are used."""
     counts = np.sort(np.bincount(trace.blocks, minlength=trace.unique_blocks))[::-1].astype(np.int64)
     if not len(counts):
-        return Popularity(counts, counts, np.zeros(0), 0.0, 0.0)
+        return Popularity(ranks=counts, accesses=counts, shares=np.zeros(0), zipf_exponent=0.0, once_share=0.0)
     ranks = np.unique(np.geomspace(1, len(counts), _POPULARITY_POINTS).round().astype(np.int64))
     shares = np.cumsum(counts)[ranks - 1] / counts.sum()
     once_share = float((counts == 1).mean())

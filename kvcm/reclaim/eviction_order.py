@@ -250,7 +250,13 @@ class _PolicyQueues:
                 at = queue.expires_at(facts.summary)
                 if at is None or at > now:
                     break
-                yield Candidate(facts.key, True, queue.priority, facts.summary.read_at, queue.settings.name)
+                yield Candidate(
+                    key=facts.key,
+                    is_over_budget=True,
+                    priority=queue.priority,
+                    read_at=facts.summary.read_at,
+                    policy=queue.settings.name,
+                )
 
     def _candidates_of(self, queue: PolicyQueue, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         prefix_class = queue.prefix_class

@@ -83,19 +83,25 @@ def key_watermark(group: InstanceGroup, max_key_count: int) -> Watermark | None:
     trigger = group.cache_config.reclaim_strategy.trigger_strategy
     if not group.cache_config.meta_indexer_config.max_key_count:
         return None
-    return _ratio_watermark(max_key_count, trigger.used_percentage, trigger.hysteresis, 1)
+    return _ratio_watermark(
+        capacity=max_key_count, ratio=trigger.used_percentage, hysteresis=trigger.hysteresis, block=1
+    )
 
 
 def storage_watermark(storage: StorageConfig, block: int = 0) -> Watermark | None:
     """Return the watermark of all bytes on a storage, None when it has no capacity of its own."""
     if not storage.limit_bytes:
         return None
-    return _ratio_watermark(storage.limit_bytes, storage.used_percentage or DEFAULT_WATERMARK, None, block)
+    return _ratio_watermark(
+        capacity=storage.limit_bytes, ratio=storage.used_percentage or DEFAULT_WATERMARK, hysteresis=None, block=block
+    )
 
 
 def global_watermark(quota: GlobalQuota, block: int = 0) -> Watermark | None:
     """Return the watermark of all groups of one `global_quota_group_name` together."""
-    return _ratio_watermark(quota.capacity_bytes, quota.used_percentage or DEFAULT_WATERMARK, None, block)
+    return _ratio_watermark(
+        capacity=quota.capacity_bytes, ratio=quota.used_percentage or DEFAULT_WATERMARK, hysteresis=None, block=block
+    )
 
 
 def _part(whole: int, ratio: float) -> int:

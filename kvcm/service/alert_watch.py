@@ -194,7 +194,9 @@ class AlertWatch:
             writing: Counter[str] = Counter()
             for session in await sources.cache.open_sessions.find_all():
                 writing[session.instance_group] += session.bytes
-            return _StoreState(now, "", await sources.drains.list_drains(), writing, overdue)
+            return _StoreState(
+                at=now, trouble="", drains=await sources.drains.list_drains(), writing=writing, overdue=overdue
+            )
         except KvcmError as error:
             return replace(self._shared, at=now, trouble=str(error))
 

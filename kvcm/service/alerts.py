@@ -243,7 +243,13 @@ def _of_keys(group: GroupUsage, configured: InstanceGroup) -> Iterator[Limit]:
     for index in group.instances:
         if index.max_key_count > 0:
             mark = int(index.max_key_count * trigger) if 0 < trigger <= 1 else NOT_LIMITED
-            usage = Usage(index.key_count, 0, index.max_key_count, mark, mark)
+            usage = Usage(
+                used_bytes=index.key_count,
+                deleting_bytes=0,
+                capacity_bytes=index.max_key_count,
+                high_mark_bytes=mark,
+                low_mark_bytes=mark,
+            )
             what = f"the key limit of instance {index.instance_id}"
             raised_by = "meta_indexer_config.max_key_count of the group"
             yield Limit(what, usage, raised_by, counts_blocks=True)

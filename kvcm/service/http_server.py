@@ -276,11 +276,11 @@ class HttpApp:
         if b"origin" in headers:
             await _refuse_page(send)
         elif (refusal := self._refusal(call, arrival)) is not None:
-            await _respond(send, refusal.http_status, b"{}", _rejection_response(refusal))
+            await _respond(send=send, status=refusal.http_status, body=b"{}", headers=_rejection_response(refusal))
         elif call is None:
             await _not_found(send)
         elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            await _respond(send, 415, b"{}", _reason(_NO_ENCODINGS))
+            await _respond(send=send, status=415, body=b"{}", headers=_reason(_NO_ENCODINGS))
         else:
             self._gate.enter()
             try:
@@ -337,7 +337,7 @@ class HttpApp:
             leaving = _closing(send, self._gate)
             await console({**scope, ARRIVAL: self._arrival(scope)}, _empty_receive(body, receive), leaving)
         except _BodyTooLargeError as error:
-            await _respond(send, 413, str(error).encode(), _reason(str(error)))
+            await _respond(send=send, status=413, body=str(error).encode(), headers=_reason(str(error)))
         except _ClientGoneError:
             pass
         finally:
@@ -364,7 +364,7 @@ class HttpApp:
             try:
                 principal = self._principal(scope)
             except RejectedError as error:
-                await _respond(send, error.http_status, b"{}", _rejection_response(error))
+                await _respond(send=send, status=error.http_status, body=b"{}", headers=_rejection_response(error))
                 return
             if page is not None:
                 answer = await page(PageRequest(scope["query_string"], headers, principal))
@@ -393,31 +393,33 @@ class HttpApp:
             try:
                 arrival = self._caller.authenticate(call, arrival, credentials_of(scope))
             except RejectedError as error:
-                await _respond(send, error.http_status, b"{}", _rejection_response(error))
+                await _respond(send=send, status=error.http_status, body=b"{}", headers=_rejection_response(error))
                 return
         try:
             body = await self._read(headers, receive, max_body_bytes(arrival.principal, self._max_body_bytes))
         except _BodyTooLargeError as error:
-            await _respond(send, 413, b"{}", _reason(str(error)))
+            await _respond(send=send, status=413, body=b"{}", headers=_reason(str(error)))
             return
         except _ClientGoneError:
             return
         try:
             request = await self._bodies.json(call, body)
         except MalformedBody as error:
-            await _respond(send, 400, b"{}", _reason(str(error)))
+            await _respond(send=send, status=400, body=b"{}", headers=_reason(str(error)))
             return
         except RejectedError as error:
             self._caller.report_rejection(call, arrival, error)
-            await _respond(send, error.http_status, b"{}", _rejection_response(error))
+            await _respond(send=send, status=error.http_status, body=b"{}", headers=_rejection_response(error))
             return
         try:
             reply = await self._caller.answer(call, request, arrival)
         except RejectedError as error:
-            await _respond(send, error.http_status, b"{}", _rejection_response(error))
+            await _respond(send=send, status=error.http_status, body=b"{}", headers=_rejection_response(error))
             return
         body = await print_reply(reply, self._texts)
-        await _respond(_closing(send, self._gate) if self._gate.is_draining else send, 200, body, _JSON)
+        await _respond(
+            send=_closing(send, self._gate) if self._gate.is_draining else send, status=200, body=body, headers=_JSON
+        )
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
         if int(headers.get(b"content-length", b"0")) > most:
@@ -462,14 +464,14 @@ def _complete_response(status: int, headers: Headers, body: bytes) -> bytes:
 
 
 async def _not_found(send: Send) -> None:
-    await _respond(send, 404, b"404 Not Found", [])
+    await _respond(send=send, status=404, body=b"404 Not Found", headers=[])
 
 
 async def _refuse_page(send: Send) -> None:
     """Reject a browser: only browsers send an origin, with everything but a GET of the page's own site, and only they
     send languages. While authentication is disabled, a page in a browser on this host must neither act nor listen
     here."""
-    await _respond(send, 403, b"{}", _reason(_NO_PAGES))
+    await _respond(send=send, status=403, body=b"{}", headers=_reason(_NO_PAGES))
 
 
 def _closing(send: Send, gate: ServingGate) -> Send:

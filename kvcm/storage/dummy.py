@@ -48,7 +48,11 @@ class DummyStorage:
         return cls(config.global_unique_name, directory, config.spec.key_count_per_file)
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        uris = packed_uris(LocationUri("dummy", self._name, self._directory, 0), allocation, self._keys_per_object)
+        uris = packed_uris(
+            LocationUri(scheme="dummy", storage=self._name, path=self._directory, size=0),
+            allocation,
+            self._keys_per_object,
+        )
         self._live |= dict.fromkeys(uris, self._now())
         return uris
 

@@ -103,7 +103,7 @@ class FileStorage:
 
     def _fresh(self, allocation: Allocation) -> list[str]:
         """Return the uris of parts in files of their own."""
-        directory = LocationUri(self._scheme, self._name, self.directory, 0)
+        directory = LocationUri(scheme=self._scheme, storage=self._name, path=self.directory, size=0)
         return packed_uris(directory, allocation, self._keys_per_file)
 
     async def _reused(self, allocation: Allocation) -> dict[int, str]:

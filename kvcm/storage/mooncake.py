@@ -213,7 +213,13 @@ class MooncakeStorage:
     async def allocate(self, allocation: Allocation) -> list[str]:
         uris: list[str] = []
         for packed in pack(allocation, keys_per_object=1):
-            uri = LocationUri("mooncake", self._name, "/", packed.size_bytes, key=self._directory + packed.name)
+            uri = LocationUri(
+                scheme="mooncake",
+                storage=self._name,
+                path="/",
+                size=packed.size_bytes,
+                key=self._directory + packed.name,
+            )
             uris.append(str(uri))
         return uris
 

@@ -636,7 +636,7 @@ class RocksTable:
 
     def restore(self, row: DocumentRow) -> None:
         """Put a document in memory as its row has it."""
-        work = self._memory.replace(row.name, None, row.document, row.due)
+        work = self._memory.replace(name=row.name, old=None, new=row.document, due=row.due)
         with suppress(StopIteration):
             work.send(None)  # to its end: no method of the memory table suspends
 

@@ -262,7 +262,9 @@ class EventLog:
         return _encode(envelope | dict(event.fields)) + b"\n"
 
     def _lost_line(self, count: int) -> bytes:
-        return self._line(Event(self._now(), "", "event_log", "dropped", {"count": count}))
+        return self._line(
+            Event(at=self._now(), source="", component="event_log", type="dropped", fields={"count": count})
+        )
 
     async def _write_file(self) -> None:
         if self._file is not None and self._for_file is not None:
@@ -443,7 +445,7 @@ class RecentAccesses:
             "dropped_events": self._dropped_events,
             "dropped_keys": self._dropped_keys,
         }
-        return self._line(now, "", "event_log", "recent", fields)
+        return self._line(at=now, source="", component="event_log", event_type="recent", fields=fields)
 
     def _line(self, at: float, source: str, component: str, event_type: str, fields: Mapping[str, Any]) -> bytes:
         envelope = {"id": self._new_id(), "source": source, "component": component, "type": event_type}

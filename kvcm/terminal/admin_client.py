@@ -107,7 +107,7 @@ class AdminClient:
         Raises:
             NotReadyError: no manager answers there.
         """
-        return self._send("GET", path, None, {}, seconds)
+        return self._send(method="GET", path=path, body=None, headers={}, seconds=seconds)
 
     def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str], seconds: float) -> Page:
         connection = self._connection(seconds)

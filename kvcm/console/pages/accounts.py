@@ -110,7 +110,14 @@ _NEW: Final = (
     Field("password", "Password", kind="password", is_required=True, completion="new-password"),
 )
 _PASSWORD: Final = Field("password", "New password", kind="password", is_required=True, completion="new-password")
-_OLD: Final = Field("old_password", "Present password", "", "password", True, completion="current-password")
+_OLD: Final = Field(
+    name="old_password",
+    label="Present password",
+    hint="",
+    kind="password",
+    is_required=True,
+    completion="current-password",
+)
 
 
 async def _list(visit: Visit) -> Response:
@@ -156,11 +163,11 @@ async def _deleting(visit: Visit) -> Question:
     name = visit.name()
     await visit.get(f"/v1/accounts/{visit.request.path_params['name']}")
     return Question(
-        f"Delete account {name}",
-        ("Its logins end at once.", "Keys that were made by it stay as they are."),
-        "Delete it",
-        _LIST,
-        name,
+        title=f"Delete account {name}",
+        consequences=("Its logins end at once.", "Keys that were made by it stay as they are."),
+        button="Delete it",
+        back=_LIST,
+        name=name,
     )
 
 

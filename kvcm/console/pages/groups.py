@@ -68,31 +68,42 @@ _WRITTEN: Final[Mapping[Kind, Callable[[Any], str]]] = {
 }
 _BEHIND: Final = (
     Field(
-        f"{_TRIGGER}.used_percentage",
-        "Evict above, in % of each limit",
-        "80 is common. Empty, or above 100: there is no such mark.",
-        "percent",
+        name=f"{_TRIGGER}.used_percentage",
+        label="Evict above, in % of each limit",
+        hint="80 is common. Empty, or above 100: there is no such mark.",
+        kind="percent",
         initial="80",
     ),
-    Field(f"{_TRIGGER}.hysteresis", "Evict down to so many points below", "Empty: 2.", "percent"),
+    Field(name=f"{_TRIGGER}.hysteresis", label="Evict down to so many points below", hint="Empty: 2.", kind="percent"),
     Field(
-        f"{_TRIGGER}.used_size", "Evict above, in bytes in all", "400 GiB, say, beside the ratio. Empty: none.", "size"
+        name=f"{_TRIGGER}.used_size",
+        label="Evict above, in bytes in all",
+        hint="400 GiB, say, beside the ratio. Empty: none.",
+        kind="size",
     ),
     Field(f"{_STRATEGY}.policy.name", "What is evicted first", kind="choice", choices=[*POLICIES.items()]),
     Field(
-        f"{_STRATEGY}.policy.ttl_seconds", "Evict at an age", "12h, say, although there is space. Empty: never.", "span"
+        name=f"{_STRATEGY}.policy.ttl_seconds",
+        label="Evict at an age",
+        hint="12h, say, although there is space. Empty: never.",
+        kind="span",
     ),
     Field(f"{_STRATEGY}.policy.ttl_sliding", "The age counts from the last read, not from the write", kind="check"),
     Field(
-        "cache_config.meta_indexer_config.max_key_count", "Blocks of each instance", "Empty: not limited.", "integer"
+        name="cache_config.meta_indexer_config.max_key_count",
+        label="Blocks of each instance",
+        hint="Empty: not limited.",
+        kind="integer",
     ),
-    Field("max_instance_count", "Instances", "Empty: not limited.", "integer"),
-    Field("pin_budget_bytes", "Pins may hold", "10 GiB, say. Empty: nothing can be pinned.", "size"),
+    Field(name="max_instance_count", label="Instances", hint="Empty: not limited.", kind="integer"),
     Field(
-        f"{_STRATEGY}.delay_before_delete_ms",
-        "Keep evicted blocks for their readers, in ms",
-        "It counts as used until then. Empty: it is deleted at once.",
-        "integer",
+        name="pin_budget_bytes", label="Pins may hold", hint="10 GiB, say. Empty: nothing can be pinned.", kind="size"
+    ),
+    Field(
+        name=f"{_STRATEGY}.delay_before_delete_ms",
+        label="Keep evicted blocks for their readers, in ms",
+        hint="It counts as used until then. Empty: it is deleted at once.",
+        kind="integer",
     ),
 )
 
@@ -104,13 +115,18 @@ def storage_types(storages: Iterable[Document]) -> list[str]:
 
 def limit_fields(types: Sequence[str]) -> list[Field]:
     """Return the fields, with one for the quota on each of some types of storages."""
-    quota = Field("quota.capacity", "Quota", "Bytes in all: 500 GiB, say. Empty: nothing may be written.", "size")
+    quota = Field(
+        name="quota.capacity",
+        label="Quota",
+        hint="Bytes in all: 500 GiB, say. Empty: nothing may be written.",
+        kind="size",
+    )
     of_types = (
         Field(
-            f"{_TYPE_QUOTAS}.{each}",
-            f"Quota on {storage_kind(each)} storages",
-            "200 GiB, say. Empty: only the quota in all counts.",
-            "size",
+            name=f"{_TYPE_QUOTAS}.{each}",
+            label=f"Quota on {storage_kind(each)} storages",
+            hint="200 GiB, say. Empty: only the quota in all counts.",
+            kind="size",
         )
         for each in types
     )
@@ -560,7 +576,9 @@ async def _create(visit: Visit) -> Response:
         return _new_page(visit, replace(sheet, faults={"name": "must not be empty"}), 400)
     try:
         document = merge_patch(_WITHOUT_MARK, patch_of(sheet, {}))
-        await visit.send("PUT", _resource(name), {**document, "name": name}, {"if-none-match": "*"})
+        await visit.send(
+            method="PUT", path=_resource(name), body={**document, "name": name}, headers={"if-none-match": "*"}
+        )
     except RefusedError as error:
         if error.status == _STALE:
             return _new_page(visit, replace(sheet, faults={"name": "there is a group of this name"}), error.status)
@@ -605,7 +623,13 @@ async def _remove(visit: Visit) -> Response:
 async def _question(visit: Visit) -> Question:
     name = visit.name()
     await visit.get(_resource(name))  # refuses if there is none
-    return Question(f"Remove group {name}", losses_of(await _usage(visit)), "Remove", _page(name), name)
+    return Question(
+        title=f"Remove group {name}",
+        consequences=losses_of(await _usage(visit)),
+        button="Remove",
+        back=_page(name),
+        name=name,
+    )
 
 
 def _resource(name: str) -> str:

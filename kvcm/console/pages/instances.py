@@ -115,15 +115,15 @@ async def _removing(visit: Visit) -> Question:
     instance = await _found(visit)
     blocks, used = count(instance.usage["key_count"]), size(instance.usage["used_bytes"])
     return Question(
-        f"Remove instance {instance.name}",
-        (
+        title=f"Remove instance {instance.name}",
+        consequences=(
             f"All its blocks are deleted, with their bytes: {blocks} blocks, {used}. Its pins end.",
             "An engine that still uses it computes everything itself until it registers it again.",
             "That cannot be undone.",
         ),
-        "Remove it",
-        f"{_LIST}/{visit.request.path_params['name']}",
-        instance.name,
+        button="Remove it",
+        back=f"{_LIST}/{visit.request.path_params['name']}",
+        name=instance.name,
     )
 
 

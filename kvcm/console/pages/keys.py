@@ -77,25 +77,42 @@ _LIST: Final = "/console/keys"
 _ONE: Final = "/console/keys/{name}"
 _ADD: Final = "/console/keys/+add"  # no key has such an id
 _GROUPS: Final = Field(
-    "instance_groups",
-    "Groups",
-    "Where it counts. An engine needs some; other roles have all if no box is ticked.",
-    "several",
+    name="instance_groups",
+    label="Groups",
+    hint="Where it counts. An engine needs some; other roles have all if no box is ticked.",
+    kind="several",
 )
 _NEW: Final = (
     Field("name", "Name", "Letters, digits, dots, dashes and underscores; 128 at most.", is_required=True),
     Field("role", "Role", kind="choice", choices=tuple(KEY_ROLES.items()), initial="ROLE_ENGINE"),
     _GROUPS,
-    Field("verbs", "What an engine may do", "All, if no box is ticked.", "several", choices=tuple(VERBS.items())),
-    Field("ttl_seconds", "Ends after", "As in 30d, 12h or 15m. Empty: never.", "span", initial="90d"),
     Field(
-        "certificate_name", "Name in client certificates",
+        name="verbs",
+        label="What an engine may do",
+        hint="All, if no box is ticked.",
+        kind="several",
+        choices=tuple(VERBS.items()),
+    ),
+    Field(
+        name="ttl_seconds", label="Ends after", hint="As in 30d, 12h or 15m. Empty: never.", kind="span", initial="90d"
+    ),
+    Field(
+        "certificate_name",
+        "Name in client certificates",
         "A certificate with this name authenticates, and no secret is made. Empty: a secret is made.",
     ),
-)  # fmt: skip
+)
 _ROTATION: Final = (
-    Field("overlap_seconds", "The old key goes on for", "As in 1h. Empty: it ends at once.", "span", initial="1h"),
-    Field("ttl_seconds", "The new key ends after", "As in 90d. Empty: never.", "span", initial="90d"),
+    Field(
+        name="overlap_seconds",
+        label="The old key goes on for",
+        hint="As in 1h. Empty: it ends at once.",
+        kind="span",
+        initial="1h",
+    ),
+    Field(
+        name="ttl_seconds", label="The new key ends after", hint="As in 90d. Empty: never.", kind="span", initial="90d"
+    ),
 )
 
 
@@ -148,15 +165,15 @@ async def _revoking(visit: Visit) -> Question:
     key = await _found(visit)
     is_own = key.key_id == visit.visitor.principal.key_id
     return Question(
-        f"Revoke the key of {key.name}",
-        (
+        title=f"Revoke the key of {key.name}",
+        consequences=(
             "It ends at once: requests with it are rejected, and engines that have it compute everything themselves.",
             "It cannot be brought back. To replace it without a gap, rotate it instead.",
             *(["It is the key that you are signed in with."] if is_own else []),
         ),
-        "Revoke it",
-        _LIST,
-        key.name,
+        button="Revoke it",
+        back=_LIST,
+        name=key.name,
     )
 
 

@@ -183,11 +183,14 @@ _LIST: Final = "/console/storages"
 _ONE: Final = "/console/storages/{name}"
 _NAME_ON_OTHERS: Final = "Other storages of the groups that use it take its new blocks."
 _LIMITS: Final = (
-    Field("capacity_bytes", "Capacity", "As in 500 GiB. Empty: not limited here.", "size"),
+    Field(name="capacity_bytes", label="Capacity", hint="As in 500 GiB. Empty: not limited here.", kind="size"),
     Field(
-        "used_percentage", "Evict above", "Percent of the capacity. Above 100: never. Empty: 90.", "percent",
+        name="used_percentage",
+        label="Evict above",
+        hint="Percent of the capacity. Above 100: never. Empty: 90.",
+        kind="percent",
     ),
-)  # fmt: skip
+)
 
 
 async def _list(visit: Visit) -> Response:
@@ -208,14 +211,14 @@ async def _enable(visit: Visit) -> Response:
 async def _disabling(visit: Visit) -> Question:
     name = (await _found(visit)).name
     return Question(
-        f"Disable storage {name}",
-        (
+        title=f"Disable storage {name}",
+        consequences=(
             "From now on nothing is read from it and nothing is written to it: what lies there is a miss.",
             _NAME_ON_OTHERS,
             "Nothing is deleted. Enabling it brings everything back.",
         ),
-        "Disable it",
-        _page(visit),
+        button="Disable it",
+        back=_page(visit),
         is_grave=False,
     )
 
@@ -228,15 +231,15 @@ async def _disable(visit: Visit) -> Response:
 async def _draining(visit: Visit) -> Question:
     name = (await _found(visit)).name
     return Question(
-        f"Drain storage {name}",
-        (
+        title=f"Drain storage {name}",
+        consequences=(
             "Nothing new is written to it, and everything that lies on it is evicted in the background.",
             f"{_NAME_ON_OTHERS} A group that has no other storage cannot write until the drain is cancelled.",
             "What was evicted does not come back. Pinned blocks stay until their pins end.",
         ),
-        "Drain it",
-        _page(visit),
-        name,
+        button="Drain it",
+        back=_page(visit),
+        name=name,
     )
 
 
@@ -253,15 +256,15 @@ async def _cancel_drain(visit: Visit) -> Response:
 async def _removing(visit: Visit) -> Question:
     name = (await _found(visit)).name
     return Question(
-        f"Remove storage {name}",
-        (
+        title=f"Remove storage {name}",
+        consequences=(
             "At once nothing is read from it or written to it, and its blocks are forgotten, pinned ones too.",
             "Its bytes are not deleted. Drain it first if they are to go.",
             "If that was a mistake: adding it again within ten seconds, exactly as it was, brings everything back.",
         ),
-        "Remove it",
-        _page(visit),
-        name,
+        button="Remove it",
+        back=_page(visit),
+        name=name,
     )
 
 
@@ -340,7 +343,10 @@ ROUTES: Final[Routes] = (
 _ADD: Final = "/console/storages/+add"  # no storage has such a name
 _NAME: Final = Field("name", "Name", "Letters, digits, dots, dashes and underscores; 128 at most.", is_required=True)
 _CAPACITY: Final = Field(
-    "capacity_bytes", "Capacity for all groups together", "As in 500 GiB. Empty: not limited here.", "size"
+    name="capacity_bytes",
+    label="Capacity for all groups together",
+    hint="As in 500 GiB. Empty: not limited here.",
+    kind="size",
 )
 _KINDS: Final[Mapping[object, Kind]] = {bool: "check", str: "text"}
 
@@ -382,7 +388,9 @@ async def _add(visit: Visit) -> Response:
     try:
         document = {kind: {}, **sheet.document()}
         name = document.pop("name")
-        await visit.send("PUT", f"/v1/storages/{encode_name(name)}", document, {"if-none-match": "*"})
+        await visit.send(
+            method="PUT", path=f"/v1/storages/{encode_name(name)}", body=document, headers={"if-none-match": "*"}
+        )
     except RefusedError as error:
         return _add_page(visit, kind, sheet.refused(_duplicate(error)), error.status)
     return visit.back(f"{_LIST}/{encode_name(name)}", f"Storage {name} was added. Groups use it that name it.")

@@ -193,7 +193,9 @@ def capacity_axis(axes: Axes, bytes_per_block: float, *, is_narrow: bool, name: 
         above.spines["top"].set_visible(True)
         above.set_xscale("log")
         above.set_xlim(low * bytes_per_block, high * bytes_per_block)
-        ticks = _powers(low * bytes_per_block, high * bytes_per_block, 1024.0, _FEW if is_narrow else _MANY)
+        ticks = _powers(
+            low=low * bytes_per_block, high=high * bytes_per_block, base=1024.0, most=_FEW if is_narrow else _MANY
+        )
         above.xaxis.set_major_locator(FixedLocator(ticks))
         above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: html.size(value)))
         above.xaxis.set_minor_locator(NullLocator())
@@ -255,7 +257,9 @@ def geometric_places(last: int, most: int = 160) -> Int64Column:
 
 def _log_ticks(axes: Axes, shown: Callable[[float], str], *, is_narrow: bool) -> None:
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(FixedLocator(_powers(low, high, 10.0, _FEW if is_narrow else _MANY)))
+    axes.xaxis.set_major_locator(
+        FixedLocator(_powers(low=low, high=high, base=10.0, most=_FEW if is_narrow else _MANY))
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axes.xaxis.set_minor_locator(NullLocator())
 

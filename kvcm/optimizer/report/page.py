@@ -25,7 +25,7 @@ def facts(study: Study, key: str) -> Section:
     parts = [tag("div", table(("", ""), _rows(study), caption="Facts of the trace"), class_="facts")]
     if trace.bad_line_count:
         parts.append(_bad_lines(trace))
-    return Section(key, "The trace", "What was read, and what was left out.", tuple(parts))
+    return Section(key=key, title="The trace", lead="What was read, and what was left out.", parts=tuple(parts))
 
 
 def _rows(study: Study) -> list[tuple[str, str]]:
@@ -96,10 +96,10 @@ def method(study: Study, key: str) -> Section:
         "measurements; replace them with your own.",
     )
     return Section(
-        key,
-        "Method",
-        "How these figures came about, and what they leave out.",
-        (tag("ul", *(tag("li", joined(note)) for note in notes)),),
+        key=key,
+        title="Method",
+        lead="How these figures came about, and what they leave out.",
+        parts=(tag("ul", *(tag("li", joined(note)) for note in notes)),),
     )
 
 

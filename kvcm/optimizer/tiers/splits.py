@@ -156,7 +156,7 @@ class SplitCurve:
         """
         checked = _check_capacities(capacities)
         nothing = np.zeros(checked.shape[1])
-        return self._measure(checked, nothing, nothing, 0.0)[0]
+        return self._measure(capacities=checked, latency=nothing, per_block=nothing, per_token=0.0)[0]
 
     def saved_seconds(
         self,

@@ -68,9 +68,15 @@ class Tier:
 
 ASSUMED_TIERS: Mapping[str, Tier] = {
     "gpu": Tier("gpu", 0),
-    "host": Tier("host", 0, 50e9, 10e-6, 2.5),
-    "ssd": Tier("ssd", 0, 6e9, 100e-6, 0.1),
-    "pool": Tier("pool", 0, 20e9, 1e-3, 2.5),
+    "host": Tier(
+        name="host", capacity_blocks=0, bandwidth_bytes_per_second=50e9, latency_seconds=10e-6, price_per_gib_month=2.5
+    ),
+    "ssd": Tier(
+        name="ssd", capacity_blocks=0, bandwidth_bytes_per_second=6e9, latency_seconds=100e-6, price_per_gib_month=0.1
+    ),
+    "pool": Tier(
+        name="pool", capacity_blocks=0, bandwidth_bytes_per_second=20e9, latency_seconds=1e-3, price_per_gib_month=2.5
+    ),
 }
 """Defaults of tiers of these names. Blocks that lie in the GPU's own memory need
 no loading, and that memory is paid for with the GPU; host memory is reached over PCIe 5, an SSD over four lanes of

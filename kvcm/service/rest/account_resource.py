@@ -57,11 +57,32 @@ class AccountResource:
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one = "/v1/accounts/{name}"
-        add_route(router, "GET", "/v1/accounts", self.list_accounts, Page[AccountDocument])
-        add_route(router, "GET", one, self.get_account, AccountDocument, problems=[404])
-        add_route(router, "PUT", one, self.put_account, AccountDocument, status=201, problems=[409, 412])
-        add_route(router, "DELETE", one, self.delete_account, status=204, problems=[404, 412])
-        add_route(router, "PUT", f"{one}/password", self.set_account_password, status=204, problems=[404])
+        add_route(
+            router=router, method="GET", path="/v1/accounts", endpoint=self.list_accounts, model=Page[AccountDocument]
+        )
+        add_route(
+            router=router, method="GET", path=one, endpoint=self.get_account, model=AccountDocument, problems=[404]
+        )
+        add_route(
+            router=router,
+            method="PUT",
+            path=one,
+            endpoint=self.put_account,
+            model=AccountDocument,
+            status=201,
+            problems=[409, 412],
+        )
+        add_route(
+            router=router, method="DELETE", path=one, endpoint=self.delete_account, status=204, problems=[404, 412]
+        )
+        add_route(
+            router=router,
+            method="PUT",
+            path=f"{one}/password",
+            endpoint=self.set_account_password,
+            status=204,
+            problems=[404],
+        )
 
     async def list_accounts(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List accounts, ordered by name."""
@@ -81,7 +102,13 @@ class AccountResource:
             check_preconditions(request.headers, None if known is None else etag_of(known))
         await self._calls.run(request, "AdminService.AddAccount", user_name=name, **body.model_dump())
         account = {"user_name": name, "role": body.role}
-        return answer_item(request, account, etag_of(account), 201, {"location": f"/v1/accounts/{encode_name(name)}"})
+        return answer_item(
+            request=request,
+            item=account,
+            etag=etag_of(account),
+            status=201,
+            headers={"location": f"/v1/accounts/{encode_name(name)}"},
+        )
 
     async def delete_account(self, request: Request, name: NamePath) -> Response:
         """Delete an account."""

@@ -72,7 +72,7 @@ class AlertResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/alerts", self.list_alerts, AlertsDocument)
+        add_route(router=router, method="GET", path="/v1/alerts", endpoint=self.list_alerts, model=AlertsDocument)
 
     async def list_alerts(self, request: Request, query: Annotated[AlertQuery, Query()]) -> Response:
         """List problems, their reasons, and what to do. A principal of some groups gets the alerts of these alone."""

@@ -262,11 +262,20 @@ class GroupResource:
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one = "/v1/groups/{name}"
-        add_route(router, "GET", "/v1/groups", self.list_groups, Page[GroupDocument])
-        add_route(router, "GET", one, self.get_group, GroupDocument, problems=[404])
-        add_route(router, "PUT", one, self.put_group, GroupDocument, problems=[409, 412])
-        add_route(router, "PATCH", one, self.patch_group, GroupDocument, problems=[404, 409, 412])
-        add_route(router, "DELETE", one, self.delete_group, status=204, problems=[404, 412])
+        add_route(router=router, method="GET", path="/v1/groups", endpoint=self.list_groups, model=Page[GroupDocument])
+        add_route(router=router, method="GET", path=one, endpoint=self.get_group, model=GroupDocument, problems=[404])
+        add_route(
+            router=router, method="PUT", path=one, endpoint=self.put_group, model=GroupDocument, problems=[409, 412]
+        )
+        add_route(
+            router=router,
+            method="PATCH",
+            path=one,
+            endpoint=self.patch_group,
+            model=GroupDocument,
+            problems=[404, 409, 412],
+        )
+        add_route(router=router, method="DELETE", path=one, endpoint=self.delete_group, status=204, problems=[404, 412])
 
     async def list_groups(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List instance groups, ordered by name."""
@@ -418,7 +427,14 @@ class CurveResource:
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
         path = "/v1/groups/{name}/curve"
-        add_route(router, "GET", path, self.get_group_curve, CurveDocument, problems=[404, 409])
+        add_route(
+            router=router,
+            method="GET",
+            path=path,
+            endpoint=self.get_group_curve,
+            model=CurveDocument,
+            problems=[404, 409],
+        )
 
     async def get_group_curve(self, request: Request, name: NamePath) -> Response:
         """Get the hit ratio of a group by its capacity. 409 while there is no estimate: `detail` says what to set, or

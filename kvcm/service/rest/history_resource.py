@@ -66,7 +66,14 @@ class HistoryResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/history", self.get_history, HistoryDocument, problems=[404])
+        add_route(
+            router=router,
+            method="GET",
+            path="/v1/history",
+            endpoint=self.get_history,
+            model=HistoryDocument,
+            problems=[404],
+        )
 
     async def get_history(self, request: Request, query: Annotated[HistoryQuery, Query()]) -> Response:
         """Get rates, hit ratios, latency and usage over time, in 360 values at most: rates over each interval, usage at
@@ -111,7 +118,7 @@ class EventResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/events/recent", self.list_recent_events, media=_LINES)
+        add_route(router=router, method="GET", path="/v1/events/recent", endpoint=self.list_recent_events, media=_LINES)
 
     async def list_recent_events(self) -> Response:
         """Stream the last accesses of engines, one event per line, the oldest first; `kvcm.optimizer.recent_keys` says

@@ -115,10 +115,27 @@ class InstanceResource:
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one = "/v1/instances/{name}"
-        add_route(router, "GET", "/v1/instances", self.list_instances, Page[InstanceDocument])
-        add_route(router, "GET", one, self.get_instance, InstanceDocument, problems=[404])
-        add_route(router, "PUT", one, self.put_instance, InstanceDocument, problems=[409, 412])
-        add_route(router, "DELETE", one, self.delete_instance, status=204, problems=[404, 412])
+        add_route(
+            router=router,
+            method="GET",
+            path="/v1/instances",
+            endpoint=self.list_instances,
+            model=Page[InstanceDocument],
+        )
+        add_route(
+            router=router, method="GET", path=one, endpoint=self.get_instance, model=InstanceDocument, problems=[404]
+        )
+        add_route(
+            router=router,
+            method="PUT",
+            path=one,
+            endpoint=self.put_instance,
+            model=InstanceDocument,
+            problems=[409, 412],
+        )
+        add_route(
+            router=router, method="DELETE", path=one, endpoint=self.delete_instance, status=204, problems=[404, 412]
+        )
 
     async def list_instances(self, request: Request, query: Annotated[InstanceQuery, Query()]) -> Response:
         """List instances, ordered by id."""
@@ -146,7 +163,7 @@ class InstanceResource:
         if known is not None:
             return answer_item(request, instance, etag_of(instance))
         headers = {"location": f"/v1/instances/{encode_name(name)}"}
-        return answer_item(request, instance, etag_of(instance), 201, headers)
+        return answer_item(request=request, item=instance, etag=etag_of(instance), status=201, headers=headers)
 
     async def delete_instance(self, request: Request, name: NamePath) -> Response:
         """Remove an instance and, in the background, all its blocks."""
@@ -268,7 +285,9 @@ class ExploreResource:
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
         path = "/v1/instances/{name}/explore"
-        add_route(router, "POST", path, self.explore_instance, ChainDocument, problems=[404])
+        add_route(
+            router=router, method="POST", path=path, endpoint=self.explore_instance, model=ChainDocument, problems=[404]
+        )
 
     async def explore_instance(
         self, request: Request, name: NamePath, body: Annotated[ExploreDocument, Body()]

@@ -93,7 +93,7 @@ class ManagerResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/managers", self.list_managers, ManagersDocument)
+        add_route(router=router, method="GET", path="/v1/managers", endpoint=self.list_managers, model=ManagersDocument)
 
     async def list_managers(self) -> Response:
         """List the managers of this deployment, as the one that answers sees them."""

@@ -83,9 +83,31 @@ class PinResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
-        add_route(router, "GET", "/v1/pins", self.list_pins, Page[PinDocument], problems=[404])
-        add_route(router, "POST", "/v1/pins", self.create_pin, MadePinDocument, status=201, problems=[404, 409, 507])
-        add_route(router, "DELETE", "/v1/pins/{instance}/{pin_id}", self.delete_pin, status=204, problems=[404])
+        add_route(
+            router=router,
+            method="GET",
+            path="/v1/pins",
+            endpoint=self.list_pins,
+            model=Page[PinDocument],
+            problems=[404],
+        )
+        add_route(
+            router=router,
+            method="POST",
+            path="/v1/pins",
+            endpoint=self.create_pin,
+            model=MadePinDocument,
+            status=201,
+            problems=[404, 409, 507],
+        )
+        add_route(
+            router=router,
+            method="DELETE",
+            path="/v1/pins/{instance}/{pin_id}",
+            endpoint=self.delete_pin,
+            status=204,
+            problems=[404],
+        )
 
     async def list_pins(self, request: Request, query: Annotated[PinQuery, Query()]) -> Response:
         """List the pins of an instance, ordered by id."""

@@ -58,7 +58,14 @@ class SessionResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/sessions", self.list_sessions, Page[SessionDocument], problems=[404])
+        add_route(
+            router=router,
+            method="GET",
+            path="/v1/sessions",
+            endpoint=self.list_sessions,
+            model=Page[SessionDocument],
+            problems=[404],
+        )
 
     async def list_sessions(self, request: Request, query: Annotated[SessionQuery, Query()]) -> Response:
         """List the open write sessions of all managers, ordered by deadline. A principal of some groups gets those of

@@ -205,12 +205,39 @@ class StorageResource:
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one = "/v1/storages/{name}"
-        add_route(router, "GET", "/v1/storages", self.list_storages, Page[StorageDocument])
-        add_route(router, "GET", one, self.get_storage, StorageDocument, problems=[404])
-        add_route(router, "PUT", one, self.put_storage, StorageDocument, problems=[409, 412, 502])
-        add_route(router, "PATCH", one, self.patch_storage, StorageDocument, problems=[404, 409, 412, 502])
-        add_route(router, "DELETE", one, self.delete_storage, status=204, problems=[404, 412])
-        add_route(router, "GET", f"{one}/status", self.get_storage_status, StorageStatusDocument, problems=[404])
+        add_route(
+            router=router, method="GET", path="/v1/storages", endpoint=self.list_storages, model=Page[StorageDocument]
+        )
+        add_route(
+            router=router, method="GET", path=one, endpoint=self.get_storage, model=StorageDocument, problems=[404]
+        )
+        add_route(
+            router=router,
+            method="PUT",
+            path=one,
+            endpoint=self.put_storage,
+            model=StorageDocument,
+            problems=[409, 412, 502],
+        )
+        add_route(
+            router=router,
+            method="PATCH",
+            path=one,
+            endpoint=self.patch_storage,
+            model=StorageDocument,
+            problems=[404, 409, 412, 502],
+        )
+        add_route(
+            router=router, method="DELETE", path=one, endpoint=self.delete_storage, status=204, problems=[404, 412]
+        )
+        add_route(
+            router=router,
+            method="GET",
+            path=f"{one}/status",
+            endpoint=self.get_storage_status,
+            model=StorageStatusDocument,
+            problems=[404],
+        )
 
     async def list_storages(self, request: Request, query: Annotated[StorageQuery, Query()]) -> Response:
         """List storages, ordered by name."""

@@ -138,13 +138,29 @@ class TaskResource:
     def routes(self, router: APIRouter) -> None:
         """Add the routes."""
         one, drain = "/v1/tasks/{task_id}", "/v1/storages/{name}/drain"
-        add_route(router, "GET", "/v1/tasks", self.list_tasks, Page[TaskDocument])
+        add_route(router=router, method="GET", path="/v1/tasks", endpoint=self.list_tasks, model=Page[TaskDocument])
         made = TaskDocument | ReportDocument
-        add_route(router, "POST", "/v1/tasks", self.create_task, made, status=202, problems=[502])
-        add_route(router, "GET", one, self.get_task, TaskDocument, problems=[404])
-        add_route(router, "DELETE", one, self.delete_task, status=204, problems=[404, 409])
-        add_route(router, "POST", drain, self.drain_storage, TaskDocument, status=202, problems=[404])
-        add_route(router, "DELETE", drain, self.cancel_drain, status=204, problems=[404])
+        add_route(
+            router=router,
+            method="POST",
+            path="/v1/tasks",
+            endpoint=self.create_task,
+            model=made,
+            status=202,
+            problems=[502],
+        )
+        add_route(router=router, method="GET", path=one, endpoint=self.get_task, model=TaskDocument, problems=[404])
+        add_route(router=router, method="DELETE", path=one, endpoint=self.delete_task, status=204, problems=[404, 409])
+        add_route(
+            router=router,
+            method="POST",
+            path=drain,
+            endpoint=self.drain_storage,
+            model=TaskDocument,
+            status=202,
+            problems=[404],
+        )
+        add_route(router=router, method="DELETE", path=drain, endpoint=self.cancel_drain, status=204, problems=[404])
 
     async def list_tasks(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List drains and removals of storages, ordered by id."""

@@ -147,7 +147,7 @@ class UsageResource:
 
     def routes(self, router: APIRouter) -> None:
         """Add the route."""
-        add_route(router, "GET", "/v1/usage", self.get_usage, UsageReportDocument)
+        add_route(router=router, method="GET", path="/v1/usage", endpoint=self.get_usage, model=UsageReportDocument)
 
     async def get_usage(self, request: Request, query: Annotated[UsageQuery, Query()]) -> Response:
         """Get usage and limits."""
