@@ -217,12 +217,13 @@ class Site(NamedTuple):
 
 
 @contextlib.contextmanager
-def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Iterator[Site]:
+def site(settings: Sequence[str] = (), config_file: Path | None = None, code: Path | None = None) -> Iterator[Site]:
     """Run a manager whose group is never full, a bare server, and a client.
 
     Args:
         settings: more of the manager, as key=value.
         config_file: still more, which it can reload.
+        code: checkout that the manager runs, this one by default.
     """
     ports = {name: free_port() for name in _PORTS}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -236,7 +237,8 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Itera
         options = [word for setting in given for word in ("-e", setting)]
         options += ["-c", str(config_file)] if config_file is not None else []
         quiet = {"stderr": None if "KVCM_BENCH_LOGS" in os.environ else subprocess.DEVNULL}
-        manager = stack.enter_context(process("-m", "kvcm", "serve", *options, **quiet))
+        runs = {"env": {**os.environ, "PYTHONPATH": str(code)}, "cwd": code} if code is not None else {}
+        manager = stack.enter_context(process("-m", "kvcm", "serve", *options, **quiet, **runs))
         floor = stack.enter_context(process(str(HERE / "floor_server.py"), stdout=subprocess.PIPE))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         client = stack.enter_context(process(str(HERE / "service_client.py"), **pipes))
