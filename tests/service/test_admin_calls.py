@@ -336,6 +336,10 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         site = Site(api)
         instance = site.instance()
         site.write(instance, [1])
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
+        api.ok("AdminService.LeaderDemote")
+        assert api.refused("GetInstanceInfo", instance_id=instance).code == "SERVER_NOT_LEADER"
+        eventually(lambda: api.call("GetInstanceInfo", instance_id=instance).header.status.code == admin.OK)
         api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=3_600_000)
         api.ok("AdminService.LeaderDemote")
         for rpc in EVERY_RPC:
@@ -345,8 +349,6 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         assert api.ok("GetClusterInfo").self_node_id
         assert not _health(api).is_leader
         assert api.ok("AdminService.GetMetrics").metrics
-        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=0)
-        eventually(lambda: site.api.call("GetInstanceInfo", instance_id=instance).header.status.code == admin.OK)
 
 
 # ── Metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
