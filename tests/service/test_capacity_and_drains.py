@@ -142,8 +142,11 @@ def test_of_two_managers_of_one_store_each_tells_what_the_other_does(
 # ── Metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _metrics(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], int | float]:
-    found: dict[tuple[str, frozenset[tuple[str, str]]], int | float] = {}
+_Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def _metrics(api: Api) -> dict[_Series, int | float]:
+    found: dict[_Series, int | float] = {}
     for series in api.ok("AdminService.GetMetrics").metrics:
         key = (series.metric_name, frozenset((tag.tag_key, tag.tag_value) for tag in series.metric_tags))
         assert key not in found, key
@@ -151,7 +154,7 @@ def _metrics(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], int | flo
     return found
 
 
-def _key(name: str, **tags: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def _key(name: str, **tags: str) -> _Series:
     return name, frozenset(tags.items())
 
 
@@ -159,7 +162,7 @@ def test_series_of_capacity_exist_from_the_start_with_0(site: Site) -> None:
     storage = site.storage()
     group = site.group(storage, capacity=1000, types={"ST_DUMMY": 500})
     metrics = _metrics(site.api)
-    expected: dict[tuple[str, frozenset[tuple[str, str]]], int | float] = {
+    expected: dict[_Series, int | float] = {
         _key("kvcm_group_used_bytes", group=group, type="total"): 0.0,
         _key("kvcm_group_used_bytes", group=group, type="dummy"): 0.0,
         _key("kvcm_group_quota_bytes", group=group, type="total"): 1000.0,
@@ -237,21 +240,22 @@ def _file_storage(api: Api, root: Path) -> str:
     return Site(api).storage(nfs={"root_path": str(root), "key_count_per_file": 1})
 
 
-def _gauge(site: Site, name: str) -> float:
-    for series in site.api.ok("AdminService.GetMetrics").metrics:
-        labels = {tag.tag_key: tag.tag_value for tag in series.metric_tags}
-        if series.metric_name == "kvcm_storage_draining" and labels.get("storage") == name:
-            return series.metric_value.float_value
-    raise AssertionError(name)
+def _of_files(api: Api, metric: str, storage: str) -> float:
+    return _metrics(api)[_key(metric, storage=storage, type="file")]
+
+
+def _draining(site: Site, storage: str) -> tuple[bool, float]:
+    """Return what the status of a storage and its metric say."""
+    return _status(site.api, storage).is_draining, _of_files(site.api, "kvcm_storage_draining", storage)
 
 
 def test_a_drained_storage_takes_no_writes_and_is_emptied(site: Site, tmp_path: Path) -> None:
     first, second = (_file_storage(site.api, tmp_path / name) for name in ("first", "second"))
     instance = site.instance(site.group(first, second))
     _write(site, instance, KEYS)
-    assert (_status(site.api, first).is_draining, _gauge(site, first)) == (False, 0.0)
+    assert _draining(site, first) == (False, 0.0)
     site.api.ok("StorageService.DrainStorage", storage_unique_name=first)
-    assert (_status(site.api, first).is_draining, _gauge(site, first)) == (True, 1.0)
+    assert _draining(site, first) == (True, 1.0)
     (uri,) = _write(site, instance, [4])
     assert uri.startswith(f"file://{second}/")
     eventually(lambda: _drain(site, first) == {"state": 2, "left": 0, "removal": False, "reason": ""})
@@ -366,14 +370,6 @@ def _health(probed_api: Api, name: str) -> str:
     return pb.StorageHealth.Name(_status(probed_api, name).health)
 
 
-def _series(probed_api: Api, metric: str, storage: str) -> list[float]:
-    found = [m for m in probed_api.ok("AdminService.GetMetrics").metrics if m.metric_name == metric]
-    tagged = [
-        m for m in found if {"storage": storage, "type": "file"} == {t.tag_key: t.tag_value for t in m.metric_tags}
-    ]
-    return [m.metric_value.float_value or float(m.metric_value.int_value) for m in tagged]
-
-
 def test_every_storage_has_a_status_and_its_config_is_as_it_was_given(probed_api: Api, tmp_path: Path) -> None:
     name = _file_storage(probed_api, tmp_path)
     answer = probed_api.ok("AdminService.ListStorage")
@@ -388,18 +384,18 @@ def test_every_storage_has_a_status_and_its_config_is_as_it_was_given(probed_api
 def test_what_is_wrong_is_told_to_administrators_and_counted(probed_api: Api, tmp_path: Path) -> None:
     root, aside = tmp_path / "root", tmp_path / "aside"
     name = _file_storage(probed_api, root)
-    assert _series(probed_api, "kvcm_storage_health", name) == [1.0]
+    assert _of_files(probed_api, "kvcm_storage_health", name) == 1.0
     root.rename(aside)
     eventually(lambda: _health(probed_api, name) == "SH_DOWN")
     assert _status(probed_api, name).reason
     assert _status(probed_api, name).failed_probes >= 3
-    assert _series(probed_api, "kvcm_storage_health", name) == [0.0]
-    assert _series(probed_api, "kvcm_storage_probe_failures_total", name)[0] >= 3
+    assert _of_files(probed_api, "kvcm_storage_health", name) == 0.0
+    assert _of_files(probed_api, "kvcm_storage_probe_failures_total", name) >= 3
     aside.rename(root)
     eventually(lambda: _health(probed_api, name) == "SH_UP")
     assert _status(probed_api, name).reason == ""
-    assert _series(probed_api, "kvcm_storage_health", name) == [1.0]
-    assert 0 < _series(probed_api, "kvcm_storage_probe_seconds", name)[0] < 2
+    assert _of_files(probed_api, "kvcm_storage_health", name) == 1.0
+    assert 0 < _of_files(probed_api, "kvcm_storage_probe_seconds", name) < 2
 
 
 NFS, MOONCAKE = StorageType.ST_NFS, StorageType.ST_MOONCAKE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tls_site import TlsSite, tls_manager
 
 from kvcm.commands.connection import Connection
 from kvcm.doctor.findings import Finding, Level
-from kvcm.doctor.host import check_authorities, check_certificate
 from kvcm.doctor.manager import check_manager
 
 ENDED = dt.timedelta(minutes=-1)
@@ -109,15 +107,6 @@ def test_a_manager_whose_certificate_is_no_good_is_told(
     tls = (f"kvcm.tls.cert_file={pair.cert}", f"kvcm.tls.key_file={pair.key}")
     with manager(tmp_path / "manager", *tls) as process:
         assert advice in _advice(_asked(process, "https", authority.file))
-
-
-def test_certificates_that_have_ended_are_told_before_anything_is_asked(tmp_path: Path) -> None:
-    authority = Authority.make(tmp_path)
-    pair = authority.issue("server", [dns("localhost")], ENDED)
-    (server,) = check_certificate(str(pair.cert), str(pair.key), time.time())
-    assert (server.level, server.advice) == (Level.FAIL, "renew it")
-    (clients,) = check_authorities(str(authority.file), time.time() + 101 * 86_400)
-    assert (clients.level, clients.advice) == (Level.FAIL, "renew it: a manager reloads the file by itself")
 
 
 def test_the_options_of_serve_are_enough_beside_what_a_client_needs(site: TlsSite, tmp_path: Path) -> None:

@@ -43,14 +43,6 @@ def admin(server: Secured) -> Commands:
     return _as(server, server.admin_key)
 
 
-def test_without_a_key_nothing_is_told(server: Secured) -> None:
-    commands = Commands(server.process, KVCM_KEY="")
-    assert "asks for a key: give --key-file" in commands.refused("group", "list", exit_code=3)
-    wrong = _as(server, "kvcm_nobody_" + "0" * 64)
-    assert "does not know the key" in wrong.refused("group", "list", exit_code=3)
-    assert "0000" not in wrong.refused("group", "list", exit_code=3)
-
-
 def test_an_engine_gets_a_key_in_a_file_of_its_own(
     server: Secured, admin: Commands, group: str, tmp_path: Path
 ) -> None:
@@ -200,11 +192,3 @@ def test_passwords_are_asked_for_on_a_terminal_that_does_not_show_them(
     assert "first" not in shown
     assert "second" not in shown
     Commands(server.process, KVCM_KEY="").ok("login", name, "--password-file", passwords("second"))
-
-
-def test_an_operator_looks_and_does_not_configure(server: Secured, admin: Commands) -> None:
-    operator = admin.json("key", "create", "--name", unique("operator"), "--role", "operator")
-    commands = _as(server, operator["secret"])
-    assert "groups" in commands.json("usage")
-    refused = commands.refused("storage", "add", "never", "--type", "dummy", exit_code=3)
-    assert "does not allow this key AddStorage" in refused
