@@ -217,24 +217,6 @@ async def _refused(entering: Awaitable[float]) -> RejectedError:
     return refused.value
 
 
-async def test_who_finds_a_slot_does_not_wait_and_the_others_come_in_order() -> None:
-    lane, _ = _lane(slots=2, places=3)
-    order: list[int] = []
-
-    async def visit(number: int) -> None:
-        await lane.enter(None)
-        order.append(number)
-
-    visits = [asyncio.create_task(visit(number)) for number in range(5)]
-    await _settled()
-    assert (order, lane.running, lane.waiting) == ([0, 1], 2, 3)
-    for count in (3, 4, 5):
-        lane.leave(NOW)
-        await _settled()
-        assert order == list(range(count))
-    await asyncio.gather(*visits)
-
-
 async def test_what_would_wait_for_too_long_by_the_pace_is_refused_at_once() -> None:
     lane, clock = _lane(slots=2, places=100, most_wait=2.0)
     await _paced(lane, clock, 1.0)
@@ -338,12 +320,13 @@ async def _live(slots: int, places: int, actions: list[tuple[str, int]]) -> None
 
 
 def _take(tasks: list[asyncio.Task[Any]], inside: list[asyncio.Task[Any]]) -> None:
-    """Note who came in, and forget who was refused or cancelled."""
+    """Note the tasks that came in, in their order, and forget those that were rejected or cancelled."""
     for task in [task for task in tasks if task.done()]:
-        tasks.remove(task)
         with contextlib.suppress(RejectedError, asyncio.CancelledError):
             task.result()
             inside.append(task)
+            assert tasks[0] is task
+        tasks.remove(task)
 
 
 def _check(lane: RequestQueue, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:

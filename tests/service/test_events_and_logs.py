@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,11 +31,10 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.admission import Phase, RequestQueue, ServingGate
+from kvcm.service import http_server
 from kvcm.service.calls import AccessLog, Arrival, Call, Caller, CallRecorder, Outcome, Plane, Reply
-from kvcm.service.http_server import HttpApp, HttpServer
 from kvcm.service.meta_api import MetaApi
-from kvcm.service.request_limits import BodyReader, RequestLimits
+from kvcm.service.request_limits import RequestLimits
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryLease, MemoryTable
 from kvcm.telemetry.events import EventLog
@@ -197,75 +194,32 @@ async def test_a_write_session_that_expires_is_told_once(node: Node) -> None:
     ]
 
 
-@asynccontextmanager
-async def served(node: Node) -> AsyncIterator[int]:
-    """The events of a node on a port, until the end of the block."""
-    server = HttpServer("127.0.0.1", 0)
-    running = asyncio.create_task(node.log.run())
-    gate = ServingGate()
-    await gate.enter_phase(Phase.SERVING)
-    app = HttpApp(gate, 1 << 20)
-    bodies = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 0, 0.0))
-    app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe}, bodies=bodies)
-    await server.start(app)
-    try:
-        yield server.port
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        async with asyncio.timeout(30):  # listeners are at their end: nobody has to be cut off
-            await server.stop(60.0)
-
-
-async def listen(
-    port: int, headers: str = "", path: str = "/api/events"
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
-    return reader, writer
-
-
-async def lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Read a chunked body of lines."""
-    text = b""
-    while size := int(await reader.readuntil(b"\r\n"), 16):
-        text += (await reader.readexactly(size + 2))[:-2]
-        *complete, text = text.split(b"\n")
-        for line in complete:
-            yield json.loads(line)
-
-
-async def test_events_are_streamed_as_they_happen_until_the_manager_stops(node: Node) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert (b" 200 " in head, b"application/x-ndjson" in head) == (True, True)
-        stream = aiter(lines(reader))
+def test_events_are_streamed_as_they_happen_until_the_manager_stops(tmp_path: Path) -> None:
+    with manager(tmp_path) as process, process.api() as api:
+        site = Site(api)
+        instance = site.instance()
+        connection = http.client.HTTPConnection(process.address.admin_http, timeout=30)
+        connection.request("GET", "/api/events")
+        stream = connection.getresponse()
+        assert (stream.status, stream.headers["content-type"]) == (200, "application/x-ndjson")
         for key in (1, 2):
-            await node.write([key])
-            assert [(await anext(stream))["type"] for _ in range(2)] == ["StartWriteCache", "FinishWriteCache"]
-    assert [event async for event in stream] == []
-    writer.close()
+            site.write(instance, [key])
+            types = [json.loads(stream.readline())["type"] for _ in range(2)]
+            assert types == ["StartWriteCache", "FinishWriteCache"]
+        process.signal(signal.SIGTERM)
+        assert (stream.read(), process.wait()) == (b"", 0)
+        connection.close()
 
 
 async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port)
-        await reader.readuntil(b"\r\n\r\n")
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(_event: Any) -> None:
         assert node.log.is_active
-        writer.close()
-        async with asyncio.timeout(30):
-            while node.log.is_active:
-                await asyncio.to_thread(int)
 
-
-@pytest.mark.parametrize("header", ["origin: http://evil.example", "accept-language: en"])
-async def test_web_pages_cannot_listen(node: Node, header: str) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port, f"{header}\r\n")
-        assert b" 403 " in await reader.readline()
-        assert not node.log.is_active
-        writer.close()
+    await http_server._send_lines(node.log.subscribe(), lambda: True, receive, send)
+    assert not node.log.is_active
 
 
 _SETTINGS = ("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")

@@ -31,6 +31,7 @@ _ALLOWED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
 }
+_DATA_SERVICES = {"MetaService", "LeaseService", "PinService", "PoolService"}
 _CALLS = [(service, method) for service in SERVICES.values() for method in service.methods]
 
 
@@ -55,9 +56,8 @@ async def hammer(tenants: Tenants, seed: int, count: int) -> Counter[str]:
     names = (*tenants.groups.values(), *tenants.instances.values())
     requests = HostileRequests(seed, names)
     found: Counter[str] = Counter()
-    metadata = [
-        (("authorization", f"Bearer {key}"),) for key in (*[tenants.server.admin_key] * 6, tenants.keys["engine"])
-    ] + [(("authorization", "Bearer " + "~" * 40),), ()]
+    keys = (*[tenants.server.admin_key] * 6, tenants.keys["engine"], "~" * 40)
+    metadata = [*((("authorization", f"Bearer {key}"),) for key in keys), ()]
     options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
     async with (
         grpc.aio.insecure_channel(address.rpc, options) as data,
@@ -66,16 +66,7 @@ async def hammer(tenants: Tenants, seed: int, count: int) -> Counter[str]:
 
         async def send(number: int) -> None:
             service, method = _CALLS[number % len(_CALLS)]
-            on_admin = {
-                "admin",
-                "CapacityService",
-                "StorageService",
-                "GroupService",
-                "ConfigService",
-                "AccessService",
-                "InsightService",
-            }
-            channel = admin if on_admin & {*service.full_name.split(".")} else data
+            channel = data if service.name in _DATA_SERVICES else admin
             body = requests.request(method.input_type)
             call = channel.unary_unary(f"/{service.full_name}/{method.name}")
             try:
