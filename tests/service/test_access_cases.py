@@ -100,15 +100,7 @@ REFUSED: dict[str, list[Refused]] = {
     ],
     "AccessService.Login": [
         Refused("no name", lambda _site: {"password": "p"}, "INVALID_ARGUMENT", ("Login", "user_name", "is required")),
-        Refused(
-            "no password",
-            lambda _site: {"user_name": "u"},
-            "INVALID_ARGUMENT",
-            (
-                "Login",
-                "password",
-            ),
-        ),
+        Refused("no password", lambda _site: {"user_name": "u"}, "INVALID_ARGUMENT", ("Login", "password")),
         Refused(
             "a long password",
             lambda _site: {"user_name": "u", "password": "p" * 1025},

@@ -44,28 +44,10 @@ def test_a_group_comes_back_as_it_was_created(site: Site) -> None:
     assert [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
 
 
-def test_unknown_candidates_are_accepted_and_named_in_a_warning(site: Site) -> None:
-    known = site.storage()
-    spec = group_spec(unique("group"), known, "nope-1", "nope-2")
-    message = _create(site.api, spec).header.status.message
-    assert ("nope-1" in message, "nope-2" in message, known in message) == (True, True, False)
-    assert list(_stored(site.api, spec["name"]).storage_candidates) == [known, "nope-1", "nope-2"]
-    changed = {**spec, "version": 2, "storage_candidates": [known, "nope-3"]}
-    answer = site.api.ok("AdminService.UpdateInstanceGroup", instance_group=changed, current_version=1)
-    assert "nope-3" in answer.header.status.message
-
-
 def test_a_refused_group_is_not_stored(site: Site) -> None:
     spec = group_spec(unique("group"), "s", ratio=math.nan)
     site.api.refused("AdminService.CreateInstanceGroup", instance_group=spec)
     assert site.api.refused("AdminService.GetInstanceGroup", name=spec["name"]).code == "INVALID_ARGUMENT"
-
-
-def test_an_update_replaces_the_whole_group_and_its_version_may_jump(site: Site) -> None:
-    name = site.group(user_data="old", max_instance_count=3)
-    changed = group_spec(name, "other", version=100)
-    site.api.ok("AdminService.UpdateInstanceGroup", instance_group=changed, current_version=1)
-    assert _stored(site.api, name) == admin.InstanceGroup(**changed)
 
 
 def test_an_ignored_meta_storage_uri_is_said_once_in_the_log_decision_6(server: ManagerProcess, site: Site) -> None:
@@ -100,16 +82,6 @@ def _stored_storage(site: Site, name: str) -> Any:
     found = [s for s in site.api.ok("AdminService.ListStorage").storage if s.global_unique_name == name]
     assert len(found) <= 1
     return found[0] if found else None
-
-
-def test_a_storage_is_listed_as_it_was_added_and_in_order_of_names(site: Site, tmp_path: Path) -> None:
-    name = site.storage(nfs={"root_path": f"{tmp_path}/", "key_count_per_file": 3})
-    stored = _stored_storage(site, name)
-    assert stored.WhichOneof("storage_spec") == "nfs"
-    assert (stored.nfs.root_path, stored.nfs.key_count_per_file) == (f"{tmp_path}/", 3)
-    names = [s.global_unique_name for s in site.api.ok("AdminService.ListStorage").storage]
-    assert names == sorted(names)
-    assert "nfs_01" in names  # the built-in one
 
 
 def test_an_update_is_all_or_nothing(site: Site, tmp_path: Path) -> None:

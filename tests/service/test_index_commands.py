@@ -206,14 +206,6 @@ def test_a_redis_that_is_not_there_is_refused(tmp_path: Path) -> None:
 # ── Verification ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sound_directory_is_clean(tmp_path: Path, stored: tuple[Path, str]) -> None:
-    code, report = _verified(tmp_path, *_data(stored[0]))
-    assert (code, report["clean"], report["findings"], report["unsettled"]) == (0, True, [], [])
-    assert report["looked_at"]["records"] == len(KEYS)
-    done = _index(tmp_path, "verify", *_data(stored[0]))
-    assert (done.returncode, "records" in done.stdout, "findings" in done.stdout) == (0, True, True)
-
-
 @contextlib.contextmanager
 def _log(data_dir: Path) -> Iterator[CommitLog]:
     log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())

@@ -10,9 +10,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from any_message import messages
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
@@ -43,6 +42,39 @@ from kvcm.service.json_codec import (
 from kvcm.service.translate import fill, read, read_storage, write_storage
 
 Request = meta.GetCacheLocationRequest
+
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+}
+
+
+def field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.message_type:
+        single = messages(field.message_type)
+    elif field.enum_type:
+        single = st.sampled_from([*field.enum_type.values_by_number, 4242])
+    else:
+        single = SCALARS[field.type]
+    return st.lists(single, max_size=3) if field.is_repeated else single
+
+
+@st.composite
+def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
+    """Any message of that type: each field set or not, at most one member of a oneof."""
+    chosen: dict[str, Any] = {}
+    oneofs: set[str] = set()
+    for field in descriptor.fields:
+        oneof = field.containing_oneof
+        if draw(st.booleans()) and not (oneof and oneof.name in oneofs):
+            chosen[field.name] = draw(field_values(field))
+            oneofs |= {oneof.name} if oneof else set()
+    return GetMessageClass(descriptor)(**chosen)
 
 
 def parsed(text: str, message_type: type[Message] = Request) -> Any:
@@ -168,34 +200,24 @@ REFUSED: list[tuple[str, Any, str]] = [
     *_shares("used_percentage: is out of the range of double", "1e400", "-1e400", '"1e400"', "1" * 400),
     *_shares("used_percentage: must be a n", "true", "{}", '"x"', '"nan"', '"inf"', '" 1"'),
     ('{"sw_size": 1, "swSize": 2}', Request, "sw_size: is given in both spellings"),
+    *((f'{{"used_percentage": {name}}}', admin.TriggerStrategy, f"{name} is no JSON number")
+      for name in ("NaN", "Infinity", "-Infinity")),
+    ('{"offset": 0, "bool_masks": {}}', meta.BlockMask, "which is given too"),
+    ('{"bool_masks": {}, "offset": 1}', meta.BlockMask, "which is given too"),
+    ('{"sw_size": 1, "sw_size": 2}', Request, "the key 'sw_size' is given twice"),
+    ('{"\\ud800": 1, "\\ud800": 2}', Request, "is given twice"),
+    ('{"trace_id": "\\ud800"}', Request, "is not valid Unicode"),
+    ('{"location_spec_names": ["a", "\\udc00x"]}', Request, "is not valid Unicode"),
+    ("[" * 200_000, Request, "nested deeper"),
+    ('{"a":' * 200_000, Request, "nested deeper"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message_type", "reason"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_refused(text: str, message_type: type[Message], reason: str) -> None:
-    assert refusal(text, message_type).startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("text", "message_type", "part"),
-    [
-        *((f'{{"used_percentage": {name}}}', admin.TriggerStrategy, f"{name} is no JSON number")
-          for name in ("NaN", "Infinity", "-Infinity")),
-        ('{"offset": 0, "bool_masks": {}}', meta.BlockMask, "which is given too"),
-        ('{"bool_masks": {}, "offset": 1}', meta.BlockMask, "which is given too"),
-        ('{"sw_size": 1, "sw_size": 2}', Request, "the key 'sw_size' is given twice"),
-        ('{"\\ud800": 1, "\\ud800": 2}', Request, "is given twice"),
-        ('{"trace_id": "\\ud800"}', Request, "is not valid Unicode"),
-        ('{"location_spec_names": ["a", "\\udc00x"]}', Request, "is not valid Unicode"),
-        ("[" * 200_000, Request, "nested deeper"),
-        ('{"a":' * 200_000, Request, "nested deeper"),
-    ],
-    ids=range(11),
-)  # fmt: skip
-def test_refusals_say_what_is_wrong(text: str, message_type: type[Message], part: str) -> None:
-    said = refusal(text, message_type)
-    assert part in said
-    said.encode()
+    found = refusal(text, message_type)
+    assert reason in found
+    found.encode()
 
 
 @pytest.mark.parametrize("body", [b"\xff{}", b'{"trace_id": "\xed\xa0\x80"}', "{}".encode("utf-16")])
