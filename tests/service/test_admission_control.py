@@ -86,6 +86,13 @@ class Clock:
         return float(self.now)
 
 
+async def _refused(entering: Awaitable[Any]) -> RejectedError:
+    with pytest.raises(RejectedError) as refused:
+        await entering
+    assert refused.value.reason in REASONS
+    return refused.value
+
+
 class Rig:
     """An admission with a clock and a wait that stand still."""
 
@@ -93,15 +100,9 @@ class Rig:
         self.clock, self.delay = Clock(), LoopDelay()
         self.admission = GuardedAdmission(AdmissionSettings(**settings), lambda: 1000, self.delay, self.clock)
 
-    async def enter(self, keys: int, peer: str = "a", deadline: float | None = None) -> Any:
+    async def enter(self, keys: int, peer: str = "a") -> Any:
         request = meta.GetCacheLocationRequest(block_keys=range(keys))
-        return await self.admission.enter(MATCH, request, Arrival("grpc", peer, deadline))
-
-    async def refused(self, keys: int, peer: str = "a", deadline: float | None = None) -> RejectedError:
-        with pytest.raises(RejectedError) as refused:
-            await self.enter(keys, peer, deadline)
-        assert refused.value.reason in REASONS
-        return refused.value
+        return await self.admission.enter(MATCH, request, Arrival("grpc", peer))
 
     def reason(self, arrival: Arrival, call: Call = MATCH) -> str:
         refusal = self.admission.rejection(call, arrival)
@@ -141,7 +142,7 @@ async def test_operators_are_served_whatever_happens() -> None:
 async def test_a_client_gets_its_rate_of_keys_and_others_theirs() -> None:
     rig = Rig(keys_per_second=100, burst_keys=200)
     await rig.enter(200)
-    refused = await rig.refused(50)
+    refused = await _refused(rig.enter(50))
     assert (refused.reason, refused.http_status, refused.retry_after_seconds) == ("rate", 429, 0.5)
     assert isinstance(refused, RateLimitedError)
     await rig.enter(200, peer="b")
@@ -161,7 +162,7 @@ async def test_long_requests_wait_for_each_other_and_short_ones_do_not() -> None
     first = await rig.enter(100)
     second = asyncio.create_task(rig.enter(100))
     await asyncio.sleep(0)
-    assert (await rig.refused(100)).reason == "queue"
+    assert (await _refused(rig.enter(100))).reason == "queue"
     assert await rig.enter(99) is None
     await asyncio.sleep(0)
     assert not second.done()
@@ -172,10 +173,9 @@ async def test_long_requests_wait_for_each_other_and_short_ones_do_not() -> None
 async def test_a_long_request_that_is_refused_is_not_charged_for() -> None:
     rig = Rig(keys_per_second=100, burst_keys=300, long_keys=100, long_slots=1, long_places=0)
     await rig.enter(100)
-    assert (await rig.refused(100)).reason == "queue"
-    await rig.enter(50)
-    await rig.enter(50)
-    await rig.enter(50)
+    assert (await _refused(rig.enter(100))).reason == "queue"
+    for _ in range(3):
+        await rig.enter(50)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,6 @@ async def _paced(lane: RequestQueue, clock: Clock, seconds: float) -> None:
     began = await lane.enter(None)
     clock.now += seconds
     lane.leave(began)
-
-
-async def _refused(entering: Awaitable[float]) -> RejectedError:
-    with pytest.raises(RejectedError) as refused:
-        await entering
-    return refused.value
 
 
 async def test_what_would_wait_for_too_long_by_the_pace_is_refused_at_once() -> None:
@@ -778,8 +772,7 @@ def test_every_field_of_every_request_has_a_limit() -> None:
 def test_limits_of_keys_and_tokens_follow_the_settings() -> None:
     limits = RequestLimits(max_keys=3, max_tokens=5)
     sizes = RequestSizes(limits)
-    request_type = next(request for request in REQUESTS if request.DESCRIPTOR.name == "GetCacheLocationRequest")
-    request = request_type(block_keys=range(4), token_ids=range(6))
+    request = meta.GetCacheLocationRequest(block_keys=range(4), token_ids=range(6))
     with pytest.raises(InvalidArgumentError, match="block_keys has 4 entries, at most 3"):
         sizes.check(request)
     limits.max_keys = 4
