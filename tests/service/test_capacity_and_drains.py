@@ -284,7 +284,7 @@ def test_what_holds_a_drain_up_is_said(site: Site) -> None:
 
 
 class Look(NamedTuple):
-    """Rooms, and what is shown of their drains."""
+    """Parts of a manager, and the view of its drains."""
 
     storages: StorageDirectory
     registry: Registry
