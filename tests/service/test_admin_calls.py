@@ -18,30 +18,13 @@ from test_transport_sites import Site, group_spec, unique
 from kvcm.protocol import admin_service_pb2 as admin
 
 
-def _create(api: Api, spec: dict[str, Any]) -> Any:
-    return api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
-
-
-def _stored(api: Api, name: str) -> Any:
-    return api.ok("AdminService.GetInstanceGroup", name=name).instance_group
-
-
 def test_a_group_comes_back_as_it_was_created(site: Site) -> None:
     name = unique("Gruppe ü/1")
-    spec = group_spec(name, site.storage(), "b", "a", types={"ST_NFS": 2**62, "ST_DUMMY": 0}, ratio=0.123456789)
-    spec |= {"user_data": '{"a":"ü"}', "max_instance_count": 7, "version": -(2**63)}
-    reclaim = {"trigger_period_seconds": 1, "reclaim_step_size": 2, "reclaim_step_percentage": 3}
-    spec["cache_config"]["reclaim_strategy"] |= {**reclaim, "reclaim_policy": "POLICY_TTL"}
-    spec["cache_config"]["reclaim_strategy"]["trigger_strategy"]["used_size"] = 2**62
-    indexer = spec["cache_config"]["meta_indexer_config"]
-    indexer |= {"max_key_count": 1 << 40, "mutex_shard_num": 64, "batch_key_size": 5}
-    indexer["meta_storage_backend_config"]["storage_uri"] = "file:///ignored"
-    policy = {"capacity": 9, "type": "LRU", "cache_shard_bits": 2, "high_pri_pool_ratio": 0.5}
-    indexer["meta_cache_policy_config"] = policy
-    _create(site.api, spec)
-    assert _stored(site.api, name) == admin.InstanceGroup(**spec)
+    spec = group_spec(name, site.storage(), "b", "a", types={"ST_NFS": 2**62}, ratio=0.123456789, version=-(2**63))
+    site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
+    found = site.api.ok("AdminService.GetInstanceGroup", name=name).instance_group
     listed = site.api.ok("GroupService.ListInstanceGroup").instance_groups
-    assert [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
+    assert [found] == [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
 
 
 def test_a_refused_group_is_not_stored(site: Site) -> None:
@@ -55,7 +38,7 @@ def test_an_ignored_meta_storage_uri_is_said_once_in_the_log_decision_6(server: 
         spec = group_spec(unique("group"), "s")
         backend = {"storage_type": "local", "storage_uri": "file:///somewhere"}
         spec["cache_config"]["meta_indexer_config"]["meta_storage_backend_config"] = backend
-        _create(site.api, spec)
+        site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
     said = eventually(lambda: [event for event in server.events("ignored") if "storage_uri" in str(event)])
     assert len(said) == 1
 

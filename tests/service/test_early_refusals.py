@@ -248,16 +248,6 @@ async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
         assert await reader.read() == b""
 
 
-async def test_while_the_manager_leaves_answers_say_that_the_connection_closes() -> None:
-    async with serving() as site, site.busy(), site.connected() as (reader, writer):
-        await site.gate.enter_phase(Phase.LEAVING)
-        writer.write(post(BODY))
-        await until(lambda: site.begun == 2)
-        site.let_go.set()
-        status, headers, _ = await answer(reader)
-        assert (status, headers["connection"]) == (200, "close")
-
-
 def test_long_requests_count_no_more_than_others_wait_for_them() -> None:
     ahead = BacklogEstimate(lambda: 0.0, lambda: 0.0)
     ahead.add(1 << 16)

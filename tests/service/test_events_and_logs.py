@@ -510,24 +510,6 @@ def test_whatever_becomes_of_the_collector_calls_are_answered(tmp_path: Path) ->
         assert process.wait() == 0
 
 
-def test_the_timing_tree_has_the_stages(world: World) -> None:
-    with world.process.api() as api:
-        instance = _instance(api)
-        trace_id = "t__kvcm_need_span_tracer"
-        match = api.ok(
-            "GetCacheLocation", trace_id=trace_id, instance_id=instance, block_keys=_KEYS, query_type="QT_PREFIX_MATCH"
-        )
-        start = api.ok("StartWriteCache", trace_id=trace_id, instance_id=instance, block_keys=[5, 6])
-    tree = json.loads(match.header.tracer_result)
-    (handler,) = tree["meta_api.py:match"]
-    (matched,) = handler["match.py:match"]
-    assert 0 <= matched["span_time_us"] <= handler["span_time_us"] <= tree["span_time_us"]
-    (handler,) = json.loads(start.header.tracer_result)["meta_api.py:start_write"]
-    parts = ["sessions.py:_reserved_plan", "sessions.py:_allocate", "sessions.py:_store"]
-    assert [name for name in handler if name != "span_time_us"] == parts
-    assert sum(handler[name][0]["span_time_us"] for name in parts) <= handler["span_time_us"]
-
-
 FIELDS = {
     *("method", "code", "keys", "instance", "duration_ms", "transport", "peer", "trace_id", "is_slow"),
     *("event", "level", "timestamp"),

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from raw_connections import SECONDS, GrpcCall, HttpAnswer, connected, half_closed, http_head, read_answer, rest
 from secured import Secured, secured_over
-from test_transport_drivers import Api, eventually
+from test_transport_drivers import eventually
 from test_transport_sites import Site
 
 _MATCH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
@@ -73,10 +73,6 @@ class Guarded:
         """Connect to a port of gRPC."""
         return connected(getattr(self.server.process.address, port), self.context, "h2")
 
-    def changes(self) -> int:
-        """Return how many changes there have been."""
-        return len(self.server.process.events("audit"))
-
     def counted(self, metric: str) -> int:
         """Return the sum of the series of a metric whose names begin so."""
         _, text = self.server.page("/metrics", self.server.admin_key)
@@ -93,7 +89,7 @@ class Guarded:
     @contextlib.contextmanager
     def unharmed(self) -> Iterator[None]:
         """Whatever happens inside the block, the manager is afterwards as it was before."""
-        changes = self.changes()
+        changes = len(self.server.process.events("audit"))
         yield
         assert self.server.process.process.poll() is None
         for transport in ("grpc", "http"):
@@ -102,16 +98,12 @@ class Guarded:
         assert "Traceback" not in log
         assert not self.server.process.events("failed")
         assert self.server.admin_key not in log
-        assert self.changes() == changes
+        assert len(self.server.process.events("audit")) == changes
         assert _memory_bytes(self.server) - self.begin_bytes < _MOST_GROWTH_BYTES
 
     def _is_served(self, transport: str) -> bool:
         with self.server.api(transport) as api:
-            return _hits(api, self.instance) == _KEYS
-
-
-def _hits(api: Api, instance: str) -> list[int]:
-    return list(Site(api).hits(instance, _KEYS))
+            return Site(api).hits(self.instance, _KEYS) == _KEYS
 
 
 def _memory_bytes(server: Secured) -> int:
@@ -127,7 +119,7 @@ def guarded_over(mode: str, directory: Path, *settings: str) -> Iterator[Guarded
             site = Site(api)
             instance = site.instance(site.group())
             site.write(instance, _KEYS)
-            assert _hits(api, instance) == _KEYS
+            assert site.hits(instance, _KEYS) == _KEYS
         yield Guarded(server, instance, _memory_bytes(server))
 
 
