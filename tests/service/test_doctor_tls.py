@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from authorities import Authority, Pair, dns, ip
+from command_runner import port_options
 from test_transport_process import ManagerProcess, manager, run_kvcm
 from tls_site import TlsSite, tls_manager
 
@@ -116,10 +117,8 @@ def test_the_options_of_serve_are_enough_beside_what_a_client_needs(site: TlsSit
         "kvcm.tls.client_ca_file": site.clients.file, "kvcm.auth.mode": "required",
         "kvcm.tls.client_auth": "required" if _is_required(site) else "optional",
     }  # fmt: skip
-    names = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-    ports = (address.rpartition(":")[2] for address in process.address)
-    settings |= {f"kvcm.service.{name}": port for name, port in zip(names, ports, strict=True)}
     options = [part for key, value in settings.items() for part in ("-e", f"{key}={value}")]
+    options += port_options(*process.address)
     client = ("--ca-file", str(site.authority.file), "--key-file", str(process.data_dir / "admin.key"))
     shown = ("--cert-file", str(own.cert), "--cert-key-file", str(own.key))
     done = run_kvcm(
