@@ -12,6 +12,9 @@ from test_transport_sites import Site, group_spec, instance_fields, unique
 __all__ = ["GOOD", "REFUSED"]
 
 
+FILE = "/dev/null/x"
+
+
 def _storage(name: str | None = None, **spec: Any) -> Fields:
     spec = spec or {"dummy": {"root_path": "d"}}
     return {"storage": {"global_unique_name": unique("storage") if name is None else name, **spec}}
@@ -110,13 +113,7 @@ def _storage_refusals(name: Callable[[Site], str]) -> list[Refused]:
         _invalid("no spec", lambda _site: {"storage": {"global_unique_name": "x"}}, "storage_spec", "nfs"),
         _refused("local", "UNSUPPORTED", lambda site: _storage(name(site), local={}), "local", "nfs"),
         _invalid("no root", lambda site: _storage(name(site), nfs={}), "NfsStorageSpec", "root_path"),
-        _refused(
-            "a root that cannot be a directory",
-            "IO_ERROR",
-            lambda site: _storage(name(site), nfs={"root_path": "/dev/null/x"}),
-            "root_path",
-            "/dev/null/x",
-        ),
+        _refused("no directory", "IO_ERROR", lambda s: _storage(name(s), nfs={"root_path": FILE}), "root_path", FILE),
     ]
 
 
