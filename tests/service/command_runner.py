@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 from kvcm.cli import add_commands
 
-__all__ = ["COMMANDS", "Commands", "port_options"]
-
 COMMANDS = typer.Typer(name="kvcm", pretty_exceptions_enable=False)
 """Every command but `serve`."""
 

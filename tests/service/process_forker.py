@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["ForkedProcess"]
-
 _PRELOADED = ("kvcm.app", "kvcm.cli", "kvcm.service.rest.app")
 _MAX_BYTES = 1 << 20
 

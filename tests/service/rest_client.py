@@ -7,8 +7,6 @@ import json
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-__all__ = ["RestAnswer", "RestClient", "component"]
-
 MERGE = "application/merge-patch+json"
 
 

@@ -13,8 +13,6 @@ from test_transport_drivers import Api, ClientTls, eventually
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
-__all__ = ["Secured", "Tenants", "secured", "secured_over"]
-
 
 @dataclass(frozen=True)
 class Secured:

@@ -8,8 +8,6 @@ from typing import Any
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site, unique
 
-__all__ = ["GOOD", "REFUSED", "account", "key"]
-
 ENGINE = {"role": "ROLE_ENGINE", "instance_groups": ["default"]}
 
 

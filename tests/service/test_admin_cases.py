@@ -9,9 +9,6 @@ from test_meta_cases import Fields, Refused, block_refusals, registration_refusa
 from test_transport_drivers import eventually
 from test_transport_sites import Site, group_spec, instance_fields, unique
 
-__all__ = ["GOOD", "REFUSED"]
-
-
 FILE = "/dev/null/x"
 
 

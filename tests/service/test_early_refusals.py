@@ -86,10 +86,6 @@ class Site:
         await self.let_go.wait()
         return Reply(meta.CommonResponse())
 
-    @property
-    def requests_ahead(self) -> float:
-        return self.ahead.seconds / OF_NONE
-
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port, **Site.secure)

@@ -73,11 +73,6 @@ def rest(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def half_closed(connection: socket.socket) -> None:
-    """Say that nothing more is sent; what is answered may still be read, but over TLS."""
-    connection.shutdown(socket.SHUT_WR)
-
-
 # ── HTTP/1.1 ──
 
 
@@ -392,7 +387,7 @@ def test_http_forgets_a_request_whose_body_ends_early(guarded: Guarded) -> None:
         for shown in ((_bearer(guarded),), ()):
             with guarded.http(port) as connection:
                 connection.sendall(http_head(path, b"content-length: 1000", *_headers(*shown)) + b'{"trace_id":"x"}')
-                half_closed(connection)
+                connection.shutdown(socket.SHUT_WR)
                 assert b" 200 " not in rest(connection)
     assert guarded.counted("kvcm_rpc_requests_total") == read
 
