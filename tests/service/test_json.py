@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_transport_drivers import SERVICES
 
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import SpecUri, encode_chunk, retag
@@ -24,11 +25,6 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import debug_service_pb2 as debug
 from kvcm.protocol import kv_meta_service_pb2 as kv_meta
 from kvcm.protocol import meta_service_pb2 as meta
-from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
-from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
-from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
-from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pool
-from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
 from kvcm.service.calls import Reply
 from kvcm.service.json_codec import (
     MAX_DEPTH,
@@ -253,8 +249,10 @@ def test_doubles_that_json_has_no_number_for_have_names(name: str) -> None:
     assert printed(strategy)["used_percentage"] == name
 
 
-MODULES = [meta, admin, debug, kv_meta, lease, group, pin, pool, storage]
-ALL_MESSAGES = [message for module in MODULES for message in module.DESCRIPTOR.message_types_by_name.values()]
+FILES = {service.file.name: service.file for service in SERVICES.values()} | {
+    module.DESCRIPTOR.name: module.DESCRIPTOR for module in (debug, kv_meta)
+}
+ALL_MESSAGES = [message for file in FILES.values() for message in file.message_types_by_name.values()]
 
 ROUND_TRIP = [
     *(meta.GetCacheLocationRequest, meta.StartWriteCacheRequest, meta.FinishWriteCacheRequest),
