@@ -37,11 +37,7 @@ class Commands:
     """
 
     def __init__(self, server: ManagerProcess, **environment: str) -> None:
-        self._environment = {
-            **_ENVIRONMENT,
-            "KVCM_MANAGER": f"http://{server.address.admin_http}",
-            **environment,
-        }
+        self._environment = {**_ENVIRONMENT, "KVCM_MANAGER": f"http://{server.address.admin_http}", **environment}
 
     def run(self, *arguments: str, typed: str | None = None, **environment: str) -> Any:
         """Return how a command ended: `exit_code`, `stdout` and `stderr`."""

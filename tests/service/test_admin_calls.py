@@ -33,16 +33,6 @@ def test_a_refused_group_is_not_stored(site: Site) -> None:
     assert site.api.refused("AdminService.GetInstanceGroup", name=spec["name"]).code == "INVALID_ARGUMENT"
 
 
-def test_an_ignored_meta_storage_uri_is_said_once_in_the_log_decision_6(server: ManagerProcess, site: Site) -> None:
-    for _ in range(2):
-        spec = group_spec(unique("group"), "s")
-        backend = {"storage_type": "local", "storage_uri": "file:///somewhere"}
-        spec["cache_config"]["meta_indexer_config"]["meta_storage_backend_config"] = backend
-        site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
-    said = eventually(lambda: [event for event in server.events("ignored") if "storage_uri" in str(event)])
-    assert len(said) == 1
-
-
 # ── Instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

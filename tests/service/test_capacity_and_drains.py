@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,35 +74,29 @@ def _set_quota(site: Site, name: str, capacity: int, mark: float = 0.0) -> None:
 # ── Usage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_usage_is_told_by_group_type_storage_and_instance_invariant_4(site: Site) -> None:
-    quota_name, storage, other = unique("quota"), unique("storage"), site.storage()
+def test_usage_is_reported_by_group_type_storage_and_instance_invariant_4(site: Site) -> None:
+    quota_name, storage, used = unique("quota"), unique("storage"), 3 * BLOCK
     limited = {"global_unique_name": storage, "dummy": {}, "capacity_bytes": 4000, "used_percentage": 0.5}
     site.api.ok("AdminService.AddStorage", storage=limited)
-    guarantee = [{"storage_unique_name": storage, "guaranteed_bytes": 100}]
-    group = site.group(
-        storage, other, capacity=10_000, ratio=0.8, types={"ST_DUMMY": 5000}, max_keys=1000, pin_budget_bytes=7,
-        storage_guarantees=guarantee, global_quota_group_name=quota_name,
-    )  # fmt: skip
+    limits = {"types": {"ST_DUMMY": 5000}, "max_keys": 1000, "pin_budget_bytes": 7}
+    group = site.group(storage, capacity=10_000, ratio=0.8, global_quota_group_name=quota_name, **limits)
     _set_quota(site, quota_name, 20_000, 0.75)
     instance = site.instance(group)
     site.write(instance, range(3))
-    used = 3 * BLOCK
-    report = read(UsageReport, _usage(site, group))
-    (found,) = report.groups
-    assert set(found.storages) == {GroupStorageUsage(storage, used, 100), GroupStorageUsage(other, 0, 0)}
-    assert replace(found, storages=()) == GroupUsage(
+    expected = GroupUsage(
         group,
         Usage(used, 0, 10_000, 8000, 7800),
         (TypeUsage(StorageType.ST_DUMMY, Usage(used, 0, 5000, 4000, 3900)),),
-        (),
+        (GroupStorageUsage(storage, used, 0),),
         (InstanceUsage(instance, 3, 1000, used, "lru"),),
         pinned_bytes=0,
         pin_budget_bytes=7,
         refused_writes=0,
     )
+    report = read(UsageReport, _usage(site, group))
+    assert report.groups == (expected,)
     assert {each.storage_unique_name: each.usage for each in report.storages} == {
-        storage: Usage(used, 0, 4000, 2000, 1920),
-        other: Usage(0, 0),
+        storage: Usage(used, 0, 4000, 2000, 1920)
     }
     assert report.global_quotas == (GlobalQuotaUsage(quota_name, Usage(used, 0, 20_000, 15_000, 14_600), (group,)),)
 
