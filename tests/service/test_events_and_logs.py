@@ -423,7 +423,7 @@ def _match(process: ManagerProcess, instance: str, parent: str, trace_id: str = 
     query = {"instance_id": instance, "block_keys": _KEYS, "query_type": pb.QT_PREFIX_MATCH, "trace_id": trace_id}
     metadata = [("traceparent", parent)] if parent else None
     with grpc.insecure_channel(process.address.rpc) as channel:
-        body = channel.unary_unary(_MATCH)(pb.GetCacheLocationRequest(**query).SerializeToString(), 30, metadata)
+        body = channel.unary_unary(f"/{_MATCH}")(pb.GetCacheLocationRequest(**query).SerializeToString(), 30, metadata)
     return pb.GetCacheLocationResponse.FromString(body)
 
 

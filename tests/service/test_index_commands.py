@@ -119,7 +119,7 @@ def test_an_export_goes_through_a_pipe(tmp_path: Path, stored: tuple[Path, str])
     with subprocess.Popen([*command, "export", "-", *_data(data_dir)], stdout=subprocess.PIPE) as source:
         done = subprocess.run(
             [*command, "import", "-", *_data(tmp_path / "copy")],
-            stdin=source.stdout, capture_output=True, text=True, timeout=20, check=False,
+            stdin=source.stdout, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, source.returncode) == (0, 0), done.stderr
     assert "a pipe cannot be checked as a whole first" in done.stderr
