@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import http.client
@@ -221,9 +222,12 @@ async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
         return {"type": "http.disconnect"}
 
     async def send(_event: Any) -> None:
-        assert node.log.is_active
+        """What is sent reaches no client."""
 
-    await http_server._send_lines(node.log.subscribe(), lambda: True, receive, send)
+    listener = node.log.subscribe()
+    assert node.log.is_active
+    async with asyncio.timeout(30):
+        await http_server._send_lines(listener, lambda: True, receive, send)
     assert not node.log.is_active
 
 
