@@ -706,10 +706,9 @@ LIMIT_OF_LIST = {
     **dict.fromkeys(("block_keys", "values", "location_spec_group_names", "locations", "parts"), 2000),
     "token_ids": 3000,
 }
+NAMES = ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names")
 LIMIT_OF_TEXT = {
-    **dict.fromkeys(
-        ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"), MAX_NAME_BYTES
-    ),
+    **dict.fromkeys(NAMES, MAX_NAME_BYTES),
     **dict.fromkeys(("extra", "user_data", "lora_name"), MAX_FREE_TEXT_BYTES),
     "config_snapshot": MAX_SNAPSHOT_BYTES,
 }

@@ -507,12 +507,8 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(counts: l
     assert low <= found <= high + 1e-12
 
 
-def _sample(
-    *found: Rates, used: list[Vitals] | None = None, quotas: dict[str, int] | None = None
-) -> dict[Series, float]:
-    return dict(
-        vitals_history.sample_of(found, used or [], quotas or {}, lambda name: name if name != "b" else "other")
-    )
+def _sample(*found: Rates, used: Any = (), quotas: Any = ()) -> dict[Series, float]:
+    return dict(vitals_history.sample_of(found, used, dict(quotas), lambda name: "other" if name == "b" else name))
 
 
 def _of(name: str, *labels: tuple[str, str]) -> Series:
