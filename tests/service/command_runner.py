@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 from kvcm.cli import add_commands
 
-__all__ = ["COMMANDS", "Commands"]
-
 COMMANDS = typer.Typer(name="kvcm", pretty_exceptions_enable=False)
 """Every command but `serve`."""
 
@@ -21,6 +19,13 @@ add_commands(COMMANDS)
 COMMANDS.callback()(lambda: None)
 
 _ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb"}
+
+
+def port_options(*addresses: str) -> list[str]:
+    """Return the options of ports: of rpc, HTTP, and the admin plane's rpc and HTTP."""
+    names = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
+    ports = {name: address.rpartition(":")[2] for name, address in zip(names, addresses, strict=True)}
+    return [part for name, port in ports.items() for part in ("-e", f"kvcm.service.{name}={port}")]
 
 
 class Commands:
@@ -32,11 +37,7 @@ class Commands:
     """
 
     def __init__(self, server: ManagerProcess, **environment: str) -> None:
-        self._environment = {
-            **_ENVIRONMENT,
-            "KVCM_MANAGER": f"http://{server.address.admin_http}",
-            **environment,
-        }
+        self._environment = {**_ENVIRONMENT, "KVCM_MANAGER": f"http://{server.address.admin_http}", **environment}
 
     def run(self, *arguments: str, typed: str | None = None, **environment: str) -> Any:
         """Return how a command ended: `exit_code`, `stdout` and `stderr`."""

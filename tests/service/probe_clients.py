@@ -14,8 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_transport_drivers import Address, HttpAnswer, eventually, post
 from test_transport_process import ManagerProcess
 
-__all__ = ["HealthWatch", "ask", "health", "starting_manager", "watched"]
-
 _SECONDS = 10.0
 
 

@@ -1,8 +1,9 @@
 """Starts `kvcm` in processes that are forked from one that has imported it already: an import takes a second or two.
 
-The forker runs as `python process_forker.py SOCKET`. A client connects for each process, sends one JSON object with the
-arguments, the working directory and the environment, and beside it the files for stdout and stderr; it is sent the
-process id, and the exit code when the process ends. When the client goes away, the process is killed.
+The forker runs as `python process_forker.py DESCRIPTOR`, of a socket over which it is sent a message for each process:
+a JSON object with the arguments, the working directory and the environment, and with it the files for stdout and stderr
+and a socket of the client. Over that it reports the process id, and the exit code when the process ends. When a client
+goes away, its process is killed, and all are when the socket of the forker is closed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
-
-__all__ = ["ForkedProcess"]
 
 _PRELOADED = ("kvcm.app", "kvcm.cli", "kvcm.service.rest.app")
 _MAX_BYTES = 1 << 20
@@ -49,10 +46,11 @@ class ForkedProcess:
         output: IO[bytes],
         errors: IO[bytes],
     ) -> None:
-        self._connection = _connect()
+        self._connection, its_end = socket.socketpair()
         request = {"arguments": list(arguments), "directory": str(directory), "environment": dict(environment)}
-        files = [output.fileno(), errors.fileno()]
-        socket.send_fds(self._connection, [json.dumps(request).encode()], files)
+        with its_end:
+            files = [output.fileno(), errors.fileno(), its_end.fileno()]
+            socket.send_fds(_forker(), [json.dumps(request).encode()], files)
         self._answers = self._connection.makefile("r")
         self.pid = int(self._answers.readline())
         self.returncode: int | None = None
@@ -92,92 +90,73 @@ class ForkedProcess:
 
 
 @cache
-def _forker() -> str:
-    """Start the forker of this process and return its socket."""
-    directory = tempfile.mkdtemp(prefix="kvcm-forker-")
-    path = f"{directory}/socket"
+def _forker() -> socket.socket:
+    """Start the forker of this process and return the socket for its messages."""
+    messages, its_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
     kept = {name: value for name, value in os.environ.items() if not name.lower().startswith("kvcm")}
-    process = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.PIPE, env=kept)
+    with its_end:
+        number = its_end.fileno()
+        command = [sys.executable, __file__, str(number)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=kept, pass_fds=[number])
 
     def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
+        messages.close()
         process.wait()
-        with contextlib.suppress(OSError):
-            Path(directory).rmdir()
 
     atexit.register(end)
-    return path
-
-
-def _connect() -> socket.socket:
-    path, deadline = _forker(), time.monotonic() + 60.0
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(path)
-        except OSError:
-            connection.close()
-            assert time.monotonic() < deadline, "the forker does not listen"
-            time.sleep(0.02)
-        else:
-            return connection
+    return messages
 
 
 # ── the forker ──
 
 
 class _Forker:
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen()
-        self._clients: dict[int, socket.socket] = {}
-        self._wakeup, wakes = socket.socketpair()
-        wakes.setblocking(False)
-        self._wakes = wakes
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakes.fileno())
+    """Attributes:
+    messages: socket for them.
+    processes: id and client of each, by a descriptor that can be read when it has ended.
+    """
+
+    def __init__(self, messages: socket.socket) -> None:
+        self.messages = messages
+        self.processes: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> list[str]:
-        """Fork until stdin ends; returns the arguments of `kvcm` in each child, and never in the forker."""
+        """Fork until the socket is closed; returns the arguments of `kvcm` in each child, and never in the forker."""
         while True:
-            watched = [sys.stdin, self._listener, self._wakeup, *self._clients.values()]
-            ready, _, _ = select.select(watched, [], [])
-            if sys.stdin in ready:
-                self._end()
-            if self._wakeup in ready:
-                self._wakeup.recv(1000)
-                self._reap()
-            for pid, client in list(self._clients.items()):
+            clients = [client for _, client in self.processes.values()]
+            ready, _, _ = select.select([self.messages, *self.processes, *clients], [], [])
+            for descriptor, (pid, client) in list(self.processes.items()):
                 if client in ready:  # it sends nothing: it has gone away
                     os.kill(pid, signal.SIGKILL)
-                    self._clients.pop(pid).close()
-            if self._listener in ready and (arguments := self._fork()) is not None:
+                if client in ready or descriptor in ready:
+                    self._reap(descriptor)
+            if self.messages in ready and (arguments := self._fork()) is not None:
                 return arguments
 
     def _fork(self) -> list[str] | None:
-        client, _ = self._listener.accept()
-        text, files, _, _ = socket.recv_fds(client, _MAX_BYTES, 2)
-        request = json.loads(text)
-        sys.stdout.flush()
+        text, files, _, _ = socket.recv_fds(self.messages, _MAX_BYTES, 3)
+        if not text:
+            self._end()
+        output, errors, connection = files
+        client = socket.socket(fileno=connection)
         pid = os.fork()
         if pid:
-            for file in files:
-                os.close(file)
-            self._clients[pid] = client
+            os.close(output)
+            os.close(errors)
+            self.processes[os.pidfd_open(pid)] = pid, client
             client.sendall(f"{pid}\n".encode())
             return None
-        self._become(request, *files)
-        for each in (client, self._listener, self._wakeup, self._wakes, *self._clients.values()):
-            each.close()
+        for descriptor, (_, other) in self.processes.items():
+            os.close(descriptor)
+            other.close()
+        client.close()
+        self.messages.close()
+        request = json.loads(text)
+        self._become(request, output, errors)
         arguments: list[str] = request["arguments"]
         return arguments
 
     def _become(self, request: dict[str, Any], output: int, errors: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
             os.dup2(file, number)
             os.close(file)
@@ -185,28 +164,24 @@ class _Forker:
         os.environ.clear()
         os.environ.update(request["environment"])
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = ended
-                if (client := self._clients.pop(pid, None)) is not None:
-                    with contextlib.suppress(OSError):
-                        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-                    client.close()
+    def _reap(self, descriptor: int) -> None:
+        pid, client = self.processes.pop(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError), client:
+            client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
     def _end(self) -> None:
-        for pid in self._clients:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        Path(self._path).unlink()
+        for pid, _ in self.processes.values():
+            os.kill(pid, signal.SIGKILL)
         sys.exit()
 
 
-def _main(path: str) -> None:
+def _main(descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, whose processes all get one
     for name in _PRELOADED:
         __import__(name)
-    sys.argv[1:] = _Forker(path).serve()
+    sys.argv[1:] = _Forker(socket.socket(fileno=int(descriptor))).serve()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     runpy.run_module("kvcm", run_name="__main__", alter_sys=True)
 

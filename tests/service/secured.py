@@ -13,8 +13,6 @@ from test_transport_drivers import Api, ClientTls, eventually
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
-__all__ = ["Secured", "Tenants", "secured", "secured_over"]
-
 
 @dataclass(frozen=True)
 class Secured:
@@ -95,31 +93,22 @@ class Tenants:
         return replace(made, admin_of_a=key)
 
     def _make_keys(self) -> None:
-        server, keys, a = self.server, self.keys, self.groups["a"]
-        if server.clients is not None:
-            self._let_certificates_in()
-        keys["expired"] = server.key("expired", "ROLE_ADMIN", ttl_seconds=1)
-        for role in ("viewer", "operator", "admin"):
-            keys[role] = server.key(f"some-{role}", f"ROLE_{role.upper()}")
+        """Make keys, and where clients have certificates the same for these."""
+        server, of_a, of_b = self.server, [self.groups["a"]], [self.groups["b"]]
+        kinds: dict[str, dict[str, Any]] = {"expired": {"role": "ROLE_ADMIN", "ttl_seconds": 1}}
+        roles = ("viewer", "operator", "admin")
+        kinds |= {role: {"role": f"ROLE_{role.upper()}"} for role in roles}
+        groups = {**dict.fromkeys(("match", "write", "remove", "pin", "engine"), of_a), "foreign": of_b}
+        for name, own in {**groups, "everywhere": ["*"]}.items():
+            kinds[name] = {"role": "ROLE_ENGINE", "instance_groups": own}
         for verb in ("match", "write", "remove", "pin"):
-            keys[verb] = server.engine(verb, a, verbs=[verb.upper()])
-        keys["engine"] = server.engine("engine", a)
-        keys["foreign"] = server.engine("foreign", self.groups["b"])
-        keys["everywhere"] = server.engine("everywhere", "*")
-        with server.api(key=keys["expired"]) as api:
+            kinds[verb]["verbs"] = [verb.upper()]
+        for name, fields in kinds.items():
+            if server.clients is not None:
+                server.key(f"certified-{name}", certificate_name=spiffe(name), **fields)
+            self.keys[name] = server.key(f"some-{name}" if name in roles else name, **fields)
+        with server.api(key=self.keys["expired"]) as api:
             eventually(lambda: api.attempt("AccessService.WhoAmI").status == 401)
-
-    def _let_certificates_in(self) -> None:
-        """The same by certificates."""
-        key, a = self.server.key, self.groups["a"]
-        named = {"expired": {"role": "ROLE_ADMIN", "ttl_seconds": 1}}
-        named |= {role: {"role": f"ROLE_{role.upper()}"} for role in ("viewer", "operator", "admin")}
-        engines = {verb: {"verbs": [verb.upper()]} for verb in ("match", "write", "remove", "pin")} | {"engine": {}}
-        named |= {name: {"role": "ROLE_ENGINE", "instance_groups": [a], **fields} for name, fields in engines.items()}
-        named["foreign"] = {"role": "ROLE_ENGINE", "instance_groups": [self.groups["b"]]}
-        named["everywhere"] = {"role": "ROLE_ENGINE", "instance_groups": ["*"]}
-        for name, fields in named.items():
-            key(f"certified-{name}", certificate_name=spiffe(name), **fields)
 
     def authorization(self, name: str) -> str:
         """Return what somebody sends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,115 +13,24 @@ import pytest
 from test_transport_drivers import Api, GrpcDriver, HttpDriver, eventually, post
 from test_transport_every_call import EVERY_RPC
 from test_transport_process import ManagerProcess, manager
-from test_transport_sites import Site, group_spec, instance_fields, unique
+from test_transport_sites import Site, group_spec, unique
 
 from kvcm.protocol import admin_service_pb2 as admin
 
 
-def _create(api: Api, spec: dict[str, Any]) -> Any:
-    return api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
-
-
-def _stored(api: Api, name: str) -> Any:
-    return api.ok("AdminService.GetInstanceGroup", name=name).instance_group
-
-
 def test_a_group_comes_back_as_it_was_created(site: Site) -> None:
     name = unique("Gruppe ü/1")
-    spec = group_spec(name, site.storage(), "b", "a", types={"ST_NFS": 2**62, "ST_DUMMY": 0}, ratio=0.123456789)
-    spec |= {"user_data": '{"a":"ü"}', "max_instance_count": 7, "version": -(2**63)}
-    reclaim = {"trigger_period_seconds": 1, "reclaim_step_size": 2, "reclaim_step_percentage": 3}
-    spec["cache_config"]["reclaim_strategy"] |= {**reclaim, "reclaim_policy": "POLICY_TTL"}
-    spec["cache_config"]["reclaim_strategy"]["trigger_strategy"]["used_size"] = 2**62
-    indexer = spec["cache_config"]["meta_indexer_config"]
-    indexer |= {"max_key_count": 1 << 40, "mutex_shard_num": 64, "batch_key_size": 5}
-    indexer["meta_storage_backend_config"]["storage_uri"] = "file:///ignored"
-    indexer["meta_cache_policy_config"] = {
-        "capacity": 9,
-        "type": "LRU",
-        "cache_shard_bits": 2,
-        "high_pri_pool_ratio": 0.5,
-    }
-    _create(site.api, spec)
-    assert _stored(site.api, name) == admin.InstanceGroup(**spec)
+    spec = group_spec(name, site.storage(), "b", "a", types={"ST_NFS": 2**62}, ratio=0.123456789, version=-(2**63))
+    site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
+    found = site.api.ok("AdminService.GetInstanceGroup", name=name).instance_group
     listed = site.api.ok("GroupService.ListInstanceGroup").instance_groups
-    assert [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
-
-
-def test_the_built_in_group_can_be_read_changed_and_sent_back(site: Site) -> None:
-    """The first thing an operator does: raise the quota of what is there."""
-    group = site.api.ok("AdminService.GetInstanceGroup", name="default").instance_group
-    version = group.version
-    group.quota.capacity += 1
-    group.version += 1
-    site.api.ok("AdminService.UpdateInstanceGroup", instance_group=group, current_version=version)
-    assert site.api.ok("AdminService.GetInstanceGroup", name="default").instance_group == group
-
-
-def test_unknown_candidates_are_accepted_and_named_in_a_warning(site: Site) -> None:
-    known = site.storage()
-    spec = group_spec(unique("group"), known, "nope-1", "nope-2")
-    message = _create(site.api, spec).header.status.message
-    assert ("nope-1" in message, "nope-2" in message, known in message) == (True, True, False)
-    assert list(_stored(site.api, spec["name"]).storage_candidates) == [known, "nope-1", "nope-2"]
-    changed = {**spec, "version": 2, "storage_candidates": [known, "nope-3"]}
-    answer = site.api.ok("AdminService.UpdateInstanceGroup", instance_group=changed, current_version=1)
-    assert "nope-3" in answer.header.status.message
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ratio": 1.5},
-        {"ratio": 0.0},
-        {"shards": 0},
-        {"shards": 1},
-        {"shards": 65536},
-        {"shards": 8, "max_keys": 8},
-        {"strategy": "CPS_ALWAYS_VCNS_3FS"},
-        {"capacity": 2**63 - 1},
-        {"delay_ms": 2**31 - 1},
-    ],
-    ids=str,
-)
-def test_values_at_the_edge_are_accepted(site: Site, changes: dict[str, Any]) -> None:
-    spec = group_spec(unique("group"), site.storage(), **changes)
-    _create(site.api, spec)
-    assert _stored(site.api, spec["name"]) == admin.InstanceGroup(**spec)
+    assert [found] == [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
 
 
 def test_a_refused_group_is_not_stored(site: Site) -> None:
     spec = group_spec(unique("group"), "s", ratio=math.nan)
     site.api.refused("AdminService.CreateInstanceGroup", instance_group=spec)
     assert site.api.refused("AdminService.GetInstanceGroup", name=spec["name"]).code == "INVALID_ARGUMENT"
-
-
-def test_an_update_replaces_the_whole_group_and_its_version_may_jump(site: Site) -> None:
-    name = site.group(user_data="old", max_instance_count=3)
-    changed = group_spec(name, "other", version=100)
-    site.api.ok("AdminService.UpdateInstanceGroup", instance_group=changed, current_version=1)
-    assert _stored(site.api, name) == admin.InstanceGroup(**changed)
-
-
-@pytest.mark.parametrize(("current", "version"), [(0, 2), (2, 3), (1, 1), (1, 0), (1, -5)])
-def test_an_update_needs_the_stored_version_and_a_greater_new_one(site: Site, current: int, version: int) -> None:
-    name = site.group()
-    before = _stored(site.api, name)
-    spec = group_spec(name, "s", version=version)
-    fields = {"instance_group": spec, "current_version": current}
-    code, message = site.api.refused("AdminService.UpdateInstanceGroup", **fields)
-    assert (code, "version" in message) == ("INVALID_ARGUMENT", True)
-    assert _stored(site.api, name) == before
-
-
-def test_an_ignored_meta_storage_uri_is_said_once_in_the_log_decision_6(server: ManagerProcess, site: Site) -> None:
-    for _ in range(2):
-        spec = group_spec(unique("group"), "s")
-        backend = {"storage_type": "local", "storage_uri": "file:///somewhere"}
-        spec["cache_config"]["meta_indexer_config"]["meta_storage_backend_config"] = backend
-        _create(site.api, spec)
-    said = eventually(lambda: [event for event in server.events("ignored") if "storage_uri" in str(event)])
-    assert len(said) == 1
 
 
 # ── Instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,14 +50,6 @@ def test_the_instances_of_a_group_are_listed_in_order(site: Site) -> None:
     assert _listed(site) == sorted(_listed(site))
 
 
-def test_quota_group_name_is_that_of_the_registration(site: Site) -> None:
-    group = site.group(global_quota_group_name="first")
-    instance = site.instance(group)
-    site.update_group(group, "s", global_quota_group_name="second")
-    info = site.api.ok("GetInstanceInfo", instance_id=instance).instance_info
-    assert info.quota_group_name == "first"
-
-
 def _stored_storage(site: Site, name: str) -> Any:
     """The storage of that name as ListStorage tells it, None when it is not listed."""
     found = [s for s in site.api.ok("AdminService.ListStorage").storage if s.global_unique_name == name]
@@ -157,44 +57,14 @@ def _stored_storage(site: Site, name: str) -> Any:
     return found[0] if found else None
 
 
-def test_a_storage_is_listed_as_it_was_added_and_in_order_of_names(site: Site, tmp_path: Path) -> None:
-    name = site.storage(nfs={"root_path": f"{tmp_path}/", "key_count_per_file": 3})
-    stored = _stored_storage(site, name)
-    assert stored.WhichOneof("storage_spec") == "nfs"
-    assert (stored.nfs.root_path, stored.nfs.key_count_per_file) == (f"{tmp_path}/", 3)
-    names = [s.global_unique_name for s in site.api.ok("AdminService.ListStorage").storage]
-    assert names == sorted(names)
-    assert "nfs_01" in names  # the built-in one
-
-
-NOT_OPENABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "a file instead of a directory": ({"nfs": {"root_path": "/dev/null/x"}}, "IO_ERROR"),
-    "relative root": ({"nfs": {"root_path": "x"}}, "INVALID_ARGUMENT"),
-    "a root that a uri cannot carry": ({"nfs": {"root_path": "/tmp/a?b"}}, "INVALID_ARGUMENT"),
-    "local": ({"local": {}}, "UNSUPPORTED"),
-    "no spec": ({}, "INVALID_ARGUMENT"),
-}
-
-
-@pytest.mark.parametrize("rule", NOT_OPENABLE)
-def test_a_storage_that_does_not_open_is_refused_and_not_stored(site: Site, rule: str) -> None:
-    spec, code = NOT_OPENABLE[rule]
-    name = unique("storage")
-    storage = {"global_unique_name": name, **spec}
-    assert site.api.refused("AdminService.AddStorage", storage=storage).code == code
-    assert _stored_storage(site, name) is None
-    assert site.api.refused("AdminService.EnableStorage", storage_unique_name=name).code == "INVALID_ARGUMENT"
-
-
-@pytest.mark.parametrize("rule", NOT_OPENABLE)
-def test_an_update_is_all_or_nothing(site: Site, tmp_path: Path, rule: str) -> None:
+def test_an_update_is_all_or_nothing(site: Site, tmp_path: Path) -> None:
     name = site.storage(nfs={"root_path": str(tmp_path), "key_count_per_file": 1})
     instance = site.instance(site.group(name))
     written = site.write(instance, [1])
     before = _stored_storage(site, name)
-    spec, code = NOT_OPENABLE[rule]
-    storage = {"global_unique_name": name, **spec}
-    assert site.api.refused("AdminService.UpdateStorage", storage=storage, force_update=True).code == code
+    for root, code in (("/dev/null/x", "IO_ERROR"), ("x", "INVALID_ARGUMENT"), ("/tmp/a?b", "INVALID_ARGUMENT")):
+        storage = {"global_unique_name": name, "nfs": {"root_path": root}}
+        assert site.api.refused("AdminService.UpdateStorage", storage=storage, force_update=True).code == code
     assert _stored_storage(site, name) == before
     assert site.match(instance, [1]) == written
     assert len(site.write(instance, [2])) == 1
@@ -218,18 +88,6 @@ def test_an_update_applies_to_new_blocks_and_old_ones_stay_where_they_are(site: 
     eventually(lambda: not path.exists())
 
 
-def test_an_update_does_not_enable_a_disabled_storage(site: Site) -> None:
-    name = site.storage()
-    instance = site.instance(site.group(name))
-    site.api.ok("AdminService.DisableStorage", storage_unique_name=name)
-    storage = {"global_unique_name": name, "dummy": {"root_path": "new", "key_count_per_file": 1}}
-    site.api.ok("AdminService.UpdateStorage", storage=storage)
-    code, _ = site.api.refused("StartWriteCache", instance_id=instance, block_keys=[1])
-    assert code == "SERVICE_NOT_READY"
-    site.api.ok("AdminService.EnableStorage", storage_unique_name=name)
-    assert len(site.write(instance, [1])) == 1
-
-
 def test_a_removed_storage_is_listed_no_more_and_its_blocks_are_missing_invariant_1(site: Site) -> None:
     name = site.storage()
     instance = site.instance(site.group(name, site.storage()))
@@ -238,16 +96,6 @@ def test_a_removed_storage_is_listed_no_more_and_its_blocks_are_missing_invarian
     assert _stored_storage(site, name) is None
     assert site.hits(instance, [1]) == []
     assert site.api.refused("AdminService.RemoveStorage", storage_unique_name=name).code == "INVALID_ARGUMENT"
-
-
-def test_writes_go_to_the_first_available_candidate(site: Site) -> None:
-    first, second = site.storage(), site.storage()
-    instance = site.instance(site.group("missing", second, first))
-    (uris,) = site.write(instance, [1])
-    assert uris["kv"].startswith(f"dummy://{second}/")
-    site.api.ok("AdminService.DisableStorage", storage_unique_name=second)
-    (uris,) = site.write(instance, [2])
-    assert uris["kv"].startswith(f"dummy://{first}/")
 
 
 def test_where_others_can_reach_the_server_files_stay_below_the_allowed_roots_decision_12(tmp_path: Path) -> None:
@@ -272,10 +120,8 @@ def test_a_server_for_others_connects_only_to_allowed_hosts(tmp_path: Path) -> N
             mooncake = spec | {"master_service_entry": host}
             storage = {"global_unique_name": unique("storage"), "mooncake": mooncake}
             code, message = api.refused("AdminService.AddStorage", storage=storage)
-            assert (code, "allowed_hosts" in message or "allowed hosts: 10.0.0.0/8" in message) == (
-                "INVALID_ARGUMENT",
-                True,
-            )
+            assert code == "INVALID_ARGUMENT"
+            assert "allowed_hosts" in message or "allowed hosts: 10.0.0.0/8" in message
 
 
 def _assert_only_inside(api: Api, inside: Path, outside: Path) -> None:
@@ -292,8 +138,6 @@ def _assert_only_inside(api: Api, inside: Path, outside: Path) -> None:
     storage = {"global_unique_name": unique("storage"), "nfs": {"root_path": str(inside / "sub")}}
     api.ok("AdminService.AddStorage", storage=storage)
 
-
-BOTH = pytest.mark.parametrize("transport", ["grpc", "http"])
 
 # ── Accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,18 +157,6 @@ def test_accounts_are_added_listed_with_their_role_and_deleted(api: Api) -> None
     assert user not in _accounts(api)
     assert api.refused("AdminService.DeleteAccount", user_name=user).code == "INVALID_ARGUMENT"
     api.ok("AdminService.AddAccount", user_name=user, password="p")
-
-
-def test_of_many_who_add_the_same_account_at_once_one_succeeds(server: ManagerProcess) -> None:
-    user = unique("user")
-
-    def add(transport: str) -> int:
-        with server.api(transport) as api:
-            return int(api.call("AdminService.AddAccount", user_name=user, password="p").header.status.code)
-
-    with ThreadPoolExecutor(6) as pool:
-        codes = sorted(pool.map(add, ["grpc", "http"] * 3))
-    assert codes == [admin.OK, *[admin.DUPLICATE_ENTITY] * 5]
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +182,7 @@ def _malformed_accounts(api: Api, secret: str) -> list[Any]:
     return [refused.value]
 
 
-@BOTH
+@pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_a_password_never_appears_in_the_log_or_in_an_answer(loud: ManagerProcess, transport: str) -> None:
     secret, user = "s3cr3t-Passw0rd-1234567890", unique("user")
     with loud.api(transport) as api:
@@ -410,7 +242,10 @@ def test_a_single_node_leads_and_says_where_it_listens(server: ManagerProcess, a
     assert [node.leader_endpoint.meta_rpc_port, node.leader_endpoint.meta_http_port] == ports[:2]
 
 
-def test_after_a_demotion_nobody_leads_until_the_campaign_delay_is_over(delayed: Api) -> None:
+def test_after_a_demotion_all_is_served_and_no_manager_leads_until_the_campaign_delay_is_over(delayed: Api) -> None:
+    """Design decision 7."""
+    site = Site(delayed)
+    instance = site.instance()
     before = time.monotonic()
     delayed.ok("AdminService.LeaderDemote")
     assert not _health(delayed).is_leader
@@ -419,23 +254,13 @@ def test_after_a_demotion_nobody_leads_until_the_campaign_delay_is_over(delayed:
     assert not cluster.HasField("leader_endpoint")
     node = delayed.ok("GetClusterInfo")
     assert (node.leader_node_id, node.HasField("leader_endpoint"), node.self_node_id != "") == ("", False, True)
-    eventually(lambda: _health(delayed).is_leader)
-    assert time.monotonic() - before >= 2.0 - 0.01
-
-
-def test_a_node_that_does_not_lead_cannot_be_demoted(delayed: Api) -> None:
-    delayed.ok("AdminService.LeaderDemote")
     code, message = delayed.refused("AdminService.LeaderDemote")
     assert (code, "not the leader" in message) == ("SERVER_NOT_LEADER", True)
-
-
-def test_every_call_is_served_without_leadership_decision_7(delayed: Api) -> None:
-    delayed.ok("AdminService.LeaderDemote")
-    site = Site(delayed)
-    instance = site.instance()
     site.write(instance, [1])
     assert site.hits(instance, [1]) == [1]
     assert not _health(delayed).is_leader
+    eventually(lambda: _health(delayed).is_leader)
+    assert time.monotonic() - before >= 2.0 - 0.01
 
 
 ANY_NODE = {
@@ -456,6 +281,10 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         site = Site(api)
         instance = site.instance()
         site.write(instance, [1])
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
+        api.ok("AdminService.LeaderDemote")
+        assert api.refused("GetInstanceInfo", instance_id=instance).code == "SERVER_NOT_LEADER"
+        eventually(lambda: api.call("GetInstanceInfo", instance_id=instance).header.status.code == admin.OK)
         api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=3_600_000)
         api.ok("AdminService.LeaderDemote")
         for rpc in EVERY_RPC:
@@ -465,12 +294,6 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         assert api.ok("GetClusterInfo").self_node_id
         assert not _health(api).is_leader
         assert api.ok("AdminService.GetMetrics").metrics
-    with manager(tmp_path / "leads", "kvcm.service.require_leader=true") as process, process.api() as api:
-        api.ok("RegisterInstance", **instance_fields("i", "default"))
-        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
-        api.ok("AdminService.LeaderDemote")
-        assert api.refused("GetInstanceInfo", instance_id="i").code == "SERVER_NOT_LEADER"
-        eventually(lambda: api.call("GetInstanceInfo", instance_id="i").header.status.code == 1)
 
 
 # ── Metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -496,7 +319,7 @@ def test_every_api_has_its_counter_and_its_last_duration_by_name(api: Api) -> No
     assert begin_ms <= api.ok("AdminService.GetMetrics").timestamp <= time.time() * 1000
 
 
-def test_calls_about_blocks_are_counted_per_instance_and_errors_apart(site: Site) -> None:
+def test_calls_about_blocks_are_counted_per_known_instance_and_errors_apart(site: Site) -> None:
     group = site.group()
     instance = site.instance(group)
     tags = (("api_name", "GetCacheLocation"), ("instance_group", group), ("instance_id", instance))
@@ -507,29 +330,6 @@ def test_calls_about_blocks_are_counted_per_instance_and_errors_apart(site: Site
     site.api.refused("GetCacheLocation", instance_id=instance, block_keys=[1])
     assert _series(site.api, "service.error_counter")[tags].int_value == 1
     assert _series(site.api, "service.error_code")[tags].float_value == admin.INVALID_ARGUMENT
-
-
-def test_unknown_instances_do_not_grow_the_table_of_metrics(api: Api) -> None:
-    name = unique("nobody")
-    api.refused("GetCacheLocation", instance_id=name)
-    assert not [tags for tags in _series(api, "service.query_counter") if name in str(tags)]
-
-
-# ── Log level ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_log_level_is_changed_at_once_in_any_spelling(tmp_path: Path) -> None:
-    def refused(process: ManagerProcess) -> int:
-        """How many refusals stand in the log; each call adds one at level DEBUG."""
-        assert api.refused("GetInstanceInfo", instance_id="nobody").code == "INSTANCE_NOT_EXIST"
-        return len(process.events("refused"))
-
-    with manager(tmp_path) as process, process.api() as api:
-        before = refused(process)
-        api.ok("AdminService.UpdateLogger", log_level="debug", module_name="ignored")
-        eventually(lambda: refused(process) > before)
-        for level in ("Error", "WARN", "info"):
-            api.ok("AdminService.UpdateLogger", log_level=level)
-            quiet = len(process.events("refused"))
-            refused(process)
-            assert len(process.events("refused")) == quiet
+    unknown = unique("nobody")
+    site.api.refused("GetCacheLocation", instance_id=unknown)
+    assert unknown not in str(_series(site.api, "service.query_counter").keys())

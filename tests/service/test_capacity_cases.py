@@ -9,8 +9,6 @@ from typing import Any
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site, unique
 
-__all__ = ["GOOD", "REFUSED"]
-
 
 def _quota(name: str | None = None, **changes: Any) -> Fields:
     return {"global_quota": {"name": unique("quota") if name is None else name, "capacity_bytes": 1 << 40, **changes}}

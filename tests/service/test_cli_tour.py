@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_runner import port_options
 from secured import secured
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -31,10 +32,8 @@ def test_the_tour_does_what_it_says(tmp_path: Path) -> None:
         script = "\n".join(["set -euo pipefail", *steps])
         script = script.replace("127.0.0.1:6492", address.admin_http)
         script = script.replace(_ENGINE, f"{PAGE.parent}/{_ENGINE.partition('/')[2]} --manager {address.rpc}")
-        for key, place in (("rpc_port", address.rpc), ("http_port", address.http),
-                           ("admin_rpc_port", address.admin_rpc), ("admin_http_port", address.admin_http)):  # fmt: skip
-            option = f" -e kvcm.service.{key}={place.rpartition(':')[2]}"
-            script = re.sub(r"^(kvcm doctor .*)$", rf"\1{option}", script, flags=re.MULTILINE)
+        options = " ".join(port_options(*address))
+        script = re.sub(r"^(kvcm doctor .*)$", rf"\1 {options}", script, flags=re.MULTILINE)
         kept = {key: value for key, value in os.environ.items() if not key.lower().startswith("kvcm")}
         path = f"{Path(sys.executable).parent}:{kept['PATH']}"
         done = subprocess.run(

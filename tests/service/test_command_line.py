@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from authorities import Authority
 from command_runner import COMMANDS, Commands
 from ports import free_port
 from test_transport_process import ManagerProcess, run_kvcm
@@ -30,18 +31,34 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as pb
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import EXIT_CODES
 
-OK = {"header": {"status": {"code": "OK"}}}
+OK_BODY = b'{"header": {"status": {"code": "OK"}}}'
+
+
+class Front(NamedTuple):
+    """A server that answers every request the same way.
+
+    Attributes:
+        url: its address.
+        shown: the authorization of each request, "" for none.
+        asked: path and decoded body of each request.
+    """
+
+    url: str
+    shown: list[str]
+    asked: list[tuple[str, Any]]
 
 
 @contextlib.contextmanager
-def _answering(status: int, body: bytes, **headers: str) -> Iterator[tuple[AdminClient, list[tuple[str, Any]]]]:
-    """Answer every request the same way; yields a client and what was asked."""
+def _front(
+    status: int = 200, body: bytes = OK_BODY, tls: ssl.SSLContext | None = None, **headers: str
+) -> Iterator[Front]:
+    shown: list[str] = []
     asked: list[tuple[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the server calls it by this name
-            length = int(self.headers["content-length"])
-            asked.append((self.path, json.loads(self.rfile.read(length))))
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+            shown.append(self.headers.get("authorization", ""))
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
@@ -50,39 +67,41 @@ def _answering(status: int, body: bytes, **headers: str) -> Iterator[tuple[Admin
             self.wfile.write(body)
 
         def log_message(self, *_arguments: Any) -> None:
-            """Nobody reads it."""
+            """Not wanted."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield AdminClient(f"http://127.0.0.1:{server.server_port}"), asked
+            yield Front(f"{'http' if tls is None else 'https'}://localhost:{server.server_port}", shown, asked)
         finally:
             server.shutdown()
             thread.join()
 
 
-def _ask(client: AdminClient, seconds: float = 10.0) -> pb.CollectGarbageResponse:
+def _ask(url: str, seconds: float = 10.0) -> pb.CollectGarbageResponse:
     request = pb.CollectGarbageRequest(instance_id="i", check_bytes=True)
-    return client.call("CollectGarbage", request, pb.CollectGarbageResponse, seconds)
+    return AdminClient(url).call("CollectGarbage", request, pb.CollectGarbageResponse, seconds)
 
 
 def test_a_call_is_the_json_of_the_contract_and_int64_may_be_text() -> None:
-    body = json.dumps({**OK, "freed_bytes": "9007199254740993", "blocks": 3, "later_field": [1]}).encode()
-    with _answering(200, body) as (client, asked):
-        answer = _ask(client)
-    assert asked == [("/api/collectGarbage", {"instance_id": "i", "check_bytes": True})]
+    body = json.dumps({**json.loads(OK_BODY), "freed_bytes": "9007199254740993", "blocks": 3, "later_field": [1]})
+    with _front(body=body.encode()) as front:
+        answer = _ask(front.url)
+    assert front.asked == [("/api/collectGarbage", {"instance_id": "i", "check_bytes": True})]
     assert (answer.freed_bytes, answer.blocks) == (2**53 + 1, 3)
 
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [("REACH_MAX_ENTITY_CAPACITY", CapacityError), ("INTERNAL_ERROR", KvcmError), ("NEVER_HEARD_OF", KvcmError)],
+    [("REACH_MAX_ENTITY_CAPACITY", CapacityError), ("INTERNAL_ERROR", KvcmError), ("OF_A_LATER_RELEASE", KvcmError)],
 )
 def test_a_refusal_is_the_error_of_its_code_with_the_managers_words(code: str, error: type[KvcmError]) -> None:
-    body = json.dumps({"header": {"status": {"code": code, "message": "no room"}}}).encode()
-    with _answering(200, body) as (client, _), pytest.raises(KvcmError, match=r"^no room$") as raised:
-        _ask(client)
+    body = json.dumps({"header": {"status": {"code": code, "message": "full"}}}).encode()
+    with _front(body=body) as front, pytest.raises(KvcmError, match=r"^full$") as raised:
+        _ask(front.url)
     assert type(raised.value) is error
 
 
@@ -92,32 +111,32 @@ def test_a_refusal_is_the_error_of_its_code_with_the_managers_words(code: str, e
         (404, b"404 Not Found", "HTTP 404: Not Found"),
         (200, b"<html>", "does not answer CollectGarbage as a manager does"),
         (200, b"[]", "does not answer CollectGarbage as a manager does"),
-        (200, json.dumps({**OK, "blocks": []}).encode(), "is not understood"),
+        (200, OK_BODY[:-1] + b', "blocks": []}', "is not understood"),
         (302, b"", "HTTP 302"),
     ],
 )
 def test_what_is_no_manager_is_said_in_one_line(status: int, body: bytes, reason: str) -> None:
-    with _answering(status, body, location="http://127.0.0.1:1/") as (client, _):
+    with _front(status, body, location="http://127.0.0.1:1/") as front:
         with pytest.raises(NotReadyError, match=reason) as raised:
-            _ask(client)
+            _ask(front.url)
     assert "\n" not in str(raised.value)
 
 
 def test_the_reason_that_a_manager_gives_for_a_bad_body_is_passed_on() -> None:
-    with _answering(400, b"{}", x_kvcm_error="name: must be a string") as (client, _):
+    with _front(400, b"{}", x_kvcm_error="name: must be a string") as front:
         with pytest.raises(NotReadyError, match="HTTP 400: name: must be a string"):
-            _ask(client)
+            _ask(front.url)
 
 
-def test_nobody_there_and_nobody_who_answers_are_told_apart() -> None:
+def test_no_manager_and_one_that_does_not_answer_are_told_apart() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(NotReadyError, match=f"no manager answers at {url}: Connection refused"):
-            _ask(AdminClient(url))
+            _ask(url)
         silent.listen()
         with pytest.raises(NotReadyError, match=f"no manager answers at {url}: nothing came within 0.1 s"):
-            _ask(AdminClient(url), 0.1)
+            _ask(url, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -128,53 +147,6 @@ def test_nobody_there_and_nobody_who_answers_are_told_apart() -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="must be an url of host and port"):
         AdminClient(url)
-
-
-OK_BODY = b'{"header": {"status": {"code": "OK"}}}'
-
-
-class Front(NamedTuple):
-    """What answers every request the same way.
-
-    Attributes:
-        url: where.
-        shown: the authorization of each request, "" for none.
-    """
-
-    url: str
-    shown: list[str]
-
-
-@contextlib.contextmanager
-def _front(
-    status: int = 200, body: bytes = OK_BODY, said: str = "", tls: ssl.SSLContext | None = None
-) -> Iterator[Front]:
-    shown: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the server calls it by this name
-            self.rfile.read(int(self.headers["content-length"]))
-            shown.append(self.headers.get("authorization", ""))
-            self.send_response(status)
-            if said:
-                self.send_header("x-kvcm-error", said)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_arguments: Any) -> None:
-            """Nobody reads it."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        if tls is not None:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield Front(f"{'http' if tls is None else 'https'}://localhost:{server.server_port}", shown)
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def _run(*arguments: str, **environment: str) -> Any:
@@ -232,7 +204,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown() -> None:
 def test_who_is_not_let_in_is_told_what_to_do_with_exit_code_3(
     status: int, environment: dict[str, str], reason: str
 ) -> None:
-    with _front(status, b"{}", "it has ended") as front:
+    with _front(status, b"{}", x_kvcm_error="it has ended") as front:
         done = _run("quota", "list", "--manager", front.url, **environment)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (3, "", 1)
     assert reason in done.stderr
@@ -250,15 +222,10 @@ def test_the_manager_can_be_named_by_the_environment_and_an_option_wins() -> Non
 # ── the data port ──
 
 
-def test_the_data_port_is_told_by_the_admin_port(server: ManagerProcess) -> None:
+def test_the_data_port_is_found_through_the_admin_port_unless_it_is_given(server: ManagerProcess) -> None:
     with server.api() as api:
         instance = Site(api).instance()
     assert Commands(server).json("pin", "list", instance) == {"pins": []}
-
-
-def test_a_data_port_that_is_given_is_asked(server: ManagerProcess) -> None:
-    with server.api() as api:
-        instance = Site(api).instance()
     nowhere = f"http://127.0.0.1:{free_port()}"
     commands = Commands(server, KVCM_DATA_MANAGER=nowhere)
     assert nowhere in commands.refused("pin", "list", instance, exit_code=2)
@@ -275,63 +242,27 @@ def test_without_a_leader_the_data_port_has_to_be_given() -> None:
 # ── encryption ──
 
 
-class Pair(NamedTuple):
-    """A certificate that vouches for itself, and its key."""
-
-    cert: Path
-    key: Path
-
-    def context(self) -> ssl.SSLContext:
-        """Return a server's side."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.cert, self.key)
-        return context
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """One for localhost."""
-    return _made(tmp_path_factory.mktemp("pair"), "localhost")
-
-
-def _made(directory: Path, name: str) -> Pair:
-    made = Pair(directory / "cert.pem", directory / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}", "-keyout", made.key, "-out", made.cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return made
-
-
-def test_https_is_trusted_when_the_authority_is_given(pair: Pair) -> None:
-    with _front(tls=pair.context()) as front:
-        ask = ("quota", "list", "--manager", front.url)
-        assert _run(*ask, "--ca-file", str(pair.cert)).exit_code == 0
-        assert _run(*ask, KVCM_CA_FILE=str(pair.cert)).exit_code == 0
-        done = _run(*ask)
-    assert done.exit_code == 2
-    assert "certificate verify failed" in done.stderr.lower()
-
-
-def test_a_client_certificate_is_shown(pair: Pair, tmp_path: Path) -> None:
-    own = _made(tmp_path, "client")
-    context = pair.context()
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(own.cert)
+def test_https_is_trusted_when_the_authority_is_given_and_a_client_certificate_is_shown(tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path)
+    own, other = authority.server(), authority.server("other")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*own)
+    shown = ("--cert-file", str(own.cert), "--cert-key-file")
     with _front(tls=context) as front:
-        ask = ("quota", "list", "--manager", front.url, "--ca-file", str(pair.cert))
-        assert _run(*ask, "--cert-file", str(own.cert), "--cert-key-file", str(own.key)).exit_code == 0
-        assert _run(*ask).exit_code == 2
-
-
-def test_files_that_are_no_certificates_are_named(pair: Pair, tmp_path: Path) -> None:
-    ask = ("quota", "list", "--manager", "https://localhost:1")
+        ask = ("quota", "list", "--manager", front.url)
+        trusting = (*ask, "--ca-file", str(authority.file))
+        assert _run(*trusting).exit_code == 0
+        assert _run(*ask, KVCM_CA_FILE=str(authority.file)).exit_code == 0
+        done = _run(*ask)
+        assert (done.exit_code, "certificate verify failed" in done.stderr.lower()) == (2, True)
+        context.load_verify_locations(authority.file)
+        context.verify_mode = ssl.CERT_REQUIRED
+        assert _run(*trusting, *shown, str(own.key)).exit_code == 0
+        assert _run(*trusting).exit_code == 2
     assert "/nowhere is not a file" in _run(*ask, "--ca-file", "/nowhere").stderr
-    assert "needs --cert-file too" in _run(*ask, "--cert-key-file", str(pair.key)).stderr
-    other = _made(tmp_path, "other")
-    done = _run(*ask, "--cert-file", str(pair.cert), "--cert-key-file", str(other.key))
-    assert (done.exit_code, f"--cert-file {pair.cert} and its key cannot be used" in done.stderr) == (1, True)
+    assert "needs --cert-file too" in _run(*ask, "--cert-key-file", str(own.key)).stderr
+    done = _run(*ask, *shown, str(other.key))
+    assert (done.exit_code, f"--cert-file {own.cert} and its key cannot be used" in done.stderr) == (1, True)
 
 
 def _completed(words: str, url: str) -> list[str]:
@@ -369,13 +300,11 @@ def test_the_manager_of_the_line_is_asked(server: ManagerProcess, site: Site) ->
     assert group in _completed(line, nowhere)
 
 
-def test_without_a_manager_there_is_nothing_to_propose_and_no_word_of_it() -> None:
-    assert _completed("group show a", f"http://127.0.0.1:{free_port()}") == []
-
-
-def test_commands_and_options_are_completed(server: ManagerProcess) -> None:
-    assert _completed("group cr", "http://127.0.0.1:1") == ["create"]
-    assert "--quota-type" in _completed("group create x --quo", "http://127.0.0.1:1")
+def test_without_a_manager_commands_and_options_are_completed_and_names_are_not() -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    assert _completed("group show a", nowhere) == []
+    assert _completed("group cr", nowhere) == ["create"]
+    assert "--quota-type" in _completed("group create x --quo", nowhere)
 
 
 def test_bash_completes_after_the_installation(server: ManagerProcess, site: Site, tmp_path: Path) -> None:
@@ -408,15 +337,6 @@ def _tree(command: Any, path: str = "kvcm") -> Iterator[tuple[str, Any]]:
 
 TREE = dict(_tree(get_command(app)))
 LEAVES = {path: command for path, command in TREE.items() if not hasattr(command, "commands")}
-
-
-def test_the_nouns_are_there() -> None:
-    nouns = {path.split()[1] for path in TREE if " " in path}
-    assert nouns >= {
-        "serve", "storage", "group", "quota", "instance", "account", "key", "login", "whoami", "usage", "get", "trim",
-        "pin", "index", "doctor", "trace",
-    }  # fmt: skip
-    assert len(LEAVES) > 40
 
 
 def test_every_command_argument_and_option_says_what_it_does() -> None:

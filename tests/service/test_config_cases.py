@@ -7,7 +7,5 @@ from collections.abc import Callable
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site
 
-__all__ = ["GOOD", "REFUSED"]
-
 GOOD: dict[str, Callable[[Site], Fields]] = {"ConfigService.ReloadConfig": lambda _site: {}}
 REFUSED: dict[str, list[Refused]] = {"ConfigService.ReloadConfig": []}

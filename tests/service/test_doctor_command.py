@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_runner import port_options
 from ports import free_port
 from redis_servers import Standalone
 from test_transport_process import ManagerProcess, manager, run_kvcm
@@ -15,24 +16,17 @@ from test_transport_sites import Site, unique
 
 pytestmark = pytest.mark.e2e
 
-_PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 
-
-def _ports(process: ManagerProcess) -> list[str]:
-    address = process.address
-    where = (address.rpc, address.http, address.admin_rpc, address.admin_http)
-    pairs = zip(_PORTS, where, strict=True)
-    return [part for key, place in pairs for part in ("-e", f"kvcm.service.{key}={place.rpartition(':')[2]}")]
-
-
-def _free_ports() -> list[str]:
-    return [part for key in _PORTS for part in ("-e", f"kvcm.service.{key}={free_port()}")]
-
-
-def _found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def _doctor(directory: Path, *arguments: str, ports: Sequence[str] = ()) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code and the findings; the ports of a manager that may run here are free ones by default."""
+    options = port_options(*(ports or (f":{free_port()}" for _ in range(4))))
+    done = run_kvcm(directory, "doctor", *arguments, *options, "--json")
     assert done.stderr == ""
-    findings: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
-    return findings
+    return done.returncode, json.loads(done.stdout)["findings"]
+
+
+def _texts(findings: list[dict[str, Any]]) -> str:
+    return " ".join(each["found"] for each in findings)
 
 
 def _failures(findings: list[dict[str, Any]]) -> list[str]:
@@ -41,35 +35,32 @@ def _failures(findings: list[dict[str, Any]]) -> list[str]:
 
 def test_a_manager_that_is_well_has_nothing_that_fails(tmp_path: Path) -> None:
     with manager(tmp_path) as process:
-        arguments = ("doctor", "--data-dir", str(process.data_dir), *_ports(process))
-        done = run_kvcm(tmp_path, *arguments, "--json")
-        findings = _found(done)
-        assert (done.returncode, _failures(findings)) == (0, [])
-        texts = " ".join(each["found"] for each in findings)
-        for part in (
-            "is in use by process", "kvcm.service.rpc_port", "held by a manager", "is ready", "this one leads",
-            "storage nfs_01 is up", "agrees with this host",
-        ):  # fmt: skip
-            assert part in texts
-        assert texts.count("held by a manager") == 4
-        shown = run_kvcm(tmp_path, *arguments)
+        ports = list(process.address)
+        code, findings = _doctor(tmp_path, "--data-dir", str(process.data_dir), ports=ports)
+        shown = run_kvcm(tmp_path, "doctor", "--data-dir", str(process.data_dir), *port_options(*ports))
+    assert (code, _failures(findings)) == (0, [])
+    for part in (
+        "is in use by process", "kvcm.service.rpc_port", "held by a manager", "is ready", "this one leads",
+        "storage nfs_01 is up", "agrees with this host",
+    ):  # fmt: skip
+        assert part in _texts(findings)
+    assert _texts(findings).count("held by a manager") == 4
     assert (shown.returncode, "is ready" in shown.stdout, "what to do" in shown.stdout) == (0, True, True)
 
 
 def test_nothing_runs_yet_is_no_failure(tmp_path: Path) -> None:
-    done = run_kvcm(tmp_path, "doctor", "--data-dir", str(tmp_path / "data"), *_free_ports(), "--json")
-    findings = _found(done)
-    assert (done.returncode, _failures(findings)) == (0, [])
-    texts = " ".join(each["found"] for each in findings)
-    assert ("does not exist yet" in texts, "is free on" in texts, "none runs at" in texts) == (True, True, True)
+    code, findings = _doctor(tmp_path, "--data-dir", str(tmp_path / "data"))
+    assert (code, _failures(findings)) == (0, [])
+    for part in ("does not exist yet", "is free on", "none runs at"):
+        assert part in _texts(findings)
     assert not (tmp_path / "data").exists()
 
 
 def test_a_manager_that_is_asked_for_has_to_run(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    done = run_kvcm(tmp_path, "doctor", "--manager", url, *_free_ports(), "--json")
-    assert done.returncode == 1
-    assert any(f"no manager answers at {url}" in text for text in _failures(_found(done)))
+    code, findings = _doctor(tmp_path, "--manager", url)
+    assert code == 1
+    assert any(f"no manager answers at {url}" in text for text in _failures(findings))
 
 
 def test_of_a_manager_elsewhere_only_what_it_says_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
@@ -77,7 +68,8 @@ def test_of_a_manager_elsewhere_only_what_it_says_is_looked_at(server: ManagerPr
     with server.api() as api:
         api.ok("AdminService.AddStorage", storage={"global_unique_name": unique("far"), "nfs": nfs})
     url = f"http://{server.address.admin_http}"
-    findings = _found(run_kvcm(tmp_path, "doctor", "--manager", url, "--json"))
+    done = run_kvcm(tmp_path, "doctor", "--manager", url, "--json")
+    findings = json.loads(done.stdout)["findings"]
     assert {each["check"] for each in findings} == {"settings", "manager", "clocks", "capacity", "storages"}
     assert not any("memory only" in each["found"] for each in findings)
 
@@ -86,9 +78,8 @@ def test_settings_that_serve_refuses_are_told_and_the_rest_is_looked_at(server: 
     config = tmp_path / "kvcm.conf"
     config.write_text("kvcm.store.fsnyc=always\n")
     url = f"http://{server.address.admin_http}"
-    done = run_kvcm(tmp_path, "doctor", "-c", str(config), "--manager", url, "--json")
-    findings = _found(done)
-    assert done.returncode == 1
+    code, findings = _doctor(tmp_path, "-c", str(config), "--manager", url)
+    assert code == 1
     assert "did you mean 'kvcm.store.fsync'?" in _failures(findings)[0]
     assert any("is ready" in each["found"] for each in findings)
 
@@ -105,7 +96,7 @@ def test_what_is_full_or_switched_off_is_told(tmp_path: Path) -> None:
         root = tmp_path / "gone"
         site.api.ok("AdminService.AddStorage", storage={"global_unique_name": gone, "nfs": {"root_path": f"{root}/"}})
         url = f"http://{process.address.admin_http}"
-        findings = _found(run_kvcm(tmp_path, "doctor", "--manager", url, *_free_ports(), "--json"))
+        _, findings = _doctor(tmp_path, "--manager", url)
     levels = {each["found"]: each["level"] for each in findings}
     assert [levels[text] for text in levels if text.startswith(f"group {group} is full")] == ["fail"]
     assert levels[f"storage {off} is disabled: its blocks count as missing"] == "warn"
@@ -114,15 +105,13 @@ def test_what_is_full_or_switched_off_is_told(tmp_path: Path) -> None:
 
 def test_a_shared_store_is_looked_at(redis_standalone: Standalone, tmp_path: Path) -> None:
     uri = f"kvcm.registry_storage.uri={redis_standalone.uri('doctor')}"
-    findings = _found(run_kvcm(tmp_path, "doctor", "-e", uri, *_free_ports(), "--json"))
+    _, findings = _doctor(tmp_path, "-e", uri)
     checks = {each["check"] for each in findings}
     assert checks >= {"settings", "ports", "shared store", "clocks", "manager"}
 
 
-@pytest.mark.parametrize("text", ["{", '{"storage_config": 3}'])
-def test_a_startup_document_that_is_none_is_told(tmp_path: Path, text: str) -> None:
+def test_a_startup_document_that_is_none_is_reported(tmp_path: Path) -> None:
     document = tmp_path / "startup.json"
-    document.write_text(text)
-    startup = f"kvcm.startup_config={document}"
-    done = run_kvcm(tmp_path, "doctor", "-e", startup, *_free_ports(), "--json")
-    assert any(str(document) in each for each in _failures(_found(done)))
+    document.write_text('{"storage_config": 3}')
+    _, findings = _doctor(tmp_path, "-e", f"kvcm.startup_config={document}")
+    assert any(str(document) in each for each in _failures(findings))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from authorities import Authority, Pair, dns, ip
+from command_runner import port_options
 from test_transport_process import ManagerProcess, manager, run_kvcm
 from tls_site import TlsSite, tls_manager
 
 from kvcm.commands.connection import Connection
 from kvcm.doctor.findings import Finding, Level
-from kvcm.doctor.host import check_authorities, check_certificate
 from kvcm.doctor.manager import check_manager
 
 ENDED = dt.timedelta(minutes=-1)
@@ -111,15 +110,6 @@ def test_a_manager_whose_certificate_is_no_good_is_told(
         assert advice in _advice(_asked(process, "https", authority.file))
 
 
-def test_certificates_that_have_ended_are_told_before_anything_is_asked(tmp_path: Path) -> None:
-    authority = Authority.make(tmp_path)
-    pair = authority.issue("server", [dns("localhost")], ENDED)
-    (server,) = check_certificate(str(pair.cert), str(pair.key), time.time())
-    assert (server.level, server.advice) == (Level.FAIL, "renew it")
-    (clients,) = check_authorities(str(authority.file), time.time() + 101 * 86_400)
-    assert (clients.level, clients.advice) == (Level.FAIL, "renew it: a manager reloads the file by itself")
-
-
 def test_the_options_of_serve_are_enough_beside_what_a_client_needs(site: TlsSite, tmp_path: Path) -> None:
     process, own = site.process, _own(site)
     settings = {
@@ -127,10 +117,8 @@ def test_the_options_of_serve_are_enough_beside_what_a_client_needs(site: TlsSit
         "kvcm.tls.client_ca_file": site.clients.file, "kvcm.auth.mode": "required",
         "kvcm.tls.client_auth": "required" if _is_required(site) else "optional",
     }  # fmt: skip
-    names = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-    ports = (address.rpartition(":")[2] for address in process.address)
-    settings |= {f"kvcm.service.{name}": port for name, port in zip(names, ports, strict=True)}
     options = [part for key, value in settings.items() for part in ("-e", f"{key}={value}")]
+    options += port_options(*process.address)
     client = ("--ca-file", str(site.authority.file), "--key-file", str(process.data_dir / "admin.key"))
     shown = ("--cert-file", str(own.cert), "--cert-key-file", str(own.key))
     done = run_kvcm(

@@ -86,10 +86,6 @@ class Site:
         await self.let_go.wait()
         return Reply(meta.CommonResponse())
 
-    @property
-    def requests_ahead(self) -> float:
-        return self.ahead.seconds / OF_NONE
-
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port, **Site.secure)
@@ -246,16 +242,6 @@ async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
             connection.check(0.0)
             await asyncio.sleep(0)
         assert await reader.read() == b""
-
-
-async def test_while_the_manager_leaves_answers_say_that_the_connection_closes() -> None:
-    async with serving() as site, site.busy(), site.connected() as (reader, writer):
-        await site.gate.enter_phase(Phase.LEAVING)
-        writer.write(post(BODY))
-        await until(lambda: site.begun == 2)
-        site.let_go.set()
-        status, headers, _ = await answer(reader)
-        assert (status, headers["connection"]) == (200, "close")
 
 
 def test_long_requests_count_no_more_than_others_wait_for_them() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import http.client
 import json
 import signal
-import time
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
 from fake_clock import FakeClock
-from otlp_receiver import Collector, SeenSpan, collector
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from ports import free_port
 from structlog.testing import capture_logs
 from test_transport_drivers import Api, eventually
@@ -33,11 +37,10 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.admission import Phase, RequestQueue, ServingGate
+from kvcm.service import http_server
 from kvcm.service.calls import AccessLog, Arrival, Call, Caller, CallRecorder, Outcome, Plane, Reply
-from kvcm.service.http_server import HttpApp, HttpServer
 from kvcm.service.meta_api import MetaApi
-from kvcm.service.request_limits import BodyReader, RequestLimits
+from kvcm.service.request_limits import RequestLimits
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryLease, MemoryTable
 from kvcm.telemetry.events import EventLog
@@ -89,7 +92,7 @@ async def node() -> Node:
 
 
 @asynccontextmanager
-async def told(node: Node) -> AsyncIterator[list[dict[str, Any]]]:
+async def published(node: Node) -> AsyncIterator[list[dict[str, Any]]]:
     """The events of what happens inside the block, filled in at its end."""
     listener = node.log.subscribe()
     events: list[dict[str, Any]] = []
@@ -103,7 +106,7 @@ def fields(event: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_the_calls_of_an_engine_are_told_as_the_original_tells_them(node: Node) -> None:
-    async with told(node) as events:
+    async with published(node) as events:
         started = await node.write([-3, 7])
         query = {"query_type": pb.QT_PREFIX_MATCH, "block_keys": [-3, 7, 9], "location_spec_names": ["tp0"]}
         await node.ask("GetCacheLocation", **query, block_mask=pb.BlockMask(offset=1))
@@ -133,23 +136,17 @@ async def test_the_calls_of_an_engine_are_told_as_the_original_tells_them(node: 
     }
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [
-        (pb.QT_BATCH_GET, "batch_get"),
-        (pb.QT_PREFIX_MATCH, "prefix_match"),
-        (pb.QT_REVERSE_ROLL_SW_MATCH, "reverse_roll_sw_match"),
-    ],
-)
-async def test_query_types_have_the_names_of_the_original(node: Node, mode: int, name: str) -> None:
-    async with told(node) as events:
-        await node.ask("GetCacheLocation", query_type=mode, block_keys=[1, 2], sw_size=1)
-    assert [event["query_type"] for event in events] == [name]
+async def test_query_types_have_the_names_of_the_original(node: Node) -> None:
+    names = ("batch_get", "prefix_match", "reverse_roll_sw_match")
+    async with published(node) as events:
+        for mode in (pb.QT_BATCH_GET, pb.QT_PREFIX_MATCH, pb.QT_REVERSE_ROLL_SW_MATCH):
+            await node.ask("GetCacheLocation", query_type=mode, block_keys=[1, 2], sw_size=1)
+    assert tuple(event["query_type"] for event in events) == names
 
 
 async def test_keys_are_those_made_from_tokens_and_masks_keep_their_form(node: Node) -> None:
     flags = pb.BlockMask(bool_masks=pb.BoolMasksType(values=[False, True]))
-    async with told(node) as events:
+    async with published(node) as events:
         await node.ask("GetCacheLocation", query_type=pb.QT_BATCH_GET, token_ids=[1, 2, 3, 4], block_mask=flags)
         await node.write([5])
         await node.ask("StartWriteCache", block_keys=[4, 5, 6])
@@ -159,7 +156,7 @@ async def test_keys_are_those_made_from_tokens_and_masks_keep_their_form(node: N
 
 
 async def test_what_fails_and_what_only_peeks_is_not_told(node: Node) -> None:
-    async with told(node) as events:
+    async with published(node) as events:
         await node.ask("GetCacheLocation", query_type=77, block_keys=[1])
         await node.ask("GetCacheLocation", query_type=pb.QT_PREFIX_MATCH, block_keys=[1], peek=True)
         await node.ask("FinishWriteCache", write_session_id="none", success_blocks=pb.BlockMask(offset=0))
@@ -170,7 +167,7 @@ async def test_what_fails_and_what_only_peeks_is_not_told(node: Node) -> None:
 async def test_removals_are_told_with_who_asked_for_them(node: Node) -> None:
     for keys in ([1, 2], [3], [4], [5]):
         await node.write(keys)
-    async with told(node) as events:
+    async with published(node) as events:
         await node.ask("RemoveCache", block_keys=[1, 2])
         node.clock.time += 10
         await node.ask("TrimCache", strategy=pb.TS_TIMESTAMP, begin_timestamp=0, end_timestamp=1)
@@ -193,7 +190,7 @@ async def test_removals_are_told_with_who_asked_for_them(node: Node) -> None:
 
 async def test_a_write_session_that_expires_is_told_once(node: Node) -> None:
     await node.ask("StartWriteCache", block_keys=[1, 2], write_timeout_seconds=5)
-    async with told(node) as events:
+    async with published(node) as events:
         node.clock.time += 5
         await node.cache.expire()
         await node.cache.expire()
@@ -203,89 +200,35 @@ async def test_a_write_session_that_expires_is_told_once(node: Node) -> None:
     ]
 
 
-async def test_blocks_that_a_writer_gave_a_time_go_after_it(node: Node) -> None:
-    started = await node.ask("StartWriteCache", block_keys=[1])
-    finish = {"write_session_id": started.write_session_id, "success_blocks": pb.BlockMask(offset=1)}
-    await node.ask("FinishWriteCache", **finish, retention=pb.Retention(ttl_seconds=60))
-    async with told(node) as events:
-        node.clock.time += 60
-        await node.executor.run_due()
-        assert node.executor.deleted.locations == 0, "readable for the group's delay"
-        node.clock.time += 1.5
-        await node.executor.run_due()
-    assert [(event["type"], event["reason"], event["keys"]) for event in events] == [("expired", "ttl", [1])]
-    assert node.executor.deleted.locations == 1
-
-
-@asynccontextmanager
-async def served(node: Node) -> AsyncIterator[int]:
-    """The events of a node on a port, until the end of the block."""
-    server = HttpServer("127.0.0.1", 0)
-    running = asyncio.create_task(node.log.run())
-    gate = ServingGate()
-    await gate.enter_phase(Phase.SERVING)
-    app = HttpApp(gate, 1 << 20)
-    bodies = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 0, 0.0))
-    app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe}, bodies=bodies)
-    await server.start(app)
-    try:
-        yield server.port
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        async with asyncio.timeout(30):  # listeners are at their end: nobody has to be cut off
-            await server.stop(60.0)
-
-
-async def listen(
-    port: int, headers: str = "", path: str = "/api/events"
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
-    return reader, writer
-
-
-async def lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Read a chunked body of lines."""
-    text = b""
-    while size := int(await reader.readuntil(b"\r\n"), 16):
-        text += (await reader.readexactly(size + 2))[:-2]
-        *complete, text = text.split(b"\n")
-        for line in complete:
-            yield json.loads(line)
-
-
-async def test_events_are_streamed_as_they_happen_until_the_manager_stops(node: Node) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert (b" 200 " in head, b"application/x-ndjson" in head) == (True, True)
-        stream = aiter(lines(reader))
+def test_events_are_streamed_as_they_happen_until_the_manager_stops(tmp_path: Path) -> None:
+    with manager(tmp_path) as process, process.api() as api:
+        site = Site(api)
+        instance = site.instance()
+        connection = http.client.HTTPConnection(process.address.admin_http, timeout=30)
+        connection.request("GET", "/api/events")
+        stream = connection.getresponse()
+        assert (stream.status, stream.headers["content-type"]) == (200, "application/x-ndjson")
         for key in (1, 2):
-            await node.write([key])
-            assert [(await anext(stream))["type"] for _ in range(2)] == ["StartWriteCache", "FinishWriteCache"]
-    assert [event async for event in stream] == []
-    writer.close()
+            site.write(instance, [key])
+            types = [json.loads(stream.readline())["type"] for _ in range(2)]
+            assert types == ["StartWriteCache", "FinishWriteCache"]
+        process.signal(signal.SIGTERM)
+        assert (stream.read(), process.wait()) == (b"", 0)
+        connection.close()
 
 
 async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port)
-        await reader.readuntil(b"\r\n\r\n")
-        assert node.log.is_active
-        writer.close()
-        async with asyncio.timeout(30):
-            while node.log.is_active:
-                await asyncio.to_thread(int)
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
 
+    async def send(_event: Any) -> None:
+        """What is sent reaches no client."""
 
-@pytest.mark.parametrize("header", ["origin: http://evil.example", "accept-language: en"])
-async def test_web_pages_cannot_listen(node: Node, header: str) -> None:
-    async with served(node) as port:
-        reader, writer = await listen(port, f"{header}\r\n")
-        assert b" 403 " in await reader.readline()
-        assert not node.log.is_active
-        writer.close()
+    listener = node.log.subscribe()
+    assert node.log.is_active
+    async with asyncio.timeout(30):
+        await http_server._send_lines(listener, lambda: True, receive, send)
+    assert not node.log.is_active
 
 
 _SETTINGS = ("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
@@ -393,17 +336,70 @@ def test_recent_accesses_are_read_as_a_trace_of_events(keeping: ManagerProcess, 
     assert trace.bad_line_count == 0
     number = trace.instance_names.index(instance)
     own = [request for request in range(len(trace)) if trace.instances[request] == number]
-    assert [(int(trace.read_blocks[each]), bool(trace.writes[each])) for each in own] == [
-        (3, False),
-        (0, True),
-        (3, False),
-    ]
+    assert [int(trace.read_blocks[each]) for each in own] == [3, 0, 3]
+    assert [bool(trace.writes[each]) for each in own] == [False, True, False]
 
 
 _SERVICE = "kv_cache_manager.proto.meta.MetaService"
 _MATCH, _START = f"{_SERVICE}/GetCacheLocation", f"{_SERVICE}/StartWriteCache"
 _TRACE, _SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 _KEYS = [7_777_777_001, 7_777_777_002]
+
+
+class Collector:
+    """A collector that keeps the spans it is sent over OTLP/HTTP.
+
+    Attributes:
+        spans: in the order in which they came.
+        sources: path of each request, and the service that sent it.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.address = f"http://127.0.0.1:{port}"
+        self.spans: list[Span] = []
+        self.sources: set[tuple[str, Any]] = set()
+
+    def take(self, path: str, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.sources.add((path, _attributes(resource.resource)["service.name"]))
+            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+
+    def of(self, name: str) -> list[Span]:
+        """Return the spans of a name."""
+        return [span for span in self.spans if span.name == name]
+
+
+def _attributes(described: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in described.attributes}
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[Collector]:
+    """Run a collector inside the block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            found.take(self.path, body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found = Collector(server.server_address[1])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class World(NamedTuple):
@@ -426,15 +422,13 @@ def _parent(flags: str = "01") -> str:
     return f"00-{_TRACE}-{_SPAN}-{flags}"
 
 
-def _grpc(process: ManagerProcess, name: str, request: Any, response: type[Any], parent: str) -> Any:
+def _match(process: ManagerProcess, instance: str, parent: str, trace_id: str = "") -> Any:
+    """Look blocks up over gRPC in the trace of a client, if there is one."""
+    query = {"instance_id": instance, "block_keys": _KEYS, "query_type": pb.QT_PREFIX_MATCH, "trace_id": trace_id}
+    metadata = [("traceparent", parent)] if parent else None
     with grpc.insecure_channel(process.address.rpc) as channel:
-        call = channel.unary_unary(f"/{_SERVICE}/{name}")
-        body = call(request.SerializeToString(), metadata=[("traceparent", parent)] if parent else None, timeout=30)
-    return response.FromString(body)
-
-
-def _match(instance: str, **fields: Any) -> Any:
-    return pb.GetCacheLocationRequest(instance_id=instance, block_keys=_KEYS, query_type=pb.QT_PREFIX_MATCH, **fields)
+        body = channel.unary_unary(f"/{_MATCH}")(pb.GetCacheLocationRequest(**query).SerializeToString(), 30, metadata)
+    return pb.GetCacheLocationResponse.FromString(body)
 
 
 def _instance(api: Api) -> str:
@@ -444,31 +438,31 @@ def _instance(api: Api) -> str:
     return instance
 
 
-def _below(found: Collector, span: SeenSpan) -> list[SeenSpan]:
-    return [each for each in found.spans if each.parent_id == span.span_id]
+def _below(found: Collector, span: Span) -> list[Span]:
+    return [each for each in found.spans if each.parent_span_id == span.span_id]
 
 
 def test_a_call_over_grpc_is_a_span_of_its_clients_trace(world: World) -> None:
     with world.process.api() as api:
         instance = _instance(api)
-        answer = _grpc(
-            world.process, "GetCacheLocation", _match(instance, trace_id="t1"), pb.GetCacheLocationResponse, _parent()
-        )
-        assert len(answer.locations) == 2
+        assert len(_match(world.process, instance, _parent(), "t1").locations) == 2
     (span,) = eventually(lambda: world.collector.of(_MATCH), 30)
-    assert (span.trace_id, span.parent_id, span.service, span.is_error) == (_TRACE, _SPAN, "kvcm", False)
-    assert world.collector.paths == {"/v1/traces"}
-    attributes = span.attributes
-    assert (attributes["rpc.system"], attributes["rpc.service"], attributes["rpc.method"]) == (
-        "grpc",
-        _SERVICE,
-        "GetCacheLocation",
+    assert (span.trace_id.hex(), span.parent_span_id.hex(), span.status.code) == (
+        _TRACE,
+        _SPAN,
+        Status.STATUS_CODE_UNSET,
     )
-    assert (attributes["rpc.grpc.status_code"], attributes["kvcm.code"], attributes["kvcm.keys"]) == (0, "OK", 2)
-    assert (attributes["kvcm.trace_id"], attributes["kvcm.instance_id"]) == ("t1", instance)
+    assert world.collector.sources == {("/v1/traces", "kvcm")}
+    expected = {
+        **{"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": "GetCacheLocation"},
+        **{"rpc.grpc.status_code": 0, "kvcm.code": "OK", "kvcm.keys": 2},
+        **{"kvcm.trace_id": "t1", "kvcm.instance_id": instance},
+    }
+    assert expected.items() <= _attributes(span).items()
     (below,) = _below(world.collector, span)
-    assert (below.name, below.attributes["kvcm.keys"], below.attributes["kvcm.hits"]) == ("match", 2, 2)
-    assert span.begin_ns <= below.begin_ns <= below.end_ns <= span.end_ns
+    assert (below.name, {"kvcm.keys": 2, "kvcm.hits": 2}.items() <= _attributes(below).items()) == ("match", True)
+    times = [span.start_time_unix_nano, below.start_time_unix_nano, below.end_time_unix_nano, span.end_time_unix_nano]
+    assert times == sorted(times)
     assert not any(str(key) in str(world.collector.spans) for key in _KEYS)
 
 
@@ -481,37 +475,32 @@ def test_a_write_over_http_has_its_stages(world: World) -> None:
     assert json.loads(connection.getresponse().read())["header"]["status"]["code"] == "OK"
     connection.close()
     (span,) = eventually(lambda: world.collector.of(_START), 30)
-    assert (span.attributes["rpc.system"], span.trace_id, span.parent_id) == ("http", _TRACE, _SPAN)
-    assert [below.name for below in sorted(_below(world.collector, span), key=lambda each: each.begin_ns)] == [
-        "plan",
-        "allocate",
-        "store",
-    ]
+    assert _attributes(span)["rpc.system"] == "http"
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (_TRACE, _SPAN)
+    stages = sorted(_below(world.collector, span), key=lambda each: each.start_time_unix_nano)
+    assert [stage.name for stage in stages] == ["plan", "allocate", "store"]
 
 
 def test_the_client_decides_whether_its_call_is_sampled(world: World) -> None:
     with world.process.api() as api:
         instance = _instance(api)
     for parent in ("", _parent("00"), "nonsense", f"00-{'0' * 32}-{_SPAN}-01", _parent()):
-        _grpc(world.process, "GetCacheLocation", _match(instance), pb.GetCacheLocationResponse, parent)
+        _match(world.process, instance, parent)
     world.process.signal(signal.SIGTERM)
     assert world.process.wait() == 0  # what is left is sent then
-    assert [span.trace_id for span in world.collector.of(_MATCH)] == [_TRACE]
+    assert [span.trace_id.hex() for span in world.collector.of(_MATCH)] == [_TRACE]
     assert world.collector.of(_START) == []
 
 
 def test_log_lines_carry_the_ids_of_the_request_and_of_its_trace(world: World) -> None:
     with world.process.api() as api:
         instance = _instance(api)
-    for flags, trace_id in (("00", "unsampled"), ("01", "sampled")):
-        request = _match(instance, trace_id=trace_id)
-        _grpc(world.process, "GetCacheLocation", request, pb.GetCacheLocationResponse, _parent(flags))
-    _grpc(world.process, "GetCacheLocation", _match(instance, trace_id="alone"), pb.GetCacheLocationResponse, "")
+    parents = {"unsampled": _parent("00"), "sampled": _parent(), "alone": ""}
+    for trace_id, parent in parents.items():
+        _match(world.process, instance, parent, trace_id)
     lines = [event for event in world.process.events("request") if event["method"] == "GetCacheLocation"]
     assert [(line["trace_id"], line.get("w3c_trace_id")) for line in lines] == [
-        ("unsampled", _TRACE),
-        ("sampled", _TRACE),
-        ("alone", None),
+        *(("unsampled", _TRACE), ("sampled", _TRACE), ("alone", None))
     ]
 
 
@@ -523,24 +512,6 @@ def test_whatever_becomes_of_the_collector_calls_are_answered(tmp_path: Path) ->
             assert len(Site(api).match(instance, _KEYS)) == 2
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
-
-
-def test_the_timing_tree_has_the_stages(world: World) -> None:
-    with world.process.api() as api:
-        instance = _instance(api)
-        trace_id = "t__kvcm_need_span_tracer"
-        match = api.ok(
-            "GetCacheLocation", trace_id=trace_id, instance_id=instance, block_keys=_KEYS, query_type="QT_PREFIX_MATCH"
-        )
-        start = api.ok("StartWriteCache", trace_id=trace_id, instance_id=instance, block_keys=[5, 6])
-    tree = json.loads(match.header.tracer_result)
-    (handler,) = tree["meta_api.py:match"]
-    (matched,) = handler["match.py:match"]
-    assert 0 <= matched["span_time_us"] <= handler["span_time_us"] <= tree["span_time_us"]
-    (handler,) = json.loads(start.header.tracer_result)["meta_api.py:start_write"]
-    parts = ["sessions.py:_reserved_plan", "sessions.py:_allocate", "sessions.py:_store"]
-    assert [name for name in handler if name != "span_time_us"] == parts
-    assert sum(handler[name][0]["span_time_us"] for name in parts) <= handler["span_time_us"]
 
 
 FIELDS = {
@@ -558,39 +529,22 @@ def test_a_logged_request_has_its_fields_and_no_keys(tmp_path: Path, transport: 
         api.ok("GetCacheLocation", instance_id=instance, **query)
         (event,) = eventually(lambda: [e for e in process.events("request") if e.get("trace_id") == "trace-1"])
         assert set(event) == FIELDS
-        assert (
-            event["method"],
-            event["code"],
-            event["keys"],
-            event["instance"],
-            event["transport"],
-            event["peer"],
-        ) == (
-            *("GetCacheLocation", "OK", 2, instance),
-            *(transport, "127.0.0.1"),
-        )
+        expected = {"method": "GetCacheLocation", "code": "OK", "keys": 2, "instance": instance, "is_slow": False}
+        assert {**expected, "transport": transport, "peer": "127.0.0.1"}.items() <= event.items()
         assert event["duration_ms"] > 0
-        assert event["is_slow"] is False
         assert "7777777" not in process.log_text()
 
 
-def test_by_default_requests_are_not_logged(tmp_path: Path) -> None:
-    with manager(tmp_path) as process, process.api() as api:
-        Site(api).instance("default")
-        api.ok("AdminService.UpdateLogger", log_level="DEBUG")
-        api.refused("GetInstanceInfo", instance_id="nobody")
-        eventually(lambda: process.events("refused"))
-        assert not process.events("request")
-
-
-def test_lines_of_a_request_have_its_trace_id_and_others_have_none(tmp_path: Path) -> None:
+def test_lines_of_a_request_have_its_trace_id_and_served_ones_are_not_logged_by_default(tmp_path: Path) -> None:
     with manager(tmp_path, "kvcm.logger.log_level=DEBUG") as process, process.api() as api:
+        api.ok("GetClusterInfo")
         api.refused("GetInstanceInfo", instance_id="nobody", trace_id="t" * 1000)
         api.refused("GetInstanceInfo", instance_id="nobody")
         first, second = eventually(lambda: process.events("refused")[1:] and process.events("refused"))
         assert first["trace_id"] == "t" * 256
         assert "trace_id" not in second
         assert "trace_id" not in process.events("serving")[0]
+        assert not process.events("request")
 
 
 CALL = Call("s", "GetCacheLocation", Plane.DATA, meta.GetCacheLocationRequest, meta.GetCacheLocationResponse, Reply)
@@ -625,12 +579,6 @@ def test_slow_requests_are_always_logged_unless_there_is_no_limit() -> None:
     assert (line["event"], line["is_slow"], line["keys"], line["duration_ms"]) == ("request", True, 3, 1001.0)
     log.set(sample=0.0, slow_seconds=0.0)
     assert _end(log, 1e9, _Request()) == []
-
-
-def test_of_what_is_dropped_nothing_is_looked_at() -> None:
-    log = AccessLog(lambda: 0.5)
-    log.set(sample=0.5, slow_seconds=0.0)
-    assert _end(log, 1.0, _Request()) == []
 
 
 def test_a_name_that_no_instance_can_have_is_cut() -> None:

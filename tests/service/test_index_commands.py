@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -61,10 +63,8 @@ def _fill(process: ManagerProcess) -> str:
 
 def _found(process: ManagerProcess, instance_id: str) -> list[Any]:
     with process.api() as api:
-        answer = api.ok(
-            "GetCacheLocation", query_type="QT_PREFIX_MATCH", instance_id=instance_id, block_keys=[*KEYS, 99]
-        )
-        return list(answer.locations)
+        query = {"query_type": "QT_PREFIX_MATCH", "instance_id": instance_id, "block_keys": [*KEYS, 99]}
+        return list(api.ok("GetCacheLocation", **query).locations)
 
 
 def _index(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -101,6 +101,9 @@ def test_a_deployment_moves_from_a_data_directory_to_redis(
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup", "m"]
+    done = _index(tmp_path, "import", str(file), "--dry-run", *_data(tmp_path / "copy"))
+    assert (done.returncode, (tmp_path / "copy").exists()) == (0, False), done.stderr
+    assert f"would add instance: {instance_id}" in done.stdout
     done = _index(tmp_path, "import", str(file), *_on(redis_uri))
     assert done.returncode == 0, done.stderr
     assert instance_id in done.stdout
@@ -116,7 +119,7 @@ def test_an_export_goes_through_a_pipe(tmp_path: Path, stored: tuple[Path, str])
     with subprocess.Popen([*command, "export", "-", *_data(data_dir)], stdout=subprocess.PIPE) as source:
         done = subprocess.run(
             [*command, "import", "-", *_data(tmp_path / "copy")],
-            stdin=source.stdout, capture_output=True, text=True, timeout=20, check=False,
+            stdin=source.stdout, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, source.returncode) == (0, 0), done.stderr
     assert "a pipe cannot be checked as a whole first" in done.stderr
@@ -141,25 +144,15 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path, stored: tuple[Path,
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "version", "empty"])
-def test_a_damaged_file_is_refused_before_anything_is_written(
-    tmp_path: Path, stored: tuple[Path, str], damage: str
-) -> None:
+def test_a_damaged_file_is_rejected_before_anything_is_written(tmp_path: Path, stored: tuple[Path, str]) -> None:
     file, copy = tmp_path / "backup", tmp_path / "copy"
     _index(tmp_path, "export", str(file), *_data(stored[0]))
-    content = bytearray(file.read_bytes())
-    if damage == "cut":
-        del content[-30:]
-    elif damage == "flipped":
-        content[-200] ^= 1
-    elif damage == "version":
-        content[7] = 9
-    else:
-        content.clear()
-    file.write_bytes(content)
-    done = _index(tmp_path, "import", str(file), *_data(copy))
-    said = {"cut": "was cut off", "flipped": "checksum", "version": "has format version 9", "empty": "was cut off"}
-    assert (done.returncode, said[damage] in done.stderr, copy.exists()) == (1, True, False), done.stderr
+    content = file.read_bytes()
+    flipped = content[:-200] + bytes((content[-200] ^ 1,)) + content[-199:]
+    for damaged, reason in ((content[:-30], "was cut off"), (flipped, "checksum")):
+        file.write_bytes(damaged)
+        done = _index(tmp_path, "import", str(file), *_data(copy))
+        assert (done.returncode, reason in done.stderr, copy.exists()) == (1, True, False), done.stderr
 
 
 def test_a_file_that_is_left_of_an_export_goes_and_a_link_is_not_followed(
@@ -176,15 +169,6 @@ def test_a_file_that_is_left_of_an_export_goes_and_a_link_is_not_followed(
     done = _index(tmp_path, "export", "--force", str(tmp_path / "backup"), *_data(stored[0]))
     assert (done.returncode, other.read_text(), temporary.is_symlink()) == (1, "precious", True)
     assert done.stderr == f"kvcm: {temporary}: File exists\n"
-
-
-def test_a_dry_run_touches_nothing(tmp_path: Path, stored: tuple[Path, str]) -> None:
-    file, copy = tmp_path / "backup", tmp_path / "copy"
-    _index(tmp_path, "export", str(file), *_data(stored[0]))
-    done = _index(tmp_path, "import", str(file), "--dry-run", *_data(copy))
-    assert (done.returncode, copy.exists()) == (0, False), done.stderr
-    assert f"would add instance: {stored[1]}" in done.stdout
-    assert str(len(KEYS)) in done.stdout
 
 
 # ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,19 +206,17 @@ def test_a_redis_that_is_not_there_is_refused(tmp_path: Path) -> None:
 # ── Verification ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sound_directory_is_clean(tmp_path: Path, stored: tuple[Path, str]) -> None:
-    code, report = _verified(tmp_path, *_data(stored[0]))
-    assert (code, report["clean"], report["findings"], report["unsettled"]) == (0, True, [], [])
-    assert report["looked_at"]["records"] == len(KEYS)
-    done = _index(tmp_path, "verify", *_data(stored[0]))
-    assert (done.returncode, "records" in done.stdout, "findings" in done.stdout) == (0, True, True)
-
-
-def test_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
-    data_dir = stored[0]
+@contextlib.contextmanager
+def _log(data_dir: Path) -> Iterator[CommitLog]:
     log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
-    log.append([(b"b" + pack(">Iq", 1, 5), b"\x01\xc1"), (b"b" + pack(">Iq", 77, 5), b"\x01\xc1")])
+    yield log
     log.close_at_once()
+
+
+def test_block_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir = stored[0]
+    with _log(data_dir) as log:
+        log.append([(b"b" + pack(">Iq", registration, 5), b"\x01\xc1") for registration in (1, 77)])
     for options in ((), ("--repair",)):
         done = _index(tmp_path, "verify", *options, *_data(data_dir))
         assert done.returncode == 1
@@ -248,9 +230,8 @@ def test_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, sto
 
 def test_document_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
     data_dir = stored[0]
-    log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
-    log.append([(b"t\x08sessions0123456789", b"short"), (b"t", b""), (b"t\x08registrygroup/\xff", bytes(9))])
-    log.close_at_once()
+    with _log(data_dir) as log:
+        log.append([(b"t\x08sessions0123456789", b"short"), (b"t", b""), (b"t\x08registrygroup/\xff", bytes(9))])
     done = _index(tmp_path, "export", "-", *_data(data_dir))
     assert (done.returncode, "run `kvcm index verify --repair --drop-unreadable`" in done.stderr) == (1, True)
     for options in ((), ("--repair",)):
@@ -269,10 +250,9 @@ def test_document_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: 
 
 def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, stored: tuple[Path, str]) -> None:
     data_dir = stored[0]
-    log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
-    _, value = next(log.read(b"b"))
-    log.append([(b"b" + pack(">Iq", 77, 5), value)])
-    log.close_at_once()
+    with _log(data_dir) as log:
+        _, value = next(log.read(b"b"))
+        log.append([(b"b" + pack(">Iq", 77, 5), value)])
     code, report = _verified(tmp_path, *_data(data_dir))
     assert (code, [each["where"] for each in report["findings"]]) == (1, ["registration 77"])
     assert _verified(tmp_path, "--repair", *_data(data_dir))[0] == 0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site
 
-__all__ = ["GOOD", "REFUSED"]
-
 GOOD: dict[str, Callable[[Site], Fields]] = {
     "InsightService.ListSessions": lambda site: {"instance_id": site.instance()},
     "InsightService.ExploreBlocks": lambda site: {"instance_id": site.instance(), "token_ids": list(range(8))},

@@ -43,12 +43,17 @@ def admin(server: Secured) -> Commands:
     return _as(server, server.admin_key)
 
 
-def test_without_a_key_nothing_is_told(server: Secured) -> None:
-    commands = Commands(server.process, KVCM_KEY="")
-    assert "asks for a key: give --key-file" in commands.refused("group", "list", exit_code=3)
-    wrong = _as(server, "kvcm_nobody_" + "0" * 64)
-    assert "does not know the key" in wrong.refused("group", "list", exit_code=3)
-    assert "0000" not in wrong.refused("group", "list", exit_code=3)
+@pytest.fixture
+def passwords(tmp_path: Path) -> Callable[[str], str]:
+    """Write a password into a file and return its path."""
+
+    def write(password: str) -> str:
+        file = tmp_path / password
+        file.touch(0o600)
+        file.write_text(f"{password}\n")
+        return str(file)
+
+    return write
 
 
 def test_an_engine_gets_a_key_in_a_file_of_its_own(
@@ -122,35 +127,23 @@ def test_keys_of_nothing_are_refused(admin: Commands, arguments: tuple[str, ...]
     assert reason in admin.refused("key", "create", "--name", "never", *arguments)
 
 
-def test_a_person_logs_in_with_a_password(server: Secured, admin: Commands, tmp_path: Path) -> None:
-    name, password, out = unique("person"), tmp_path / "password", tmp_path / "key"
-    password.write_text("correct horse battery\n")
-    password.chmod(0o600)
-    admin.ok("account", "add", name, "--role", "operator", "--password-file", str(password))
+def test_a_person_logs_in_with_a_password(
+    server: Secured, admin: Commands, passwords: Callable[[str], str], tmp_path: Path
+) -> None:
+    name, out = unique("person"), tmp_path / "key"
+    right, wrong = passwords("correct horse battery"), passwords("wrong")
+    admin.ok("account", "add", name, "--role", "operator", "--password-file", right)
     nobody = Commands(server.process, KVCM_KEY="")
-    login = ("login", name, "--password-file", str(password), "--ttl", "15m", "--out", str(out))
-    assert "the secret is in" in nobody.ok(*login)
+    login = ("login", name, "--ttl", "15m", "--out", str(out), "--password-file")
+    assert "the secret is in" in nobody.ok(*login, right)
     person = Commands(server.process, KVCM_KEY_FILE=str(out))
     me = person.json("whoami")["key"]
     assert (me["account"], me["role"]) == (name, "ROLE_OPERATOR")
     assert (name in admin.ok("key", "list"), name in admin.ok("key", "list", "--logins")) == (False, True)
-    password.write_text("wrong\n")
-    assert "refuses the login: user name or password is wrong" in nobody.refused(*login, "--force", exit_code=3)
+    refusal = nobody.refused(*login, wrong, "--force", exit_code=3)
+    assert "refuses the login: user name or password is wrong" in refusal
     assert Path(out).read_text().startswith("kvcm_")
     assert "give --password-file" in nobody.refused("login", name, exit_code=2)
-
-
-@pytest.fixture
-def passwords(tmp_path: Path) -> Callable[[str], str]:
-    """Write a password into a file and return its path."""
-
-    def write(password: str) -> str:
-        file = tmp_path / password
-        file.touch(0o600)
-        file.write_text(f"{password}\n")
-        return str(file)
-
-    return write
 
 
 def test_passwords_are_changed_by_administrators_and_by_their_owners(
@@ -200,11 +193,3 @@ def test_passwords_are_asked_for_on_a_terminal_that_does_not_show_them(
     assert "first" not in shown
     assert "second" not in shown
     Commands(server.process, KVCM_KEY="").ok("login", name, "--password-file", passwords("second"))
-
-
-def test_an_operator_looks_and_does_not_configure(server: Secured, admin: Commands) -> None:
-    operator = admin.json("key", "create", "--name", unique("operator"), "--role", "operator")
-    commands = _as(server, operator["secret"])
-    assert "groups" in commands.json("usage")
-    refused = commands.refused("storage", "add", "never", "--type", "dummy", exit_code=3)
-    assert "does not allow this key AddStorage" in refused

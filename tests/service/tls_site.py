@@ -18,8 +18,6 @@ from test_transport_process import ManagerProcess, manager
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as access
 from kvcm.protocol.kvcm.v1 import access_service_pb2_grpc as access_grpc
 
-__all__ = ["SECONDS", "TlsSite", "tls_manager"]
-
 SECONDS = 30.0
 
 
