@@ -19,11 +19,12 @@ import grpc
 import grpc.aio
 import pytest
 from fake_clock import FakeClock
+from ports import free_port
 from probe_clients import ask
 from rest_client import RestClient
 from test_start_and_stop import _refusal as refusal_of
 from test_transport_drivers import Api, post
-from test_transport_process import ManagerProcess, free_port, manager
+from test_transport_process import ManagerProcess, manager
 
 from kvcm import components as rooms_module
 from kvcm.app import Manager
