@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from command_runner import Commands
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
@@ -163,6 +164,7 @@ def test_lookups_are_counted_by_what_was_found(fresh: ManagerProcess, fresh_api:
     site.match(instance, [1, 9, 3], "QT_BATCH_GET")
     site.match(instance, [1, 2, 3, 4], block_mask=mask(2))
     site.match(instance, [1, 2, 3], peek=True)
+    Commands(fresh).ok("get", instance, "--keys", "1,2,3")
     after = Scrape(fresh)
     found = {
         result: [after.since(before, name, group=group, result=result) for name in LOOKUPS]

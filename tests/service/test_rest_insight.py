@@ -66,6 +66,7 @@ def test_to_explore_is_no_access(rest: RestClient, data: Site) -> None:
     eventually(lambda: reads() == 1)  # reads are written down in the background
     for _ in range(5):
         reads()
+        data.metas(instance, [1])
     data.match(instance, [1])
     eventually(lambda: reads() == 2)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import pytest
 from command_runner import Commands
 from ports import free_port
 from test_transport_drivers import eventually
-from test_transport_process import ManagerProcess, manager, run_kvcm
+from test_transport_process import ManagerProcess, run_kvcm
 from test_transport_sites import Site, unique
 
-from kvcm.cache.archive import ArchiveReader, Rows
 from kvcm.model.keys import block_keys_from_tokens
 
 BLOCK = 64
@@ -94,35 +91,6 @@ def test_blocks_of_a_storage_that_is_off_are_there_and_cannot_be_loaded(site: Si
     commands.ok("storage", "disable", off)
     found = commands.json("get", instance, "--keys", _texts(KEYS))
     assert (found["matched_blocks"], found["runs"][0]["state"], found["runs"][0]["storage"]) == (0, "serving", off)
-
-
-def _accesses(process: ManagerProcess, directory: Path) -> Mapping[int, Any]:
-    """Stop a manager and return when each of its blocks was last read, and how often."""
-    process.signal(signal.SIGTERM)
-    assert process.wait() == 0
-    file = directory / "export"
-    done = run_kvcm(directory, "index", "export", str(file), "--force", "--data-dir", str(process.data_dir))
-    assert done.returncode == 0, done.stderr
-    with file.open("rb") as opened:
-        frames = [frame for frame in ArchiveReader(opened, str(file)).frames() if isinstance(frame, Rows)]
-    return {row.key: tuple(row.access) for frame in frames for row in frame.rows}
-
-
-def test_looking_is_no_access(tmp_path: Path) -> None:
-    with manager(tmp_path) as process, process.api() as api:
-        site = Site(api)
-        instance = site.instance()
-        site.write(instance, KEYS)
-        before = _accesses(process, tmp_path)
-    with manager(tmp_path) as process:
-        for _ in range(3):
-            assert Commands(process).json("get", instance, "--keys", _texts(KEYS))["matched_blocks"] == 5
-        assert _accesses(process, tmp_path) == before
-    with manager(tmp_path) as process, process.api() as api:
-        assert len(Site(api).match(instance, KEYS)) == 5  # as an engine looks
-        after = _accesses(process, tmp_path)
-    assert sorted(after) == sorted(before) == sorted(KEYS)
-    assert all(after[key] != before[key] for key in KEYS)
 
 
 def test_pins_are_added_listed_and_removed(site: Site, commands: Commands) -> None:
