@@ -27,22 +27,23 @@ def test_a_prefix_that_fits_is_granted_and_the_rest_is_masked_with_the_reason(si
 
 # ── Availability ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-READS_AND_WRITES = {
-    "GetCacheLocation": {"query_type": "QT_PREFIX_MATCH"},
-    "GetCacheLocationLen": {"query_type": "QT_BATCH_GET"},
-    "StartWriteCache": {},
-}
 
-
-@pytest.mark.parametrize("rpc", READS_AND_WRITES)
-def test_with_all_storages_disabled_the_service_is_not_ready(site: Site, rpc: str) -> None:
+@pytest.mark.parametrize(
+    ("rpc", "fields"),
+    [
+        ("GetCacheLocation", {"query_type": "QT_PREFIX_MATCH"}),
+        ("GetCacheLocationLen", {"query_type": "QT_BATCH_GET"}),
+        ("StartWriteCache", {}),
+    ],
+)
+def test_with_all_storages_disabled_the_service_is_not_ready(site: Site, rpc: str, fields: dict[str, str]) -> None:
     storage, other = site.storage(), site.storage()
     group = site.group(storage, other)
     instance = site.instance(group)
     site.write(instance, [1])
     for name in (storage, other):
         site.api.ok("AdminService.DisableStorage", storage_unique_name=name)
-    code, message = site.api.refused(rpc, instance_id=instance, block_keys=[1], **READS_AND_WRITES[rpc])
+    code, message = site.api.refused(rpc, instance_id=instance, block_keys=[1], **fields)
     assert code == "SERVICE_NOT_READY"
     assert [text for text in (group, storage, other) if text not in message] == []
 
@@ -84,7 +85,7 @@ K_V = {
 MOST = 2**64 - 1
 
 
-def _told(**checksums: int) -> dict[str, Any]:
+def _checksums(**checksums: int) -> dict[str, Any]:
     return {"location_specs": [{"name": name, "checksum": checksum} for name, checksum in checksums.items()]}
 
 
@@ -104,10 +105,10 @@ def _mismatches(site: Site, group: str) -> dict[str, int]:
     }
 
 
-def test_what_is_told_at_the_finish_is_answered_with_the_uris(site: Site) -> None:
+def test_checksums_of_a_finish_are_answered_with_the_uris(site: Site) -> None:
     instance = site.instance(**K_V)
     started = site.start(instance, [1, 2])
-    site.finish(instance, started, locations=[_told(v=MOST, k=1), _told(k=2**63)])
+    site.finish(instance, started, locations=[_checksums(v=MOST, k=1), _checksums(k=2**63)])
     assert _answered(site, instance, [1, 2]) == [{"k": 1, "v": MOST}, {"k": 2**63, "v": 0}]
     assert _answered(site, instance, [1], query_type="QT_PREFIX_MATCH") == [{"k": 1, "v": MOST}]
     assert _answered(site, instance, [1], location_spec_names=["v"]) == [{"v": MOST}]
@@ -115,22 +116,22 @@ def test_what_is_told_at_the_finish_is_answered_with_the_uris(site: Site) -> Non
     assert [spec.get("checksum") for spec in found["locations"][0]["location_specs"]] == ["1", str(MOST)]
 
 
-@pytest.mark.parametrize(("told", "recorded"), [(5, 5), (-1, MOST), (-(2**63), 2**63), (0, 0)])
-def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site, told: int, recorded: int) -> None:
+@pytest.mark.parametrize(("sent", "recorded"), [(5, 5), (-1, MOST), (-(2**63), 2**63), (0, 0)])
+def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site, sent: int, recorded: int) -> None:
     """It has a sign on the wire, and 64 bits either way."""
     instance = site.instance()
-    site.finish(instance, site.start(instance, [1]), locations=[{"checksum": told}])
+    site.finish(instance, site.start(instance, [1]), locations=[{"checksum": sent}])
     assert _answered(site, instance, [1]) == [{"kv": recorded}]
     answer = site.api.ok("GetCacheLocation", instance_id=instance, block_keys=[1], query_type="QT_BATCH_GET")
-    assert [location.checksum for location in answer.locations] == [told]
+    assert [location.checksum for location in answer.locations] == [sent]
 
 
 @pytest.mark.parametrize(
     ("locations", "texts"),
     [
-        ([_told(k=1)], ["locations has 1 entries", "2"]),
-        ([{}, {}, _told(k=1)], ["locations has 3 entries", "2"]),
-        ([_told(k=1), _told(w=1)], ["locations[1]", "'w'"]),
+        ([_checksums(k=1)], ["locations has 1 entries", "2"]),
+        ([{}, {}, _checksums(k=1)], ["locations has 3 entries", "2"]),
+        ([_checksums(k=1), _checksums(w=1)], ["locations[1]", "'w'"]),
         ([{}] * 65_537, ["locations has 65537 entries", "at most 65536"]),
         ([{"location_specs": [{}] * 1025}, {}], ["locations[0] has 1025 location_specs", "at most 1024"]),
         (
@@ -148,7 +149,7 @@ def test_locations_that_do_not_fit_do_not_consume_the_session(
     code, message = site.api.refused("FinishWriteCache", locations=locations, **fields)
     assert (code, [text for text in texts if text not in message]) == ("INVALID_ARGUMENT", []), message
     assert site.statuses(instance, [1, 2]) == ["CLS_WRITING"] * 2
-    site.finish(instance, started, locations=[_told(k=1), _told(v=2)])
+    site.finish(instance, started, locations=[_checksums(k=1), _checksums(v=2)])
     assert _answered(site, instance, [1, 2]) == [{"k": 1, "v": 0}, {"k": 0, "v": 2}]
 
 
@@ -157,7 +158,7 @@ def test_a_corrupt_part_is_believed_with_its_checksum_only(site: Site) -> None:
     group = site.group(storage)
     instance = site.instance(group)
     started = site.start(instance, [1, 2])
-    site.finish(instance, started, locations=[_told(kv=MOST), _told(kv=7)])
+    site.finish(instance, started, locations=[_checksums(kv=MOST), _checksums(kv=7)])
     uris = [location.location_specs[0].uri for location in started.locations]
     assert _mismatches(site, group) == {storage: 0}
 
@@ -178,67 +179,36 @@ def test_a_corrupt_part_is_believed_with_its_checksum_only(site: Site) -> None:
 KEYS = [1, 2, 3]
 
 
-class PoolSite:
-    """A group on pools of two nodes, each told of, and an instance in it."""
+def _length(site: Site, instance: str, **fields: Any) -> int:
+    query = {"instance_id": instance, "block_keys": KEYS, "query_type": "QT_PREFIX_MATCH", **fields}
+    return int(site.api.ok("GetCacheLocationLen", **query).cache_location_len)
 
-    def __init__(self, site: Site, *more: str) -> None:
-        self.site = site
-        self.nodes = unique("node"), unique("node")
-        self.pools = [site.storage(**pool_spec(node)) for node in self.nodes]
-        for pool in range(2):
-            self.report(pool)
-        self.instance = site.instance(site.group(*self.pools, *more))
 
-    def report(self, pool: int, generation: int = 7, **fields: Any) -> Any:
-        return self.site.api.ok(
-            "PoolService.ReportPool",
-            storage_unique_name=self.pools[pool],
-            node_id=self.nodes[pool],
-            generation=generation,
-            capacity_bytes=MIB,
-            **fields,
-        )
-
-    def storages(self, found: list[dict[str, str]]) -> list[str]:
-        return [LocationUri.parse(uri).storage for entry in found for uri in entry.values()]
-
-    def length(self, **fields: Any) -> int:
-        query = {"block_keys": KEYS, "query_type": "QT_PREFIX_MATCH", **fields}
-        answer = self.site.api.ok("GetCacheLocationLen", instance_id=self.instance, **query)
-        return int(answer.cache_location_len)
+def _storages(found: list[dict[str, str]]) -> list[str]:
+    return [LocationUri.parse(uri).storage for entry in found for uri in entry.values()]
 
 
 def test_memory_is_given_to_its_own_node_alone(site: Site) -> None:
-    shared = site.storage()
-    pools = PoolSite(site, shared)
-    first, second = pools.nodes
-    (uris,) = ([*entry.values()] for entry in site.write(pools.instance, KEYS[:1], node_id=first))
+    shared, nodes = site.storage(), (unique("node"), unique("node"))
+    own, foreign = [site.storage(**pool_spec(node)) for node in nodes]
+    for pool, node in zip((own, foreign), nodes, strict=True):
+        report = {"storage_unique_name": pool, "node_id": node, "generation": 7, "capacity_bytes": MIB}
+        site.api.ok("PoolService.ReportPool", **report)
+    instance = site.instance(site.group(own, foreign, shared))
+    first, second = nodes
+    (uris,) = ([*entry.values()] for entry in site.write(instance, KEYS[:1], node_id=first))
     place = LocationUri.parse(uris[0])
-    assert (place.scheme, place.storage, place.node_id, place.size) == ("pace", pools.pools[0], first, 64)
-    site.write(pools.instance, KEYS[1:], node_id=first)
-    assert pools.storages(site.match(pools.instance, KEYS, node_id=first)) == [pools.pools[0]] * 3
+    assert (place.scheme, place.storage, place.node_id, place.size) == ("pace", own, first, 64)
+    site.write(instance, KEYS[1:], node_id=first)
+    assert _storages(site.match(instance, KEYS, node_id=first)) == [own] * 3
     for other in (second, "", "elsewhere"):
-        assert site.match(pools.instance, KEYS, node_id=other) == []
-        assert pools.length(node_id=other) == 0
-    assert pools.length(node_id=first) == 3
+        assert site.match(instance, KEYS, node_id=other) == []
+        assert _length(site, instance, node_id=other) == 0
+    assert _length(site, instance, node_id=first) == 3
     # For them the blocks are not there: they write them to where they can.
-    assert pools.storages(site.write(pools.instance, KEYS, node_id=second)) == [pools.pools[1]] * 3
-    assert pools.storages(site.write(pools.instance, KEYS)) == [shared] * 3
-    assert masked(site.start(pools.instance, KEYS, node_id=first)) == 3
-    assert pools.storages(site.match(pools.instance, KEYS, node_id=second)) == [pools.pools[1]] * 3
-    assert pools.storages(site.match(pools.instance, KEYS)) == [shared] * 3
-    assert pools.storages(site.match(pools.instance, KEYS, "QT_BATCH_GET", node_id=first)) == [pools.pools[0]] * 3
-
-
-def test_a_pool_is_listed_and_told_to_engines_with_its_node_and_size(site: Site) -> None:
-    name = site.storage(**pool_spec("n.1"))
-    (listed,) = [s for s in site.api.ok("AdminService.ListStorage").storage if s.global_unique_name == name]
-    assert (listed.tair_mem_pool.node_id, listed.tair_mem_pool.capacity_bytes) == ("n.1", MIB)
-    fields = {"instance_id": unique("instance"), "instance_group": site.group(name), "block_size": 4}
-    specs = {"location_spec_infos": [{"name": "kv", "size": 64}]}
-    model = {"model_deployment": {"model_name": "m", "dtype": "bf16"}}
-    configs = site.api.ok("RegisterInstance", **fields, **specs, **model).storage_configs
-    assert configs == (
-        f'[{{"type":"pace","is_available":true,"global_unique_name":"{name}","storage_spec":'
-        f'{{"enable_vipserver":false,"domain":"","timeout":0,"node_id":"n.1","capacity_bytes":{MIB}}}}}]'
-    )
+    assert _storages(site.write(instance, KEYS, node_id=second)) == [foreign] * 3
+    assert _storages(site.write(instance, KEYS)) == [shared] * 3
+    assert masked(site.start(instance, KEYS, node_id=first)) == 3
+    assert _storages(site.match(instance, KEYS, node_id=second)) == [foreign] * 3
+    assert _storages(site.match(instance, KEYS)) == [shared] * 3
+    assert _storages(site.match(instance, KEYS, "QT_BATCH_GET", node_id=first)) == [own] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -252,12 +253,19 @@ class Reloadable:
         return status.code == 1
 
 
+@contextlib.contextmanager
+def reloading(directory: Path, text: str, *options: str) -> Iterator[Reloadable]:
+    """A manager whose config file holds this text."""
+    file = directory / "kvcm.conf"
+    file.write_text(text)
+    with manager(directory, "-c", str(file), *options) as process, process.api() as api:
+        yield Reloadable(process, api, file)
+
+
 @pytest.fixture
 def reloadable(tmp_path: Path) -> Iterator[Reloadable]:
-    file = tmp_path / "kvcm.conf"
-    file.write_text(START)
-    with manager(tmp_path, "-c", str(file)) as process, process.api() as api:
-        yield Reloadable(process, api, file)
+    with reloading(tmp_path, START) as made:
+        yield made
 
 
 def test_hot_settings_are_in_force_at_once_and_others_need_a_restart(reloadable: Reloadable) -> None:
@@ -286,49 +294,43 @@ def _reloads(process: ManagerProcess) -> list[dict[str, Any]]:
 
 
 def test_a_signal_does_the_same_and_the_log_has_the_difference(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
     secret = "redis://ada:s3cret@127.0.0.1:1/?cluster_name=x"
-    file.write_text(f"{FEW_KEYS}=9\n")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        file.write_text(f"{FEW_KEYS}=20\nkvcm.distributed_lock.uri={secret}\n")
+    with reloading(tmp_path, f"{FEW_KEYS}=9\n") as reloadable:
+        process = reloadable.process
+        reloadable.file.write_text(f"{FEW_KEYS}=20\nkvcm.distributed_lock.uri={secret}\n")
         process.signal(signal.SIGHUP)
         (event,) = eventually(lambda: _reloads(process))
         lock = "kvcm.distributed_lock.uri: '' -> 'redis://ada:***@127.0.0.1:1/?cluster_name=x', restart needed"
         assert event["changes"] == [lock, f"{FEW_KEYS}: '9' -> '20'"]
         assert "s3cret" not in process.log_text()
-        assert Reloadable(process, api, file).takes_keys(20)
-        file.write_text("broken")
+        assert reloadable.takes_keys(20)
+        reloadable.file.write_text("broken")
         process.signal(signal.SIGHUP)
         eventually(lambda: process.events("reload_refused"))
-        assert Reloadable(process, api, file).takes_keys(20)
+        assert reloadable.takes_keys(20)
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
 def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("")
-    with manager(tmp_path, "-c", str(file), f"{FEW_KEYS}=9") as process, process.api("grpc") as api:
-        file.write_text(f"{FEW_KEYS}=20\n")
-        assert Reloadable(process, api, file).reload() == []
+    with reloading(tmp_path, "", f"{FEW_KEYS}=9") as reloadable:
+        reloadable.file.write_text(f"{FEW_KEYS}=20\n")
+        assert reloadable.reload() == []
 
 
 def test_the_level_and_the_form_of_logs_are_hot_and_update_logger_stays(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        reloadable = Reloadable(process, api, file)
-        api.ok("AdminService.UpdateLogger", log_level="ERROR")
+    with reloading(tmp_path, "") as reloadable:
+        reloadable.api.ok("AdminService.UpdateLogger", log_level="ERROR")
         reloadable.reload()
-        assert not _reloads(process), "below the level that was set at runtime"
-        file.write_text("kvcm.logger.log_level=DEBUG\nkvcm.logger.format=console\n")
+        assert not _reloads(reloadable.process), "below the level that was set at runtime"
+        reloadable.file.write_text("kvcm.logger.log_level=DEBUG\nkvcm.logger.format=console\n")
         reloadable.reload()
 
-        def told() -> list[str]:
-            return [line for line in process.log_text().splitlines() if "reloaded" in line]
+        def logged() -> list[str]:
+            return [line for line in reloadable.process.log_text().splitlines() if "reloaded" in line]
 
-        eventually(told)
-        assert not told()[-1].startswith("{")
+        eventually(logged)
+        assert not logged()[-1].startswith("{")
 
 
 def _probes(process: ManagerProcess) -> int:
@@ -339,10 +341,8 @@ def _probes(process: ManagerProcess) -> int:
 
 
 def test_the_pace_of_probes_is_hot_except_from_and_to_none(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("kvcm.storage.probe_interval_ms=3600000\n")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        reloadable = Reloadable(process, api, file)
+    with reloading(tmp_path, "kvcm.storage.probe_interval_ms=3600000\n") as reloadable:
+        process, file = reloadable.process, reloadable.file
         eventually(lambda: _probes(process) == 1)
         file.write_text("kvcm.storage.probe_interval_ms=100\n")
         assert reloadable.reload() == [("kvcm.storage.probe_interval_ms", "3600000", "100", False)]

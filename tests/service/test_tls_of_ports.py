@@ -175,25 +175,23 @@ def _refused(use: Callable[[], str]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("flaw", ["none", "foreign", "expired"])
-def test_who_has_no_certificate_that_counts_does_not_get_in(required: TlsSite, flaw: str) -> None:
+def _flawed(site: TlsSite, flaw: str) -> Pair:
     names = [NAMES["uri"]]
-    if flaw == "none":
-        pair = None
-    elif flaw == "foreign":
-        pair = Authority.make(required.clients.directory / "foreign").issue("foreign", names)
-    else:
-        pair = required.clients.issue("expired", names, dt.timedelta(minutes=-1))
+    if flaw == "foreign":
+        return Authority.make(site.clients.directory / "foreign").issue("foreign", names)
+    return site.clients.issue("expired", names, dt.timedelta(minutes=-1))
+
+
+@pytest.mark.parametrize("flaw", ["none", "foreign", "expired"])
+def test_without_a_valid_certificate_a_client_does_not_get_in(required: TlsSite, flaw: str) -> None:
+    pair = None if flaw == "none" else _flawed(required, flaw)
     assert _refused(lambda: required.who_over_http(pair, required.admin_key))
     assert _refused(lambda: required.who_over_grpc(pair, required.admin_key))
 
 
 @pytest.mark.parametrize("flaw", ["foreign", "expired"])
-def test_a_certificate_that_does_not_count_is_refused_where_it_is_optional(optional: TlsSite, flaw: str) -> None:
-    if flaw == "foreign":
-        pair = Authority.make(optional.clients.directory / "foreign").issue("foreign", [NAMES["uri"]])
-    else:
-        pair = optional.clients.issue("expired", [NAMES["uri"]], dt.timedelta(minutes=-1))
+def test_an_invalid_certificate_is_refused_where_it_is_optional(optional: TlsSite, flaw: str) -> None:
+    pair = _flawed(optional, flaw)
     assert _refused(lambda: optional.who_over_http(pair))
 
 
