@@ -200,15 +200,8 @@ class Swallower(grpc.GenericRpcHandler):  # type: ignore[misc]
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
 
 
-@pytest.fixture
-async def nodes(redis_standalone: Standalone, tmp_path: Path) -> AsyncIterator[list[Node]]:
-    uri = redis_standalone.uri(f"t{secrets.token_hex(6)}")
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(node(settings_of(uri, tmp_path))) for _ in range(2)]
-
-
-async def test_a_finish_whose_answer_was_lost_is_confirmed_by_the_next_manager(nodes: list[Node]) -> None:
-    first, second = nodes
+async def test_a_finish_whose_answer_was_lost_is_confirmed_by_the_next_manager(two_managers: list[Node]) -> None:
+    first, second = two_managers
     await registered(first)
     started = await start(first, [1, 2, 3])
     async with grpc.aio.insecure_channel(f"127.0.0.1:{first.endpoint.meta_rpc_port}") as behind:
@@ -337,11 +330,14 @@ async def test_a_write_at_a_manager_that_does_not_lead_wakes_the_one_that_does(t
 # Settings.
 
 
-async def lower_group(on: Node) -> Any:
-    changed = group(50, 0.8, version=2)
+async def update(on: Node, changed: admin.InstanceGroup) -> Any:
     return await on.admin.UpdateInstanceGroup(
         admin.UpdateInstanceGroupRequest(instance_group=changed, current_version=1)
     )
+
+
+async def lower_group(on: Node) -> Any:
+    return await update(on, group(50, 0.8, version=2))
 
 
 async def limit_globally(on: Node) -> Any:
@@ -352,13 +348,6 @@ async def limit_globally(on: Node) -> Any:
 
 async def limit_storage(on: Node) -> Any:
     return await on.admin.UpdateStorage(admin.UpdateStorageRequest(storage=storage(50 * BLOCK)))
-
-
-async def give_an_age(on: Node) -> Any:
-    changed = group(1000, 0.9, version=2, name="fifo", ttl_seconds=1)
-    return await on.admin.UpdateInstanceGroup(
-        admin.UpdateInstanceGroupRequest(instance_group=changed, current_version=1)
-    )
 
 
 @pytest.mark.parametrize(
@@ -380,7 +369,7 @@ async def test_a_setting_changed_at_any_manager_does_not_wait_for_the_period(
 
 async def test_blocks_leave_at_their_age_whatever_the_period(alone: Node) -> None:
     await prepare(alone, 1000, 0.9)
-    await give_an_age(alone)
+    await update(alone, group(1000, 0.9, version=2, name="fifo", ttl_seconds=1))
     await written(alone, range(10))
 
     async def gone() -> bool:

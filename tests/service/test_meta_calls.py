@@ -382,14 +382,6 @@ def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
     assert answer.instance_group == registration["instance_group"]
 
 
-def test_a_refused_registration_is_not_stored_and_carries_no_storages(site: Site) -> None:
-    registration = _registration(site, location_spec_infos=[{"name": "k", "size": -1}])
-    answer = site.api.call("RegisterInstance", **registration)
-    assert answer.storage_configs == ""
-    code, _ = site.api.refused("GetInstanceInfo", instance_id=registration["instance_id"])
-    assert code == "INSTANCE_NOT_EXIST"
-
-
 def test_storage_configs_lists_existing_candidates_by_name_with_their_availability(site: Site, tmp_path: Path) -> None:
     later = site.storage(nfs={"root_path": f"{tmp_path}/", "key_count_per_file": 8})
     sooner = site.storage(dummy={"root_path": "d", "key_count_per_file": 1})

@@ -516,13 +516,18 @@ def test_a_signal_reads_them_at_once_and_says_nothing_where_nothing_changed(relo
     eventually(lambda: _all_show(reloading, fresh))
 
 
+def _replace_client_authority(site: TlsSite) -> Authority:
+    successor = Authority.make(site.clients.directory / "next", "next")
+    site.clients.file.write_bytes(successor.pem)
+    eventually(lambda: len(_loaded_subjects(site)) == 2)
+    return successor
+
+
 def test_an_authority_that_is_taken_away_lets_nobody_in_any_more(reloading: TlsSite) -> None:
     reloading.create_key(name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
     pair = reloading.clients.issue("engine", [dns("engine.example")])
     assert reloading.who_over_http(pair) == "engine"
-    successor = Authority.make(reloading.clients.directory / "next", "next")
-    reloading.clients.file.write_bytes(successor.pem)
-    eventually(lambda: len(_loaded_subjects(reloading)) == 2)
+    successor = _replace_client_authority(reloading)
     with pytest.raises((ssl.SSLError, ConnectionError)):
         reloading.who_over_http(pair)
     assert reloading.who_over_http(successor.issue("engine", [dns("engine.example")])) == "engine"
@@ -533,9 +538,7 @@ def test_the_same_over_grpc_where_certificates_are_required(tmp_path: Path) -> N
         old = reloading.clients.issue("engine", [dns("engine.example")])
         reloading.create_key(old, name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
         assert reloading.who_over_grpc(old) == "engine"
-        successor = Authority.make(reloading.clients.directory / "next", "next")
-        reloading.clients.file.write_bytes(successor.pem)
-        eventually(lambda: len(_loaded_subjects(reloading)) == 2)
+        successor = _replace_client_authority(reloading)
         with pytest.raises(grpc.RpcError) as caught:
             reloading.who_over_grpc(old)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
