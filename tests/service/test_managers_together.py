@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from redis_servers import Standalone, standalone
 from test_several_managers import KEYS, Node, eventually, finish, gauge, hits, node, registered, settings_of, start
+from test_transport_sites import group_spec, instance_fields
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
@@ -26,9 +27,7 @@ from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.nodes import Endpoint
 from kvcm.protocol import admin_service_pb2 as admin
-from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta
-from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
 from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.registry.leadership import Leadership
@@ -100,13 +99,11 @@ async def test_both_tell_who_leads_and_where(pair: tuple[Follower, Follower]) ->
     for each in pair:
         caller = each.caller()
         own = each.endpoint.node_id
-        cluster = (
-            await caller.answer(each.call(Plane.DATA, "GetClusterInfo"), meta_pb.GetClusterInfoRequest())
-        ).message
+        cluster = (await caller.answer(each.call(Plane.DATA, "GetClusterInfo"), meta.GetClusterInfoRequest())).message
         assert (cluster.self_node_id, cluster.leader_node_id) == (own, "node-a")
         assert (cluster.leader_endpoint.host, cluster.leader_endpoint.meta_rpc_port) == ("node-a.example", 1001)
         call = each.call(Plane.ADMIN, "GetManagerClusterInfo")
-        manager = (await caller.answer(call, admin_pb.GetManagerClusterInfoRequest())).message
+        manager = (await caller.answer(call, admin.GetManagerClusterInfoRequest())).message
         assert (manager.self_node_id, manager.leader_node_id) == (own, "node-a")
         assert (manager.leader_endpoint.host, manager.leader_endpoint.admin_http_port) == ("node-a.example", 1004)
         assert (manager.self_leader_expiration_time > 0) == (own == "node-a")
@@ -115,8 +112,8 @@ async def test_both_tell_who_leads_and_where(pair: tuple[Follower, Follower]) ->
 @pytest.mark.parametrize(
     ("plane", "name", "request_type", "addresses"),
     [
-        (Plane.DATA, "GetInstanceInfo", meta_pb.GetInstanceInfoRequest, ("node-a.example:1001", "node-a.example:1002")),
-        (Plane.ADMIN, "ListStorage", admin_pb.ListStorageRequest, ("node-a.example:1003", "node-a.example:1004")),
+        (Plane.DATA, "GetInstanceInfo", meta.GetInstanceInfoRequest, ("node-a.example:1001", "node-a.example:1002")),
+        (Plane.ADMIN, "ListStorage", admin.ListStorageRequest, ("node-a.example:1003", "node-a.example:1004")),
     ],
 )
 async def test_a_follower_that_must_not_serve_names_the_leader(
@@ -134,9 +131,9 @@ async def test_an_instance_registered_elsewhere_a_moment_ago_is_found(pair: tupl
     await leader.registry.groups.create(InstanceGroup("g", ("s",)))
     await leader.registry.instances.register(INSTANCE)
     caller, call = follower.caller(follower.registry.refresh), follower.call(Plane.DATA, "GetInstanceInfo")
-    found = await caller.answer(call, meta_pb.GetInstanceInfoRequest(instance_id="i"))
+    found = await caller.answer(call, meta.GetInstanceInfoRequest(instance_id="i"))
     assert (found.message.header.status.code, found.message.instance_group) == (ErrorCode.OK, "g")
-    missing = await caller.answer(call, meta_pb.GetInstanceInfoRequest(instance_id="nobody"))
+    missing = await caller.answer(call, meta.GetInstanceInfoRequest(instance_id="nobody"))
     assert missing.message.header.status.code == ErrorCode.INSTANCE_NOT_EXIST
 
 
@@ -151,9 +148,9 @@ async def test_an_unknown_instance_is_looked_up_once_and_a_known_one_never(pair:
     await leader.registry.groups.create(InstanceGroup("g", ("s",)))
     await leader.registry.instances.register(INSTANCE)
     caller, call = leader.caller(refresh), leader.call(Plane.DATA, "GetInstanceInfo")
-    await caller.answer(call, meta_pb.GetInstanceInfoRequest(instance_id="i"))
+    await caller.answer(call, meta.GetInstanceInfoRequest(instance_id="i"))
     assert refreshes == []
-    missing = await caller.answer(call, meta_pb.GetInstanceInfoRequest(instance_id="nobody"))
+    missing = await caller.answer(call, meta.GetInstanceInfoRequest(instance_id="nobody"))
     assert missing.message.header.status.code == ErrorCode.INSTANCE_NOT_EXIST
     assert refreshes == [True]
 
@@ -168,7 +165,7 @@ async def test_while_the_store_is_away_nobody_says_that_an_instance_does_not_exi
 
     follower = pair[1]
     call = follower.call(Plane.DATA, "GetInstanceInfo")
-    answer = await follower.caller(refresh).answer(call, meta_pb.GetInstanceInfoRequest(instance_id="i"))
+    answer = await follower.caller(refresh).answer(call, meta.GetInstanceInfoRequest(instance_id="i"))
     assert answer.message.header.status.code == ErrorCode.IO_ERROR
 
 
@@ -176,7 +173,7 @@ async def test_a_group_is_read_from_the_store(pair: tuple[Follower, Follower]) -
     leader, follower = pair
     await leader.registry.groups.create(InstanceGroup("g", ("s",)))
     call = follower.call(Plane.ADMIN, "GetInstanceGroup")
-    answer = await follower.caller(follower.registry.refresh).answer(call, admin_pb.GetInstanceGroupRequest(name="g"))
+    answer = await follower.caller(follower.registry.refresh).answer(call, admin.GetInstanceGroupRequest(name="g"))
     assert answer.message.instance_group.name == "g"
 
 
@@ -203,15 +200,8 @@ class Swallower(grpc.GenericRpcHandler):  # type: ignore[misc]
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
 
 
-@pytest.fixture
-async def nodes(redis_standalone: Standalone, tmp_path: Path) -> AsyncIterator[list[Node]]:
-    uri = redis_standalone.uri(f"t{secrets.token_hex(6)}")
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(node(settings_of(uri, tmp_path))) for _ in range(2)]
-
-
-async def test_a_finish_whose_answer_was_lost_is_confirmed_by_the_next_manager(nodes: list[Node]) -> None:
-    first, second = nodes
+async def test_a_finish_whose_answer_was_lost_is_confirmed_by_the_next_manager(two_managers: list[Node]) -> None:
+    first, second = two_managers
     await registered(first)
     started = await start(first, [1, 2, 3])
     async with grpc.aio.insecure_channel(f"127.0.0.1:{first.endpoint.meta_rpc_port}") as behind:
@@ -243,19 +233,11 @@ def storage(capacity_bytes: int = 0) -> admin.StorageConfig:
 
 
 def group(blocks: int, mark: float, version: int = 1, **policy: Any) -> admin.InstanceGroup:
-    made = admin.InstanceGroup(name="g", storage_candidates=["d"], global_quota_group_name="shared", version=version)
-    made.quota.capacity = blocks * BLOCK
-    config = made.cache_config
-    config.data_storage_strategy = admin.CPS_PREFER_3FS
-    strategy = config.reclaim_strategy
-    strategy.storage_unique_name = "d"
-    strategy.trigger_period_seconds = HOURLY
-    strategy.trigger_strategy.used_percentage = mark
-    strategy.trigger_strategy.hysteresis = 0.0
-    strategy.policy.CopyFrom(admin.EvictionPolicy(**policy))
-    config.meta_indexer_config.meta_storage_backend_config.storage_type = "local"
-    config.meta_indexer_config.meta_cache_policy_config.type = "LRU"
-    return made
+    spec = group_spec("g", "d", capacity=blocks * BLOCK, ratio=mark, version=version, global_quota_group_name="shared")
+    strategy = spec["cache_config"]["reclaim_strategy"]
+    strategy |= {"trigger_period_seconds": HOURLY, "policy": policy}
+    strategy["trigger_strategy"]["hysteresis"] = 0.0
+    return admin.InstanceGroup(**spec)
 
 
 async def prepare(on: Node, blocks: int, mark: float) -> None:
@@ -264,10 +246,8 @@ async def prepare(on: Node, blocks: int, mark: float) -> None:
         await on.admin.AddStorage(admin.AddStorageRequest(storage=storage())),
         await on.admin.CreateInstanceGroup(admin.CreateInstanceGroupRequest(instance_group=group(blocks, mark))),
     ]
-    request = meta.RegisterInstanceRequest(instance_group="g", instance_id="i", block_size=16)
-    request.location_spec_infos.add(name="kv", size=BLOCK)
-    request.model_deployment.model_name, request.model_deployment.dtype = "m", "bf16"
-    answers.append(await on.meta.RegisterInstance(request))
+    fields = instance_fields("i", "g", location_spec_infos=[{"name": "kv", "size": BLOCK}])
+    answers.append(await on.meta.RegisterInstance(meta.RegisterInstanceRequest(**fields)))
     assert {answer.header.status.code for answer in answers} == {meta.OK}, answers
 
 
@@ -350,78 +330,52 @@ async def test_a_write_at_a_manager_that_does_not_lead_wakes_the_one_that_does(t
 # Settings.
 
 
-async def lower_group(on: Node) -> Any:
-    changed = group(50, 0.8, version=2)
+async def update(on: Node, changed: admin.InstanceGroup) -> Any:
     return await on.admin.UpdateInstanceGroup(
         admin.UpdateInstanceGroupRequest(instance_group=changed, current_version=1)
     )
 
 
+async def lower_group(on: Node) -> Any:
+    return await update(on, group(50, 0.8, version=2))
+
+
 async def limit_globally(on: Node) -> Any:
     quota = capacity.GlobalQuota(name="shared", capacity_bytes=50 * BLOCK, used_percentage=0.8)
-    return await on_capacity(on, capacity.SetGlobalQuotaRequest(global_quota=quota))
-
-
-async def on_capacity(on: Node, request: capacity.SetGlobalQuotaRequest) -> Any:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{on.endpoint.admin_rpc_port}") as channel:
-        return await CapacityServiceStub(channel).SetGlobalQuota(request)
+        return await CapacityServiceStub(channel).SetGlobalQuota(capacity.SetGlobalQuotaRequest(global_quota=quota))
 
 
 async def limit_storage(on: Node) -> Any:
     return await on.admin.UpdateStorage(admin.UpdateStorageRequest(storage=storage(50 * BLOCK)))
 
 
-async def give_an_age(on: Node) -> Any:
-    changed = group(1000, 0.9, version=2, name="fifo", ttl_seconds=1)
-    return await on.admin.UpdateInstanceGroup(
-        admin.UpdateInstanceGroupRequest(instance_group=changed, current_version=1)
-    )
-
-
-CHANGES = pytest.mark.parametrize(
-    ("change", "left"), [(lower_group, 40), (limit_globally, range(38, 41)), (limit_storage, range(38, 41))]
+@pytest.mark.parametrize(
+    ("change", "left"), [(lower_group, [40]), (limit_globally, range(38, 41)), (limit_storage, range(38, 41))]
 )
-
-
-async def changed_soon(at: Node, seen: Node, change: Change, left: int | range) -> None:
-    assert (await change(at)).header.status.code == meta.OK
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_setting_changed_at_any_manager_does_not_wait_for_the_period(
+    two_managers: list[Node], at: int, change: Change, left: Sequence[int]
+) -> None:
+    await prepare(two_managers[0], 1000, 0.9)
+    await written(two_managers[0], range(60))
+    assert (await change(two_managers[at])).header.status.code == meta.OK
 
     async def holds() -> bool:
-        found = await count(seen, range(60))
-        return found in left if isinstance(left, range) else found == left
+        return await count(two_managers[1 - at], range(60)) in left
 
     await eventually(holds)
 
 
-@CHANGES
-async def test_a_changed_setting_does_not_wait_for_the_period(alone: Node, change: Change, left: int | range) -> None:
-    await prepare(alone, 1000, 0.9)
-    await written(alone, range(60))
-    await changed_soon(alone, alone, change, left)
-
-
-@CHANGES
-@pytest.mark.parametrize("at", [0, 1])
-async def test_a_setting_changed_at_any_manager_does_not_wait_for_the_period(
-    two_managers: list[Node], at: int, change: Change, left: int | range
-) -> None:
-    await prepare(two_managers[0], 1000, 0.9)
-    await written(two_managers[0], range(60))
-    await changed_soon(two_managers[at], two_managers[1 - at], change, left)
-
-
 async def test_blocks_leave_at_their_age_whatever_the_period(alone: Node) -> None:
     await prepare(alone, 1000, 0.9)
-    await give_an_age(alone)
+    await update(alone, group(1000, 0.9, version=2, name="fifo", ttl_seconds=1))
     await written(alone, range(10))
 
     async def gone() -> bool:
         return await count(alone, range(10)) == 0
 
     await eventually(gone)
-
-
-BLOCK_BYTES = 100
 
 
 class Limited:
@@ -485,7 +439,7 @@ async def remove(on: Node, key: int) -> None:
 
 
 async def uses(on: Node, blocks: int) -> bool:
-    return await gauge(on, "cache_manager_instance.byte_size") == blocks * BLOCK_BYTES
+    return await gauge(on, "cache_manager_instance.byte_size") == blocks * BLOCK
 
 
 async def leads(limited: Limited, manager: Node) -> bool:

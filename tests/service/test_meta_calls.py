@@ -6,11 +6,10 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import parse_qs, parse_qsl, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from test_transport_drivers import eventually
 from test_transport_sites import Site, instance_fields, mask, masked, specs, unique
 
 from kvcm.protocol import meta_service_pb2 as meta
@@ -51,20 +50,9 @@ def test_a_prefix_match_ends_at_the_first_miss(site: Site, instance: str, keys: 
     assert _length(site, instance, keys, PREFIX) == len(found)
 
 
-def test_a_block_being_written_is_a_miss_for_readers_invariant_1(site: Site, instance: str) -> None:
-    assert _keys(site.match(instance, [5, 6, 7, 8])) == [5, 6]
-
-
-MASKS: list[tuple[dict[str, Any], list[int]]] = [
-    (mask(0), [1, 2, 3]),
-    (mask(1), [2, 3]),
-    (mask(-1), []),
-    ({}, [1, 2, 3]),
-    (mask(flags=[False, True]), [1, 3]),
-]
-
-
-@pytest.mark.parametrize(("block_mask", "found"), MASKS)
+@pytest.mark.parametrize(
+    ("block_mask", "found"), [(mask(1), [2, 3]), (mask(-1), []), ({}, [1, 2, 3]), (mask(flags=[False, True]), [1, 3])]
+)
 def test_masked_keys_of_a_prefix_match_have_no_entry(
     site: Site, instance: str, block_mask: dict[str, Any], found: list[int]
 ) -> None:
@@ -146,19 +134,16 @@ def test_a_mamba_match_ends_at_the_last_block_with_the_state(site: Site, *, by_k
     assert len(site.match(found, [1, 9, 4], MAMBA)) == 0
 
 
-def test_without_linear_attention_a_mamba_match_is_a_prefix_match(site: Site, instance: str) -> None:
-    assert _keys(site.match(instance, [1, 2, 4], MAMBA)) == [1, 2]
-
-
 # ── Tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-VECTORS = [
-    (list(range(1, 10)), [455111481605203084, 6902853672176602142]),
-    ([-5, 2**62, -(2**63), 2**63 - 1], [5066827860753437846]),
-]
 
-
-@pytest.mark.parametrize(("tokens", "keys"), VECTORS)
+@pytest.mark.parametrize(
+    ("tokens", "keys"),
+    [
+        (list(range(1, 10)), [455111481605203084, 6902853672176602142]),
+        ([-5, 2**62, -(2**63), 2**63 - 1], [5066827860753437846]),
+    ],
+)
 def test_tokens_mean_the_keys_of_the_specification_in_every_call(
     site: Site, tokens: list[int], keys: list[int]
 ) -> None:
@@ -187,12 +172,6 @@ def test_fewer_tokens_than_one_block_are_an_empty_success(site: Site) -> None:
     assert (len(started.locations), bool(started.write_session_id)) == (0, True)
     site.finish(found["instance_id"], started)
     assert site.api.refused("GetCacheLocation", query_type=WINDOW, sw_size=1, **found).code == "INVALID_ARGUMENT"
-
-
-K_V = {
-    "location_spec_infos": [{"name": "k", "size": 8}, {"name": "v", "size": 8}],
-    "location_spec_groups": [{"name": "only k", "spec_names": ["k"]}, {"name": "only v", "spec_names": ["v"]}],
-}
 
 
 @pytest.mark.parametrize(
@@ -226,14 +205,7 @@ def test_locations_come_in_request_order_with_a_name_of_their_own(site: Site) ->
     assert [parse_qs(urlsplit(specs(entry)["kv"]).query) for entry in started.locations] == [{"size": ["64"]}] * 3
 
 
-@pytest.mark.parametrize(
-    ("success", "served"),
-    [
-        (mask(0), []),
-        (mask(2), [1, 2]),
-        (mask(flags=[True, False, True]), [1, 3]),
-    ],
-)
+@pytest.mark.parametrize(("success", "served"), [(mask(0), []), (mask(flags=[True, False, True]), [1, 3])])
 def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
     site: Site, success: dict[str, Any], served: list[int]
 ) -> None:
@@ -242,40 +214,12 @@ def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
     assert site.hits(instance, [1, 2, 3]) == served
     expected = ["CLS_SERVING" if key in served else "CLS_NOT_FOUND" for key in (1, 2, 3)]
     assert site.statuses(instance, [1, 2, 3]) == expected
-    assert len(site.start(instance, [1, 2, 3]).locations) == 3 - len(served)
 
 
 # ── Parts of a block ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_missing_part_is_added_later_and_both_parts_come_in_one_answer(site: Site) -> None:
-    instance = site.instance(**K_V)
-    (k,) = site.write(instance, [1], location_spec_group_names=["only k"])
-    assert set(k) == {"k"}
-    assert masked(site.start(instance, [1], location_spec_group_names=["only k"])) == 1
-    started = site.start(instance, [1])
-    assert masked(started) == 0
-    (v,) = [specs(entry) for entry in started.locations]
-    assert (set(v), [entry.spec_size for entry in started.locations]) == ({"v"}, [1])
-    assert site.match(instance, [1]) == [k]
-    site.finish(instance, started)
-    for mode in ("QT_PREFIX_MATCH", "QT_BATCH_GET", "QT_REVERSE_ROLL_SW_MATCH"):
-        assert site.match(instance, [1], mode, sw_size=1) == [{**k, **v}]
-    assert masked(site.start(instance, [1])) == 1
-
-
 # ── Replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_min_replica_count_gives_addresses_until_there_are_so_many(site: Site) -> None:
-    instance = site.instance()
-    (first,) = site.write(instance, [1])
-    for count in (-1, 0, 1):
-        assert masked(site.start(instance, [1], min_replica_count=count)) == 1
-    (second,) = site.write(instance, [1], min_replica_count=2)
-    assert first != second
-    assert masked(site.start(instance, [1], min_replica_count=2)) == 1
-    assert len(site.start(instance, [1], min_replica_count=3).locations) == 1
 
 
 def test_get_cache_meta_lists_every_location_of_a_block(site: Site) -> None:
@@ -297,80 +241,22 @@ def test_get_cache_meta_lists_every_location_of_a_block(site: Site) -> None:
 # ── Chains ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _chain(site: Site, instance: str, keys: list[int]) -> list[tuple[str | None, int]]:
-    return [(found["parent"], found["depth"]) for found in site.metas(instance, keys, detail_level=1)]
-
-
-def test_the_keys_of_a_request_are_a_chain_that_parent_block_key_continues(site: Site) -> None:
-    instance = site.instance()
-    site.write(instance, [10, 20])
-    site.write(instance, [30, 40], parent_block_key=20)
-    assert _chain(site, instance, [10, 20, 30, 40]) == [(None, 0), ("10", 1), ("20", 2), ("30", 3)]
-
-
 def test_a_parent_key_of_0_is_a_parent(site: Site) -> None:
     instance = site.instance()
     site.write(instance, [0])
     site.write(instance, [-1], parent_block_key=0)
-    assert _chain(site, instance, [0, -1]) == [(None, 0), ("0", 1)]
+    metas = site.metas(instance, [0, -1], detail_level=1)
+    assert [(found["parent"], found["depth"]) for found in metas] == [(None, 0), ("0", 1)]
 
 
-def _finish(site: Site, instance: str, started: Any, success: dict[str, Any]) -> str:
-    fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": success}
-    status = site.api.call("FinishWriteCache", **fields).header.status
-    return str(status.message) if status.code != 1 else "OK"
-
-
-def _renew(site: Site, instance: str, started: Any, seconds: int, granted: int) -> None:
-    """Renew a session, which is open for so many seconds from the moment of the call."""
-    fields = {"instance_id": instance, "write_session_id": started.write_session_id}
-    begin = time.time()
-    answer = site.api.ok("LeaseService.RenewWriteSession", write_timeout_seconds=seconds, **fields)
-    assert begin - 0.01 <= answer.write_session_deadline_ms / 1000 - granted <= time.time() + 0.01
-
-
-def test_a_session_can_be_finished_once_invariant_3(site: Site) -> None:
-    instance = site.instance()
-    started = site.start(instance, [1])
-    site.finish(instance, started)
-    assert "write_session_id was finished before" in _finish(site, instance, started, mask(0))
-    assert _finish(site, instance, started, mask(1)) == "OK"  # the same once more is answered as before
-    assert site.hits(instance, [1]) == [1]
-
-
-def test_a_session_expires_at_its_deadline_and_its_blocks_can_be_written_again(site: Site) -> None:
-    instance = site.instance()
-    begin = time.monotonic()
-    started = site.start(instance, [1, 2], write_timeout_seconds=2)
-    assert masked(site.start(instance, [1, 2])) == 2
-    eventually(lambda: site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND"] * 2)
-    assert time.monotonic() - begin >= 2.0 - 0.01
-    assert "expired" in _finish(site, instance, started, mask(2))
-    assert site.hits(instance, [1, 2]) == []
-    assert len(site.write(instance, [1, 2])) == 2
-    assert site.hits(instance, [1, 2]) == [1, 2]
-
-
-def test_a_renewed_session_outlives_its_first_deadline(site: Site) -> None:
-    instance = site.instance()
-    renewed = site.start(instance, [1], write_timeout_seconds=2)
-    site.start(instance, [2], write_timeout_seconds=2)
-    _renew(site, instance, renewed, 60, 60)
-    eventually(lambda: site.statuses(instance, [2]) == ["CLS_NOT_FOUND"])
-    assert site.statuses(instance, [1]) == ["CLS_WRITING"]
-    site.finish(instance, renewed)
-    assert site.hits(instance, [1]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("asked", "granted"),
-    [(0, 30), (7, 7), (2**31 - 1, 3600)],
-)
+@pytest.mark.parametrize(("asked", "granted"), [(0, 30), (7, 7), (2**31 - 1, 3600)])
 def test_a_timeout_is_30_s_by_default_and_one_hour_at_most(site: Site, asked: int, granted: int) -> None:
     instance = site.instance()
     started = site.start(instance, [1], write_timeout_seconds=asked)
-    _renew(site, instance, started, asked, granted)
-    assert _finish(site, instance, started, mask(1)) == "OK"
+    fields = {"instance_id": instance, "write_session_id": started.write_session_id}
+    begin = time.time()
+    answer = site.api.ok("LeaseService.RenewWriteSession", write_timeout_seconds=asked, **fields)
+    assert begin - 0.01 <= answer.write_session_deadline_ms / 1000 - granted <= time.time() + 0.01
 
 
 def test_locations_in_a_finish_are_ignored(site: Site) -> None:
@@ -387,10 +273,7 @@ BOTH = pytest.mark.parametrize("plane", ["", "AdminService."], ids=["meta", "adm
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("block_mask", "left"),
-    [({}, []), (mask(1), [1]), (mask(-1), [1, 2, 3]), (mask(flags=[False, True]), [2]), (mask(9), [1, 2, 3])],
-)
+@pytest.mark.parametrize(("block_mask", "left"), [({}, []), (mask(1), [1]), (mask(flags=[False, True]), [2])])
 def test_remove_cache_removes_the_unmasked_keys_at_once(
     site: Site, plane: str, block_mask: dict[str, Any], left: list[int]
 ) -> None:
@@ -398,27 +281,6 @@ def test_remove_cache_removes_the_unmasked_keys_at_once(
     site.write(instance, [1, 2, 3])
     site.api.ok(f"{plane}RemoveCache", instance_id=instance, block_keys=[1, 2, 3], block_mask=block_mask)
     assert site.hits(instance, [1, 2, 3]) == left
-    expected = ["CLS_SERVING" if key in left else "CLS_NOT_FOUND" for key in (1, 2, 3)]
-    assert site.statuses(instance, [1, 2, 3]) == expected
-
-
-@BOTH
-def test_removing_unknown_keys_and_removing_twice_is_fine(site: Site, plane: str) -> None:
-    instance = site.instance()
-    site.write(instance, [1])
-    for _ in range(2):
-        site.api.ok(f"{plane}RemoveCache", instance_id=instance, block_keys=[1, 404])
-    assert site.hits(instance, [1]) == []
-
-
-def test_finishing_a_write_does_not_bring_removed_blocks_back(site: Site) -> None:
-    instance = site.instance()
-    started = site.start(instance, [1, 2])
-    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
-    finished = site.finish(instance, started, mask(2))
-    assert "1 blocks were removed" in finished.header.status.message
-    assert site.hits(instance, [1, 2]) == [2]
-    assert site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND", "CLS_SERVING"]
 
 
 # ── TrimCache ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -435,26 +297,6 @@ def test_trim_removes_every_block_of_the_instance_and_of_no_other(site: Site, st
     assert site.hits(instance, keys) == []
     assert site.hits(other, [1]) == [1]
     site.api.ok("TrimCache", instance_id=instance, strategy=strategy)
-
-
-def test_trim_by_timestamp_removes_what_was_written_from_begin_until_before_end(site: Site) -> None:
-    instance, earliest = site.instance(), int(time.time())
-    site.write(instance, [1])
-    written = int(site.metas(instance, [1], detail_level=1)[0]["locations"][0]["written_at"])
-    for begin, end in ((0, written), (written + 1, 2**31 - 1)):
-        site.api.ok(
-            "TrimCache", instance_id=instance, strategy="TS_TIMESTAMP", begin_timestamp=begin, end_timestamp=end
-        )
-        assert site.hits(instance, [1]) == [1]
-    assert earliest <= written <= time.time()
-    site.api.ok(
-        "TrimCache",
-        instance_id=instance,
-        strategy="TS_TIMESTAMP",
-        begin_timestamp=written,
-        end_timestamp=written + 1,
-    )
-    assert site.hits(instance, [1]) == []
 
 
 # ── GetCacheMeta ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -488,24 +330,6 @@ def test_get_cache_meta_has_no_entry_for_a_masked_key(
     assert (len(answer.locations), len(answer.metas)) == (count, count)
 
 
-class Uri(NamedTuple):
-    """The parts of a location uri that tests look at."""
-
-    text: str
-
-    @property
-    def path(self) -> str:
-        return urlsplit(self.text).path
-
-    @property
-    def params(self) -> list[tuple[str, str]]:
-        return parse_qsl(urlsplit(self.text).query)
-
-    @property
-    def blkid(self) -> int:
-        return int(dict(self.params)["blkid"])
-
-
 def test_the_uri_names_kind_storage_cluster_instance_spec_and_key(site: Site) -> None:
     storage = site.storage(dummy={"root_path": "/root/", "key_count_per_file": 1})
     instance = unique("a b")
@@ -513,11 +337,11 @@ def test_the_uri_names_kind_storage_cluster_instance_spec_and_key(site: Site) ->
     fields = {"instance_id": instance, "instance_group": group, "model_deployment": {"model_name": "m", "dtype": "d"}}
     site.api.ok("RegisterInstance", location_spec_infos=[{"name": "k/v", "size": 2**40}], **fields)
     (uris,) = site.write(instance, [255])
-    uri = Uri(uris["k/v"])
-    assert uri.text.startswith(f"dummy://{storage}/root/")
+    assert uris["k/v"].startswith(f"dummy://{storage}/root/")
+    uri = urlsplit(uris["k/v"])
     cluster, encoded, spec, name = uri.path.removeprefix("/root/").split("/")
     assert (bool(cluster), encoded, spec, name.partition(".")[0]) == (True, instance.replace(" ", "%20"), "k%2Fv", "ff")
-    assert uri.params == [("size", str(2**40))]
+    assert parse_qs(uri.query) == {"size": [str(2**40)]}
 
 
 GROUPS = [
@@ -536,64 +360,16 @@ def _registration(site: Site, **changes: Any) -> dict[str, Any]:
 def test_the_same_registration_again_is_ok_and_answers_the_same_storages(site: Site) -> None:
     registration = _registration(site)
     first = site.api.ok("RegisterInstance", **registration)
-    assert site.api.ok("RegisterInstance", **registration).storage_configs == first.storage_configs
-
-
-def test_order_of_spec_groups_and_of_their_names_does_not_matter(site: Site) -> None:
-    registration = _registration(site)
-    site.api.ok("RegisterInstance", **registration)
-    sorted_groups = [{"name": "all", "spec_names": ["k", "s", "v"]}, {"name": "full", "spec_names": ["k", "v"]}]
-    site.api.ok("RegisterInstance", **{**registration, "location_spec_groups": sorted_groups})
-    site.api.ok("AdminService.RegisterInstance", **{**registration, "location_spec_groups": GROUPS[::-1]})
-
-
-def test_user_data_is_no_part_of_the_identity(site: Site) -> None:
-    registration = _registration(site)
-    site.api.ok("RegisterInstance", **registration)
-    site.api.ok("RegisterInstance", **{**registration, "model_deployment": {**MODEL, "user_data": "other"}})
-    info = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info
-    assert info.model_deployment.user_data == "u"
-
-
-DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "block size": ({"block_size": 8}, "block_size"),
-    "order of specs": ({"location_spec_infos": SPECS[::-1]}, "location_spec_infos"),
-    "size of a spec": ({"location_spec_infos": [{**SPECS[0], "size": 9}, *SPECS[1:]]}, "location_spec_infos"),
-    "kind of a spec": ({"location_spec_infos": [{**SPECS[0], "kind": 2}, *SPECS[1:]]}, "location_spec_infos"),
-    "spec groups": ({"location_spec_groups": GROUPS[:1]}, "location_spec_groups"),
-    "extra": ({"model_deployment": {**MODEL, "extra": ""}}, "model_deployment"),
-    "tensor parallelism": ({"model_deployment": {**MODEL, "tp_size": 4}}, "model_deployment"),
-    "LoRA": ({"model_deployment": {**MODEL, "lora_name": "l"}}, "model_deployment"),
-}
-
-
-@pytest.mark.parametrize("rpc", ["RegisterInstance", "AdminService.RegisterInstance"])
-@pytest.mark.parametrize("rule", DIFFERENCES)
-def test_another_layout_under_a_taken_id_is_a_duplicate_and_changes_nothing(site: Site, rpc: str, rule: str) -> None:
-    registration = _registration(site)
-    site.api.ok("RegisterInstance", **registration)
-    before = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info
-    changes, field = DIFFERENCES[rule]
-    code, message = site.api.refused(rpc, **{**registration, **changes})
-    assert code == "DUPLICATE_ENTITY"
-    assert field in message
-    assert registration["instance_id"] in message
-    assert site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info == before
-
-
-def test_a_registration_again_under_another_group_is_refused(site: Site) -> None:
-    registration = _registration(site)
-    site.api.ok("RegisterInstance", **registration)
-    for group in (site.group(), "nowhere"):
-        code, message = site.api.refused("RegisterInstance", **{**registration, "instance_group": group})
-        assert (code, "instance_group" in message) == ("DUPLICATE_ENTITY", True)
+    again = registration | {"location_spec_groups": GROUPS[::-1], "model_deployment": {**MODEL, "user_data": "other"}}
+    assert site.api.ok("RegisterInstance", **again).storage_configs == first.storage_configs
 
 
 def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
     registration = _registration(site)
     site.api.ok("RegisterInstance", **registration)
-    for rpc in ("GetInstanceInfo", "AdminService.GetInstanceInfo"):
-        info = site.api.ok(rpc, instance_id=registration["instance_id"]).instance_info
+    answer = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"])
+    by_admin = site.api.ok("AdminService.GetInstanceInfo", instance_id=registration["instance_id"])
+    for info in (answer.instance_info, by_admin.instance_info):
         assert info.instance_id == registration["instance_id"]
         assert info.instance_group_name == registration["instance_group"]
         assert info.quota_group_name == "quota"
@@ -603,17 +379,7 @@ def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
         assert groups == [("all", ["k", "s", "v"]), ("full", ["k", "v"])]
         deployment = info.model_deployment
         assert (deployment.model_name, deployment.tp_size, deployment.extra) == ("m", 2, "e")
-    answer = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"])
     assert answer.instance_group == registration["instance_group"]
-    assert answer.header.status.message == ""
-
-
-def test_a_refused_registration_is_not_stored_and_carries_no_storages(site: Site) -> None:
-    registration = _registration(site, location_spec_infos=[{"name": "k", "size": -1}])
-    answer = site.api.call("RegisterInstance", **registration)
-    assert answer.storage_configs == ""
-    code, _ = site.api.refused("GetInstanceInfo", instance_id=registration["instance_id"])
-    assert code == "INSTANCE_NOT_EXIST"
 
 
 def test_storage_configs_lists_existing_candidates_by_name_with_their_availability(site: Site, tmp_path: Path) -> None:
@@ -623,18 +389,9 @@ def test_storage_configs_lists_existing_candidates_by_name_with_their_availabili
     group = site.group(second, "missing", first)
     site.api.ok("AdminService.DisableStorage", storage_unique_name=sooner)
     answer = site.api.ok("RegisterInstance", **instance_fields(unique("instance"), group))
-    configs = json.loads(answer.storage_configs)
-    assert [config["global_unique_name"] for config in configs] == [first, second]
-    by_name = {config["global_unique_name"]: config for config in configs}
-    assert by_name[sooner]["is_available"] is False
-    assert by_name[later] == {
-        "type": "file",
-        "is_available": True,
-        "global_unique_name": later,
-        "storage_spec": {"root_path": f"{tmp_path}/", "key_count_per_file": 8},
-    }
-    assert list(by_name[later]) == ["type", "is_available", "global_unique_name", "storage_spec"]
-    assert " " not in answer.storage_configs.replace(str(tmp_path), "")
+    assert [
+        (config["global_unique_name"], config["is_available"]) for config in json.loads(answer.storage_configs)
+    ] == [(name, name == later) for name in (first, second)]
 
 
 def test_storage_configs_is_an_empty_list_when_no_candidate_exists(site: Site) -> None:
@@ -660,15 +417,6 @@ def test_any_printable_name_of_256_bytes_is_an_instance_whose_files_stay_in_its_
         assert site.match(instance, [-1]) == [uris]
     finally:
         site.api.ok("AdminService.RemoveInstance", instance_id=instance)
-
-
-def test_max_instance_count_of_the_group_is_a_limit(site: Site) -> None:
-    group = site.group(max_instance_count=1)
-    site.instance(group)
-    code, message = site.api.refused("RegisterInstance", **instance_fields(unique("instance"), group))
-    assert code == "REACH_MAX_ENTITY_CAPACITY"
-    assert "max_instance_count" in message
-    assert group in message
 
 
 def test_a_removed_instance_is_unknown_and_its_id_starts_empty_with_any_layout(site: Site) -> None:

@@ -128,9 +128,8 @@ def test_what_is_proposed_is_applied_and_nothing_else(
     assert after["version"] == before["version"] + 1
     after["quota"]["capacity"] = before["quota"]["capacity"]
     after["version"] = before["version"]
-    after["cache_config"]["reclaim_strategy"]["policy"] = before["cache_config"]["reclaim_strategy"].get("policy")
-    if after["cache_config"]["reclaim_strategy"]["policy"] is None:
-        del after["cache_config"]["reclaim_strategy"]["policy"]
+    for each in (before, after):
+        each["cache_config"]["reclaim_strategy"].pop("policy", None)
     assert after == before
 
 
@@ -161,13 +160,6 @@ def test_only_an_administrator_may(tenants: Tenants, tmp_path: Path) -> None:
     assert "asks for a key" in commands.refused("optimize", "--from", url, exit_code=3)
     for who in ("viewer", "operator"):
         refusal = commands.refused("optimize", "--from", url, exit_code=3, KVCM_KEY=tenants.keys[who])
-        assert "administrators" in refusal
+        assert ("administrators" in refusal, tenants.keys[who] in refusal) == (True, False)
     refusal = commands.refused("optimize", "--from", url, KVCM_KEY=tenants.server.admin_key)
     assert "recent_keys" in refusal
-
-
-def test_an_api_key_is_not_shown(tenants: Tenants) -> None:
-    done = Commands(tenants.server.process).run(
-        "optimize", "--from", url_of(tenants.server.process), KVCM_KEY=tenants.keys["viewer"]
-    )
-    assert tenants.keys["viewer"] not in done.stdout + done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,57 +228,46 @@ async def test_without_an_administrator_a_key_is_made_and_taken_over_at_the_next
     assert len(start.registry.keys.all()) == 1
 
 
-async def _viewer(registry: Registry) -> None:
-    await registry.keys.create(NewKey("v", Role.ROLE_VIEWER))
+_VIEWER = NewKey("v", Role.ROLE_VIEWER)
+_ADMIN_OF_A_GROUP = NewKey("g", Role.ROLE_ADMIN, ("a",))
+_ADMIN_WITH_AN_END = NewKey("t", Role.ROLE_ADMIN, ttl_seconds=3600)
+_ADMIN_OF_A_CERTIFICATE = NewKey("c", Role.ROLE_ADMIN, certificate_name="spiffe://a")
 
 
-async def _admin_of_a_group(registry: Registry) -> None:
-    await registry.keys.create(NewKey("g", Role.ROLE_ADMIN, ("a",)))
-
-
-async def _admin_with_an_end(registry: Registry) -> None:
-    await registry.keys.create(NewKey("t", Role.ROLE_ADMIN, ttl_seconds=3600))
-
-
-async def _admin_of_a_certificate(registry: Registry) -> None:
-    await registry.keys.create(NewKey("c", Role.ROLE_ADMIN, certificate_name="spiffe://a"))
-
-
-async def _login_of_an_admin(registry: Registry) -> None:
+async def _prepare(registry: Registry, other: NewKey | None) -> None:
+    """Make another key, or without one a login of an administrator's account."""
+    if other is not None:
+        await registry.keys.create(other)
+        return
     await registry.accounts.add("eve", "password", AccountRole.ROLE_ADMIN)
     await registry.keys.log_in("eve", Role.ROLE_ADMIN, 3600)
 
 
-_Maker = Callable[[Registry], Awaitable[None]]
-
-
-@pytest.mark.parametrize(
-    "other", [_viewer, _admin_of_a_group, _admin_with_an_end, _admin_of_a_certificate, _login_of_an_admin]
-)
-async def test_who_cannot_administer_for_ever_is_no_reason_to_make_no_key(start: Start, other: _Maker) -> None:
-    await other(start.registry)
+@pytest.mark.parametrize("other", [_VIEWER, _ADMIN_OF_A_GROUP, _ADMIN_WITH_AN_END, _ADMIN_OF_A_CERTIFICATE, None])
+async def test_a_key_is_made_unless_another_administers_for_ever(start: Start, other: NewKey | None) -> None:
+    await _prepare(start.registry, other)
     assert await start.run() == ["admin_key_made"]
     assert start.is_let_in(start.shown())
 
 
-async def test_who_can_administer_for_ever_is(start: Start) -> None:
-    await start.registry.keys.create(NewKey("a", Role.ROLE_ADMIN))
-    assert await start.run() == []
+@pytest.mark.parametrize(
+    ("other", "settings"),
+    [(NewKey("a", Role.ROLE_ADMIN), {}), (_ADMIN_OF_A_CERTIFICATE, {"tls_client_ca_file": "/ca.pem"})],
+)
+async def test_no_key_is_made_beside_one_that_administers_for_ever(
+    start: Start, other: NewKey, settings: dict[str, str]
+) -> None:
+    await start.registry.keys.create(other)
+    assert await start.run(**settings) == []
     assert not start.file.exists()
 
 
-async def test_the_key_of_a_certificate_is_enough_where_certificates_are_asked_for(start: Start) -> None:
-    await _admin_of_a_certificate(start.registry)
-    assert await start.run(tls_client_ca_file="/ca.pem") == []
-    assert not start.file.exists()
-
-
-@pytest.mark.parametrize("other", [_viewer, _admin_of_a_group, _admin_of_a_certificate, _login_of_an_admin])
-async def test_without_a_place_for_a_key_somebody_must_be_able_to_administer(start: Start, other: _Maker) -> None:
-    await other(start.registry)
+@pytest.mark.parametrize("other", [_VIEWER, _ADMIN_OF_A_GROUP, _ADMIN_OF_A_CERTIFICATE, None])
+async def test_without_a_place_for_a_key_there_must_be_an_administrator(start: Start, other: NewKey | None) -> None:
+    await _prepare(start.registry, other)
     with pytest.raises(ConfigError, match="admin_key_file"):
         await start.run(data_dir="")
-    await _admin_with_an_end(start.registry)
+    await start.registry.keys.create(_ADMIN_WITH_AN_END)
     assert await start.run(data_dir="") == []
 
 
@@ -289,7 +278,7 @@ async def test_a_key_that_was_rotated_or_revoked_does_not_come_back(start: Start
     if is_rotated:
         await start.registry.keys.rotate(old.id, 0, 0)
     else:
-        await _admin_with_an_end(start.registry)
+        await start.registry.keys.create(_ADMIN_WITH_AN_END)
         await start.registry.keys.revoke(old.id)
     for _ in range(2):
         assert await start.run() == ["admin_key_ended"]
@@ -366,14 +355,6 @@ def test_a_file_without_a_key_is_an_error_that_does_not_show_it(tmp_path: Path, 
     assert len(text) < 3 or text not in ended.stderr
 
 
-def test_without_an_administrator_and_a_place_for_a_key_it_does_not_start(tmp_path: Path) -> None:
-    ports = [f"kvcm.service.{name}=0" for name in ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")]
-    options = [part for setting in ports for part in ("-e", setting)]
-    ended = run_kvcm(tmp_path, "serve", *_REQUIRED, *options)
-    assert ended.returncode == 1
-    assert "kvcm.auth.admin_key_file" in ended.stderr
-
-
 def test_keys_made_while_nobody_was_asked_count_when_everybody_is(tmp_path: Path) -> None:
     with manager(tmp_path) as process, process.api() as api:
         made = api.ok("AccessService.CreateKey", name="prepared", role="ROLE_ADMIN").secret
@@ -382,19 +363,6 @@ def test_keys_made_while_nobody_was_asked_count_when_everybody_is(tmp_path: Path
         answer = api.ok("AccessService.WhoAmI")
         assert (answer.is_required, answer.key.name) == (True, "prepared")
         assert not (process.data_dir / "admin.key").exists()
-
-
-def test_an_administrator_s_key_that_was_revoked_does_not_come_back(tmp_path: Path) -> None:
-    with secured(tmp_path) as server:
-        made = server.key("successor", "ROLE_ADMIN")
-        with server.api(key=made) as api:
-            api.ok("AccessService.RevokeKey", key_id=server.admin_key.split("_")[1])
-    with secured(tmp_path) as server:
-        assert server.process.events("admin_key_ended")
-        with server.api(key=made) as api:
-            assert api.ok("AccessService.WhoAmI").key.name == "successor"
-        with server.api() as api:
-            assert api.attempt("AccessService.WhoAmI").status == 401
 
 
 def test_what_it_risks_is_said_at_start(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site
 
-__all__ = ["GOOD", "MIB", "REFUSED", "pool_spec"]
-
 MIB = 1 << 20
 
 

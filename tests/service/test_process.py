@@ -19,11 +19,12 @@ import grpc
 import grpc.aio
 import pytest
 from fake_clock import FakeClock
+from ports import free_port
 from probe_clients import ask
 from rest_client import RestClient
 from test_start_and_stop import _refusal as refusal_of
 from test_transport_drivers import Api, post
-from test_transport_process import ManagerProcess, free_port, manager
+from test_transport_process import ManagerProcess, manager
 
 from kvcm import components as rooms_module
 from kvcm.app import Manager
@@ -123,6 +124,14 @@ async def write_and_drop(engines: MetaServiceStub) -> None:
     assert (await engines.FinishWriteCache(finish)).header.status.code == meta.OK
 
 
+NEEDS_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+
+
+def _printed(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 _FAULTS = """
 import resource
 from kvcm.app import configure_allocator
@@ -140,11 +149,10 @@ print(before, faults())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@NEEDS_GLIBC
 @pytest.mark.ci
 def test_large_pieces_are_taken_again_without_page_faults() -> None:
-    run = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, timeout=60, check=True)
-    before, after = map(int, run.stdout.split())
+    before, after = map(int, _printed(_FAULTS).split())
     assert after < before / 10, (before, after)
 
 
@@ -171,11 +179,11 @@ barrier.wait()
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@NEEDS_GLIBC
 @pytest.mark.ci
 def test_threads_share_a_few_arenas() -> None:
-    run = subprocess.run([sys.executable, "-c", _ARENAS], capture_output=True, text=True, timeout=60, check=True)
-    assert 1 < run.stdout.count("<heap ") <= 4, run.stdout
+    printed = _printed(_ARENAS)
+    assert 1 < printed.count("<heap ") <= 4, printed
 
 
 _CYCLES = """
@@ -197,8 +205,8 @@ print(most)
 
 @pytest.mark.ci
 def test_cycles_of_requests_do_not_pile_up() -> None:
-    run = subprocess.run([sys.executable, "-c", _CYCLES], capture_output=True, text=True, timeout=60, check=True)
-    assert 1000 < int(run.stdout) <= 20_001, run.stdout
+    printed = _printed(_CYCLES)
+    assert 1000 < int(printed) <= 20_001, printed
 
 
 _TRIMMED = """
@@ -220,11 +228,10 @@ print(before, resident() - start)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@NEEDS_GLIBC
 @pytest.mark.ci
 def test_what_is_free_between_pieces_that_stay_is_given_back() -> None:
-    run = subprocess.run([sys.executable, "-c", _TRIMMED], capture_output=True, text=True, timeout=60, check=True)
-    before, after = map(int, run.stdout.split())
+    before, after = map(int, _printed(_TRIMMED).split())
     assert before > 170 > 80 > after, (before, after)
 
 

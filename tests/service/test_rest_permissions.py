@@ -63,19 +63,14 @@ def _storage(method: str, suffix: str = "", body: Any = None) -> Callable[[Site,
     return lambda site, _tenants: (method, f"/v1/storages/{component(site.storage())}{suffix}", body)
 
 
-def _put_storage(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
-    path = f"/v1/storages/{component(site.storage())}"
-    return "PUT", path, _document(site, tenants, path)
+def _put(kind: str, make: Callable[[Site, Tenants], str]) -> Callable[[Site, Tenants], tuple[str, str, Any]]:
+    """Return what puts a resource back as it is."""
 
+    def prepare(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+        path = f"/v1/{kind}/{component(make(site, tenants))}"
+        return "PUT", path, _document(site, tenants, path)
 
-def _put_group(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
-    path = f"/v1/groups/{component(site.group())}"
-    return "PUT", path, _document(site, tenants, path)
-
-
-def _put_instance(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
-    path = f"/v1/instances/{component(tenants.instances['a'])}"
-    return "PUT", path, _document(site, tenants, path)
+    return prepare
 
 
 def _account(site: Site) -> str:
@@ -120,7 +115,7 @@ DEEDS = {
     "listStorages": _get("/v1/storages"),
     "getStorage": Deed(_VIEWERS, _storage("GET")),
     "getStorageStatus": Deed(_VIEWERS, _storage("GET", "/status")),
-    "putStorage": Deed(_ADMINS, _put_storage),
+    "putStorage": Deed(_ADMINS, _put("storages", lambda site, _: site.storage())),
     "patchStorage": Deed(_ADMINS, _storage("PATCH", body={"capacity_bytes": 1 << 40})),
     "deleteStorage": Deed(_ADMINS, _storage("DELETE")),
     "drainStorage": Deed(_OPERATORS, _storage("POST", "/drain")),
@@ -128,14 +123,16 @@ DEEDS = {
     "listGroups": _get("/v1/groups"),
     "getGroup": _on_a("groups", "/v1/groups/{}", _VIEWERS),
     "getGroupCurve": Deed(_VIEWERS, _curve),
-    "putGroup": Deed(_ADMINS, _put_group),
+    "putGroup": Deed(_ADMINS, _put("groups", lambda site, _: site.group())),
     "patchGroup": Deed(
         _ADMINS, lambda site, _: ("PATCH", f"/v1/groups/{component(site.group())}", {"user_data": "mine"})
     ),
     "deleteGroup": Deed(_ADMINS, lambda site, _: ("DELETE", f"/v1/groups/{component(site.group())}", None)),
     "listInstances": _get("/v1/instances"),
     "getInstance": _on_a("instances", "/v1/instances/{}", _VIEWERS | {"match", "write", "engine", "everywhere"}),
-    "putInstance": Deed({"admin", "write", "engine", "everywhere"}, _put_instance),
+    "putInstance": Deed(
+        {"admin", "write", "engine", "everywhere"}, _put("instances", lambda _, tenants: tenants.instances["a"])
+    ),
     "deleteInstance": Deed(_ADMINS, lambda site, _: ("DELETE", f"/v1/instances/{component(site.instance())}", None)),
     "listAccounts": _get("/v1/accounts", _OPERATORS),
     "getAccount": Deed(_OPERATORS, lambda site, _: ("GET", _account(site), None)),

@@ -57,18 +57,6 @@ def test_a_group_of_which_little_is_said_evicts(rest: RestClient) -> None:
     assert (shown["total"]["capacity_bytes"], shown["total"]["high_mark_bytes"]) == (1000, 800)
 
 
-def test_what_the_calls_stored_is_shown_with_numbers_and_names_of_enums(rest: RestClient, calls: Api) -> None:
-    name = unique("group")
-    spec = group_spec(name, "nfs_01", capacity=2**53 + 1, types={"ST_NFS": 7}, ratio=0.5, delay_ms=9)
-    calls.ok("AdminService.CreateInstanceGroup", instance_group=spec)
-    shown = rest.get(_path(name)).body
-    assert shown["quota"] == {"capacity": 2**53 + 1, "quota_config": [{"storage_type": "ST_NFS", "capacity": 7}]}
-    strategy = shown["cache_config"]["reclaim_strategy"]
-    assert (strategy["reclaim_policy"], strategy["delay_before_delete_ms"]) == ("POLICY_LRU", 9)
-    assert strategy["trigger_strategy"] == {"used_size": 0, "used_percentage": 0.5}
-    assert shown in rest.items("/v1/groups")
-
-
 def test_what_is_read_can_be_put_back_as_it_is(rest: RestClient, calls: Api) -> None:
     name = unique("group")
     trigger = {"used_percentage": 0.5, "hysteresis": 0.0}
@@ -350,24 +338,34 @@ def test_garbage_and_scrubs_are_answered_when_they_are_done(rest: RestClient, ap
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[ManagerProcess]:
+    """A manager of the test's own: its groups are few enough to be counted one by one."""
     with manager(tmp_path / "manager") as process:
         yield process
 
 
-def test_a_removal_with_blocks_is_a_task_that_cannot_be_cancelled(own: ManagerProcess) -> None:
-    rest = RestClient(own.address.admin_http)
+@pytest.fixture
+def own_rest(own: ManagerProcess) -> Iterator[RestClient]:
+    client = RestClient(own.address.admin_http)
+    with contextlib.closing(client.connection):
+        yield client
+
+
+@pytest.fixture
+def own_site(own: ManagerProcess) -> Iterator[Site]:
     with own.api() as api:
-        site = Site(api)
-        storage = site.storage()
-        instance = site.instance(site.group(storage))
-        site.write(instance, [1, 2, 3])
-        assert rest.delete(f"/v1/storages/{storage}").status == 204
-        listed = rest.get(f"/v1/tasks/removal:{storage}")
-        assert (listed.status, listed.body["kind"], listed.body["left_bytes"]) == (200, "removal", 192)
-        refused = rest.delete(f"/v1/tasks/removal:{storage}")
-        assert (refused.status, "add the storage again" in refused.body["detail"]) == (409, True)
-        eventually(lambda: rest.get(f"/v1/tasks/removal:{storage}").status == 404)
-    rest.connection.close()
+        yield Site(api)
+
+
+def test_a_removal_with_blocks_is_a_task_that_cannot_be_cancelled(own_rest: RestClient, own_site: Site) -> None:
+    storage = own_site.storage()
+    own_site.write(own_site.instance(own_site.group(storage)), [1, 2, 3])
+    assert own_rest.delete(f"/v1/storages/{storage}").status == 204
+    path = f"/v1/tasks/removal:{storage}"
+    listed = own_rest.get(path)
+    assert (listed.status, listed.body["kind"], listed.body["left_bytes"]) == (200, "removal", 192)
+    refused = own_rest.delete(path)
+    assert (refused.status, "add the storage again" in refused.body["detail"]) == (409, True)
+    eventually(lambda: own_rest.get(path).status == 404)
 
 
 def test_an_account_is_added_once_and_its_password_is_never_shown(rest: RestClient, server: ManagerProcess) -> None:
@@ -428,6 +426,7 @@ def test_pins_are_made_listed_and_ended(rest: RestClient, site: Site) -> None:
     assert made.headers["location"] == f"/v1/pins/{instance}/{made.body['pin_id']}"
     (pin,) = rest.items(f"/v1/pins?instance={instance}")
     assert (pin["pin_id"], pin["owner"], pin["last_block_key"]) == (made.body["pin_id"], "me", str(keys[-1]))
+    assert pin["deadline_ms"] == made.body["deadline_ms"]
     assert rest.delete(made.headers["location"]).status == 204
     assert rest.delete(made.headers["location"]).status == 204
     assert rest.items(f"/v1/pins?instance={instance}") == []
@@ -446,20 +445,8 @@ def test_a_manager_alone_is_its_leader(rest: RestClient, server: ManagerProcess)
     assert manager["started_at_ms"] <= manager["seen_at_ms"]
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[ManagerProcess]:
-    """A manager of the test's own: of groups as many as all tests make, the last ones are not told apart."""
-    with manager(tmp_path) as process:
-        yield process
-
-
-def test_traffic_shows_in_the_rates_and_in_the_history(own_server: ManagerProcess) -> None:
-    rest = RestClient(own_server.address.admin_http)
-    with contextlib.closing(rest.connection), own_server.api("grpc") as api:
-        _show_traffic(rest, Site(api))
-
-
-def _show_traffic(rest: RestClient, site: Site) -> None:
+def test_traffic_shows_in_the_rates_and_in_the_history(own_rest: RestClient, own_site: Site) -> None:
+    rest, site = own_rest, own_site
     group = site.group()
     instance = site.instance(group)
 

@@ -134,16 +134,7 @@ def test_a_body_beyond_2_mib_is_413(rest: RestClient) -> None:
     assert "2097152" in refused.body["detail"]
 
 
-@pytest.mark.parametrize(
-    ("method", "header"),
-    [
-        ("GET", "origin"),
-        ("GET", "accept_language"),
-        ("HEAD", "accept_language"),
-        ("DELETE", "origin"),
-        ("PUT", "origin"),
-    ],
-)
+@pytest.mark.parametrize(("method", "header"), [("GET", "accept_language"), ("PUT", "origin")])
 def test_requests_of_web_pages_are_refused(rest: RestClient, method: str, header: str) -> None:
     refused = rest.ask(method, "/v1/groups/default", None, **{header: "de"})
     assert (refused.status, refused.headers["content-type"]) == (403, PROBLEM)
@@ -282,25 +273,15 @@ def test_a_name_comes_back_from_its_component(name: str) -> None:
     assert path not in {".", ".."}
 
 
-def test_pages_go_on_while_entries_come_and_go(rest: RestClient) -> None:
-    prefix = unique("page")
-    names = [f"{prefix}-{number}" for number in range(5)]
-    for name in names:
-        rest.put(f"/v1/accounts/{name}", {"password": "p"})
-    seen: list[str] = []
-    token = ""
-    while True:
-        page = rest.get(f"/v1/accounts?limit=1&page_token={token}").body  # one: other tests' accounts shift no page
-        assert len(page["items"]) <= 1
-        seen += [account["user_name"] for account in page["items"]]
-        if seen[-1] == names[1]:  # what was seen goes, what is to come comes
-            rest.delete(f"/v1/accounts/{names[1]}")
-            rest.put(f"/v1/accounts/{names[1]}x", {"password": "p"})
-        token = page["next_page_token"]
-        if token is None:
-            break
-    assert [name for name in seen if name.startswith(prefix)] == [*names[:2], f"{names[1]}x", *names[2:]]
-    assert len(seen) == len(set(seen))
+def test_pages_go_on_while_entries_come_and_go() -> None:
+    def page(names: list[str], token: str) -> Any:
+        return page_of(names, lambda name: (name,), PageQuery(limit=2, page_token=token), str)
+
+    first = page(["a", "b", "d"], "")
+    assert first["items"] == ["a", "b"]
+    second = page(["a", "c", "d", "e"], first["next_page_token"])
+    assert second["items"] == ["c", "d"]
+    assert page(["e"], second["next_page_token"]) == {"items": ["e"], "next_page_token": None}
 
 
 @pytest.mark.parametrize(
@@ -448,17 +429,6 @@ def test_the_document_of_the_resources_is_whole(rest: RestClient) -> None:
             assert {"400", "401", "403", "429", "500", "503"} <= errors
             assert "422" not in errors
             assert all(list(operation["responses"][each]["content"]) == ["application/problem+json"] for each in errors)
-
-
-def test_every_resource_is_in_the_document(rest: RestClient) -> None:
-    tags = {op["tags"][0] for item in rest.get("/v1/openapi.json").body["paths"].values() for op in item.values()}
-    assert tags >= {"storages", "groups", "instances", "accounts", "usage", "tasks", "pins"}
-
-
-def test_limits_of_pages_stand_in_the_document(rest: RestClient) -> None:
-    parameters = rest.get("/v1/openapi.json").body["paths"]["/v1/groups"]["get"]["parameters"]
-    (limit,) = [each["schema"] for each in parameters if each["name"] == "limit"]
-    assert (limit["minimum"], limit["maximum"], limit["default"]) == (1, 1000, 100)
 
 
 def test_each_port_describes_its_calls(server: ManagerProcess) -> None:

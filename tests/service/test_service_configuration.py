@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,6 @@ from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
 from kvcm.config import ConfigError, Settings, load_settings
-from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.groups import CachePreferStrategy
-from kvcm.model.storages import StorageType
-from kvcm.registry.startup_document import StartupDocument, builtin_document, parse_startup_document
 
 KEY = "kvcm.service.rpc_port"
 
@@ -55,13 +51,6 @@ def test_precedence_is_default_then_file_then_option_then_environment(load: Load
     assert load(f"{KEY}=1", f"{KEY}=2").rpc_port == 2
     assert load(f"{KEY}=1", f"{KEY}=2", environment={KEY: "3"}).rpc_port == 3
     assert load.warnings == []
-
-
-def test_the_defaults_are_the_ports_of_the_original_on_loopback(load: Loader) -> None:
-    settings = load()
-    ports = (settings.rpc_port, settings.http_port, settings.admin_rpc_port, settings.admin_http_port)
-    assert (ports, settings.bind_address, settings.auth_mode) == ((6381, 6382, 6491, 6492), "127.0.0.1", "off")
-    assert not settings.require_leader
 
 
 def test_an_empty_environment_variable_does_not_count(load: Loader) -> None:
@@ -240,102 +229,6 @@ def test_the_uri_of_the_store_is_given_once(load: Loader, tmp_path: Path) -> Non
     )
 
 
-STORAGE = {"type": "file", "global_unique_name": "s", "storage_spec": {"root_path": "/r"}}
-
-
-def _parse(storage: Any = STORAGE, **group: Any) -> StartupDocument:
-    return parse_startup_document(json.dumps({"storage_config": storage, "instance_group": {"name": "g", **group}}))
-
-
-def test_missing_keys_have_the_defaults_of_documents() -> None:
-    storage, group = _parse()
-    assert (storage.is_available, storage.spec.key_count_per_file) == (True, 1)  # type: ignore[union-attr]
-    indexer = group.cache_config.meta_indexer_config
-    assert (indexer.max_key_count, indexer.mutex_shard_num, indexer.batch_key_size) == (0, 16, 16)
-    policy = indexer.meta_cache_policy_config
-    assert (policy.capacity, policy.type, policy.cache_shard_bits, policy.high_pri_pool_ratio) == (1024, "lru", 6, 0.0)
-    assert indexer.meta_storage_backend_config.storage_type == "local"
-
-
-def test_unknown_keys_are_ignored_and_ratios_may_be_whole_numbers() -> None:
-    trigger = {"trigger_strategy": {"used_percentage": 1}}
-    group = _parse(new=[1], cache_config={"reclaim_strategy": trigger, "persist": 1}).group
-    assert group.cache_config.reclaim_strategy.trigger_strategy.used_percentage == 1.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "storage_type"),
-    [
-        ("file", StorageType.ST_NFS),
-        ("hf3fs", StorageType.ST_3FS),
-        ("vcns_hf3fs", StorageType.ST_VCNS_3FS),
-        ("mooncake", StorageType.ST_MOONCAKE),
-        ("pace", StorageType.ST_TAIRMEMPOOL),
-        ("dummy", StorageType.ST_DUMMY),
-    ],
-)
-def test_storage_kinds_are_texts_and_enums_are_numbers(kind: str, storage_type: StorageType) -> None:
-    quota = {"capacity": 9, "quota_config": [{"storage_type": kind, "capacity": 7}]}
-    document = _parse({"type": kind, "global_unique_name": "s"}, quota=quota, cache_config={"cache_prefer_strategy": 4})
-    assert document.storage.storage_type is storage_type
-    assert document.group.quota.capacity_of(storage_type) == 7
-    assert document.group.cache_config.data_storage_strategy is CachePreferStrategy.CPS_PREFER_MOONCAKE
-
-
-REFUSED: dict[str, tuple[object, str]] = {
-    "no object": ([], "must be an object"),
-    "storage is no object": ({"storage_config": 1}, "storage_config is int, must be an object"),
-    "unknown kind": ({"storage_config": {"type": "tape"}}, "storage_config.type"),
-    "number for a text": ({"storage_config": STORAGE, "instance_group": {"name": 7}}, "instance_group.name"),
-    "flag for a number": ({"storage_config": STORAGE, "instance_group": {"version": True}}, "instance_group.version"),
-    "text for a number": (
-        {"storage_config": STORAGE, "instance_group": {"quota": {"capacity": "1"}}},
-        "quota.capacity is str",
-    ),
-    "number in a list of names": (
-        {"storage_config": STORAGE, "instance_group": {"storage_candidates": [1]}},
-        "storage_candidates",
-    ),
-    "unknown kind in a quota": (
-        {"storage_config": STORAGE, "instance_group": {"quota": {"quota_config": [{"storage_type": "x"}]}}},
-        "quota_config[0].storage_type",
-    ),
-    "unknown strategy": (
-        {"storage_config": STORAGE, "instance_group": {"cache_config": {"cache_prefer_strategy": 99}}},
-        "cache_prefer_strategy is 99",
-    ),
-    "null": ({"storage_config": STORAGE, "instance_group": {"name": None}}, "instance_group.name"),
-}
-
-
-@pytest.mark.parametrize("rule", REFUSED)
-def test_a_wrong_type_refuses_the_whole_document_and_names_the_key(rule: str) -> None:
-    document, text = REFUSED[rule]
-    with pytest.raises(InvalidArgumentError) as refused:
-        parse_startup_document(json.dumps(document))
-    assert text in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "\ufeff{}", "{} x"])
-def test_what_is_no_json_is_said_to_be_none(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="not JSON"):
-        parse_startup_document(text)
-
-
-def test_the_built_in_document_is_that_of_the_original() -> None:
-    storage, group = builtin_document(Path("/data/nfs"))
-    assert (storage.global_unique_name, storage.storage_type) == ("nfs_01", StorageType.ST_NFS)
-    assert (group.name, group.storage_candidates, group.version) == ("default", ("nfs_01",), 1)
-    assert (group.global_quota_group_name, group.max_instance_count) == ("default_quota_group", 100)
-    assert group.quota.capacity == 30_000_000_000
-    for storage_type in (StorageType.ST_NFS, StorageType.ST_3FS, StorageType.ST_TAIRMEMPOOL):
-        assert group.quota.capacity_of(storage_type) == 10_000_000_000
-    reclaim = group.cache_config.reclaim_strategy
-    assert (reclaim.trigger_strategy.used_percentage, reclaim.delay_before_delete_ms) == (0.8, 1000)
-    assert group.cache_config.meta_indexer_config.max_key_count == 1_000_000
-    json.loads(group.user_data)
-
-
 FEW_KEYS = "kvcm.limits.max_keys_per_request"
 START = f"{FEW_KEYS}=9\nkvcm.logger.slow_request_ms=2000\n"
 
@@ -360,12 +253,19 @@ class Reloadable:
         return status.code == 1
 
 
+@contextlib.contextmanager
+def reloading(directory: Path, text: str, *options: str) -> Iterator[Reloadable]:
+    """A manager whose config file holds this text."""
+    file = directory / "kvcm.conf"
+    file.write_text(text)
+    with manager(directory, "-c", str(file), *options) as process, process.api() as api:
+        yield Reloadable(process, api, file)
+
+
 @pytest.fixture
 def reloadable(tmp_path: Path) -> Iterator[Reloadable]:
-    file = tmp_path / "kvcm.conf"
-    file.write_text(START)
-    with manager(tmp_path, "-c", str(file)) as process, process.api() as api:
-        yield Reloadable(process, api, file)
+    with reloading(tmp_path, START) as made:
+        yield made
 
 
 def test_hot_settings_are_in_force_at_once_and_others_need_a_restart(reloadable: Reloadable) -> None:
@@ -394,49 +294,43 @@ def _reloads(process: ManagerProcess) -> list[dict[str, Any]]:
 
 
 def test_a_signal_does_the_same_and_the_log_has_the_difference(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
     secret = "redis://ada:s3cret@127.0.0.1:1/?cluster_name=x"
-    file.write_text(f"{FEW_KEYS}=9\n")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        file.write_text(f"{FEW_KEYS}=20\nkvcm.distributed_lock.uri={secret}\n")
+    with reloading(tmp_path, f"{FEW_KEYS}=9\n") as reloadable:
+        process = reloadable.process
+        reloadable.file.write_text(f"{FEW_KEYS}=20\nkvcm.distributed_lock.uri={secret}\n")
         process.signal(signal.SIGHUP)
         (event,) = eventually(lambda: _reloads(process))
         lock = "kvcm.distributed_lock.uri: '' -> 'redis://ada:***@127.0.0.1:1/?cluster_name=x', restart needed"
         assert event["changes"] == [lock, f"{FEW_KEYS}: '9' -> '20'"]
         assert "s3cret" not in process.log_text()
-        assert Reloadable(process, api, file).takes_keys(20)
-        file.write_text("broken")
+        assert reloadable.takes_keys(20)
+        reloadable.file.write_text("broken")
         process.signal(signal.SIGHUP)
         eventually(lambda: process.events("reload_refused"))
-        assert Reloadable(process, api, file).takes_keys(20)
+        assert reloadable.takes_keys(20)
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
 def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("")
-    with manager(tmp_path, "-c", str(file), f"{FEW_KEYS}=9") as process, process.api("grpc") as api:
-        file.write_text(f"{FEW_KEYS}=20\n")
-        assert Reloadable(process, api, file).reload() == []
+    with reloading(tmp_path, "", f"{FEW_KEYS}=9") as reloadable:
+        reloadable.file.write_text(f"{FEW_KEYS}=20\n")
+        assert reloadable.reload() == []
 
 
 def test_the_level_and_the_form_of_logs_are_hot_and_update_logger_stays(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        reloadable = Reloadable(process, api, file)
-        api.ok("AdminService.UpdateLogger", log_level="ERROR")
+    with reloading(tmp_path, "") as reloadable:
+        reloadable.api.ok("AdminService.UpdateLogger", log_level="ERROR")
         reloadable.reload()
-        assert not _reloads(process), "below the level that was set at runtime"
-        file.write_text("kvcm.logger.log_level=DEBUG\nkvcm.logger.format=console\n")
+        assert not _reloads(reloadable.process), "below the level that was set at runtime"
+        reloadable.file.write_text("kvcm.logger.log_level=DEBUG\nkvcm.logger.format=console\n")
         reloadable.reload()
 
-        def told() -> list[str]:
-            return [line for line in process.log_text().splitlines() if "reloaded" in line]
+        def logged() -> list[str]:
+            return [line for line in reloadable.process.log_text().splitlines() if "reloaded" in line]
 
-        eventually(told)
-        assert not told()[-1].startswith("{")
+        eventually(logged)
+        assert not logged()[-1].startswith("{")
 
 
 def _probes(process: ManagerProcess) -> int:
@@ -447,10 +341,8 @@ def _probes(process: ManagerProcess) -> int:
 
 
 def test_the_pace_of_probes_is_hot_except_from_and_to_none(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("kvcm.storage.probe_interval_ms=3600000\n")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        reloadable = Reloadable(process, api, file)
+    with reloading(tmp_path, "kvcm.storage.probe_interval_ms=3600000\n") as reloadable:
+        process, file = reloadable.process, reloadable.file
         eventually(lambda: _probes(process) == 1)
         file.write_text("kvcm.storage.probe_interval_ms=100\n")
         assert reloadable.reload() == [("kvcm.storage.probe_interval_ms", "3600000", "100", False)]

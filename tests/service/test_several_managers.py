@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from redis_servers import Standalone
 from rest_client import RestClient
+from test_transport_sites import instance_fields
 
 from kvcm.app import Manager
 from kvcm.config import Settings
@@ -87,10 +88,8 @@ async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def registered(on: Node) -> None:
-    request = meta.RegisterInstanceRequest(instance_group="default", instance_id="i", block_size=16)
-    request.location_spec_infos.add(name="kv", size=100)
-    request.model_deployment.model_name, request.model_deployment.dtype = "m", "bf16"
-    assert (await on.meta.RegisterInstance(request)).header.status.code == meta.OK
+    fields = instance_fields("i", "default", location_spec_infos=[{"name": "kv", "size": 100}])
+    assert (await on.meta.RegisterInstance(meta.RegisterInstanceRequest(**fields))).header.status.code == meta.OK
 
 
 async def start(on: Node, keys: list[int], seconds: int = 30) -> meta.StartWriteCacheResponse:
@@ -269,20 +268,6 @@ async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
 
     await eventually(empty)
     await eventually(writable)
-
-
-async def test_what_an_operator_changes_is_in_force_everywhere(nodes: list[Node]) -> None:
-    await registered(nodes[0])
-    await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
-    assert await hits(nodes[2]) == len(KEYS)
-    await nodes[1].admin.DisableStorage(admin.DisableStorageRequest(storage_unique_name="nfs"))
-
-    async def refuses(each: Node) -> bool:
-        request = meta.GetCacheLocationRequest(instance_id="i", block_keys=KEYS, query_type=meta.QT_PREFIX_MATCH)
-        return (await each.meta.GetCacheLocation(request)).header.status.code == meta.SERVICE_NOT_READY
-
-    for each in nodes:
-        await eventually(lambda each=each: refuses(each))
 
 
 async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_anew(nodes: list[Node]) -> None:

@@ -312,21 +312,6 @@ def test_a_deployment_goes_to_another_store_and_back_with_the_same_answers(deplo
     assert load(deployments.rocks, text) == []
 
 
-def test_a_load_that_is_refused_leaves_every_answer_as_it_was(deployments: Deployments) -> None:
-    api = deployments.redis
-    before = answers(api)
-    document = json.loads(snapshot(api))
-    document["groups"][0]["user_data"] = "changed"
-    document["storages"].append({"global_unique_name": "bad", "nfs": {"root_path": "/proc/nowhere/"}})
-    code, text = api.refused(f"{ADMIN}.LoadConfigSnapshot", config_snapshot=json.dumps(document))
-    assert code in {"IO_ERROR", "INVALID_ARGUMENT"}, text
-    document["storages"].pop()
-    document["groups"][2]["quota"]["capacity"] = "-1"
-    code, text = api.refused(f"{ADMIN}.LoadConfigSnapshot", config_snapshot=json.dumps(document))
-    assert (code, text) == ("INVALID_ARGUMENT", "groups[2].quota.capacity is -1, must be >= 0")
-    assert answers(api) == before
-
-
 def test_secrets_leave_with_no_snapshot_and_no_change(deployments: Deployments) -> None:
     api = deployments.rocks
     texts = [f'{{"api_key": "{SECRET}"}}', f"redis://u:{SECRET}@h/?password={SECRET}"]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from test_meta_cases import Fields, Refused
 from test_transport_sites import Site
 
-__all__ = ["GOOD", "REFUSED"]
-
 
 def _drained(site: Site) -> Fields:
     fields = {"storage_unique_name": site.storage()}

@@ -175,25 +175,23 @@ def _refused(use: Callable[[], str]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("flaw", ["none", "foreign", "expired"])
-def test_who_has_no_certificate_that_counts_does_not_get_in(required: TlsSite, flaw: str) -> None:
+def _flawed(site: TlsSite, flaw: str) -> Pair:
     names = [NAMES["uri"]]
-    if flaw == "none":
-        pair = None
-    elif flaw == "foreign":
-        pair = Authority.make(required.clients.directory / "foreign").issue("foreign", names)
-    else:
-        pair = required.clients.issue("expired", names, dt.timedelta(minutes=-1))
+    if flaw == "foreign":
+        return Authority.make(site.clients.directory / "foreign").issue("foreign", names)
+    return site.clients.issue("expired", names, dt.timedelta(minutes=-1))
+
+
+@pytest.mark.parametrize("flaw", ["none", "foreign", "expired"])
+def test_without_a_valid_certificate_a_client_does_not_get_in(required: TlsSite, flaw: str) -> None:
+    pair = None if flaw == "none" else _flawed(required, flaw)
     assert _refused(lambda: required.who_over_http(pair, required.admin_key))
     assert _refused(lambda: required.who_over_grpc(pair, required.admin_key))
 
 
 @pytest.mark.parametrize("flaw", ["foreign", "expired"])
-def test_a_certificate_that_does_not_count_is_refused_where_it_is_optional(optional: TlsSite, flaw: str) -> None:
-    if flaw == "foreign":
-        pair = Authority.make(optional.clients.directory / "foreign").issue("foreign", [NAMES["uri"]])
-    else:
-        pair = optional.clients.issue("expired", [NAMES["uri"]], dt.timedelta(minutes=-1))
+def test_an_invalid_certificate_is_refused_where_it_is_optional(optional: TlsSite, flaw: str) -> None:
+    pair = _flawed(optional, flaw)
     assert _refused(lambda: optional.who_over_http(pair))
 
 
@@ -518,13 +516,18 @@ def test_a_signal_reads_them_at_once_and_says_nothing_where_nothing_changed(relo
     eventually(lambda: _all_show(reloading, fresh))
 
 
+def _replace_client_authority(site: TlsSite) -> Authority:
+    successor = Authority.make(site.clients.directory / "next", "next")
+    site.clients.file.write_bytes(successor.pem)
+    eventually(lambda: len(_loaded_subjects(site)) == 2)
+    return successor
+
+
 def test_an_authority_that_is_taken_away_lets_nobody_in_any_more(reloading: TlsSite) -> None:
     reloading.create_key(name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
     pair = reloading.clients.issue("engine", [dns("engine.example")])
     assert reloading.who_over_http(pair) == "engine"
-    successor = Authority.make(reloading.clients.directory / "next", "next")
-    reloading.clients.file.write_bytes(successor.pem)
-    eventually(lambda: len(_loaded_subjects(reloading)) == 2)
+    successor = _replace_client_authority(reloading)
     with pytest.raises((ssl.SSLError, ConnectionError)):
         reloading.who_over_http(pair)
     assert reloading.who_over_http(successor.issue("engine", [dns("engine.example")])) == "engine"
@@ -535,9 +538,7 @@ def test_the_same_over_grpc_where_certificates_are_required(tmp_path: Path) -> N
         old = reloading.clients.issue("engine", [dns("engine.example")])
         reloading.create_key(old, name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
         assert reloading.who_over_grpc(old) == "engine"
-        successor = Authority.make(reloading.clients.directory / "next", "next")
-        reloading.clients.file.write_bytes(successor.pem)
-        eventually(lambda: len(_loaded_subjects(reloading)) == 2)
+        successor = _replace_client_authority(reloading)
         with pytest.raises(grpc.RpcError) as caught:
             reloading.who_over_grpc(old)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -11,93 +11,31 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import grpc
 from google.protobuf import json_format
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvcm.protocol import admin_service_pb2 as admin
-from kvcm.protocol import admin_service_pb2_grpc as admin_grpc
-from kvcm.protocol import meta_service_pb2 as meta
-from kvcm.protocol import meta_service_pb2_grpc as meta_grpc
-from kvcm.protocol.kvcm.v1 import access_service_pb2 as access
-from kvcm.protocol.kvcm.v1 import access_service_pb2_grpc as access_grpc
-from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
-from kvcm.protocol.kvcm.v1 import capacity_service_pb2_grpc as capacity_grpc
-from kvcm.protocol.kvcm.v1 import config_service_pb2 as config
-from kvcm.protocol.kvcm.v1 import config_service_pb2_grpc as config_grpc
-from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
-from kvcm.protocol.kvcm.v1 import group_service_pb2_grpc as group_grpc
-from kvcm.protocol.kvcm.v1 import insight_service_pb2 as insight
-from kvcm.protocol.kvcm.v1 import insight_service_pb2_grpc as insight_grpc
-from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
-from kvcm.protocol.kvcm.v1 import lease_service_pb2_grpc as lease_grpc
-from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
-from kvcm.protocol.kvcm.v1 import pin_service_pb2_grpc as pin_grpc
-from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pool
-from kvcm.protocol.kvcm.v1 import pool_service_pb2_grpc as pool_grpc
-from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
-from kvcm.protocol.kvcm.v1 import storage_service_pb2_grpc as storage_grpc
-
-__all__ = [
-    "ON_ADMIN_PORT",
-    "SERVICES",
-    "Address",
-    "Api",
-    "ClientTls",
-    "Driver",
-    "GrpcDriver",
-    "HttpAnswer",
-    "HttpDriver",
-    "Refusal",
-    "Turn",
-    "eventually",
-    "post",
-]
 
 DEADLINE_SECONDS = 30.0
-SERVICES = {
-    "MetaService": meta.DESCRIPTOR.services_by_name["MetaService"],
-    "LeaseService": lease.DESCRIPTOR.services_by_name["LeaseService"],
-    "PinService": pin.DESCRIPTOR.services_by_name["PinService"],
-    "PoolService": pool.DESCRIPTOR.services_by_name["PoolService"],
-    "AdminService": admin.DESCRIPTOR.services_by_name["AdminService"],
-    "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
-    "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
-    "InsightService": insight.DESCRIPTOR.services_by_name["InsightService"],
-    "StorageService": storage.DESCRIPTOR.services_by_name["StorageService"],
-    "ConfigService": config.DESCRIPTOR.services_by_name["ConfigService"],
-    "AccessService": access.DESCRIPTOR.services_by_name["AccessService"],
+_MODULES = {"MetaService": "kvcm.protocol.meta_service", "AdminService": "kvcm.protocol.admin_service"} | {
+    f"{name}Service": f"kvcm.protocol.kvcm.v1.{name.lower()}_service"
+    for name in ("Lease", "Pin", "Pool", "Group", "Capacity", "Insight", "Storage", "Config", "Access")
+}
+SERVICES: dict[str, ServiceDescriptor] = {
+    name: import_module(f"{module}_pb2").DESCRIPTOR.services_by_name[name] for name, module in _MODULES.items()
 }
 """Every service that a manager serves."""
 
-ON_ADMIN_PORT = {
-    "AdminService",
-    "GroupService",
-    "CapacityService",
-    "StorageService",
-    "ConfigService",
-    "AccessService",
-    "InsightService",
-}
+ON_ADMIN_PORT = SERVICES.keys() - {"MetaService", "LeaseService", "PinService", "PoolService"}
 """Those of them that are served on the admin port."""
 
-_STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
-    "MetaService": meta_grpc.MetaServiceStub,
-    "LeaseService": lease_grpc.LeaseServiceStub,
-    "PinService": pin_grpc.PinServiceStub,
-    "PoolService": pool_grpc.PoolServiceStub,
-    "AdminService": admin_grpc.AdminServiceStub,
-    "GroupService": group_grpc.GroupServiceStub,
-    "CapacityService": capacity_grpc.CapacityServiceStub,
-    "InsightService": insight_grpc.InsightServiceStub,
-    "StorageService": storage_grpc.StorageServiceStub,
-    "ConfigService": config_grpc.ConfigServiceStub,
-    "AccessService": access_grpc.AccessServiceStub,
-}
 _CODES = admin.ErrorCode  # numbers agree in all packages
 
 Value = TypeVar("Value")
@@ -189,7 +127,10 @@ class GrpcDriver:
         )
         data, admin_channel = (_channel(target, options, tls) for target in (address.rpc, address.admin_rpc))
         self.channels = {name: admin_channel if name in ON_ADMIN_PORT else data for name in SERVICES}
-        self._stubs = {name: stub(self.channels[name]) for name, stub in _STUBS.items()}
+        self._stubs = {
+            name: getattr(import_module(f"{module}_pb2_grpc"), f"{name}Stub")(self.channels[name])
+            for name, module in _MODULES.items()
+        }
 
     def send(self, service: str, rpc: str, request: Message) -> Any:
         return getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS, metadata=self._metadata)
@@ -300,12 +241,15 @@ class Api:
 
     driver: Driver
 
-    def call(self, rpc: str, **fields: Any) -> Any:
-        """Return the answer to a request of these fields, whatever its outcome."""
+    @staticmethod
+    def _request(rpc: str, fields: dict[str, Any]) -> tuple[str, str, Message]:
         service, _, name = rpc.rpartition(".")
         service = service or "MetaService"
-        request_class = GetMessageClass(SERVICES[service].methods_by_name[name].input_type)
-        return self.driver.send(service, name, request_class(**fields))
+        return service, name, GetMessageClass(SERVICES[service].methods_by_name[name].input_type)(**fields)
+
+    def call(self, rpc: str, **fields: Any) -> Any:
+        """Return the answer to a request of these fields, whatever its outcome."""
+        return self.driver.send(*self._request(rpc, fields))
 
     def ok(self, rpc: str, **fields: Any) -> Any:
         """Return the answer, which must be OK."""
@@ -316,10 +260,7 @@ class Api:
 
     def attempt(self, rpc: str, authorization: str | None = None, **fields: Any) -> Turn:
         """Return how the transport takes a request of these fields."""
-        service, _, name = rpc.rpartition(".")
-        service = service or "MetaService"
-        request_class = GetMessageClass(SERVICES[service].methods_by_name[name].input_type)
-        return self.driver.attempt(service, name, request_class(**fields), authorization)
+        return self.driver.attempt(*self._request(rpc, fields), authorization)
 
     def refused(self, rpc: str, **fields: Any) -> Refusal:
         """Return code and message of the answer, which must not be OK."""

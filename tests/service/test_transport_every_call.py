@@ -16,7 +16,7 @@ import test_pin_cases
 import test_pool_cases
 import test_storage_cases
 from test_meta_cases import Fields, Refused
-from test_transport_drivers import SERVICES, Api, eventually
+from test_transport_drivers import SERVICES, Api
 from test_transport_sites import Site, unique
 
 _TABLES = [
@@ -34,7 +34,6 @@ _REFUSALS = [pytest.param(rpc, case, id=f"{rpc}: {case.rule}") for rpc, cases in
 def test_every_rpc_of_the_contract_has_cases() -> None:
     assert set(GOOD) == set(EVERY_RPC)
     assert set(REFUSED) == set(EVERY_RPC)
-    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1 + 8 + 4
 
 
 @pytest.mark.parametrize("rpc", GOOD)
@@ -88,23 +87,3 @@ def test_both_transports_serve_the_same_state(apis: dict[str, Api]) -> None:
     written = over_http.write(instance, [-1, 2**63 - 1, -(2**63)])
     assert over_grpc.match(instance, [-1, 2**63 - 1, -(2**63)]) == written
     assert over_http.match(instance, [-1, 2**63 - 1, -(2**63)]) == written
-
-
-def _counted(api: Api, rpc: str) -> int:
-    metrics = api.ok("AdminService.GetMetrics").metrics
-    found = [
-        series.metric_value
-        for series in metrics
-        if series.metric_name == "service.query_counter"
-        and [(tag.tag_key, tag.tag_value) for tag in series.metric_tags] == [("api_name", rpc)]
-    ]
-    assert [value.WhichOneof("value") for value in found] == ["int_value"]
-    return int(found[0].int_value)
-
-
-@pytest.mark.parametrize("rpc", ["RegisterInstance", "ListStorage", "GetMetrics"])
-def test_the_query_counter_of_an_api_counts_its_calls_on_both_transports(apis: dict[str, Api], rpc: str) -> None:
-    before = _counted(apis["grpc"], rpc)
-    for api in apis.values():
-        api.call(f"AdminService.{rpc}")
-    assert eventually(lambda: _counted(apis["http"], rpc)) >= before + 2

@@ -17,8 +17,6 @@ from ports import free_port
 from process_forker import ForkedProcess
 from test_transport_drivers import Address, Api, ClientTls, GrpcDriver, HttpDriver
 
-__all__ = ["ManagerProcess", "manager", "run_kvcm"]
-
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _FREE_PORTS = ("kvcm.service.rpc_port", "kvcm.service.http_port", "kvcm.service.admin_http_port")

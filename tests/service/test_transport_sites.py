@@ -10,8 +10,6 @@ from typing import Any
 from google.protobuf.message import Message
 from test_transport_drivers import Api
 
-__all__ = ["Site", "group_spec", "instance_fields", "mask", "masked", "specs", "unique"]
-
 _numbers = count(1)
 
 

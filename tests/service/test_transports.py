@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from test_transport_drivers import (
     post,
 )
 from test_transport_process import ManagerProcess, manager
-from test_transport_sites import Site, group_spec, instance_fields, unique
+from test_transport_sites import Site
 
 from kvcm.model.errors import StorageIOError
 from kvcm.protocol import admin_service_pb2 as admin
-from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.service.admission import ServingGate
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer, WakeupSocket, coalesced_wakeups
 
@@ -55,23 +53,6 @@ def driver(server: ManagerProcess) -> Iterator[GrpcDriver]:
     found = GrpcDriver(server.address)
     yield found
     found.close()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"\xff", b"\x0a\xff", b"\x0a\x02\xff\xfe", b"\x12\x05ab", b'{"instance_id":"x"}'],
-    ids=["cut tag", "cut length", "not UTF-8", "cut text", "JSON"],
-)
-def test_bytes_that_are_no_request_are_invalid_argument_and_name_the_message(driver: GrpcDriver, body: bytes) -> None:
-    code, details = _status(driver.channels["MetaService"], f"{_META}/GetInstanceInfo", body)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "GetInstanceInfoRequest" in details
-
-
-def test_a_refusal_ends_with_grpc_ok_and_its_code_in_the_header(driver: GrpcDriver) -> None:
-    call = driver.channels["MetaService"].unary_unary(f"{_META}/GetInstanceInfo")
-    answer = meta.GetInstanceInfoResponse.FromString(call(b"", timeout=DEADLINE_SECONDS))
-    assert answer.header.status.code == meta.INSTANCE_NOT_EXIST
 
 
 @pytest.mark.parametrize("method", [f"{_META}/Nothing", "/grpc.health.v1.Health/Nothing", f"{_ADMIN}/CheckHealth"])
@@ -155,37 +136,6 @@ def test_pings_of_an_idle_client_are_answered_on_both_ports(server: ManagerProce
     assert _pings_answered(server.address.admin_rpc) == _PINGS
 
 
-def test_a_server_without_our_options_throws_such_a_client_out() -> None:
-    """The control of the test above: what it sees is due to options, not to the client."""
-    plain = grpc.server(ThreadPoolExecutor(1))
-    port = plain.add_insecure_port("127.0.0.1:0")
-    plain.start()
-    try:
-        assert _pings_answered(f"127.0.0.1:{port}") < _PINGS
-    finally:
-        plain.stop(None).wait(DEADLINE_SECONDS)
-
-
-def test_a_second_manager_on_the_same_grpc_port_does_not_share_its_requests(
-    server: ManagerProcess, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError, match="cannot be bound"):
-        with manager(tmp_path, f"kvcm.service.rpc_port={server.address.rpc.rpartition(':')[2]}"):
-            pass
-
-
-def test_calls_of_many_channels_are_answered_side_by_side(server: ManagerProcess) -> None:
-    def ask(address: Address) -> str:
-        driver = GrpcDriver(address)
-        try:
-            return str(Api(driver).ok("GetClusterInfo").self_node_id)
-        finally:
-            driver.close()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(ask, [server.address] * 32))) == 1
-
-
 Connection = http.client.HTTPConnection
 
 
@@ -245,22 +195,6 @@ def test_the_meta_port_serves_the_meta_calls_and_the_admin_port_the_others(http_
         _assert_not_found(post(http_driver.admin, path, b"{}"))
 
 
-MALFORMED = {
-    "broken": '{"trace_id": ',
-    "array": "[]",
-    "not UTF-8": '{"trace_id": "\udcff"}',
-    "number for a string": '{"trace_id": 7}',
-}
-
-
-@pytest.mark.parametrize("rule", MALFORMED)
-def test_a_body_that_is_not_the_message_is_400_with_an_empty_object(http_driver: HttpDriver, rule: str) -> None:
-    body = MALFORMED[rule].encode("utf-8", "surrogateescape")
-    answer = post(http_driver.data, "/api/getCacheLocation", body)
-    assert (answer.status, answer.body) == (400, b"{}")
-    assert "content-type" not in answer.headers
-
-
 @pytest.mark.parametrize(
     "body",
     ['{"sw_size":"\\r\\nSet-Cookie: a"}', '{"ü\u2028\\r\\nx":1,"ü\u2028\\r\\nx":2}', '{"block_keys":[0,"x"]}'],
@@ -271,10 +205,6 @@ def test_the_reason_of_a_400_is_one_printable_header(http_driver: HttpDriver, bo
     assert answer.headers["x-kvcm-error"].isprintable()
     if "block_keys" in body:
         assert "block_keys[1]" in answer.headers["x-kvcm-error"]
-
-
-def test_a_message_of_only_defaults_is_an_empty_object(http_driver: HttpDriver) -> None:
-    assert _json(http_driver, "checkHealth", "{}", admin=True)["header"]["status"]["code"] == "OK"
 
 
 def test_the_content_type_of_a_request_is_not_looked_at(http_driver: HttpDriver) -> None:
@@ -348,93 +278,7 @@ def test_a_body_of_more_than_4_mib_is_served_by_default(http_driver: HttpDriver,
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_both_spellings_of_names_and_int64_as_number_or_text_mean_the_same(
-    http_driver: HttpDriver, http_site: Site
-) -> None:
-    instance = http_site.instance()
-    keys = [2**63 - 1, -(2**63), 9007199254740993]
-    http_site.write(instance, keys)
-    texts = [
-        f'{{"instance_id":"{instance}","query_type":"QT_BATCH_GET","block_keys":{json.dumps(keys)}}}',
-        f'{{"instanceId":"{instance}","queryType":1,"blockKeys":{json.dumps([str(key) for key in keys])}}}',
-        f'{{"instance_id":"{instance}","query_type":1.0,"block_keys":{json.dumps(keys)},"new":{{"a":[1]}},"sw_size":null}}',
-    ]
-    answers = [_json(http_driver, "getCacheLocation", text)["locations"] for text in texts]
-    assert answers[0] == answers[1] == answers[2]
-    assert all(entry["location_specs"][0]["uri"] for entry in answers[0])
-
-
-def test_answers_print_int64_as_text_int32_as_number_enums_as_names_and_defaults(
-    http_driver: HttpDriver,
-) -> None:
-    name, group = unique("storage"), unique("group")
-    storage = {"storage": {"global_unique_name": name, "dummy": {"root_path": "", "key_count_per_file": 0}}}
-    _json(http_driver, "addStorage", json.dumps(storage), admin=True)
-    spec = group_spec(group, name, capacity=2**53 + 1, types={"ST_DUMMY": 7}, ratio=0.5)
-    _json(http_driver, "createInstanceGroup", json.dumps({"instance_group": spec}), admin=True)
-    stored = _json(http_driver, "getInstanceGroup", json.dumps({"name": group}), admin=True)["instance_group"]
-    assert stored["quota"] == {
-        "capacity": "9007199254740993",
-        "quota_config": [{"storage_type": "ST_DUMMY", "capacity": "7"}],
-    }
-    assert stored["version"] == "1"
-    assert stored["user_data"] == ""
-    assert stored["max_instance_count"] == "0"
-    strategy = stored["cache_config"]["reclaim_strategy"]
-    assert strategy["trigger_strategy"] == {"used_size": "0", "used_percentage": 0.5}
-    assert strategy["delay_before_delete_ms"] == 0
-    assert strategy["reclaim_policy"] == "POLICY_LRU"
-    listed = _json(http_driver, "listStorage", "{}", admin=True)["storage"]
-    assert [s for s in listed if s["global_unique_name"] == name] == [
-        {
-            "global_unique_name": name,
-            "dummy": {"root_path": "", "key_count_per_file": 0},
-            "check_storage_available_when_open": False,
-            "capacity_bytes": "0",
-            "used_percentage": 0.0,
-        }
-    ]
-
-
 # ── What real clients send ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_vllm_connector_registers_writes_and_finishes(http_driver: HttpDriver, http_site: Site) -> None:
-    instance, group = unique("vllm"), http_site.group()
-    registration = json.dumps(instance_fields(instance, group))
-    for _ in range(2):  # every process of an engine registers
-        answer = _json(http_driver, "registerInstance", registration)
-        assert [config["type"] for config in json.loads(answer["storage_configs"])] == ["dummy"]
-    start = json.dumps({"instance_id": instance, "block_keys": [], "token_ids": list(range(1, 10))})
-    started = _json(http_driver, "startWriteCache", start)
-    assert started["block_mask"]["offset"] == 0
-    assert len(started["locations"]) == 2
-    finish = {"instance_id": instance, "write_session_id": started["write_session_id"]}
-    done = _json(
-        http_driver,
-        "finishWriteCache",
-        json.dumps({**finish, "success_blocks": {"bool_masks": {"values": [True, True]}}}),
-    )
-    assert done["header"]["status"]["code"] == "OK"
-    again = _json(http_driver, "startWriteCache", start)
-    assert (again["block_mask"], again["locations"]) == ({"offset": 2}, [])
-    stray = {"bool_masks": {"offset": 0}}
-    finish = {"instance_id": instance, "write_session_id": again["write_session_id"], "success_blocks": stray}
-    assert _json(http_driver, "finishWriteCache", json.dumps(finish))["header"]["status"]["code"] == "OK"
-
-
-def test_the_sglang_connector_finishes_with_flags_also_with_none(http_driver: HttpDriver, http_site: Site) -> None:
-    instance = http_site.instance()
-    http_site.write(instance, [1, 2])
-    started = _json(http_driver, "startWriteCache", json.dumps({"instance_id": instance, "block_keys": [1, 2]}))
-    assert started["block_mask"]["offset"] == 2
-    finish = {"instance_id": instance, "write_session_id": started["write_session_id"]}
-    done = _json(
-        http_driver,
-        "finishWriteCache",
-        json.dumps({**finish, "success_blocks": {"bool_masks": {"values": []}}}),
-    )
-    assert done["header"]["status"]["code"] == "OK"
 
 
 def _post(address: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, str]:
@@ -511,10 +355,6 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
             _listed(process.address.rpc)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert "Cannot register" not in process.log_text()
-
-
-def test_nothing_is_logged_about_it(server: ManagerProcess) -> None:
-    assert "Cannot register" not in server.log_text()
 
 
 _MANY = GrpcLimits(1 << 20, 4096, 100, 10_000)

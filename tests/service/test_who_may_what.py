@@ -104,7 +104,7 @@ MAY = {
         "WhoAmI": _ALL,
     },
 }
-_RPCS = [f"{service}.{name}" for service, calls in MAY.items() for name in calls]
+_MAY_CALL = {f"{service}.{name}": set(may.split()) for service, calls in MAY.items() for name, may in calls.items()}
 _STRANGERS = {
     "nobody": ("", "known here|a key is required"),
     "malformed": ("Bearer kvcm_abc", "must be: Bearer"),
@@ -165,11 +165,10 @@ def test_the_table_has_every_call() -> None:
 
 
 @pytest.mark.parametrize("tenants", ["plain"], indirect=True)
-@pytest.mark.parametrize("rpc", _RPCS)
+@pytest.mark.parametrize("rpc", _MAY_CALL)
 def test_a_call_is_made_by_those_who_may_and_by_nobody_else(rpc: str, tenants: Tenants, stranger: Api) -> None:
     """Each kind of credential once; who may do a thing gets an answer, be it that the request makes no sense."""
-    service, _, name = rpc.partition(".")
-    may = set(MAY[service][name].split())
+    may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)
     found = {who: stranger.attempt(rpc, tenants.authorization(who), **fields) for who in tenants.keys}
     found |= {who: stranger.attempt(rpc, sent, **fields) for who, (sent, _) in _STRANGERS.items()}
@@ -182,10 +181,9 @@ def test_a_call_is_made_by_those_who_may_and_by_nobody_else(rpc: str, tenants: T
 
 
 @pytest.mark.parametrize("tenants", ["mtls"], indirect=True)
-@pytest.mark.parametrize("rpc", _RPCS)
+@pytest.mark.parametrize("rpc", _MAY_CALL)
 def test_a_certificate_stands_for_a_key(rpc: str, tenants: Tenants, certified: dict[str, Api]) -> None:
-    service, _, name = rpc.partition(".")
-    may = set(MAY[service][name].split())
+    may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)
     found = {who: api.attempt(rpc, **fields).status for who, api in certified.items()}
     is_open = "nobody" in may
@@ -193,12 +191,7 @@ def test_a_certificate_stands_for_a_key(rpc: str, tenants: Tenants, certified: d
     assert {who for who, status in found.items() if status == 401} == (set() if is_open else {"unknown", "expired"})
 
 
-_OF_TENANTS = [
-    rpc
-    for rpc in _RPCS
-    if {"engine", "viewer"} & set(MAY[rpc.partition(".")[0]][rpc.partition(".")[2]].split())
-    and {"foreign"}.isdisjoint(MAY[rpc.partition(".")[0]][rpc.partition(".")[2]].split())
-]
+_OF_TENANTS = [rpc for rpc, may in _MAY_CALL.items() if may & {"engine", "viewer"} and "foreign" not in may]
 
 
 @pytest.mark.parametrize("rpc", _OF_TENANTS)
