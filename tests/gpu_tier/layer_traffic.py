@@ -454,15 +454,16 @@ def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:
     return (pages[:, None] * meta.page_tokens + torch.arange(meta.page_tokens)).flatten()[:n]
 
 
+_SMALL = Shape()
+
+
 class MarkedTraffic(Traffic):
     """Traffic whose copies and attention leave marks on the streams they run on."""
 
-    def __init__(
-        self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None
-    ) -> None:
-        monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
-        super().__init__(shape or Shape(), config)
-        self.runtime = runtime
+    def __init__(self, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape = _SMALL) -> None:
+        self.runtime = ClockRuntime()
+        monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: self.runtime)
+        super().__init__(shape, config)
         self.step = self.layer = 0
         manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
         for name in ("load", "store", "gather"):

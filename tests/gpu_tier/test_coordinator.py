@@ -31,58 +31,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_state(state: RequestState, name: str, runtime: ClockRuntime) -> tuple[Traffic, int]:
-    """Return a request in a state, beside one that decodes."""
-    traffic = Traffic(Shape(), ALGORITHMS[name])
-    other = traffic.begin(50, seed=9)
-    traffic.prompt([other])
-    request = traffic.begin(8 if state is RequestState.DENSE else 70, seed=1)
-    if state is RequestState.PREFILL:
-        traffic.prefill([request], [33])
-    if state in (RequestState.STAGING, RequestState.SPARSE, RequestState.DENSE):
-        runtime.holds_offloads = state is RequestState.STAGING
-        traffic.prompt([request], chunk=33)
-        traffic.decode([request])
-    return traffic, request
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ("registered", "aborted"),
-        ("prefill", "retracted"),
-        ("staging", "aborted"),
-        ("sparse", "finished"),
-        ("dense", "retracted"),
-    ],
-)
-def test_an_end_in_any_state_leaves_nothing_behind(
-    name: str, state: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = ClockRuntime()
-    monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
-    traffic, request = in_state(RequestState(state), name, runtime)
-    others = [r for r in traffic.sequences if r != request]
-    found = traffic.coordinator.trackers[request].state
-    expects_other = {  # algorithms that have no such state
-        ("full", "sparse"): RequestState.DENSE,
-        ("full", "staging"): RequestState.DENSE,
-        ("full_offload", "dense"): RequestState.SPARSE,
-        ("snapkv", "staging"): RequestState.SPARSE,
-        ("retroinfer", "staging"): RequestState.SPARSE,
-        ("retroinfer gpu control", "staging"): RequestState.SPARSE,
-        ("retroinfer device", "staging"): RequestState.SPARSE,
-        ("pqcache device", "staging"): RequestState.SPARSE,
-    }
-    assert found is expects_other.get((name, state), RequestState(state))
-    traffic.end(request, reason)
-    traffic.end(request, reason)  # the second time nothing happens
-    traffic.decode(others)  # and others go on
-    traffic.end(others[0])
-    traffic.assert_empty()
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_row_that_is_used_again_shows_nothing_of_its_former_request(name: str) -> None:
     def outputs(traffic: Traffic) -> torch.Tensor:
@@ -193,7 +141,7 @@ def late_traffic(name: str, *, holds_offloads: bool) -> tuple[Traffic, ClockRunt
 
 
 def begun(traffic: Traffic, n_prompt: int, seed: int, others: list[int]) -> None:
-    """Take a request in, if there is room beside the others."""
+    """Take a request in, if there are pages for it beside the others."""
     try:
         traffic.begin(n_prompt, seed)
     except PoolExhaustedError:
@@ -203,7 +151,7 @@ def begun(traffic: Traffic, n_prompt: int, seed: int, others: list[int]) -> None
 @settings(max_examples=examples(120), deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(ALGORITHMS)))
 def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: str) -> None:
-    """Every step checks what it reads; some copies end late, others only when somebody waits for them."""
+    """Every step checks what it reads; some copies end late, others only when they are waited for."""
     traffic, runtime = late_traffic(name, holds_offloads=data.draw(st.booleans()))
     c = traffic.coordinator
     for number in range(data.draw(st.integers(1, 14))):
@@ -227,7 +175,9 @@ def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: 
         elif verb == "let go":  # copies to the host end
             runtime.let_go()
         else:
-            traffic.end(data.draw(st.sampled_from(live)), data.draw(st.sampled_from(["finished", "aborted"])))
+            request = data.draw(st.sampled_from(live))
+            traffic.end(request, data.draw(st.sampled_from(["finished", "aborted", "retracted"])))
+            c.on_request_end(request, "finished")  # the second time nothing happens
     for request in list(traffic.sequences):
         traffic.end(request)
     traffic.assert_empty()
@@ -261,19 +211,17 @@ CASES: dict[str, dict[str, Any]] = {
 SHAPE = Shape(layers=2, max_requests=4)
 
 
-@pytest.mark.parametrize(
-    ("name", "has_prefix"),
-    [
-        ("full_offload", False),
-        ("oracle", True),
-        ("quest", True),
-        ("quest, a window", False),
-        ("quest device", True),
-        ("snapkv", False),
-    ],
-)
-def test_every_allocation_may_be_refused_once(name: str, has_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_each_once(SHAPE, CASES[name], monkeypatch, has_prefix=has_prefix)
+REFUSED: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("full_offload", "oracle", "quest", "quest, a window", "quest device", "snapkv")},
+    **{name: RETRIEVAL[name] for name in ("retroinfer", "retroinfer device", "pqcache", "pqcache lru")},
+    "retroinfer gpu control, a window": {**BLOCKS["retroinfer gpu control"], "prefill_window_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_allocation_may_be_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_prefix = name in ("oracle", "quest", "quest device", *BLOCKS)
+    refuse_each_once(SHAPE, REFUSED[name], monkeypatch, has_prefix=has_prefix)
 
 
 @pytest.mark.parametrize("name", ["quest", "dsa", "oracle", "full_offload"])
@@ -305,7 +253,7 @@ def test_what_staging_had_got_before_it_was_refused_is_given_back(name: str, mon
 
 
 def test_pages_of_a_window_stay_with_their_prompt() -> None:
-    """A prompt that was let in gets to its end, whoever takes the free pages meanwhile."""
+    """A prompt that was admitted gets to its end, although its free pages are allocated meanwhile."""
     traffic = Traffic(SHAPE, {**CASES["quest, a window"], "min_sparse_prompt_len": 16})
     pages = traffic.coordinator.manager.device.allocator
     request = traffic.begin(120, seed=1)
@@ -376,21 +324,7 @@ def test_a_request_is_in_a_pass_once() -> None:
         c.plan_decode([request, request])
 
 
-ALL: dict[str, dict[str, Any]] = {
-    **{name: RETRIEVAL[name] for name in ("retroinfer", "retroinfer device", "pqcache", "pqcache lru")},
-    "retroinfer gpu control, a window": {**BLOCKS["retroinfer gpu control"], "prefill_window_tokens": 20},
-}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_allocation_of_an_index_may_be_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_each_once(SHAPE, ALL[name], monkeypatch, has_prefix=name in BLOCKS)
-
-
 OWN_METADATA = {name: SETTINGS[name] for name in ("quest", "quest per head", "dsa", "snapkv", "full_offload")}
-
-
-FIELDS = ("page_table", "cache_seqlens_int32", "cu_seqlens_k", "max_seq_len_k")
 
 
 def engine_metadata() -> SimpleNamespace:
@@ -418,7 +352,8 @@ def test_an_engine_finds_its_metadata_as_it_was_bit_for_bit() -> None:
     swaps.restore(meta)
     swaps.restore(meta)
     assert all(getattr(meta, name) is value for name, value in given.items())
-    assert all(torch.equal(getattr(meta, name), getattr(before, name)) for name in FIELDS[:3])
+    fields = ("page_table", "cache_seqlens_int32", "cu_seqlens_k")
+    assert all(torch.equal(getattr(meta, name), getattr(before, name)) for name in fields)
     assert meta.max_seq_len_k == before.max_seq_len_k
     with pytest.raises(StateError, match="save_original_metadata"):
         swaps.apply(meta, PagedMeta(None, meta.page_table, meta.cache_seqlens_int32, 4))  # type: ignore[arg-type]
