@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcm.gpu_tier.algorithms import registry
 from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
@@ -21,39 +22,34 @@ from kvcm.gpu_tier.index.wave_index import WaveSegment
 from kvcm.gpu_tier.runtime import runtime_for
 from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial, Selection
 
-__all__ = [
-    "INDEX_DIM",
-    "INDEX_HEADS",
-    "PAGE",
-    "PQ_SMALL",
-    "SMALL",
-    "IndexRig",
-    "Members",
-    "PQRig",
-    "PlainKeys",
-    "PlainRows",
-    "Rig",
-    "WaveRig",
-    "check_step",
-    "codebook_of",
-    "codes_of",
-    "continued",
-    "ids",
-    "mha",
-    "mla",
-    "plain_selection",
-    "plain_zones",
-    "rebuild",
-    "same_state",
-    "selections_of",
-    "top",
-]
-
-
 ROWS, TOKENS, PAGE = 6, 512, 16
 
 
 INDEX_HEADS, INDEX_DIM = 4, 16
+
+
+class NoReading(TorchDispatchMode):
+    """Fails on operations whose result the host has to read."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        reads = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")
+        assert not by_mask, f"{func} waits for the device"
+        assert name not in reads, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Fail where the host waits for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def mha(heads: int = 2, dims: int = 8, *, layers: int = 3, start: int = 0, dtype: KVDtype = KVDtype.F32) -> KVGeometry:
@@ -266,7 +262,7 @@ class PlainRows(PlainKeys):
 
 
 class Members:
-    """Hears of segments and knows the tokens of each cluster, ``[layer, request][head][cluster]``."""
+    """Receives segments and knows the tokens of each cluster, ``[layer, request][head][cluster]``."""
 
     def __init__(self) -> None:
         self.segments: dict[tuple[int, int], list[WaveSegment]] = defaultdict(list)

@@ -32,8 +32,6 @@ from kvcm.gpu_tier.pools.transfer import KVTransfer
 from kvcm.gpu_tier.runtime import DeviceRuntime, NullRuntime
 from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone, Unit
 
-__all__ = ["GEOMETRY", "BlockRig", "ClusterRig", "Clustered", "Decoding", "Policy", "assemble", "coded", "rows_of"]
-
 
 def coded(seed: int, geometry: KVGeometry, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return keys and values of tokens that say whose they are, ``f32 [L, n, H, d or dv]``.

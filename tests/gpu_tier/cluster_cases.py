@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kvcm.gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
 
-__all__ = ["Clusters", "Shape", "random_clusters"]
-
 
 @dataclass(frozen=True)
 class Shape:

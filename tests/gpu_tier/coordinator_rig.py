@@ -13,8 +13,6 @@ from kvcm.gpu_tier.coordinator import SparseCoordinator
 from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 
-__all__ = ["MODELS", "PAGE", "WHOLE", "config_of", "coordinator_of", "nothing_is_held", "prompt", "whole"]
-
 MODELS = {"llama": LlamaDecoder.random(LlamaShape()), "latent": LatentDecoder.random(LatentShape())}
 PAGE = 16
 

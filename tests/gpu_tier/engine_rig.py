@@ -13,8 +13,6 @@ from kvcm.gpu_tier.engine.interfaces import DecoderModel, ModelState
 from kvcm.gpu_tier.errors import PoolExhaustedError
 from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial
 
-__all__ = ["PlainHooks", "plain_attention", "plain_forward"]
-
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
     """Return causal attention of the last T of S tokens, in the inputs' dtype."""

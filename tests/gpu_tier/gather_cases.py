@@ -12,8 +12,6 @@ from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layo
 from kvcm.gpu_tier.kernels.operands import RowPool
 from kvcm.gpu_tier.types import CopyRuns
 
-__all__ = ["Gather", "random_gather"]
-
 LAYERS = 2
 
 

@@ -15,8 +15,6 @@ from transformers import (
     Qwen3Config,
 )
 
-__all__ = ["CONFIGS", "make_model", "own_generate", "prompt"]
-
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

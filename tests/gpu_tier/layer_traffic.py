@@ -31,21 +31,6 @@ from kvcm.gpu_tier.request_lifecycle import RequestState
 from kvcm.gpu_tier.runtime import DeviceRuntime, Event
 from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
 
-__all__ = [
-    "ClockRuntime",
-    "Mark",
-    "MarkedTraffic",
-    "Members",
-    "Shape",
-    "Traffic",
-    "diverging",
-    "host_rows_are_right",
-    "prefix_of",
-    "publishing",
-    "refuse_each_once",
-]
-
-
 Clock = dict[str, int]
 
 
@@ -154,7 +139,7 @@ class Shape:
 
     @property
     def geometry(self) -> KVGeometry:
-        """What the coordinator is told of the model."""
+        """What the coordinator knows of the model."""
         return KVGeometry(
             self.kind, self.layers, self.heads, self.dims, self.v_dims, self.dtype, self.page, self.start_layer
         )
@@ -181,7 +166,7 @@ class Tokens:
 
 
 class Members:
-    """Hears of clustered segments on their way to the sink, and remembers who is in which cluster."""
+    """Receives clustered segments on their way to the sink, and remembers which tokens are in which cluster."""
 
     def __init__(self, sink: SegmentSink) -> None:
         self.sink = sink
@@ -202,12 +187,12 @@ class Members:
 
 
 class Traffic:
-    """One coordinator and the requests that go through it."""
+    """One coordinator, for which `build` may get more options, and the requests that go through it."""
 
-    def __init__(self, shape: Shape, config: dict[str, Any], coordinator: SparseCoordinator | None = None) -> None:
+    def __init__(self, shape: Shape, config: dict[str, Any], **options: Any) -> None:
         self.shape = shape
         self.config = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
-        self.coordinator = coordinator or build(
+        self.coordinator: SparseCoordinator = build(
             self.config,
             shape.geometry,
             num_q_heads=shape.q_heads,
@@ -215,6 +200,7 @@ class Traffic:
             device_pages=shape.device_pages,
             max_requests=shape.max_requests,
             max_tokens=shape.max_tokens,
+            **options,
         )
         self.sequences: dict[int, Tokens] = {}
         self.checked = 0
@@ -292,7 +278,8 @@ class Traffic:
         padding = len(batch.positions) - sum(batch.extend_lens)
 
         def rows(parts: list[Tensor]) -> Tensor:
-            return torch.cat([*parts, torch.zeros(padding, *parts[0].shape[1:])])
+            joined = torch.cat([*parts, torch.zeros(padding, *parts[0].shape[1:])])
+            return joined.to(self.coordinator.runtime.device)
 
         q = rows([s.q[layer, span] for s, span in spans])
         k = rows([s.k[layer, span] for s, span in spans])
@@ -502,12 +489,7 @@ class MarkedTraffic(Traffic):
 
 def publishing(shape: Shape, config: dict[str, Any]) -> Traffic:
     """Return traffic whose requests all have a host copy."""
-    settings = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
-    coordinator = build(
-        settings, shape.geometry, num_q_heads=shape.q_heads, sm_scale=shape.sm_scale, device_pages=shape.device_pages,
-        max_requests=shape.max_requests, max_tokens=shape.max_tokens, publishes=True,
-    )  # fmt: skip
-    return Traffic(shape, config, coordinator)
+    return Traffic(shape, config, publishes=True)
 
 
 def prefix_of(traffic: Traffic, seed: int, n_tokens: int, *, has_sidecar: bool = True) -> AttachedPrefix:

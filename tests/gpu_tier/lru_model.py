@@ -15,25 +15,6 @@ from kvcm.gpu_tier.manager.residency import LruDiffPolicy
 from kvcm.gpu_tier.runtime import NullRuntime
 from kvcm.gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
 
-__all__ = [
-    "Buffer",
-    "Case",
-    "Outcome",
-    "RandomSteps",
-    "Steps",
-    "World",
-    "clone_state",
-    "copied",
-    "decode_batch",
-    "geometry_of",
-    "outputs_equal",
-    "random_case",
-    "random_state",
-    "selection_of",
-    "states_equal",
-]
-
-
 NO_ERROR = DiffError(0)
 
 

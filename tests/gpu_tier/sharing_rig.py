@@ -17,8 +17,6 @@ from kvcm.gpu_tier.engine.sharing_engine import SharingEngine, sidecar_of
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 from kvcm.gpu_tier.manager.prefixes import PrefixStore
 
-__all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "SHORT", "Rig", "continued", "prompt_of"]
-
 torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
 NEW = 20
