@@ -322,7 +322,7 @@ class WaveRig(Rig):
     def attention(self, layer: int, batch: ForwardBatch, selection: Selection) -> Tensor:
         """Attention of a step as an engine would merge it, ``f64 [B, Hq, dv]``; of rows that are requests."""
         q = torch.stack([self.query(layer, request).flatten(0, 1) for request in batch.requests])
-        partial = self.algorithm.estimate(_padded_f32(q, batch.rows), layer, batch, selection)
+        partial = self.algorithm.estimate(_padded(q, batch.rows), layer, batch, selection)
         assert selection.steady is not None
         rows = [
             self._merged(layer, request, row, q[row].double(), selection, partial)
@@ -377,10 +377,6 @@ class WaveRig(Rig):
                 views.log_size[pages].clone(),
             )  # fmt: skip
         return found
-
-
-def _padded_f32(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, torch.full((rows - len(x), *x.shape[1:]), 3.0, dtype=x.dtype)])
 
 
 def same_state(one: WaveRig, request: int, other: WaveRig, its: int) -> None:
@@ -478,12 +474,6 @@ class PQRig(Rig):
         super().add(lengths, chunk=chunk, spare=spare)
         for request, length in lengths.items():
             self.pq.become_sparse(request, length)
-
-    def decode(self, layer: int, batch: ForwardBatch, sparse_mask: Tensor | None = None) -> Selection:
-        for request, length in zip(batch.requests, batch.lengths, strict=True):
-            if length > self.n[request]:
-                raise AssertionError("a step must reveal its token first")
-        return super().decode(layer, batch, sparse_mask)
 
 
 def codes_of(rig: PQRig, layer: int, request: int, coded: int) -> Tensor:

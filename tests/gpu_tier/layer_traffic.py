@@ -452,33 +452,19 @@ class MarkedTraffic(Traffic):
         monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: self.runtime)
         super().__init__(shape, config)
         self.step = self.layer = 0
-        manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
-        for name in ("load", "store", "gather"):
-            monkeypatch.setattr(manager.transfer, name, self._marking(name, getattr(manager.transfer, name)))
-        commit = manager.commit
-
-        def marked_attend(q: torch.Tensor, meta: Any, *args: Any) -> torch.Tensor:
-            self.runtime.mark("attend", self.step, self.layer)
-            return attend(q, meta, *args)
-
-        def marked_write(layer_id: int, *args: Any) -> None:
-            self.layer = layer_id
-            self.runtime.mark("write", self.step, layer_id)
-            write(layer_id, *args)
-
-        def marked_commit(layer_id: int, plan: Any) -> None:
-            self.runtime.mark("commit", self.step, layer_id)
-            commit(layer_id, plan)
-
-        monkeypatch.setattr(self.coordinator, "attend", marked_attend)
-        monkeypatch.setattr(self.coordinator, "write_kv", marked_write)
-        monkeypatch.setattr(manager, "commit", marked_commit)
+        c, manager = self.coordinator, self.coordinator.manager
+        transfer = manager.transfer
+        for owner, names in ((transfer, "load store gather"), (manager, "commit"), (c, "attend write_kv")):
+            for name in names.split():
+                monkeypatch.setattr(owner, name, self._marking(name, getattr(owner, name)))
 
     def _marking(self, name: str, run: Any) -> Any:
-        def marked(*args: Any, **kwargs: Any) -> None:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if name == "write_kv":
+                self.layer = args[0]
             layers = kwargs.get("layers")
             self.runtime.mark(name, self.step, self.layer if layers is None else layers[0])
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
         return marked
 
@@ -544,14 +530,14 @@ class _Refusals:
         self.left = -1
         self.has_refused = False
         c = traffic.coordinator
-        pools = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
+        pools: list[Any] = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
         pools += [c.resident.pool.allocator] if c.resident is not None else []
         pools += [owner.pool.allocator for owner in (c.algorithm, c.manager.policy) if hasattr(owner, "pool")]
         if c.manager.blocks is not None and c.manager.blocks.store is not None:
             pools.append(c.manager.blocks.store.allocator)
         for pool in pools:
             monkeypatch.setattr(pool, "alloc", self._refusing(pool.alloc))
-        self._in_use = [lambda pool=pool: pool.available for pool in pools]
+        self.pools = pools
 
     def _refusing(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any) -> Any:
@@ -566,7 +552,7 @@ class _Refusals:
     @property
     def free(self) -> list[int]:
         """What each pool has left."""
-        return [available() for available in self._in_use]
+        return [pool.available for pool in self.pools]
 
     def twice(self, run: Callable[[], T]) -> T:
         """Return what `run` returns, the second time if it was refused."""

@@ -311,10 +311,8 @@ def cache_of(case: PlacesCase) -> CachePlaces:
 
 def padded(items: list[int], width: int, rng: Random) -> list[int]:
     """Return items with -1 anywhere between them."""
-    row = items + [-1] * (width - len(items))
-    order = sorted(rng.sample(range(width), len(items)))
     row = [-1] * width
-    for place, item in zip(order, items, strict=True):
+    for place, item in zip(sorted(rng.sample(range(width), len(items))), items, strict=True):
         row[place] = item
     return row
 
@@ -421,32 +419,6 @@ def test_a_buffer_that_cannot_grow_stays_as_it_was() -> None:
     assert len(policy.places[0]) == 1
     blocks.grow(0, 23, buffers)
     assert len(policy.places[0]) == 1
-
-
-@pytest.mark.parametrize("n", [1, 3, 4, 8, 9, 30])
-def test_steady_tokens_have_places_of_their_own(n: int) -> None:
-    blocks, _, buffers = parts()
-    blocks.admit(1, RING, n, buffers)
-    spans = blocks.steady_spans(1, n)
-    tokens = [token for span in spans for token in span]
-    assert tokens == [token for token in range(n) if token < RING.sink or token >= n - RING.ring]
-    slots = [slot for span in spans for slot in blocks.places(1, span, buffers).tolist()]
-    assert len(set(slots)) == len(slots)
-    assert all(buffers.item_slot(1, RING.position(t)) == slot for t, slot in zip(tokens, slots, strict=True))
-    overwritten = blocks.overwritten(1, n)
-    assert overwritten == (n - RING.ring if n - RING.ring >= RING.sink else -1)
-    if overwritten >= 0:
-        assert RING.position(overwritten) == RING.position(n)
-
-
-def test_the_shortest_ring_is_of_requests_that_have_a_buffer() -> None:
-    blocks, _, buffers = parts()
-    assert blocks.shortest_ring([0, 1]) > 1000
-    blocks.admit(0, RING, 16, buffers)
-    assert blocks.shortest_ring([0, 1]) == RING.ring
-    blocks.release(0)
-    blocks.release(0)
-    assert blocks.shortest_ring([0, 1]) > 1000
 
 
 LATER_STAGE = KVGeometry(KVKind.MHA, 3, 2, 4, 4, KVDtype.F32, page_size=8, start_layer=5)

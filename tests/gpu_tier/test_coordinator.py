@@ -70,16 +70,6 @@ def test_a_decode_without_room_loses_nothing_and_goes_on_after_a_retraction() ->
     torch.testing.assert_close(out[:, 0], traffic.exact(requests[0], 31), rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_request_goes_on_densely_while_there_is_no_room_to_stage_it() -> None:
-    traffic = Traffic(Shape(), {**ALGORITHMS["quest"], "host_bytes": Shape().geometry.page_bytes * 2})
-    request = traffic.begin(10, seed=1)
-    traffic.prompt([request])
-    for step in range(60):
-        out = traffic.decode([request])
-        torch.testing.assert_close(out[:, 0], traffic.exact(request, 10 + step), rtol=1e-4, atol=1e-4)
-    assert traffic.coordinator.trackers[request].state is RequestState.DENSE
-
-
 def test_a_dense_request_becomes_sparse_when_it_outgrows_the_buffer() -> None:
     traffic = Traffic(Shape(), ALGORITHMS["quest"])
     request = traffic.begin(10, seed=1)

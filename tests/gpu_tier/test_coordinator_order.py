@@ -114,8 +114,8 @@ def test_o3_a_newest_slot_is_written_again_only_after_its_copy_to_the_host(
     for step in range(1, STEPS - 1):
         store = find("store", step, 0)
         assert store.stream == "d2h"
-        assert all(find("write", step, layer).happened_before(store) for layer in LAYERS)
-        assert all(store.happened_before(find("write", step + 2, layer)) for layer in LAYERS)
+        assert all(find("write_kv", step, layer).happened_before(store) for layer in LAYERS)
+        assert all(store.happened_before(find("write_kv", step + 2, layer)) for layer in LAYERS)
 
 
 def test_a_streamed_piece_waits_for_its_last_tokens_copy_and_for_the_attention_that_reads_its_buffer(
@@ -166,7 +166,7 @@ def test_o1_a_steady_place_is_written_again_only_after_its_tokens_copy(monkeypat
         for step in range(1, STEPS - local + 1):
             store = find("store", step, 0)
             assert store.stream == "d2h"
-            assert all(store.happened_before(find("write", step + local, layer)) for layer in LAYERS)
+            assert all(store.happened_before(find("write_kv", step + local, layer)) for layer in LAYERS)
             assert all(store.happened_before(find("gather", step + local, layer)) for layer in LAYERS)
 
 
@@ -180,7 +180,7 @@ def test_o2_to_o4_a_layers_tokens_are_gathered_before_its_attention_and_wait_for
         for layer in LAYERS:
             gather, attend = find("gather", step, layer), find("attend", step, layer)
             assert gather.stream == "h2d"
-            assert find("write", step, layer).happened_before(gather)
+            assert find("write_kv", step, layer).happened_before(gather)
             assert committed is None or committed.happened_before(gather)
             assert gather.happened_before(attend)
             committed = find("commit", step, layer)
