@@ -129,7 +129,7 @@ class PlainHooks:
         v: Tensor | None,
         layer_id: int,
         batch: ForwardBatch,
-        meta: AttnMetadata | None = None,
+        meta: Any = None,
         **extra: Tensor,
     ) -> tuple[AttnMetadata | None, list[Partial]]:
         assert all(len(x) == len(batch.positions) for x in (q, k, *extra.values()))

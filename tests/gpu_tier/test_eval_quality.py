@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -158,11 +157,7 @@ def test_the_wave_index_finds_the_heaviest_tokens(regime: Regime, recall: float,
     # 1.8 % of the clusters and the steady zone; clusters differ in size, so do selections.
     assert 0.01 * TOKENS < fmean(result.tokens for result in found) < 0.04 * TOKENS
     assert 0.15 * TOKENS < fmean(result.estimated for result in found) < 0.35 * TOKENS
-
-
-@pytest.mark.parametrize("regime", Regime)
-def test_estimation_never_makes_it_worse_on_average(regime: Regime) -> None:
-    found = wave(regime)
+    # Estimation makes it no worse on average.
     assert fmean(r.errors.relative for r in found) < fmean(r.errors_alone.relative for r in found)
 
 
@@ -328,7 +323,7 @@ def test_what_cannot_be_is_refused() -> None:
         simulate(trace(N, K, 0.5, 0.0, 10, 0), K)
 
 
-CACHE_TOKENS, BLOCK = 8192, 8
+CACHE_TOKENS = 8192
 
 
 WAVE_ALGO = wave_share(0.018)
@@ -348,71 +343,20 @@ def ids(selection: Selection) -> list[int]:
     return selection.indices[0, 0, : int(selection.lengths[0, 0])].tolist()
 
 
-class ClusterCache:
-    """The cache of one request, layer and head.
-
-    Args:
-        blocks: of each cluster.
-        capacity: blocks that fit.
-        policy: which clusters are given up: those used longest ago (lru), least often (lfu) or admitted first (fifo).
-    """
-
-    def __init__(self, blocks: Sequence[int], capacity: int, policy: str = "lru") -> None:
-        self._blocks, self._capacity, self._policy = blocks, capacity, policy
-        self._cached: dict[int, int] = {}  # number of uses, in the order in which clusters are given up by lru and fifo
-        self._used_blocks = 0
-
-    def step(self, clusters: Sequence[int]) -> tuple[set[int], int]:
-        """Look clusters up, then update the cache.
-
-        Returns:
-            Those that were cached, and how many were admitted.
-        """
-        hits = {cluster for cluster in clusters if cluster in self._cached}
-        for cluster in clusters:
-            if cluster in hits:
-                self._use(cluster)
-        in_use = set(clusters)
-        return hits, sum(self._admit(cluster, in_use) for cluster in clusters if cluster not in hits)
-
-    def _use(self, cluster: int) -> None:
-        if self._policy == "lru":
-            self._cached[cluster] = self._cached.pop(cluster) + 1
-        else:
-            self._cached[cluster] += 1
-
-    def _admit(self, cluster: int, in_use: set[int]) -> bool:
-        needed = self._blocks[cluster]
-        if needed > self._capacity:
-            return False
-        while self._used_blocks + needed > self._capacity:
-            unused = [other for other in self._cached if other not in in_use]
-            if not unused:
-                return False
-            victim = min(unused, key=self._cached.__getitem__) if self._policy == "lfu" else unused[0]
-            del self._cached[victim]
-            self._used_blocks -= self._blocks[victim]
-        self._cached[cluster] = 1
-        self._used_blocks += needed
-        return True
-
-
-def plain_rate(capacity: int, policy: str) -> float:
-    """Return the hit rate of clusters in a plain cache of so many blocks, the first step left out."""
-    driven, selections = chosen("retroinfer")
-    cache = ClusterCache([-(-size // BLOCK) for size in driven.cluster_sizes.tolist()], capacity, policy)
-    hits = [len(cache.step(ids(selection))[0]) for selection in selections]
-    return sum(hits[1:]) / sum(len(ids(selection)) for selection in selections[1:])
-
-
-@pytest.mark.parametrize("ratio", [0.025, 0.05, 0.1])
 @pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_the_wave_buffer_hits_as_a_plain_cache_of_clusters(ratio: float, is_async: bool, policy: str) -> None:
-    settings = replace(WAVE_ALGO, cache_ratio=ratio, async_update=is_async, policy=policy)
-    found = wave_hits(*chosen("retroinfer"), settings)
-    assert found.clusters == plain_rate(int(ratio * CACHE_TOKENS) // BLOCK, policy)
-    assert 0 < found.host_share < 0.02
+def test_a_cache_of_all_clusters_hits_what_was_retrieved_before(is_async: bool) -> None:
+    driven, selections = chosen("retroinfer")
+    settings = replace(WAVE_ALGO, cache_ratio=1.0, async_update=is_async)
+    hits, total, seen = 0, 0, set(ids(selections[0]))
+    for clusters in map(ids, selections[1:]):
+        hits, total = hits + len(seen & set(clusters)), total + len(clusters)
+        seen |= set(clusters)
+    found = wave_hits(driven, selections, settings)
+    assert found.clusters == hits / total
+    for policy in ("lru", "lfu", "fifo"):
+        small = wave_hits(driven, selections, replace(settings, cache_ratio=0.025, policy=policy))
+        assert 0 < small.clusters < found.clusters
+        assert found.host_share < small.host_share < 0.02
 
 
 def test_without_a_cache_all_comes_from_the_host() -> None:
