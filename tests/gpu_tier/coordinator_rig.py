@@ -44,27 +44,14 @@ def config_of(algorithm: str, settings: dict[str, Any], **changes: Any) -> Spars
 
 
 def coordinator_of(
-    model: Any,
-    config: SparseConfig,
-    pages: int = 200,
-    dtype: KVDtype = KVDtype.F32,
-    max_tokens: int = 256,
-    **options: Any,
+    model: Any, config: SparseConfig, pages: int = 200, dtype: KVDtype = KVDtype.F32, **options: Any
 ) -> SparseCoordinator:
-    """Return a coordinator for eight requests; `options` are more arguments of `build`."""
+    """Return a coordinator for eight requests of at most 256 tokens; `options` are other arguments of `build`."""
     geometry = KVGeometry(
         model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
     )
-    return build(
-        config,
-        geometry,
-        num_q_heads=model.num_q_heads,
-        sm_scale=model.sm_scale,
-        device_pages=pages,
-        max_requests=8,
-        max_tokens=max_tokens,
-        **options,
-    )
+    sizes = {"device_pages": pages, "max_requests": 8, "max_tokens": 256} | options
+    return build(config, geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale, **sizes)
 
 
 def nothing_is_held(coordinator: SparseCoordinator) -> bool:

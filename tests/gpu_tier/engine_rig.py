@@ -123,14 +123,7 @@ class PlainHooks:
         self.calls.append(("write_kv", layer_id))
 
     def attention_begin(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        layer_id: int,
-        batch: ForwardBatch,
-        meta: Any = None,
-        **extra: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor | None, layer_id: int, batch: ForwardBatch, meta: Any = None, **extra: Any
     ) -> tuple[AttnMetadata | None, list[Partial]]:
         assert all(len(x) == len(batch.positions) for x in (q, k, *extra.values()))
         self.calls.append(("attention_begin", layer_id))
