@@ -288,13 +288,13 @@ class WaveRig(Rig):
     source_type = PlainRows
 
     def __init__(
-        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", hears: bool = True,
+        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", has_sink: bool = True,
         kernels: str = "auto", **algo: Any,
     ) -> None:  # fmt: skip
         settings = {"residency": "blocks", "kernels": kernels}
         super().__init__(geometry or mha(), "retroinfer", group, {**SMALL, **algo}, device, **settings)
         self.members = Members()
-        if hears:
+        if has_sink:
             self.retro.sink = self.members
 
     @property
@@ -402,10 +402,10 @@ def plain_zones(rig: WaveRig, layer: int, request: int, head: int) -> tuple[list
     share = rig.retro.settings
     r = max(1, round(share.retrieval * m))
     e = m - r if share.estimation == 1 else round(share.estimation * m)
-    room, used, retrieved = share.exec_factor * r * share.tokens_per_centroid, 0, []
+    most, used, retrieved = share.exec_factor * r * share.tokens_per_centroid, 0, []
     for c in order[:r]:
-        used += sizes[c] if sizes[c] <= room else 0
-        if sizes[c] <= room and used <= room:
+        used += sizes[c] if sizes[c] <= most else 0
+        if sizes[c] <= most and used <= most:
             retrieved.append(c)
     return sorted(retrieved), sorted(set(order[: r + e]) - set(retrieved))
 
@@ -442,7 +442,7 @@ def selections_of(rig: WaveRig, requests: list[int], padding: int = 0) -> dict[i
 
 
 def rebuild(rig: WaveRig, lengths: dict[int, int]) -> None:
-    """Index requests anew, after their KV was changed."""
+    """Index requests again, after their KV was changed."""
     for request, n in lengths.items():
         rig.end(request)
         rig.n[request] = 0

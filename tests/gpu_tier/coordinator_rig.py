@@ -50,7 +50,7 @@ def coordinator_of(
     geometry = KVGeometry(
         model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
     )
-    sizes = {"device_pages": pages, "max_requests": 8, "max_tokens": 256} | options
+    sizes: dict[str, Any] = {"device_pages": pages, "max_requests": 8, "max_tokens": 256} | options
     return build(config, geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale, **sizes)
 
 

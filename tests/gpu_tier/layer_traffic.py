@@ -192,15 +192,9 @@ class Traffic:
     def __init__(self, shape: Shape, config: dict[str, Any], **options: Any) -> None:
         self.shape = shape
         self.config = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
+        sizes = {name: getattr(shape, name) for name in ("device_pages", "max_requests", "max_tokens")}
         self.coordinator: SparseCoordinator = build(
-            self.config,
-            shape.geometry,
-            num_q_heads=shape.q_heads,
-            sm_scale=shape.sm_scale,
-            device_pages=shape.device_pages,
-            max_requests=shape.max_requests,
-            max_tokens=shape.max_tokens,
-            **options,
+            self.config, shape.geometry, num_q_heads=shape.q_heads, sm_scale=shape.sm_scale, **sizes, **options
         )
         self.sequences: dict[int, Tokens] = {}
         self.checked = 0
@@ -441,16 +435,13 @@ def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:
     return (pages[:, None] * meta.page_tokens + torch.arange(meta.page_tokens)).flatten()[:n]
 
 
-_SMALL = Shape()
-
-
 class MarkedTraffic(Traffic):
     """Traffic whose copies and attention leave marks on the streams they run on."""
 
-    def __init__(self, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape = _SMALL) -> None:
+    def __init__(self, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None) -> None:
         self.runtime = ClockRuntime()
         monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: self.runtime)
-        super().__init__(shape, config)
+        super().__init__(shape or Shape(), config)
         self.step = self.layer = 0
         c, manager = self.coordinator, self.coordinator.manager
         transfer = manager.transfer

@@ -1,4 +1,4 @@
-"""The LRU diff told again with lists and sets, and random states to compare its implementations with."""
+"""The LRU diff in lists and sets, and random states to compare its implementations with."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def make(case: str, **settings: Any) -> Rig:
     if name == "dsa":
         return IndexRig(mla(), algo, top_k=16, **settings)
     if name == "retroinfer":
-        return WaveRig(mha(2, 16, layers=2), 4, hears=False, **algo, **settings)
+        return WaveRig(mha(2, 16, layers=2), 4, has_sink=False, **algo, **settings)
     return Rig(mha(2, 16, layers=2), name, 4, algo, **settings)
 
 

@@ -197,6 +197,13 @@ def test_requests_get_what_they_get_alone(
     coordinator = coordinator_of(MODELS[name], config, pages=140)
     engine = DecodeEngine(MODELS[name], coordinator, chunk_tokens=chunk)
     lengths: dict[int, int] = {}
+
+    def end(request: int) -> None:
+        length = lengths.pop(request)
+        tokens, expected = engine.tokens(request), alone(algorithm, name, length, length)
+        assert tokens[: len(expected)] == expected[: len(tokens)]
+        engine.abort(request)
+
     for action, value in actions:
         if action == "add":
             with contextlib.suppress(PoolExhaustedError):
@@ -205,17 +212,10 @@ def test_requests_get_what_they_get_alone(
             for _ in range(value):
                 engine.step()
         elif lengths:
-            request = sorted(lengths)[value % len(lengths)]
-            check_alone(engine.tokens(request), alone(algorithm, name, lengths[request], lengths.pop(request)))
-            engine.abort(request)
-    for request, length in lengths.items():
-        check_alone(engine.tokens(request), alone(algorithm, name, length, length))
-        engine.abort(request)
+            end(sorted(lengths)[value % len(lengths)])
+    for request in list(lengths):
+        end(request)
     assert nothing_is_held(coordinator)
-
-
-def check_alone(tokens: list[int], expected: list[int]) -> None:
-    assert tokens[: len(expected)] == expected[: len(tokens)]
 
 
 # What is attended to.
