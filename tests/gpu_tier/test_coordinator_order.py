@@ -28,7 +28,7 @@ QUEST: dict[str, Any] = {
     "algo": {"page": 4, "token_budget": 24, "skip_layers": 0},
 }
 ORACLE: dict[str, Any] = {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20}
-LRU = {"oracle": ORACLE, "quest": QUEST, "dsa": DSA}
+LRU = {"oracle": ORACLE, "quest": QUEST, "dsa": {**DSA, "device_buffer_size": 20}}
 STEPS, LAYERS = 8, range(3)
 
 
