@@ -91,6 +91,8 @@ def test_hooks_out_of_order_are_refused() -> None:
         c.prompt_finished(request)
     with pytest.raises(ConfigError, match="extend_lens=21"):
         c.plan_prefill([request], [21])
+    with pytest.raises(ConfigError, match="name each request once"):
+        c.plan_prefill([request, request], [5, 5])
     traffic.prefill([request], [10])
     with pytest.raises(StateError, match="10 of its prompt's 20"):
         c.prompt_finished(request)
@@ -101,6 +103,9 @@ def test_hooks_out_of_order_are_refused() -> None:
         c.plan_decode([3])
     with pytest.raises(ConfigError, match="n_prompt=300"):
         c.on_request_begin(300)
+    traffic.prompt([request])
+    with pytest.raises(ConfigError, match="name each request once"):
+        c.plan_decode([request, request])
 
 
 def test_a_request_cannot_grow_beyond_the_most_tokens() -> None:
@@ -301,17 +306,6 @@ def test_a_plan_that_is_out_of_date_is_refused() -> None:
     traffic.end(request)
     with pytest.raises(StateError, match="not known"):
         c.forward_begin(planned)
-
-
-def test_a_request_is_in_a_pass_once() -> None:
-    traffic = Traffic(SHAPE, CASES["full"])
-    c = traffic.coordinator
-    request = traffic.begin(20, seed=1)
-    with pytest.raises(ConfigError, match="name each request once"):
-        c.plan_prefill([request, request], [5, 5])
-    traffic.prompt([request])
-    with pytest.raises(ConfigError, match="name each request once"):
-        c.plan_decode([request, request])
 
 
 OWN_METADATA = {name: SETTINGS[name] for name in ("quest", "quest per head", "dsa", "snapkv", "full_offload")}
