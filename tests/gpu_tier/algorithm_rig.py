@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcm.gpu_tier.algorithms import registry
 from kvcm.gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
@@ -21,39 +22,34 @@ from kvcm.gpu_tier.index.wave_index import WaveSegment
 from kvcm.gpu_tier.runtime import runtime_for
 from kvcm.gpu_tier.types import ForwardBatch, Mode, Partial, Selection
 
-__all__ = [
-    "INDEX_DIM",
-    "INDEX_HEADS",
-    "PAGE",
-    "PQ_SMALL",
-    "SMALL",
-    "IndexRig",
-    "Members",
-    "PQRig",
-    "PlainKeys",
-    "PlainRows",
-    "Rig",
-    "WaveRig",
-    "check_step",
-    "codebook_of",
-    "codes_of",
-    "continued",
-    "ids",
-    "mha",
-    "mla",
-    "plain_selection",
-    "plain_zones",
-    "rebuild",
-    "same_state",
-    "selections_of",
-    "top",
-]
-
-
 ROWS, TOKENS, PAGE = 6, 512, 16
 
 
 INDEX_HEADS, INDEX_DIM = 4, 16
+
+
+class NoReading(TorchDispatchMode):
+    """Fails on operations whose result the host has to read."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        reads = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")
+        assert not by_mask, f"{func} waits for the device"
+        assert name not in reads, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Fail where the host waits for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def mha(heads: int = 2, dims: int = 8, *, layers: int = 3, start: int = 0, dtype: KVDtype = KVDtype.F32) -> KVGeometry:
@@ -266,7 +262,7 @@ class PlainRows(PlainKeys):
 
 
 class Members:
-    """Hears of segments and knows the tokens of each cluster, ``[layer, request][head][cluster]``."""
+    """Receives segments and knows the tokens of each cluster, ``[layer, request][head][cluster]``."""
 
     def __init__(self) -> None:
         self.segments: dict[tuple[int, int], list[WaveSegment]] = defaultdict(list)
@@ -292,13 +288,13 @@ class WaveRig(Rig):
     source_type = PlainRows
 
     def __init__(
-        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", hears: bool = True,
+        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", has_sink: bool = True,
         kernels: str = "auto", **algo: Any,
     ) -> None:  # fmt: skip
         settings = {"residency": "blocks", "kernels": kernels}
         super().__init__(geometry or mha(), "retroinfer", group, {**SMALL, **algo}, device, **settings)
         self.members = Members()
-        if hears:
+        if has_sink:
             self.retro.sink = self.members
 
     @property
@@ -326,7 +322,7 @@ class WaveRig(Rig):
     def attention(self, layer: int, batch: ForwardBatch, selection: Selection) -> Tensor:
         """Attention of a step as an engine would merge it, ``f64 [B, Hq, dv]``; of rows that are requests."""
         q = torch.stack([self.query(layer, request).flatten(0, 1) for request in batch.requests])
-        partial = self.algorithm.estimate(_padded_f32(q, batch.rows), layer, batch, selection)
+        partial = self.algorithm.estimate(_padded(q, batch.rows), layer, batch, selection)
         assert selection.steady is not None
         rows = [
             self._merged(layer, request, row, q[row].double(), selection, partial)
@@ -383,10 +379,6 @@ class WaveRig(Rig):
         return found
 
 
-def _padded_f32(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, torch.full((rows - len(x), *x.shape[1:]), 3.0, dtype=x.dtype)])
-
-
 def same_state(one: WaveRig, request: int, other: WaveRig, its: int) -> None:
     """Two requests have the same bits in all layers."""
     for (a, b, *x), (c, d, *y) in zip(one.state(request).values(), other.state(its).values(), strict=True):
@@ -410,10 +402,10 @@ def plain_zones(rig: WaveRig, layer: int, request: int, head: int) -> tuple[list
     share = rig.retro.settings
     r = max(1, round(share.retrieval * m))
     e = m - r if share.estimation == 1 else round(share.estimation * m)
-    room, used, retrieved = share.exec_factor * r * share.tokens_per_centroid, 0, []
+    most, used, retrieved = share.exec_factor * r * share.tokens_per_centroid, 0, []
     for c in order[:r]:
-        used += sizes[c] if sizes[c] <= room else 0
-        if sizes[c] <= room and used <= room:
+        used += sizes[c] if sizes[c] <= most else 0
+        if sizes[c] <= most and used <= most:
             retrieved.append(c)
     return sorted(retrieved), sorted(set(order[: r + e]) - set(retrieved))
 
@@ -450,7 +442,7 @@ def selections_of(rig: WaveRig, requests: list[int], padding: int = 0) -> dict[i
 
 
 def rebuild(rig: WaveRig, lengths: dict[int, int]) -> None:
-    """Index requests anew, after their KV was changed."""
+    """Index requests again, after their KV was changed."""
     for request, n in lengths.items():
         rig.end(request)
         rig.n[request] = 0
@@ -482,12 +474,6 @@ class PQRig(Rig):
         super().add(lengths, chunk=chunk, spare=spare)
         for request, length in lengths.items():
             self.pq.become_sparse(request, length)
-
-    def decode(self, layer: int, batch: ForwardBatch, sparse_mask: Tensor | None = None) -> Selection:
-        for request, length in zip(batch.requests, batch.lengths, strict=True):
-            if length > self.n[request]:
-                raise AssertionError("a step must reveal its token first")
-        return super().decode(layer, batch, sparse_mask)
 
 
 def codes_of(rig: PQRig, layer: int, request: int, coded: int) -> Tensor:

@@ -10,8 +10,6 @@ from torch import Tensor
 from kvcm.gpu_tier.geometry import KVDtype, RowFormat, Rows
 from kvcm.gpu_tier.types import LayerKV
 
-__all__ = ["TOLERANCE", "Shape", "device_under_test", "expected", "random_kv", "random_query"]
-
 # One bf16 step, relative; the kernels' dots take bf16 numbers on a GPU.
 TOLERANCE = {KVDtype.F32: 2e-5, KVDtype.F16: 2**-7, KVDtype.BF16: 2**-7, KVDtype.FP8: 2**-7}
 

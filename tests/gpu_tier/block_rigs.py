@@ -32,8 +32,6 @@ from kvcm.gpu_tier.pools.transfer import KVTransfer
 from kvcm.gpu_tier.runtime import DeviceRuntime, NullRuntime
 from kvcm.gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone, Unit
 
-__all__ = ["GEOMETRY", "BlockRig", "ClusterRig", "Clustered", "Decoding", "Policy", "assemble", "coded", "rows_of"]
-
 
 def coded(seed: int, geometry: KVGeometry, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return keys and values of tokens that say whose they are, ``f32 [L, n, H, d or dv]``.
@@ -95,6 +93,76 @@ def assemble(
 GEOMETRY = KVGeometry(KVKind.MHA, 3, 2, 4, 6, KVDtype.F32, page_size=4, start_layer=2)
 
 
+class _Rig:
+    """What both kinds of rigs do: write requests' rows, and check what attention would read of a step."""
+
+    geometry: KVGeometry
+    arena: DeviceKVPool
+    buffers: SparseBuffers
+    execution: ExecutionBuffer
+    policy: Any
+    requests: dict[int, Any]
+    gathered: list[Tensor]
+
+    def _to_buffer(self, request: int, ring: SteadyRing, tokens: int) -> None:
+        """Let a request of so many tokens have its buffer, or a larger one."""
+        capacity = ring.capacity + self.policy.cache_slots(tokens)
+        self.buffers.cover(request, capacity)
+        self.policy.admit(request, ring, self.buffers.buffer(request).items[:capacity])
+
+    def _write_rows(self, pool: DeviceKVPool | HostKVPool, seed: int, tokens: Sequence[int], slots: Tensor) -> None:
+        size = self.geometry.page_size
+        for part, rows in enumerate(coded(seed, self.geometry, tokens)):
+            for layer in range(self.geometry.num_layers):
+                target = pool_rows(pool.data, pool.addressing, part, layer, self.geometry.num_kv_heads)
+                target[slots // size, slots % size] = rows[layer].view(torch.uint8)
+
+    def release(self, request: int) -> None:
+        """Let a request end, and overwrite what it had on the device."""
+        slots = self.buffers.buffer(request).items.long()
+        self._write_rows(self.arena, 10**6, range(len(slots)), slots)
+        self.policy.release(request)
+        self.buffers.release(request)
+        del self.requests[request]
+
+    def batch(self, requests: list[int], padding: int = 0) -> ForwardBatch:
+        """Return a decode batch; padding rows point nowhere."""
+        return decode_batch(requests, [self.requests[r].tokens for r in requests], len(requests) + padding)
+
+    def sources(self, layer_id: int) -> tuple[RowPool, RowPool, RowPool]:
+        """Return what the runs of a layer point into."""
+        arena = RowPool(self.arena.data, self.arena.addressing, self.geometry.layer_index(layer_id))
+        return arena, arena, self.policy.host_source(layer_id)
+
+    def _checked(
+        self, batch: ForwardBatch, layer: int, selection: Selection, mask: Tensor, tokens_of: Callable[..., list[int]]
+    ) -> ResidencyPlan:
+        """Return the plan of a layer's step, in which each row, request and head attends to `tokens_of` them."""
+        layer_id = self.geometry.start_layer + layer
+        self.policy.announce(layer_id, batch, selection)
+        plan: ResidencyPlan = self.policy.resolve(layer_id, batch, selection, mask)
+        assert plan.execution is not None
+        found = assemble(self.sources(layer_id), plan.execution, self.geometry, self.execution.tokens_per_row)
+        for row, head in product(range(batch.rows), range(self.geometry.num_kv_heads)):
+            expected: list[tuple[float, ...]] = []
+            if row < batch.num_real and mask[row]:
+                state = self.requests[batch.requests[row]]
+                expected = [(state.seed, layer, head, token) for token in tokens_of(state, row, head)]
+            assert found[row, head] == expected, (row, head)
+        self.gathered = self._gather(plan.execution, layer_id)
+        return plan
+
+    def _gather(self, plan: ExecutionPlan, layer_id: int) -> list[Tensor]:
+        """Let the copy kernel put the buffer together, and return what attention reads, line after line."""
+        heads, target = self.geometry.num_kv_heads, self.execution.source()
+        gather_copy(self.sources(layer_id), target, plan.runs, num_heads=heads, impl="reference")
+        lines = []
+        for line, length in enumerate(plan.lens.flatten().tolist()):
+            slots = line // heads * self.execution.tokens_per_row + torch.arange(length)
+            lines += [rows_of(target, part, slots, line % heads) for part in (0, 1)]
+        return lines
+
+
 class Policy(BlockPolicy, SegmentSink, Protocol):
     """What keeps clusters and puts execution buffers together."""
 
@@ -117,7 +185,7 @@ class Clustered:
 
 
 @dataclass
-class ClusterRig:
+class ClusterRig(_Rig):
     """See the module. `make` gets the rig when everything that a policy is made of is there."""
 
     make: Callable[[ClusterRig], Policy]
@@ -160,21 +228,12 @@ class ClusterRig:
         stop = tokens - self.settings.local
         while state.indexed < stop:
             self._cluster(request, min(self.settings.segment, stop - state.indexed))
-        self._to_buffer(request)
+        self._to_buffer(request, self.ring, tokens)
         self._write(request, [t for t in range(tokens) if t < self.ring.sink or t >= tokens - self.ring.ring])
 
-    def _to_buffer(self, request: int) -> None:
-        capacity = self.ring.capacity + self.policy.cache_slots(self.requests[request].tokens)
-        self.buffers.cover(request, capacity)
-        self.policy.admit(request, self.ring, self.buffers.buffer(request).items[:capacity])
-
     def _write(self, request: int, tokens: list[int]) -> None:
-        size = self.geometry.page_size
         slots = torch.tensor([self.buffers.item_slot(request, self.ring.position(t)) for t in tokens])
-        for part, rows in enumerate(coded(self.requests[request].seed, self.geometry, tokens)):
-            for layer in range(self.geometry.num_layers):
-                target = pool_rows(self.arena.data, self.arena.addressing, part, layer, self.geometry.num_kv_heads)
-                target[slots // size, slots % size] = rows[layer].view(torch.uint8)
+        self._write_rows(self.arena, self.requests[request].seed, tokens, slots)
 
     def _cluster(self, request: int, tokens: int) -> None:
         """Let the next tokens of a request become clusters of their own in every layer."""
@@ -211,21 +270,10 @@ class ClusterRig:
             before = self.policy.cache_slots(state.tokens)
             state.tokens += 1
             if self.policy.cache_slots(state.tokens) > before:
-                self._to_buffer(request)
+                self._to_buffer(request, self.ring, state.tokens)
             self._write(request, [state.tokens - 1])
             if state.tokens - state.indexed == s.local + s.update_segment:
                 self._cluster(request, s.update_segment)
-
-    def release(self, request: int) -> None:
-        """Let a request end, and overwrite what it had on the device."""
-        slots = self.buffers.buffer(request).items.long()
-        for part in range(2):
-            for layer in range(self.geometry.num_layers):
-                rows = pool_rows(self.arena.data, self.arena.addressing, part, layer, self.geometry.num_kv_heads)
-                rows[slots // self.geometry.page_size, slots % self.geometry.page_size] = 93
-        self.policy.release(request)
-        self.buffers.release(request)
-        del self.requests[request]
 
     def come_and_go(self, rng: Random, step: int) -> None:
         """Let some requests begin and some end."""
@@ -236,10 +284,6 @@ class ClusterRig:
                 self.release(request)
 
     # Steps.
-
-    def batch(self, requests: list[int], padding: int = 0) -> ForwardBatch:
-        """Return a decode batch; padding rows point nowhere."""
-        return decode_batch(requests, [self.requests[r].tokens for r in requests], len(requests) + padding)
 
     def pick(self, requests: list[int], layer: int) -> list[list[list[int]]]:
         """Return clusters for each row and head in some order, as many as the execution buffer holds."""
@@ -276,47 +320,20 @@ class ClusterRig:
         *, commit: bool = True,
     ) -> ResidencyPlan:  # fmt: skip
         """Do a step of one layer (by its position), check what attention would read, and return the plan."""
-        layer_id = self.geometry.start_layer + layer
         mask = torch.ones(batch.rows, dtype=torch.bool) if sparse is None else sparse
-        selection = self.selection(batch, picked, mask)
-        self.policy.announce(layer_id, batch, selection)
-        plan = self.policy.resolve(layer_id, batch, selection, mask)
-        assert plan.execution is not None
-        found = assemble(self.sources(layer_id), plan.execution, self.geometry, self.execution.tokens_per_row)
-        for row in range(batch.rows):
-            for head in range(self.geometry.num_kv_heads):
-                expected: list[tuple[float, ...]] = []
-                if row < batch.num_real and mask[row]:
-                    state = self.requests[batch.requests[row]]
-                    clusters = [state.clusters[layer, head][cluster] for cluster in picked[row][head]]
-                    tokens = [*self.steady(state), *[token for cluster in clusters for token in cluster]]
-                    expected = [(state.seed, layer, head, token) for token in tokens]
-                assert found[row, head] == expected, (row, head)
-        self.gathered = self._gather(plan, layer)
+
+        def tokens_of(state: Clustered, row: int, head: int) -> list[int]:
+            clusters = [state.clusters[layer, head][cluster] for cluster in picked[row][head]]
+            return [*self.steady(state), *[token for cluster in clusters for token in cluster]]
+
+        plan = self._checked(batch, layer, self.selection(batch, picked, mask), mask, tokens_of)
         if commit:
-            self.policy.commit(layer_id, plan)
+            self.policy.commit(self.geometry.start_layer + layer, plan)
         return plan
 
     def steady(self, state: Clustered) -> list[int]:
         """Return the steady tokens of a request, ascending."""
         return [token for token in range(state.tokens) if token < self.ring.sink or token >= state.indexed]
-
-    def sources(self, layer_id: int) -> tuple[RowPool, RowPool, RowPool]:
-        """Return what the runs of a layer point into."""
-        arena = RowPool(self.arena.data, self.arena.addressing, self.geometry.layer_index(layer_id))
-        return arena, arena, self.policy.host_source(layer_id)
-
-    def _gather(self, plan: ResidencyPlan, layer: int) -> list[Tensor]:
-        """Let the copy kernel put the buffer together, and return what attention reads, line after line."""
-        assert plan.execution is not None
-        heads, lens = self.geometry.num_kv_heads, plan.execution.lens
-        sources = self.sources(self.geometry.start_layer + layer)
-        gather_copy(sources, self.execution.source(), plan.execution.runs, num_heads=heads, impl="reference")
-        lines = []
-        for line, length in enumerate(lens.flatten().tolist()):
-            slots = line // heads * self.execution.tokens_per_row + torch.arange(length)
-            lines += [rows_of(self.execution.source(), part, slots, line % heads) for part in (0, 1)]
-        return lines
 
     @staticmethod
     def settings_of(**changes: Any) -> RetroInferConfig:
@@ -339,7 +356,7 @@ class Decoding:
 
 
 @dataclass
-class BlockRig:
+class BlockRig(_Rig):
     """See the module."""
 
     settings: PQCacheConfig
@@ -377,15 +394,9 @@ class BlockRig:
         steady = SteadyRing(self.settings.init, ring)
         self.requests[request] = Decoding(seed, 0, steady, local)
         self.host_tokens.cover(request, tokens)
-        self._to_buffer(request, tokens)
+        self._to_buffer(request, steady, tokens)
         self._add_tokens(request, tokens)
         self.host_tokens.locate([request], [tokens])
-
-    def _to_buffer(self, request: int, tokens: int) -> None:
-        ring = self.requests[request].ring
-        capacity = ring.capacity + self.policy.cache_slots(tokens)
-        self.buffers.cover(request, capacity)
-        self.policy.admit(request, ring, self.buffers.buffer(request).items[:capacity])
 
     def _add_tokens(self, request: int, count: int) -> None:
         """Write the next tokens to the host, and to their steady places those that are not overwritten at once."""
@@ -395,15 +406,8 @@ class BlockRig:
         kept = [t for t in tokens if t < state.ring.sink or t >= state.tokens - state.ring.ring]
         places = [self.buffers.item_slot(request, state.ring.position(token)) for token in kept]
         slots = self.host_tokens.slots(request, tokens.start, tokens.stop)
-        self._write(self.host, state.seed, tokens, slots)
-        self._write(self.arena, state.seed, kept, torch.tensor(places, dtype=torch.int64))
-
-    def _write(self, pool: DeviceKVPool | HostKVPool, seed: int, tokens: Sequence[int], slots: Tensor) -> None:
-        size = self.geometry.page_size
-        for part, rows in enumerate(coded(seed, self.geometry, tokens)):
-            for layer in range(self.geometry.num_layers):
-                target = pool_rows(pool.data, pool.addressing, part, layer, self.geometry.num_kv_heads)
-                target[slots // size, slots % size] = rows[layer].view(torch.uint8)
+        self._write_rows(self.host, state.seed, tokens, slots)
+        self._write_rows(self.arena, state.seed, kept, torch.tensor(places, dtype=torch.int64))
 
     def decode(self, requests: list[int]) -> None:
         """Let each request have its next token; its buffer grows with it."""
@@ -411,24 +415,16 @@ class BlockRig:
             n = self.requests[request].tokens + 1
             self.host_tokens.cover(request, n)
             if self.policy.cache_slots(n) > self.policy.cache_slots(n - 1):
-                self._to_buffer(request, n)
+                self._to_buffer(request, self.requests[request].ring, n)
             self._add_tokens(request, 1)
             self.host_tokens.locate([request], [max(0, n - _LAG)])
 
     def release(self, request: int) -> None:
-        """Let a request end, and overwrite what it had."""
-        self.policy.release(request)
-        slots = self.buffers.buffer(request).items.long()
-        self._write(self.arena, 10**6, range(len(slots)), slots)
-        self.buffers.release(request)
+        """See `_Rig`; its host slots are free, too."""
+        super().release(request)
         self.host_tokens.release(request)
-        del self.requests[request]
 
     # Steps.
-
-    def batch(self, requests: list[int], padding: int = 0) -> ForwardBatch:
-        """Return a decode batch; padding rows point nowhere."""
-        return decode_batch(requests, [self.requests[r].tokens for r in requests], len(requests) + padding)
 
     def pick(self, requests: list[int], rng: Random) -> list[list[list[int]]]:
         """Return middle tokens for each row and head, ascending; some rows want many of a few blocks."""
@@ -459,49 +455,20 @@ class BlockRig:
         self, batch: ForwardBatch, layer: int, picked: list[list[list[int]]], sparse: Tensor | None = None
     ) -> ResidencyPlan:
         """Do a step of one layer (by its position), check what attention would read, and return the plan."""
-        layer_id = self.geometry.start_layer + layer
         mask = torch.ones(batch.rows, dtype=torch.bool) if sparse is None else sparse
-        selection = self.selection(batch, picked)
-        self.policy.announce(layer_id, batch, selection)
-        plan = self.policy.resolve(layer_id, batch, selection, mask)
-        assert plan.execution is not None
-        found = assemble(self.sources(layer_id), plan.execution, self.geometry, self.execution.tokens_per_row)
-        for row in range(batch.rows):
-            for head in range(self.geometry.num_kv_heads):
-                expected: list[tuple[float, ...]] = []
-                if row < batch.num_real and mask[row]:
-                    state = self.requests[batch.requests[row]]
-                    tokens = [*self.steady(state), *picked[row][head]]
-                    expected = [(state.seed, layer, head, token) for token in tokens]
-                assert found[row, head] == expected, (row, head)
-        self.gathered = self._gathered(plan, layer)
-        self.policy.commit(layer_id, plan)
+
+        def tokens_of(state: Decoding, row: int, head: int) -> list[int]:
+            return [*self.steady(state), *picked[row][head]]
+
+        plan = self._checked(batch, layer, self.selection(batch, picked), mask, tokens_of)
+        self.policy.commit(self.geometry.start_layer + layer, plan)
         self.check_cache(layer)
         return plan
-
-    def _gathered(self, plan: ResidencyPlan, layer: int) -> list[Tensor]:
-        """Return the bytes that attention of a layer reads, line after line, as the copy kernel puts them together."""
-        assert plan.execution is not None
-        heads = self.geometry.num_kv_heads
-        sources = self.sources(self.geometry.start_layer + layer)
-        gather_copy(sources, self.execution.source(), plan.execution.runs, num_heads=heads, impl="reference")
-        lines = []
-        for (row, head), length in zip(
-            product(range(len(plan.execution.lens)), range(heads)), plan.execution.lens.flatten(), strict=True
-        ):
-            slots = row * self.execution.tokens_per_row + torch.arange(int(length))
-            lines += [rows_of(self.execution.source(), part, slots, head) for part in (0, 1)]
-        return lines
 
     def steady(self, state: Decoding) -> list[int]:
         """Return the steady tokens of a request, ascending."""
         first = max(state.ring.sink, state.tokens - state.local)
         return [token for token in range(state.tokens) if token < state.ring.sink or token >= first]
-
-    def sources(self, layer_id: int) -> tuple[RowPool, RowPool, RowPool]:
-        """Return what the runs of a layer point into."""
-        arena = RowPool(self.arena.data, self.arena.addressing, self.geometry.layer_index(layer_id))
-        return arena, arena, self.policy.host_source(layer_id)
 
     # The cache.
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kvcm.gpu_tier.index.meta_index import PAGE_CLUSTERS, MetaViews, empty_meta_page
 
-__all__ = ["Clusters", "Shape", "random_clusters"]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -66,8 +64,8 @@ def _fields(views: MetaViews) -> tuple[Tensor, Tensor, Tensor]:
 
 def _moved(view: Tensor, device: torch.device) -> Tensor:
     """Return a view of the same strides on a device."""
-    room = torch.empty((view.untyped_storage().nbytes(),), dtype=torch.uint8, device=device).view(view.dtype)
-    there = room.as_strided(view.shape, view.stride(), view.storage_offset())
+    memory = torch.empty((view.untyped_storage().nbytes(),), dtype=torch.uint8, device=device).view(view.dtype)
+    there = memory.as_strided(view.shape, view.stride(), view.storage_offset())
     return there.copy_(view)
 
 

@@ -1,6 +1,6 @@
 """The tests of the GPU tier run on the reference kernels; tests of a kernel name the implementation that they check.
 
-Only these tests see Triton's interpreter chosen: elsewhere it would take over tensors of a CPU, which nobody wants.
+Only these tests see Triton's interpreter chosen: elsewhere it would take over tensors of a CPU.
 """
 
 from __future__ import annotations

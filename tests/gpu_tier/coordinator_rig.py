@@ -13,8 +13,6 @@ from kvcm.gpu_tier.coordinator import SparseCoordinator
 from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 
-__all__ = ["MODELS", "PAGE", "WHOLE", "config_of", "coordinator_of", "nothing_is_held", "prompt", "whole"]
-
 MODELS = {"llama": LlamaDecoder.random(LlamaShape()), "latent": LatentDecoder.random(LatentShape())}
 PAGE = 16
 
@@ -48,20 +46,12 @@ def config_of(algorithm: str, settings: dict[str, Any], **changes: Any) -> Spars
 def coordinator_of(
     model: Any, config: SparseConfig, pages: int = 200, dtype: KVDtype = KVDtype.F32, **options: Any
 ) -> SparseCoordinator:
-    """Return a coordinator for eight requests of at most 256 tokens; `options` are more arguments of `build`."""
+    """Return a coordinator for eight requests of at most 256 tokens; `options` are other arguments of `build`."""
     geometry = KVGeometry(
         model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
     )
-    return build(
-        config,
-        geometry,
-        num_q_heads=model.num_q_heads,
-        sm_scale=model.sm_scale,
-        device_pages=pages,
-        max_requests=8,
-        max_tokens=256,
-        **options,
-    )
+    sizes: dict[str, Any] = {"device_pages": pages, "max_requests": 8, "max_tokens": 256} | options
+    return build(config, geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale, **sizes)
 
 
 def nothing_is_held(coordinator: SparseCoordinator) -> bool:

@@ -15,8 +15,6 @@ from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm
 from kvcm.gpu_tier.config import PQCacheConfig
 from kvcm.gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, Unit
 
-__all__ = ["DrawnTokens"]
-
 
 class DrawnTokens(BaseSparseAlgorithm):
     """Selects up to `token_budget` tokens that are not steady, the same ones for the same (layer, length, head)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from kvcm.gpu_tier.engine.interfaces import DecoderModel, ModelState
 from kvcm.gpu_tier.errors import PoolExhaustedError
 from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial
-
-__all__ = ["PlainHooks", "SelectingHooks", "plain_attention", "plain_forward"]
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
@@ -125,14 +123,7 @@ class PlainHooks:
         self.calls.append(("write_kv", layer_id))
 
     def attention_begin(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        layer_id: int,
-        batch: ForwardBatch,
-        meta: AttnMetadata | None = None,
-        **extra: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor | None, layer_id: int, batch: ForwardBatch, meta: Any = None, **extra: Any
     ) -> tuple[AttnMetadata | None, list[Partial]]:
         assert all(len(x) == len(batch.positions) for x in (q, k, *extra.values()))
         self.calls.append(("attention_begin", layer_id))
@@ -165,28 +156,3 @@ class PlainHooks:
         row = self.trackers.pop(request)
         assert row.prompt_finished == (row.seq_len >= row.n_prompt)
         self.calls.append(("end", request, reason))
-
-
-class SelectingHooks(PlainHooks):
-    """`PlainHooks` whose decode attends, for each KV head, only to the tokens that `select(q, k)` returns.
-
-    `select` gets the queries ``[G, D]`` of a KV head and its keys ``[n, D]``, and returns token ids.
-    """
-
-    def __init__(self, v_dims: int, sm_scale: float, select: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(v_dims)
-        self._sm_scale = sm_scale
-        self._select = select
-        self.is_sparse: Callable[[int], bool] = lambda request: True
-
-    def attend(self, q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float) -> Tensor:
-        out = torch.zeros(*q.shape[:2], self.v_dims)
-        for i, request in enumerate(self._batch.requests):
-            k, v = self.trackers[request].kv[self._layer]
-            group = q.shape[1] // k.shape[1]
-            for head in range(k.shape[1]):
-                queries = q[i, head * group : (head + 1) * group]
-                ids = self._select(queries, k[:, head]) if self.is_sparse(request) else torch.arange(len(k))
-                part = plain_attention(queries[None], k[ids, head, None], v[ids, head, None], self._sm_scale)
-                out[i, head * group : (head + 1) * group] = part[0]
-        return out

@@ -12,8 +12,6 @@ from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layo
 from kvcm.gpu_tier.kernels.operands import RowPool
 from kvcm.gpu_tier.types import CopyRuns
 
-__all__ = ["Gather", "random_gather"]
-
 LAYERS = 2
 
 
@@ -82,9 +80,9 @@ def random_gather(seed: int, *, most_tokens: int = 9, most_runs: int = 5, most_r
         starts = draw.sample(range(width), width)
         for u in range(width):
             number, tokens = draw.randint(-1, len(sources)), draw.choice([0, 1, draw.randint(0, most_tokens)])
-            room = _slots(sources[number % len(sources)]) - tokens
+            last = _slots(sources[number % len(sources)]) - tokens
             dst = (line // heads * width + starts[u]) * most_tokens
-            rows.append((number, draw.randint(0, room), dst, tokens))
+            rows.append((number, draw.randint(0, last), dst, tokens))
     table = torch.tensor(rows).view(lines, width, 4).unbind(-1)
     count = torch.tensor([draw.choice([0, width, draw.randint(-1, width + 1)]) for _ in range(lines)])
     number, src, dst, tokens = (column.contiguous() for column in table)

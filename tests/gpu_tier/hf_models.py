@@ -6,16 +6,7 @@ import random
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV32Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
-
-__all__ = ["CONFIGS", "make_model", "own_generate", "prompt"]
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": 128,
@@ -28,13 +19,6 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-}
-CONFIGS = {
-    "deepseek_v3": DeepseekV3Config,
-    "deepseek_v32": DeepseekV32Config,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen3": Qwen3Config,
 }
 _LATENT = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
@@ -51,7 +35,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 def make_model(name: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = SIZES | OWN_SIZES.get(name, {}) | changes
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](**sizes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=torch.float32).eval()
     for parameter in model.parameters():  # the usual start makes attention nearly uniform
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -31,21 +31,6 @@ from kvcm.gpu_tier.request_lifecycle import RequestState
 from kvcm.gpu_tier.runtime import DeviceRuntime, Event
 from kvcm.gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
 
-__all__ = [
-    "ClockRuntime",
-    "Mark",
-    "MarkedTraffic",
-    "Members",
-    "Shape",
-    "Traffic",
-    "diverging",
-    "host_rows_are_right",
-    "prefix_of",
-    "publishing",
-    "refuse_each_once",
-]
-
-
 Clock = dict[str, int]
 
 
@@ -154,7 +139,7 @@ class Shape:
 
     @property
     def geometry(self) -> KVGeometry:
-        """What the coordinator is told of the model."""
+        """What the coordinator knows of the model."""
         return KVGeometry(
             self.kind, self.layers, self.heads, self.dims, self.v_dims, self.dtype, self.page, self.start_layer
         )
@@ -181,7 +166,7 @@ class Tokens:
 
 
 class Members:
-    """Hears of clustered segments on their way to the sink, and remembers who is in which cluster."""
+    """Receives clustered segments on their way to the sink, and remembers which tokens are in which cluster."""
 
     def __init__(self, sink: SegmentSink) -> None:
         self.sink = sink
@@ -202,19 +187,14 @@ class Members:
 
 
 class Traffic:
-    """One coordinator and the requests that go through it."""
+    """One coordinator, for which `build` may get more options, and the requests that go through it."""
 
-    def __init__(self, shape: Shape, config: dict[str, Any], coordinator: SparseCoordinator | None = None) -> None:
+    def __init__(self, shape: Shape, config: dict[str, Any], **options: Any) -> None:
         self.shape = shape
         self.config = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
-        self.coordinator = coordinator or build(
-            self.config,
-            shape.geometry,
-            num_q_heads=shape.q_heads,
-            sm_scale=shape.sm_scale,
-            device_pages=shape.device_pages,
-            max_requests=shape.max_requests,
-            max_tokens=shape.max_tokens,
+        sizes = {name: getattr(shape, name) for name in ("device_pages", "max_requests", "max_tokens")}
+        self.coordinator: SparseCoordinator = build(
+            self.config, shape.geometry, num_q_heads=shape.q_heads, sm_scale=shape.sm_scale, **sizes, **options
         )
         self.sequences: dict[int, Tokens] = {}
         self.checked = 0
@@ -292,7 +272,8 @@ class Traffic:
         padding = len(batch.positions) - sum(batch.extend_lens)
 
         def rows(parts: list[Tensor]) -> Tensor:
-            return torch.cat([*parts, torch.zeros(padding, *parts[0].shape[1:])])
+            joined = torch.cat([*parts, torch.zeros(padding, *parts[0].shape[1:])])
+            return joined.to(self.coordinator.runtime.device)
 
         q = rows([s.q[layer, span] for s, span in spans])
         k = rows([s.k[layer, span] for s, span in spans])
@@ -457,40 +438,24 @@ def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:
 class MarkedTraffic(Traffic):
     """Traffic whose copies and attention leave marks on the streams they run on."""
 
-    def __init__(
-        self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None
-    ) -> None:
-        monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
+    def __init__(self, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None) -> None:
+        self.runtime = ClockRuntime()
+        monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: self.runtime)
         super().__init__(shape or Shape(), config)
-        self.runtime = runtime
         self.step = self.layer = 0
-        manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
-        for name in ("load", "store", "gather"):
-            monkeypatch.setattr(manager.transfer, name, self._marking(name, getattr(manager.transfer, name)))
-        commit = manager.commit
-
-        def marked_attend(q: torch.Tensor, meta: Any, *args: Any) -> torch.Tensor:
-            self.runtime.mark("attend", self.step, self.layer)
-            return attend(q, meta, *args)
-
-        def marked_write(layer_id: int, *args: Any) -> None:
-            self.layer = layer_id
-            self.runtime.mark("write", self.step, layer_id)
-            write(layer_id, *args)
-
-        def marked_commit(layer_id: int, plan: Any) -> None:
-            self.runtime.mark("commit", self.step, layer_id)
-            commit(layer_id, plan)
-
-        monkeypatch.setattr(self.coordinator, "attend", marked_attend)
-        monkeypatch.setattr(self.coordinator, "write_kv", marked_write)
-        monkeypatch.setattr(manager, "commit", marked_commit)
+        c, manager = self.coordinator, self.coordinator.manager
+        transfer = manager.transfer
+        for owner, names in ((transfer, "load store gather"), (manager, "commit"), (c, "attend write_kv")):
+            for name in names.split():
+                monkeypatch.setattr(owner, name, self._marking(name, getattr(owner, name)))
 
     def _marking(self, name: str, run: Any) -> Any:
-        def marked(*args: Any, **kwargs: Any) -> None:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if name == "write_kv":
+                self.layer = args[0]
             layers = kwargs.get("layers")
             self.runtime.mark(name, self.step, self.layer if layers is None else layers[0])
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
         return marked
 
@@ -501,12 +466,7 @@ class MarkedTraffic(Traffic):
 
 def publishing(shape: Shape, config: dict[str, Any]) -> Traffic:
     """Return traffic whose requests all have a host copy."""
-    settings = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
-    coordinator = build(
-        settings, shape.geometry, num_q_heads=shape.q_heads, sm_scale=shape.sm_scale, device_pages=shape.device_pages,
-        max_requests=shape.max_requests, max_tokens=shape.max_tokens, publishes=True,
-    )  # fmt: skip
-    return Traffic(shape, config, coordinator)
+    return Traffic(shape, config, publishes=True)
 
 
 def prefix_of(traffic: Traffic, seed: int, n_tokens: int, *, has_sidecar: bool = True) -> AttachedPrefix:
@@ -561,14 +521,14 @@ class _Refusals:
         self.left = -1
         self.has_refused = False
         c = traffic.coordinator
-        pools = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
+        pools: list[Any] = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
         pools += [c.resident.pool.allocator] if c.resident is not None else []
         pools += [owner.pool.allocator for owner in (c.algorithm, c.manager.policy) if hasattr(owner, "pool")]
         if c.manager.blocks is not None and c.manager.blocks.store is not None:
             pools.append(c.manager.blocks.store.allocator)
         for pool in pools:
             monkeypatch.setattr(pool, "alloc", self._refusing(pool.alloc))
-        self._in_use = [lambda pool=pool: pool.available for pool in pools]
+        self.pools = pools
 
     def _refusing(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any) -> Any:
@@ -583,7 +543,7 @@ class _Refusals:
     @property
     def free(self) -> list[int]:
         """What each pool has left."""
-        return [available() for available in self._in_use]
+        return [pool.available for pool in self.pools]
 
     def twice(self, run: Callable[[], T]) -> T:
         """Return what `run` returns, the second time if it was refused."""

@@ -1,4 +1,4 @@
-"""The LRU diff told again with lists and sets, and random states to compare its implementations with."""
+"""The LRU diff in lists and sets, and random states to compare its implementations with."""
 
 from __future__ import annotations
 
@@ -14,25 +14,6 @@ from kvcm.gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, LayerState
 from kvcm.gpu_tier.manager.residency import LruDiffPolicy
 from kvcm.gpu_tier.runtime import NullRuntime
 from kvcm.gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
-
-__all__ = [
-    "Buffer",
-    "Case",
-    "Outcome",
-    "RandomSteps",
-    "Steps",
-    "World",
-    "clone_state",
-    "copied",
-    "decode_batch",
-    "geometry_of",
-    "outputs_equal",
-    "random_case",
-    "random_state",
-    "selection_of",
-    "states_equal",
-]
-
 
 NO_ERROR = DiffError(0)
 

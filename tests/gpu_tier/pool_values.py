@@ -10,8 +10,6 @@ from kvcm.gpu_tier.kernels.operands import pool_rows
 from kvcm.gpu_tier.pools.device_pool import DeviceKVPool
 from kvcm.gpu_tier.pools.host_pool import HostKVPool
 
-__all__ = ["GEOMETRIES", "all_rows", "fill_coded"]
-
 GEOMETRIES = {
     "mha": KVGeometry(KVKind.MHA, 3, 2, 8, 12, KVDtype.F32, page_size=4, start_layer=5),
     "mha_bf16": KVGeometry(KVKind.MHA, 3, 4, 16, 16, KVDtype.BF16, page_size=8),

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their key: whoever attaches a page can tell whether they are the right ones."""
+"""Blocks whose bytes follow from their key: an attached page shows whether they are the right ones."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Tier:
     def check_nothing_is_held(self) -> None:
         """Check that no page is held and nothing of the storage is pinned."""
         for number in list(self.connector.lookups):
-            self.connector.answer(number)  # those that nobody waits for
+            self.connector.answer(number)  # those that are not waited for
         self.store.step()
         assert self.store.is_idle
         assert self.allocator.in_use == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ALGORITHMS", "BLOCKS", "CASES", "INDEXER", "PQ", "QUEST", "SNAPKV", "WAVE"]
-
 WAVE: dict[str, Any] = {
     "sink": 4, "local": 6, "segment": 32, "update_segment": 8, "tokens_per_centroid": 4, "retrieval": 0.2,
     "estimation": 0.3, "block_bytes": 128, "cache_ratio": 0.25, "cpu_threads": 2,

@@ -27,8 +27,6 @@ from kvcm.gpu_tier.engine.interfaces import AttentionInputs, ModelState
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 from kvcm.gpu_tier.types import Selection
 
-__all__ = ["MODEL", "WHOLE", "Rank", "all_ranks", "decode_traffic", "generate", "heads_of", "layers_of"]
-
 _SECONDS = 100
 
 

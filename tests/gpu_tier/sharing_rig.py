@@ -6,18 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from coordinator_rig import MODELS, PAGE, config_of, prompt, whole
+from coordinator_rig import MODELS, PAGE, config_of, coordinator_of, nothing_is_held, prompt, whole
 from retrieval_cases import PQ, WAVE
 
-from kvcm.gpu_tier.assembly import build
 from kvcm.gpu_tier.connector import KVConnector, KVFormat
-from kvcm.gpu_tier.coordinator import SparseCoordinator
 from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
 from kvcm.gpu_tier.engine.sharing_engine import SharingEngine, sidecar_of
-from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
+from kvcm.gpu_tier.geometry import KVDtype
 from kvcm.gpu_tier.manager.prefixes import PrefixStore
-
-__all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "SHORT", "Rig", "continued", "prompt_of"]
 
 torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
@@ -65,14 +61,8 @@ class Rig:
     ) -> None:
         model = decoder or MODELS[model_name]
         config = config_of(algorithm, SHORT[algorithm] if sparse else whole(algorithm, has_indexer=True), **changes)
-        geometry = KVGeometry(
-            model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
-        )
-        self.coordinator: SparseCoordinator = build(
-            config, geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale, device_pages=pages,
-            max_requests=8, max_tokens=320, device=device, publishes=True,
-        )  # fmt: skip
-        host = self.coordinator.manager.host
+        self.coordinator = coordinator_of(model, config, pages, dtype, max_tokens=320, device=device, publishes=True)
+        host, geometry = self.coordinator.manager.host, self.coordinator.manager.device.geometry
         kv = KVFormat.of(geometry, config.host_layout, model=model_name, weights="0", rope={"theta": 10_000.0})
         sidecar = sidecar_of(self.coordinator, kv)
         sidecars = {} if sidecar is None else {sidecar.name: sidecar.page_bytes}
@@ -98,8 +88,7 @@ class Rig:
         return found, attached, first_token_after
 
     def is_empty(self) -> bool:
-        manager = self.coordinator.manager
-        return manager.device.allocator.in_use == 0 and manager.host.allocator.in_use == 0 and self.store.is_idle
+        return nothing_is_held(self.coordinator) and self.store.is_idle
 
 
 def continued(model_name: str, algorithm: str, tokens: Sequence[int], new: int = NEW, **options: Any) -> list[int]:

@@ -31,58 +31,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_state(state: RequestState, name: str, runtime: ClockRuntime) -> tuple[Traffic, int]:
-    """Return a request in a state, beside one that decodes."""
-    traffic = Traffic(Shape(), ALGORITHMS[name])
-    other = traffic.begin(50, seed=9)
-    traffic.prompt([other])
-    request = traffic.begin(8 if state is RequestState.DENSE else 70, seed=1)
-    if state is RequestState.PREFILL:
-        traffic.prefill([request], [33])
-    if state in (RequestState.STAGING, RequestState.SPARSE, RequestState.DENSE):
-        runtime.holds_offloads = state is RequestState.STAGING
-        traffic.prompt([request], chunk=33)
-        traffic.decode([request])
-    return traffic, request
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ("registered", "aborted"),
-        ("prefill", "retracted"),
-        ("staging", "aborted"),
-        ("sparse", "finished"),
-        ("dense", "retracted"),
-    ],
-)
-def test_an_end_in_any_state_leaves_nothing_behind(
-    name: str, state: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = ClockRuntime()
-    monkeypatch.setattr(kvcm.gpu_tier.assembly, "runtime_for", lambda _: runtime)
-    traffic, request = in_state(RequestState(state), name, runtime)
-    others = [r for r in traffic.sequences if r != request]
-    found = traffic.coordinator.trackers[request].state
-    expects_other = {  # algorithms that have no such state
-        ("full", "sparse"): RequestState.DENSE,
-        ("full", "staging"): RequestState.DENSE,
-        ("full_offload", "dense"): RequestState.SPARSE,
-        ("snapkv", "staging"): RequestState.SPARSE,
-        ("retroinfer", "staging"): RequestState.SPARSE,
-        ("retroinfer gpu control", "staging"): RequestState.SPARSE,
-        ("retroinfer device", "staging"): RequestState.SPARSE,
-        ("pqcache device", "staging"): RequestState.SPARSE,
-    }
-    assert found is expects_other.get((name, state), RequestState(state))
-    traffic.end(request, reason)
-    traffic.end(request, reason)  # the second time nothing happens
-    traffic.decode(others)  # and others go on
-    traffic.end(others[0])
-    traffic.assert_empty()
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_row_that_is_used_again_shows_nothing_of_its_former_request(name: str) -> None:
     def outputs(traffic: Traffic) -> torch.Tensor:
@@ -122,16 +70,6 @@ def test_a_decode_without_room_loses_nothing_and_goes_on_after_a_retraction() ->
     torch.testing.assert_close(out[:, 0], traffic.exact(requests[0], 31), rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_request_goes_on_densely_while_there_is_no_room_to_stage_it() -> None:
-    traffic = Traffic(Shape(), {**ALGORITHMS["quest"], "host_bytes": Shape().geometry.page_bytes * 2})
-    request = traffic.begin(10, seed=1)
-    traffic.prompt([request])
-    for step in range(60):
-        out = traffic.decode([request])
-        torch.testing.assert_close(out[:, 0], traffic.exact(request, 10 + step), rtol=1e-4, atol=1e-4)
-    assert traffic.coordinator.trackers[request].state is RequestState.DENSE
-
-
 def test_a_dense_request_becomes_sparse_when_it_outgrows_the_buffer() -> None:
     traffic = Traffic(Shape(), ALGORITHMS["quest"])
     request = traffic.begin(10, seed=1)
@@ -153,6 +91,8 @@ def test_hooks_out_of_order_are_refused() -> None:
         c.prompt_finished(request)
     with pytest.raises(ConfigError, match="extend_lens=21"):
         c.plan_prefill([request], [21])
+    with pytest.raises(ConfigError, match="name each request once"):
+        c.plan_prefill([request, request], [5, 5])
     traffic.prefill([request], [10])
     with pytest.raises(StateError, match="10 of its prompt's 20"):
         c.prompt_finished(request)
@@ -163,6 +103,9 @@ def test_hooks_out_of_order_are_refused() -> None:
         c.plan_decode([3])
     with pytest.raises(ConfigError, match="n_prompt=300"):
         c.on_request_begin(300)
+    traffic.prompt([request])
+    with pytest.raises(ConfigError, match="name each request once"):
+        c.plan_decode([request, request])
 
 
 def test_a_request_cannot_grow_beyond_the_most_tokens() -> None:
@@ -193,7 +136,7 @@ def late_traffic(name: str, *, holds_offloads: bool) -> tuple[Traffic, ClockRunt
 
 
 def begun(traffic: Traffic, n_prompt: int, seed: int, others: list[int]) -> None:
-    """Take a request in, if there is room beside the others."""
+    """Take a request in, if there are pages for it beside the others."""
     try:
         traffic.begin(n_prompt, seed)
     except PoolExhaustedError:
@@ -203,7 +146,7 @@ def begun(traffic: Traffic, n_prompt: int, seed: int, others: list[int]) -> None
 @settings(max_examples=examples(120), deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(ALGORITHMS)))
 def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: str) -> None:
-    """Every step checks what it reads; some copies end late, others only when somebody waits for them."""
+    """Every step checks what it reads; some copies end late, others only when they are waited for."""
     traffic, runtime = late_traffic(name, holds_offloads=data.draw(st.booleans()))
     c = traffic.coordinator
     for number in range(data.draw(st.integers(1, 14))):
@@ -227,7 +170,9 @@ def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: 
         elif verb == "let go":  # copies to the host end
             runtime.let_go()
         else:
-            traffic.end(data.draw(st.sampled_from(live)), data.draw(st.sampled_from(["finished", "aborted"])))
+            request = data.draw(st.sampled_from(live))
+            traffic.end(request, data.draw(st.sampled_from(["finished", "aborted", "retracted"])))
+            c.on_request_end(request, "finished")  # the second time nothing happens
     for request in list(traffic.sequences):
         traffic.end(request)
     traffic.assert_empty()
@@ -261,19 +206,17 @@ CASES: dict[str, dict[str, Any]] = {
 SHAPE = Shape(layers=2, max_requests=4)
 
 
-@pytest.mark.parametrize(
-    ("name", "has_prefix"),
-    [
-        ("full_offload", False),
-        ("oracle", True),
-        ("quest", True),
-        ("quest, a window", False),
-        ("quest device", True),
-        ("snapkv", False),
-    ],
-)
-def test_every_allocation_may_be_refused_once(name: str, has_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_each_once(SHAPE, CASES[name], monkeypatch, has_prefix=has_prefix)
+REFUSED: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("full_offload", "oracle", "quest", "quest, a window", "quest device", "snapkv")},
+    **{name: RETRIEVAL[name] for name in ("retroinfer", "retroinfer device", "pqcache", "pqcache lru")},
+    "retroinfer gpu control, a window": {**BLOCKS["retroinfer gpu control"], "prefill_window_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_allocation_may_be_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_prefix = name in ("oracle", "quest", "quest device", *BLOCKS)
+    refuse_each_once(SHAPE, REFUSED[name], monkeypatch, has_prefix=has_prefix)
 
 
 @pytest.mark.parametrize("name", ["quest", "dsa", "oracle", "full_offload"])
@@ -305,7 +248,7 @@ def test_what_staging_had_got_before_it_was_refused_is_given_back(name: str, mon
 
 
 def test_pages_of_a_window_stay_with_their_prompt() -> None:
-    """A prompt that was let in gets to its end, whoever takes the free pages meanwhile."""
+    """A prompt that was admitted gets to its end, although its free pages are allocated meanwhile."""
     traffic = Traffic(SHAPE, {**CASES["quest, a window"], "min_sparse_prompt_len": 16})
     pages = traffic.coordinator.manager.device.allocator
     request = traffic.begin(120, seed=1)
@@ -365,32 +308,7 @@ def test_a_plan_that_is_out_of_date_is_refused() -> None:
         c.forward_begin(planned)
 
 
-def test_a_request_is_in_a_pass_once() -> None:
-    traffic = Traffic(SHAPE, CASES["full"])
-    c = traffic.coordinator
-    request = traffic.begin(20, seed=1)
-    with pytest.raises(ConfigError, match="name each request once"):
-        c.plan_prefill([request, request], [5, 5])
-    traffic.prompt([request])
-    with pytest.raises(ConfigError, match="name each request once"):
-        c.plan_decode([request, request])
-
-
-ALL: dict[str, dict[str, Any]] = {
-    **{name: RETRIEVAL[name] for name in ("retroinfer", "retroinfer device", "pqcache", "pqcache lru")},
-    "retroinfer gpu control, a window": {**BLOCKS["retroinfer gpu control"], "prefill_window_tokens": 20},
-}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_allocation_of_an_index_may_be_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_each_once(SHAPE, ALL[name], monkeypatch, has_prefix=name in BLOCKS)
-
-
 OWN_METADATA = {name: SETTINGS[name] for name in ("quest", "quest per head", "dsa", "snapkv", "full_offload")}
-
-
-FIELDS = ("page_table", "cache_seqlens_int32", "cu_seqlens_k", "max_seq_len_k")
 
 
 def engine_metadata() -> SimpleNamespace:
@@ -418,7 +336,8 @@ def test_an_engine_finds_its_metadata_as_it_was_bit_for_bit() -> None:
     swaps.restore(meta)
     swaps.restore(meta)
     assert all(getattr(meta, name) is value for name, value in given.items())
-    assert all(torch.equal(getattr(meta, name), getattr(before, name)) for name in FIELDS[:3])
+    fields = ("page_table", "cache_seqlens_int32", "cu_seqlens_k")
+    assert all(torch.equal(getattr(meta, name), getattr(before, name)) for name in fields)
     assert meta.max_seq_len_k == before.max_seq_len_k
     with pytest.raises(StateError, match="save_original_metadata"):
         swaps.apply(meta, PagedMeta(None, meta.page_table, meta.cache_seqlens_int32, 4))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +18,8 @@ from kvcm.gpu_tier.algorithms import registry
 from kvcm.gpu_tier.geometry import KVDtype, KVKind, Layout
 from kvcm.gpu_tier.manager import resident_clusters
 
-LENGTHS = (1, 17, 60, 100, 33)
-
-
+UNEQUAL = (1, 17, 60, 100, 33)
 ALGORITHMS = {name: case for name, case in SETTINGS.items() if not name.startswith("full")}
-
-
 SHAPES = {
     "mha": Shape(),
     "mha fp8": Shape(dtype=KVDtype.FP8),
@@ -34,53 +31,49 @@ SHAPES = {
 }
 
 
-def traffic_of(shape: Shape, config: dict[str, Any], steps: int = 14, chunk: int = 13) -> Traffic:
-    """Decode a batch of unequal lengths with a padding row; every step checks what it reads."""
+def decoded(
+    shape: Shape, config: dict[str, Any], lengths: Sequence[int], steps: int, chunk: int = 11
+) -> tuple[torch.Tensor, Traffic]:
+    """Decode a batch with two padding rows; every step checks what it reads."""
     traffic = Traffic(shape, config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(LENGTHS)]
-    traffic.prompt(requests[:2])
-    for request in requests[2:]:
-        traffic.prompt([request], chunk)
-    for _ in range(steps):
-        traffic.decode(requests, pad_to=len(requests) + 1)
-    return traffic
+    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
+    traffic.prompt(requests, chunk)
+    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 2) for _ in range(steps)])
+    assert torch.isfinite(out).all()
+    return out, traffic
 
 
-def check(traffic: Traffic) -> None:
-    assert traffic.checked > 500
+def decode(shape: Shape, config: dict[str, Any], lengths: Sequence[int], steps: int, chunk: int = 11) -> int:
+    """Decode a batch to its end and return how many rows were compared."""
+    _, traffic = decoded(shape, config, lengths, steps, chunk)
     for request in list(traffic.sequences):
         traffic.end(request)
     traffic.assert_empty()
+    return traffic.checked
 
 
-READS = [
-    *[(name, "mha") for name in ALGORITHMS],
-    *[("quest", shape) for shape in SHAPES if shape != "mha"],
-    ("dsa", "mla fp8"),
-    ("oracle", "mla"),
-    ("snapkv retrievable", "mha bf16 of a later stage"),
+def check_exact(out: torch.Tensor, traffic: Traffic, lengths: Sequence[int]) -> None:
+    """Check that each step's output is full attention, in the layers that it has."""
+    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
+        for step, layers in enumerate(out):
+            exact = traffic.exact(request, n + step)[: len(layers)]
+            torch.testing.assert_close(layers[:, row], exact, rtol=1e-4, atol=1e-4)
+
+
+READS: list[tuple[str, str, dict[str, Any]]] = [
+    *[("quest", shape, {}) for shape in SHAPES],
+    ("dsa", "mla fp8", {}),
+    ("oracle", "mla", {}),
+    ("snapkv retrievable", "mha bf16 of a later stage", {}),
+    *[(name, "mha", {"prefill_window_tokens": 16}) for name in ALGORITHMS],
+    *[(name, "mha", {"host_layout": v}) for name in ("oracle", "quest", "snapkv retrievable") for v in Layout],
+    *[("oracle", "mha", option) for option in ({"promote_newest": False}, {"loads_hottest": True})],
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), READS)
-def test_i11_attention_reads_the_selected_rows(name: str, shape: str) -> None:
-    check(traffic_of(SHAPES[shape], ALGORITHMS[name]))
-
-
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("name", ["oracle", "quest", "snapkv retrievable"])
-def test_i11_whatever_the_order_of_the_host_pool(name: str, layout: Layout) -> None:
-    check(traffic_of(Shape(), {**ALGORITHMS[name], "host_layout": layout}))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_i11_with_a_prompt_that_does_not_fit_the_device(name: str) -> None:
-    check(traffic_of(Shape(), {**ALGORITHMS[name], "prefill_window_tokens": 16}, chunk=8))
-
-
-@pytest.mark.parametrize("option", [{"promote_newest": False}, {"loads_hottest": True}, {"residency": "device"}])
-def test_i11_with_the_options_of_residency(option: dict[str, Any]) -> None:
-    check(traffic_of(Shape(), {**ALGORITHMS["oracle"], **option}))
+@pytest.mark.parametrize(("name", "shape", "options"), READS)
+def test_i11_attention_reads_the_selected_rows(name: str, shape: str, options: dict[str, Any]) -> None:
+    assert decode(SHAPES[shape], {**ALGORITHMS[name], **options}, UNEQUAL, 14, chunk=8) > 500
 
 
 @pytest.mark.parametrize(
@@ -90,20 +83,19 @@ def test_i11_with_the_options_of_residency(option: dict[str, Any]) -> None:
         ("dsa", "mla fp8", {"promote_newest": False}),
         ("quest", "mha fp8", {"loads_hottest": True}),
         ("oracle", "mha", {"promote_newest": False}),
+        ("quest per head", "mha", {"host_layout": "page_head"}),
     ],
 )
 def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
     name: str, shape: str, options: dict[str, Any]
 ) -> None:
     # The smallest buffer that a step allows, so that nearly every step evicts and loads.
-    small = {"dsa": 16, "quest": 24, "oracle": 16}[name]
+    small = 24 if name.startswith("quest") else 16
     outputs, loads = [], 0
     for residency in ("lru", "device"):
-        config = {**ALGORITHMS[name], "residency": residency, "device_buffer_size": small, **options}
-        traffic = Traffic(SHAPES[shape], {**config, "min_sparse_prompt_len": small})
-        requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate((40, 120, 63))]
-        traffic.prompt(requests, chunk=19)
-        outputs.append(torch.stack([traffic.decode(requests, pad_to=4) for _ in range(25)]))
+        changes = {"residency": residency, "device_buffer_size": small, "min_sparse_prompt_len": small, **options}
+        out, traffic = decoded(SHAPES[shape], {**ALGORITHMS[name], **changes}, (40, 120, 63), 25, chunk=19)
+        outputs.append(out)
         loads += getattr(getattr(traffic.coordinator.manager.policy, "counters", None), "loads", 0)
     assert loads > 100
     assert torch.equal(outputs[0], outputs[1])
@@ -113,31 +105,26 @@ def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
 @pytest.mark.parametrize("name", ["full", "full_offload"])
 def test_full_attention_is_exact_on_the_device_and_streamed(name: str, shape: str) -> None:
     algo = {"chunk_tokens": 32} if name == "full_offload" else {}
-    traffic = Traffic(SHAPES[shape], {"algorithm": name, "algo": algo})
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(LENGTHS)]
-    traffic.prompt(requests, chunk=19)
-    for step in range(10):
-        out = traffic.decode(requests, pad_to=6)
-        for row, request in enumerate(requests):
-            exact = traffic.exact(request, LENGTHS[row] + step)
-            torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
+    check_exact(*decoded(SHAPES[shape], {"algorithm": name, "algo": algo}, UNEQUAL, 10, chunk=19), UNEQUAL)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("dsa", Shape(layers=2, kind=KVKind.MLA, heads=1, group=4, dims=80, v_dims=64, dtype=KVDtype.BF16)),
-        ("quest", Shape(layers=2, dtype=KVDtype.FP8)),
-    ],
-    ids=["dsa, mla bf16", "quest, fp8"],
-)
-def test_i11_with_the_kernels_of_a_gpu_interpreted(name: str, shape: Shape) -> None:
-    traffic = Traffic(shape, {**ALGORITHMS[name], "kernels": "triton"})
-    requests = [traffic.begin(n, seed=n) for n in (3, 60)]
-    traffic.prompt(requests, chunk=40)
-    for _ in range(3):
-        traffic.decode(requests, pad_to=3)
-    assert traffic.checked > 60
+INTERPRETED: dict[str, tuple[Shape, dict[str, Any]]] = {
+    **{name: (Shape(layers=2), case) for name, case in RETRIEVAL.items()},
+    "dsa, mla bf16": (
+        Shape(layers=2, kind=KVKind.MLA, heads=1, group=4, dims=80, v_dims=64, dtype=KVDtype.BF16),
+        ALGORITHMS["dsa"],
+    ),
+    "quest, fp8": (Shape(layers=2, dtype=KVDtype.FP8), ALGORITHMS["quest"]),
+}
+
+
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_triton_decodes_what_the_reference_does(case: str) -> None:
+    shape, config = INTERPRETED[case]
+    ours, theirs = (
+        decoded(shape, {**config, "kernels": kernels}, (60, 9), 2, 40)[0] for kernels in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("chunk", [5, 23])
@@ -167,15 +154,9 @@ def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) ->
 @pytest.mark.parametrize("start_layer", [0, 1])
 def test_layers_that_attend_densely_are_exact_for_sparse_and_dense_rows(start_layer: int) -> None:
     quest = {"page": 4, "token_budget": 24, "skip_layers": 2}
-    traffic = Traffic(Shape(start_layer=start_layer), {"algorithm": "quest", "algo": quest})
     lengths = (100, 5, 60)
-    requests = [traffic.begin(n, seed=n) for n in lengths]
-    traffic.prompt(requests, chunk=21)
-    for step in range(6):
-        out = traffic.decode(requests, pad_to=5)
-        for row, request in enumerate(requests):
-            exact = traffic.exact(request, lengths[row] + step)[: 2 - start_layer]
-            torch.testing.assert_close(out[: 2 - start_layer, row], exact, rtol=1e-4, atol=1e-4)
+    out, traffic = decoded(Shape(start_layer=start_layer), {"algorithm": "quest", "algo": quest}, lengths, 6)
+    check_exact(out[:, : 2 - start_layer], traffic, lengths)
 
 
 def test_representations_describe_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,18 +179,12 @@ def test_representations_describe_what_is_stored(monkeypatch: pytest.MonkeyPatch
 
 
 PAGE, K, C = 8, 16, 32
-
-
 MATRIX: dict[str, dict[str, Any]] = {
     **SETTINGS,
     "dsa proxy": {**SETTINGS["dsa"], "algo": {"index_heads": 1, "index_dim": 16, "index_source": "proxy"}},
     **retrieval_cases.CASES,
 }
-
-
 EDGES = sorted({1, PAGE - 1, PAGE, PAGE + 1, K - 1, K, K + 1, C - 1, C, C + 1, 4 * C})
-
-
 STEPS = 3
 
 
@@ -221,18 +196,6 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     # So that requests have several pages of clusters on the device, with parts of segments.
     monkeypatch.setattr(resident_clusters, "_PAGE_TOKENS", 24)
-
-
-def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11) -> None:
-    traffic = Traffic(shape, config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
-    traffic.prompt(requests, chunk)
-    for _ in range(steps):
-        out = traffic.decode(requests, pad_to=len(requests) + 2)
-        assert torch.isfinite(out).all()
-    for request in requests:
-        traffic.end(request)
-    traffic.assert_empty()
 
 
 @pytest.mark.parametrize("least", [1, K])
@@ -265,24 +228,11 @@ def test_shapes_of_real_models(name: str, shape: str) -> None:
     config = config_of(name)
     if name == "dsa proxy":
         config = {**config, "algo": {**config["algo"], "index_dim": REAL_SHAPES[shape].dims}}
-    decode(REAL_SHAPES[shape], config, (17, 3 * C), STEPS, chunk=40)
+    decode(REAL_SHAPES[shape], config, (17, 3 * C), STEPS, 40)
 
 
 SHAPE = Shape(device_pages=200)
-
-
-RETRIEVAL_LENGTHS, RETRIEVAL_STEPS = (60, 17, 110), 10
-
-
-def decode_indexed(
-    shape: Shape, config: dict[str, Any], lengths: tuple[int, ...] = RETRIEVAL_LENGTHS, steps: int = RETRIEVAL_STEPS
-) -> tuple[torch.Tensor, Traffic]:
-    traffic = Traffic(shape, config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
-    traffic.prompt(requests, 13)
-    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 1) for _ in range(steps)])
-    assert traffic.checked > 0
-    return out, traffic
+INDEXED, INDEXED_STEPS = (60, 17, 110), 10
 
 
 def changed(name: str, **algo: Any) -> dict[str, Any]:
@@ -302,11 +252,10 @@ CACHES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [KVDtype.BF16])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_outputs_are_the_same_bits_whatever_is_cached(name: str, dtype: KVDtype) -> None:
-    shape = Shape(device_pages=200, dtype=dtype)
-    without, *others = (decode_indexed(shape, changed(name, **algo))[0] for algo in CACHES[name])
+def test_outputs_are_the_same_bits_whatever_is_cached(name: str) -> None:
+    shape = Shape(device_pages=200, dtype=KVDtype.BF16)
+    without, *others = (decoded(shape, changed(name, **algo), INDEXED, INDEXED_STEPS)[0] for algo in CACHES[name])
     for number, out in enumerate(others):
         assert torch.equal(out, without), CACHES[name][number + 1]
 
@@ -318,59 +267,40 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("start_layer", [7])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_retrieves_everything_is_full_attention(name: str, start_layer: int) -> None:
-    out, traffic = decode_indexed(Shape(device_pages=200, start_layer=start_layer), changed(name, **EVERYTHING[name]))
-    for row, (request, n) in enumerate(zip(traffic.sequences, RETRIEVAL_LENGTHS, strict=True)):
-        for step in range(RETRIEVAL_STEPS):
-            exact = traffic.exact(request, n + step)
-            torch.testing.assert_close(out[step, :, row], exact, rtol=1e-4, atol=1e-4)
+def test_what_retrieves_everything_is_full_attention(name: str) -> None:
+    shape = Shape(device_pages=200, start_layer=7)
+    check_exact(*decoded(shape, changed(name, **EVERYTHING[name]), INDEXED, INDEXED_STEPS), INDEXED)
 
 
 def test_a_budget_larger_than_requests_takes_no_more_memory_than_they_do() -> None:
-    config, lengths = changed("pqcache", token_budget=1 << 20), (60, 17)
-    out, traffic = decode_indexed(SHAPE, config, lengths, 3)
+    out, traffic = decoded(SHAPE, changed("pqcache", token_budget=1 << 20), (60, 17), 3)
     blocks = traffic.coordinator.manager.blocks
     assert blocks is not None
     assert blocks.execution.tokens_per_row == SHAPE.max_tokens
-    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
-        for step in range(3):
-            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
-
-
-ALL_STEADY: dict[str, dict[str, Any]] = {
-    "pqcache": {"init": 0, "token_budget": 80},
-    "retroinfer": {"sink": 0},
-    "retroinfer gpu control": {"sink": 0},
-}
+    check_exact(out, traffic, (60, 17))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_requests_without_a_sink_of_steady_tokens_alone_attend_to_all_of_them(name: str) -> None:
     # The first token of the recent ones is then token 0.
-    lengths, steps = (1, 5, 8), 6
-    config = {**changed(name, **ALL_STEADY[name]), "min_sparse_prompt_len": 1}
-    out, traffic = decode_indexed(SHAPE, config, lengths, steps)
-    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
-        for step in range(steps):
-            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
+    algo = {"init": 0, "token_budget": 80} if name == "pqcache" else {"sink": 0}
+    config = {**changed(name, **algo), "min_sparse_prompt_len": 1}
+    check_exact(*decoded(SHAPE, config, (1, 5, 8), 6), (1, 5, 8))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_row_alone_and_in_a_batch_attends_to_the_same(name: str) -> None:
-    together, _ = decode_indexed(SHAPE, BLOCKS[name])
-    for row, n in enumerate(RETRIEVAL_LENGTHS):
+    together, _ = decoded(SHAPE, BLOCKS[name], INDEXED, INDEXED_STEPS)
+    for row, n in enumerate(INDEXED):
         traffic = Traffic(SHAPE, BLOCKS[name])
         request = traffic.begin(n, seed=row + 1)
         traffic.prompt([request])
-        alone = torch.stack([traffic.decode([request])[:, 0] for _ in range(RETRIEVAL_STEPS)])
+        alone = torch.stack([traffic.decode([request])[:, 0] for _ in range(INDEXED_STEPS)])
         torch.testing.assert_close(together[:, :, row], alone, rtol=1e-5, atol=1e-5)
 
 
 WAVE_DEVICE = {"algorithm": "retroinfer", "algo": {**WAVE, "mode": "gpu_only"}}
-
-
 PQ_OTHERS = [{"residency": "device"}, {"residency": "lru", "device_buffer_size": 64}]
 
 
@@ -378,16 +308,15 @@ PQ_OTHERS = [{"residency": "device"}, {"residency": "lru", "device_buffer_size":
 @pytest.mark.parametrize("name", [name for name in BLOCKS if "retroinfer" in name])
 def test_clusters_on_the_device_and_in_blocks_give_the_same_bits(name: str, estimation: float) -> None:
     # Rows that are dense are attended to in one call with the others on the device: their bits may differ.
-    lengths = tuple(n for n in RETRIEVAL_LENGTHS if n > 18)
     on_device = {**WAVE_DEVICE, "algo": {**WAVE_DEVICE["algo"], "estimation": estimation}}
-    in_blocks, _ = decode_indexed(SHAPE, changed(name, estimation=estimation), lengths)
-    assert torch.equal(decode_indexed(SHAPE, on_device, lengths)[0], in_blocks)
+    in_blocks, _ = decoded(SHAPE, changed(name, estimation=estimation), (60, 110), INDEXED_STEPS)
+    assert torch.equal(decoded(SHAPE, on_device, (60, 110), INDEXED_STEPS)[0], in_blocks)
 
 
 @pytest.mark.parametrize("other", PQ_OTHERS)
 def test_tokens_in_other_residencies_are_the_same_set(other: dict[str, Any]) -> None:
-    in_blocks, _ = decode_indexed(SHAPE, BLOCKS["pqcache"])
-    out, _ = decode_indexed(SHAPE, {"algorithm": "pqcache", "algo": PQ, **other})
+    in_blocks, _ = decoded(SHAPE, BLOCKS["pqcache"], INDEXED, INDEXED_STEPS)
+    out, _ = decoded(SHAPE, {"algorithm": "pqcache", "algo": PQ, **other}, INDEXED, INDEXED_STEPS)
     torch.testing.assert_close(out, in_blocks, rtol=1e-4, atol=1e-4)
 
 
@@ -401,7 +330,7 @@ def test_clusters_have_no_second_copy_on_the_host(name: str, settings: dict[str,
     traffic.prefill([request], [40])
     assert (manager.host.allocator.in_use > 0) is bool(settings)
     traffic.prompt([request])
-    for _ in range(RETRIEVAL_STEPS):
+    for _ in range(INDEXED_STEPS):
         traffic.decode([request])
     assert manager.blocks is not None
     assert manager.blocks.store is not None
@@ -410,72 +339,33 @@ def test_clusters_have_no_second_copy_on_the_host(name: str, settings: dict[str,
     traffic.assert_empty()
 
 
-def decoded(config: dict[str, Any], kernels: str) -> torch.Tensor:
-    traffic = Traffic(Shape(layers=2), {**config, "kernels": kernels})
-    requests = [traffic.begin(n, seed=n) for n in (60, 9)]
-    traffic.prompt(requests)
-    return torch.stack([traffic.decode(requests, pad_to=3) for _ in range(2)])
+SINK, LOCAL, DRAWN = 4, 8, 8
 
 
-@pytest.mark.parametrize("name", RETRIEVAL)
-def test_triton_decodes_what_the_reference_does(name: str) -> None:
-    torch.testing.assert_close(
-        decoded(RETRIEVAL[name], "triton"), decoded(RETRIEVAL[name], "reference"), rtol=1e-3, atol=1e-3
-    )
-
-
-DRAWN_PAGE, SINK, LOCAL, DRAWN_K = 8, 4, 8, 8
-
-
-ALGO = {"init": SINK, "token_budget": LOCAL + DRAWN_K, "cache_tokens": 16, "block": 4, "k_cache": 3}
-
-
-@pytest.fixture
-def _drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn_traffic(monkeypatch: pytest.MonkeyPatch, **algo: Any) -> tuple[Traffic, int]:
+    """Return a request whose tokens are drawn."""
     monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
-
-
-def drawn_config(*, min_len: int = 24, **algo: Any) -> dict[str, Any]:
-    return {"algorithm": "pqcache", "min_sparse_prompt_len": min_len, "algo": {**ALGO, **algo}}
-
-
-def decode_drawn(
-    shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11
-) -> torch.Tensor:
-    traffic = Traffic(shape, config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
-    traffic.prompt(requests, chunk)
-    out = [traffic.decode(requests, pad_to=len(requests) + 2) for _ in range(steps)]
-    assert torch.isfinite(torch.stack(out)).all()
-    for request in requests:
-        traffic.end(request)
-    traffic.assert_empty()
-    return torch.stack(out)
-
-
-def test_a_local_window_of_one_token() -> None:
-    decode_drawn(Shape(layers=2), drawn_config(token_budget=2, local_ratio=0.5), (40,), 6)
-
-
-@pytest.mark.usefixtures("_drawn")
-def test_bytes_are_counted_by_where_they_came_from() -> None:
-    traffic = Traffic(Shape(), drawn_config(cache_tokens=0))
+    small = {"init": SINK, "token_budget": LOCAL + DRAWN, "cache_tokens": 16, "block": 4, "k_cache": 3}
+    config = {"algorithm": "pqcache", "min_sparse_prompt_len": 24, "algo": {**small, **algo}}
+    traffic = Traffic(Shape(), config)
     request = traffic.begin(60, seed=1)
     traffic.prompt([request])
+    return traffic, request
+
+
+def test_bytes_are_counted_by_where_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic, request = drawn_traffic(monkeypatch, cache_tokens=0)
     before = traffic.coordinator.manager.transfer.counters
     traffic.decode([request])
     after = traffic.coordinator.manager.transfer.counters
     row = traffic.shape.geometry.token_layer_bytes * traffic.shape.layers
-    assert after.h2d_bytes - before.h2d_bytes == DRAWN_K * row
+    assert after.h2d_bytes - before.h2d_bytes == DRAWN * row
     assert after.d2d_bytes - before.d2d_bytes == (SINK + LOCAL) * row
-    assert traffic.coordinator.manager.transfer.gathered == ((SINK + LOCAL) * row, 0, DRAWN_K * row)
+    assert traffic.coordinator.manager.transfer.gathered == ((SINK + LOCAL) * row, 0, DRAWN * row)
 
 
-@pytest.mark.usefixtures("_drawn")
-def test_the_table_names_the_places_of_the_steady_tokens_and_of_no_others() -> None:
-    traffic = Traffic(Shape(), drawn_config())
-    request = traffic.begin(60, seed=1)
-    traffic.prompt([request])
+def test_the_table_names_the_places_of_the_steady_tokens_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic, request = drawn_traffic(monkeypatch)
     manager = traffic.coordinator.manager
     for n in range(61, 90):
         traffic.decode([request])

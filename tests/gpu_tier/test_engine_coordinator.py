@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from coordinator_rig import MODELS, PAGE, WHOLE, config_of, coordinator_of, nothing_is_held, prompt, whole
+from coordinator_rig import MODELS, WHOLE, config_of, coordinator_of, nothing_is_held, prompt, whole
 from engine_rig import PlainHooks, plain_attention, plain_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,10 +27,9 @@ from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape
 from kvcm.gpu_tier.engine.layer_attention import BlockSparse, PrefillAttention, chosen_blocks
 from kvcm.gpu_tier.engine.sharing_engine import SharingEngine
 from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError
-from kvcm.gpu_tier.geometry import KVDtype
+from kvcm.gpu_tier.geometry import KVDtype, Layout
 from kvcm.gpu_tier.index import pq
 from kvcm.gpu_tier.index.wave_index import build_segment, prompt_segments
-from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, SidecarRun
 from kvcm.gpu_tier.request_lifecycle import RequestState
 
 LLAMA, LATENT = MODELS["llama"], MODELS["latent"]
@@ -88,11 +87,6 @@ def test_a_small_arena_gives_the_same_tokens_and_gets_all_its_pages_back(algorit
     assert nothing_is_held(tight)
 
 
-def run_steps(engine: DecodeEngine, steps: int) -> None:
-    for _ in range(steps):
-        engine.step()
-
-
 class FailingModel:
     """A model whose layer fails in some pass."""
 
@@ -116,53 +110,14 @@ def test_a_pass_that_fails_leaves_requests_that_can_be_aborted(passes: int, laye
     failing = DecodeEngine(FailingModel(LLAMA, layer, passes), coordinator, chunk_tokens=80)
     for length in (20, 70, 90):
         failing.add(prompt(length))
-    with pytest.raises(RuntimeError, match="the layer fails"):
-        run_steps(failing, 6)
+    with pytest.raises(RuntimeError, match="the layer fails"):  # noqa: PT012 - some pass fails
+        for _ in range(6):
+            failing.step()
     for request in failing.requests:
         failing.abort(request)
     assert nothing_is_held(coordinator)
     engine = DecodeEngine(LLAMA, coordinator)
     check_against_plain(engine, LLAMA, [engine.add(prompt(64, 64)), engine.add(prompt(20, 20))], 4)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "name"), [*((name, "llama") for name in sorted(WHOLE)), ("dsa", "latent"), ("quest", "latent")]
-)
-def test_prompts_that_share_a_prefix_compute_only_what_differs(algorithm: str, name: str) -> None:
-    model = MODELS[name]
-    config = config_of(algorithm, whole(algorithm, has_indexer=name == "latent"))
-    coordinator = coordinator_of(model, config, publishes=True)
-    engine = DecodeEngine(model, coordinator, chunk_tokens=40, piece_tokens=24)
-    first = engine.add(prompt(100))
-    engine.step(), engine.step(), engine.step(), engine.step()
-    prefixes = [prefix_of(coordinator, first, 64) for _ in range(2)]
-    engine.finish(first)
-    requests = [engine.add(prompt(64 + n, 0)[:64] + prompt(n, n), p) for n, p in zip((1, 30), prefixes, strict=True)]
-    assert [coordinator.trackers[request].cached_tokens for request in requests] == [64, 64]
-    check_against_plain(engine, model, requests, 8)
-    for request in requests:
-        engine.finish(request)
-    assert nothing_is_held(coordinator)
-
-
-def prefix_of(coordinator: SparseCoordinator, request: int, tokens: int) -> AttachedPrefix:
-    """The first tokens of a request in host memory, held once more."""
-    manager = coordinator.manager
-    manager.wait_for_copies(request)
-    pages = manager.host_tokens.pages(request)[: tokens // PAGE]
-    manager.host.allocator.share(list(pages))
-    sidecar = coordinator.algorithm.export_sidecar(request, 0, tokens)
-    return AttachedPrefix(pages, tokens, () if sidecar is None else (SidecarRun(0, sidecar.data.clone()),))
-
-
-@pytest.mark.parametrize("algorithm", ["quest", "full_offload", "snapkv", "dsa"])
-@pytest.mark.parametrize("window", [16, 48])
-def test_a_prompt_longer_than_its_window_on_the_device(algorithm: str, window: int) -> None:
-    config = config_of(algorithm, whole(algorithm), prefill_window_tokens=window)
-    coordinator = coordinator_of(LLAMA, config)
-    engine = DecodeEngine(LLAMA, coordinator, chunk_tokens=16, piece_tokens=24)
-    requests = [engine.add(prompt(length, length)) for length in (120, 90)]
-    check_against_plain(engine, LLAMA, requests, 18)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -190,6 +145,7 @@ ACTIONS = st.one_of(
 
 # Settings of algorithms whose representations outlive a step; each selects much less than a request has.
 REPRESENTED: dict[str, dict[str, Any]] = {
+    "full": {},
     "full_offload": {"algo": {"chunk_tokens": 32}},
     "oracle": {"top_k": 12, "device_buffer_size": 20, "algo": {"k": 12}},
     "streaming_llm": {"top_k": 48, "device_buffer_size": 64, "algo": {"sink": 4, "window": 20, "page": 8}},
@@ -197,7 +153,7 @@ REPRESENTED: dict[str, dict[str, Any]] = {
     "quest per head": {"top_k": 48, "algo": {"token_budget": 48, "page": 8, "skip_layers": 0, "heads": "per_head"}},
     "dsa": {"top_k": 16, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 24, "w_obs": 4}},
-    "snapkv anew": {
+    "snapkv reselected": {
         "residency": "lru",
         "device_buffer_size": 256,
         "algo": {"cap": 24, "w_obs": 4, "mode": "retrievable", "reselect_every": 5},
@@ -218,11 +174,11 @@ def alone(algorithm: str, name: str, length: int, seed: int) -> list[int]:
     return engine.tokens(request)
 
 
-def represented(algorithm: str, name: str) -> SparseConfig:
+def represented(algorithm: str, name: str, **changes: Any) -> SparseConfig:
     settings = REPRESENTED[algorithm]
     if algorithm == "dsa" and name == "llama":
         settings = settings | {"algo": {"index_source": "proxy"}}
-    return config_of(algorithm.split()[0], settings, min_sparse_prompt_len=17)
+    return config_of(algorithm.split()[0], settings, min_sparse_prompt_len=17, **changes)
 
 
 @pytest.mark.parametrize("algorithm", sorted(REPRESENTED))
@@ -231,13 +187,23 @@ def represented(algorithm: str, name: str) -> SparseConfig:
     name=st.sampled_from(sorted(MODELS)),
     actions=st.lists(ACTIONS, min_size=5, max_size=12),
     chunk=st.sampled_from([7, 16, 64, 200]),
+    layout=st.sampled_from(Layout),
+    promote=st.booleans(),
 )
 def test_requests_get_what_they_get_alone(
-    algorithm: str, name: str, actions: list[tuple[str, int]], chunk: int
+    algorithm: str, name: str, actions: list[tuple[str, int]], chunk: int, layout: Layout, promote: bool
 ) -> None:
-    coordinator = coordinator_of(MODELS[name], represented(algorithm, name), pages=140)
+    config = represented(algorithm, name, host_layout=layout, promote_newest=promote)
+    coordinator = coordinator_of(MODELS[name], config, pages=140)
     engine = DecodeEngine(MODELS[name], coordinator, chunk_tokens=chunk)
     lengths: dict[int, int] = {}
+
+    def end(request: int) -> None:
+        length = lengths.pop(request)
+        tokens, expected = engine.tokens(request), alone(algorithm, name, length, length)
+        assert tokens[: len(expected)] == expected[: len(tokens)]
+        engine.abort(request)
+
     for action, value in actions:
         if action == "add":
             with contextlib.suppress(PoolExhaustedError):
@@ -246,17 +212,10 @@ def test_requests_get_what_they_get_alone(
             for _ in range(value):
                 engine.step()
         elif lengths:
-            request = sorted(lengths)[value % len(lengths)]
-            check_alone(engine.tokens(request), alone(algorithm, name, lengths[request], lengths.pop(request)))
-            engine.abort(request)
-    for request, length in lengths.items():
-        check_alone(engine.tokens(request), alone(algorithm, name, length, length))
-        engine.abort(request)
+            end(sorted(lengths)[value % len(lengths)])
+    for request in list(lengths):
+        end(request)
     assert nothing_is_held(coordinator)
-
-
-def check_alone(tokens: list[int], expected: list[int]) -> None:
-    assert tokens[: len(expected)] == expected[: len(tokens)]
 
 
 # What is attended to.

@@ -89,13 +89,6 @@ def test_the_table_of_full_and_wave_attention(row: tuple[float, ...]) -> None:
     assert [_digits(value, like) for value, like in zip(computed, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize(("hit_rate", "megabytes", "milliseconds"), [(0.8, 28.8, 0.52), (0.9, 14.4, 0.26)])
-def test_the_misses_of_dsa(hit_rate: float, megabytes: float, milliseconds: float) -> None:
-    request = traffic(DEEPSEEK, SparseConfig("dsa"), 128 * KI, hit_rate)
-    assert round(request.link_bytes / MB, 1) == megabytes
-    assert round(request.link_bytes / DEVICE.link_bytes_per_second * MS, 2) == milliseconds
-
-
 @pytest.mark.parametrize(("buffer_tokens", "megabytes"), [(2 * KI, 144), (4 * KI, 288), (8 * KI, 576)])
 def test_the_buffer_of_dsa(buffer_tokens: int, megabytes: int) -> None:
     config = SparseConfig("dsa", device_buffer_size=buffer_tokens)
@@ -110,6 +103,7 @@ def test_dsa_reads_index_keys_of_all_tokens_and_rows_of_the_selected() -> None:
     request = traffic(DEEPSEEK, SparseConfig("dsa"), 100_000, 1.0)
     assert request.hbm_bytes == (100_000 * 132 + 2048 * 1152) * 61
     assert request.link_bytes == 0
+    assert traffic(DEEPSEEK, SparseConfig("dsa"), 100_000, 0.75).link_bytes == 2048 * 1152 * 61 / 4
     assert request.flops == 2 * (100_000 * 64 * 128 + 2048 * 128 * (576 + 512)) * 61
 
 
@@ -135,11 +129,9 @@ rates = st.floats(0, 1)
 @given(shapes, algorithms, lengths, rates, rates)
 @settings(max_examples=examples(400), deadline=None)
 def test_more_hits_never_cost_more(
-    shape: object, config: SparseConfig, n_tokens: int, one: float, other: float
+    shape: ModelShape, config: SparseConfig, n_tokens: int, one: float, other: float
 ) -> None:
-    better, worse = max(one, other), min(one, other)
-    assert shape in MODEL_SHAPES.values()
-    best, worst = (traffic(shape, config, n_tokens, rate) for rate in (better, worse))  # type: ignore[arg-type]
+    best, worst = (traffic(shape, config, n_tokens, rate) for rate in (max(one, other), min(one, other)))
     assert best.link_bytes <= worst.link_bytes
     # A hit of PQCache is read from the cache instead of over the link.
     read_instead = worst.link_bytes - best.link_bytes if config.algorithm == "pqcache" else 0
@@ -219,6 +211,7 @@ def test_misses_of_a_wave_index_are_what_the_table_says() -> None:
         (lambda: traffic(LLAMA, SparseConfig("full"), 0, 0.5), "n_tokens"),
         (lambda: traffic(LLAMA, SparseConfig("full"), 1, 1.5), "hit_rate"),
         (lambda: step_time(LLAMA, DEVICE, Traffic(0, 0, 0), 0), "batch"),
+        (lambda: Limits(gpu_bytes=1, host_bytes=-1), "host_bytes"),
         (lambda: Device(hbm_bytes_per_second=0), "hbm_bytes_per_second"),
         (lambda: Device(link_efficiency=2), "link_efficiency"),
         (lambda: Device(layer_overhead_seconds=-1), "layer_overhead_seconds"),
@@ -331,12 +324,6 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
         plan(LLAMA, DEVICE, config, LONG, Limits(80 * GIB, 100 * GIB))
 
 
-@pytest.mark.parametrize("field", ["gpu_bytes", "host_bytes", "latency_seconds", "reserve_bytes", "staging_requests"])
-def test_limits_are_not_negative(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}=-1"):
-        Limits(**{"gpu_bytes": 1, "host_bytes": 1, field: -1})
-
-
 def test_offload_loses_against_the_same_algorithm_on_the_device_until_that_is_full() -> None:
     limits = Limits(139 * GIB, 400 * GIB)
     full, resident = advise(DEEPSEEK, DEVICE, SparseConfig("dsa"), LONG, limits)
@@ -370,14 +357,6 @@ def test_the_command_without_torch_says_what_to_install() -> None:
 ARGUMENTS = ["plan", "--gpu-gib", "139", "--host-gib", "400", "--hit-rate", "0.85", "--latency-ms", "50"]
 
 
-def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--model-shape", "deepseek-v3.2"]) == 0
-    text = capsys.readouterr().out
-    assert "hit rate 0.85 (an input)" in text
-    assert "limited by gpu memory" in text
-    assert "offload wins from a batch of" in text
-
-
 def test_the_document_holds_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     settings_of_dsa = ["--algorithm", "dsa", "--set", "top_k=1024", "--set", "algo.index_dim=64", "--kv-dtype", "fp8"]
     assert main([*ARGUMENTS, *settings_of_dsa, "--json"]) == 0
@@ -393,13 +372,9 @@ def test_the_document_holds_the_same_plan(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--algorithm", "dsaa"], "algorithm='dsaa': must be one of full,"),
         (["--model-shape", "llama"], "model_shape='llama': must be one of llama3-8b"),
-        (["--gpu-gib", "-1"], "gpu_gib=-1.0: must be above 0"),
         (["--gpu-gib", "nan"], "gpu_gib=nan: must be above 0"),
-        (["--tflops", "inf"], "tflops=inf: must be above 0"),
         (["--host-gib", "-1"], "host_gib=-1.0: must be at least 0"),
-        (["--latency-ms", "0"], "latency_ms=0.0: must be above 0"),
         (["--tokens", "0"], "tokens=0: must be above 0"),
-        (["--page-size", "0"], "page_size=0: must be above 0"),
         (["--hit-rate", "2"], "hit_rate=2.0: must be from 0 to 1"),
         (["--kv-dtype", "int4"], "kv_dtype='int4': must be one of f32"),
         (["--set", "topk=1"], "topk=1: no such setting; did you mean 'top_k'?"),
@@ -431,18 +406,13 @@ def test_a_row_with_a_cell_too_many_is_refused() -> None:
 
 
 def test_every_claim_has_a_status_and_shows_our_figure_only_if_there_is_one() -> None:
-    assert len({claim.key for claim in CLAIMS}) == len(CLAIMS)
+    assert len({claim.key for claim in (*CLAIMS, *RETRIEVAL_CLAIMS)}) == len(CLAIMS) + len(RETRIEVAL_CLAIMS)
     table = claims_table({"hit_rate": "0.81"})
     shown = {row[1]: row for row in table.rows}
     measured = next(claim for claim in CLAIMS if claim.key == "hit_rate")
     assert shown[measured.claim][4] == "0.81"
     assert sum(row[4] is not None for row in table.rows) == 1
     assert {row[3] for row in (*table.rows, *claims_table({}, RETRIEVAL_CLAIMS).rows)} == {s.value for s in Status}
-
-
-def test_claims_of_all_systems_have_keys_of_their_own_and_the_papers_baselines_are_named() -> None:
-    keys = [claim.key for claim in (*CLAIMS, *RETRIEVAL_CLAIMS)]
-    assert len(set(keys)) == len(keys)
     assert any("MagicPIG" in str(row[0]) for row in left_out_table().rows)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -47,9 +46,6 @@ pytestmark = pytest.mark.ci
 TOKENS = 8192
 
 
-SEEDS = range(2)
-
-
 @cache
 def sample(regime: Regime, seed: int) -> KVSample:
     return kv(TOKENS, 128, 16, 4, regime, seed, observed=OBSERVED)
@@ -58,11 +54,7 @@ def sample(regime: Regime, seed: int) -> KVSample:
 @cache
 def results(name: str, regime: Regime, share: float) -> tuple[QualityResult, ...]:
     config = method(name, round(share * TOKENS), TOKENS)
-    return tuple(evaluate(config, sample(regime, seed), recall_k=32) for seed in SEEDS)
-
-
-def mean_error(name: str, regime: Regime, share: float) -> float:
-    return fmean(result.errors.normalised for result in results(name, regime, share))
+    return tuple(evaluate(config, sample(regime, seed), recall_k=32) for seed in range(2))
 
 
 def test_a_perfect_selection_scores_one_and_everything_has_no_error() -> None:
@@ -123,13 +115,6 @@ def test_quest_finds_more_with_more_pages(regime: Regime) -> None:
     assert fifth > tenth
 
 
-@pytest.mark.parametrize("regime", [Regime.SHARP, Regime.MID])
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.2])
-def test_streaming_is_the_worst(regime: Regime, share: float) -> None:
-    for name in ("oracle", "quest"):
-        assert mean_error("streaming_llm", regime, share) > mean_error(name, regime, share)
-
-
 @pytest.mark.parametrize("case", Adversarial)
 @pytest.mark.parametrize("name", ["oracle", "quest", "streaming_llm", "wave", "pq m4b8"])
 def test_adversarial_inputs_give_sound_outputs(case: Adversarial, name: str) -> None:
@@ -139,23 +124,6 @@ def test_adversarial_inputs_give_sound_outputs(case: Adversarial, name: str) -> 
     assert 0 <= result.recall <= 1
     assert 0 <= result.mass <= 1 + 1e-6
     assert result.errors.normalised < 2
-
-
-def test_equal_bytes_leave_fewer_tokens_to_methods_with_a_representation() -> None:
-    x = sample(Regime.MID, 0)
-    budget = kv_bytes(0.1 * TOKENS, 128)
-    tokens = {}
-    for name in ("oracle", "quest", "streaming_llm"):
-        config = method_for_bytes(name, budget, x)
-        assert config is not None
-        result = evaluate(config, x)
-        tokens[name] = result.tokens
-        held = result.kv_bytes + (0 if name == "oracle" else result.representation_bytes)
-        assert held <= budget + kv_bytes(16, 128)
-    # Bounds of 16-token pages take 1/16 of the KV.
-    assert tokens["quest"] == pytest.approx((0.1 - 0.0625) * TOKENS, abs=32)
-    assert tokens["streaming_llm"] == pytest.approx(0.1 * TOKENS, abs=32)
-    assert method_for_bytes("quest", kv_bytes(0.06 * TOKENS, 128), x) is None
 
 
 RETRIEVAL_SEEDS = range(6)
@@ -189,24 +157,16 @@ def test_the_wave_index_finds_the_heaviest_tokens(regime: Regime, recall: float,
     # 1.8 % of the clusters and the steady zone; clusters differ in size, so do selections.
     assert 0.01 * TOKENS < fmean(result.tokens for result in found) < 0.04 * TOKENS
     assert 0.15 * TOKENS < fmean(result.estimated for result in found) < 0.35 * TOKENS
-
-
-@pytest.mark.parametrize("regime", Regime)
-def test_estimation_never_makes_it_worse_on_average(regime: Regime) -> None:
-    found = wave(regime)
+    # Estimation makes it no worse on average.
     assert fmean(r.errors.relative for r in found) < fmean(r.errors_alone.relative for r in found)
 
 
-@pytest.mark.parametrize("regime", Regime)
-@pytest.mark.parametrize(("share", "mean", "every"), [(0.1, 0.94, 0.88), (0.2, 0.98, 0.96)])
-def test_fine_codes_find_nearly_all(regime: Regime, share: float, mean: float, every: float) -> None:
-    found = [result.recall for result in pq(4, 8, share, regime)]
-    assert fmean(found) >= mean
-    assert min(found) >= every
-
-
 @pytest.mark.parametrize(("regime", "most"), [(SHARP, 0.012), (MID, 0.040), (DIFFUSE, 0.085)])
-def test_fine_codes_cost_little(regime: Regime, most: float) -> None:
+def test_fine_codes_find_nearly_all_and_cost_little(regime: Regime, most: float) -> None:
+    for share, mean, every in ((0.1, 0.94, 0.88), (0.2, 0.98, 0.96)):
+        found = [result.recall for result in pq(4, 8, share, regime)]
+        assert fmean(found) >= mean
+        assert min(found) >= every
     assert fmean(result.errors.normalised for result in pq(4, 8, 0.2, regime)) <= most
 
 
@@ -227,31 +187,40 @@ def test_methods_attend_to_about_their_budget(name: str) -> None:
         assert result.tokens == pytest.approx(share * TOKENS, abs=slack)
 
 
-def test_equal_bytes_take_indexes_and_codes_from_the_selection() -> None:
+# A cluster is attended to whole.
+@pytest.mark.parametrize(
+    ("name", "index", "slack"),
+    [("streaming_llm", 0, 0), ("quest", 0.0625, 0), ("wave", 0.063, 0.2), ("pq m4b8", 0.031, 0)],
+)
+def test_equal_bytes_leave_fewer_tokens_to_methods_with_a_representation(name: str, index: float, slack: float) -> None:
     x = sample(MID, 0)
-    budget = kv_bytes(0.2 * TOKENS, 128)
-    for name, index in (("wave", 0.063), ("pq m4b8", 0.031)):
-        config = method_for_bytes(name, budget, x)
-        assert config is not None
-        result = evaluate(config, x)
-        assert result.representation_bytes / kv_bytes(TOKENS, 128) == pytest.approx(index, abs=0.01)
-        assert result.tokens < (0.2 - 0.9 * index) * TOKENS * 1.2
+    config = method_for_bytes(name, kv_bytes(0.2 * TOKENS, 128), x)
+    assert config is not None
+    result = evaluate(config, x)
+    assert result.representation_bytes / kv_bytes(TOKENS, 128) == pytest.approx(index, abs=0.01)
+    assert result.tokens <= (0.2 - index) * (1 + slack) * TOKENS + 32
 
 
-def wave_config(**changes: float | int | str) -> SparseConfig:
-    return SparseConfig("retroinfer", algo=RetroInferConfig.parse(changes))
+def test_a_budget_that_a_representation_takes_whole_leaves_no_method() -> None:
+    assert method_for_bytes("quest", kv_bytes(0.06 * TOKENS, 128), sample(MID, 0)) is None
+
+
+def test_a_seed_gives_the_same_sample_and_another_gives_another() -> None:
+    one, again, other = (kv(256, 32, 3, 2, MID, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(getattr(one, name), getattr(again, name)) for name in "qkv")
+    assert not torch.equal(one.k, other.k)
 
 
 def test_a_giant_cluster_is_estimated_whole() -> None:
     x = adversarial(Adversarial.EQUAL, 3000, 64, 4, 4, seed=1)
-    driven = Driven(wave_config(estimation=1.0), x)
+    config = SparseConfig("retroinfer", algo=RetroInferConfig(estimation=1.0))
+    driven = Driven(config, x)
     found = driven.choices()
-    # All keys are the same: one cluster has them all, no room holds it, and its estimate is exact.
+    # All keys are the same: one cluster has them all, no buffer holds it, and its estimate is exact.
     assert int(driven.cluster_sizes.max()) == 3000 - 68
     assert int(found.selected.sum(1).max()) == 68
     assert bool((found.estimated | found.selected).all())
-    exact = evaluate(wave_config(estimation=1.0), x)
-    assert exact.errors.relative < 0.02  # what bf16 leaves of centroid and sum of values
+    assert evaluate(config, x).errors.relative < 0.02  # what bf16 leaves of centroid and sum of values
 
 
 @pytest.mark.parametrize("regime", Regime)
@@ -269,16 +238,6 @@ def test_attention_is_as_concentrated_and_as_steady_as_the_regime_says(regime: R
 def test_equal_attention_has_no_top() -> None:
     flat = adversarial(Adversarial.EQUAL, 1000, 32, 3, 2, seed=0)
     assert concentration(flat).mass == pytest.approx(0.018, rel=1e-3)
-
-
-def test_a_seed_gives_the_same_sample_and_another_gives_another() -> None:
-    one, again, other = (kv(256, 32, 3, 2, Regime.MID, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.k, again.k)
-    assert torch.equal(one.v, again.v)
-    assert torch.equal(one.q, again.q)
-    assert not torch.equal(one.k, other.k)
-    assert one.k.shape == one.v.shape == (256, 32)
-    assert one.q.shape == (3, 2, 32)
 
 
 def test_rope_keeps_lengths_and_depends_only_on_distance() -> None:
@@ -313,13 +272,6 @@ def test_twice_the_selection_hits_clearly_more_and_four_times_not_less(regime: R
     assert 0.5 < once.rate < 0.9
 
 
-def test_a_selection_that_never_changes_always_hits_and_one_that_never_repeats_never_does() -> None:
-    still = torch.arange(32, dtype=torch.int32).expand(20, -1)
-    assert [rate.rate for rate in hit_rates(still, (1, 4))] == [1, 1]
-    moving = torch.arange(20 * 32, dtype=torch.int32).view(20, 32)
-    assert hit_rates(moving, (1,))[0].rate == 0
-
-
 def test_exact_selections_are_the_heaviest_tokens_in_order() -> None:
     x = kv(512, 32, 3, 2, Regime.MID, seed=1)
     chosen = exact_selections(x, 10)
@@ -333,44 +285,31 @@ def test_exact_selections_are_the_heaviest_tokens_in_order() -> None:
 K, N, STEPS = 512, 32768, 40
 
 
-def shares(selections: torch.Tensor) -> list[float]:
-    return [torch.isin(b, a).float().mean().item() for a, b in pairwise(selections)]
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.8, 1.0])
 def test_steps_overlap_as_asked(overlap: float) -> None:
     selections = trace(4096, 200, overlap, 0.5, 12, seed=1)
     assert selections.shape == (12, 200)
     assert selections.dtype is torch.int32
     assert all(len(ids.unique()) == 200 for ids in selections)
-    assert shares(selections) == pytest.approx([overlap] * 11)
+    shares = [torch.isin(b, a).float().mean().item() for a, b in pairwise(selections)]
+    assert shares == pytest.approx([overlap] * 11)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_c2_items_that_return_make_a_larger_buffer_pay(seed: int) -> None:
-    selections = trace(N, K, 0.85, 0.5, STEPS, seed)
-    assert simulate(selections, K) == pytest.approx(0.865, abs=0.02)
-    assert simulate(selections, 2 * K) == pytest.approx(0.926, abs=0.02)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_c3_without_returns_a_larger_buffer_gains_nothing(seed: int) -> None:
-    selections = trace(N, K, 0.8, 0.0, STEPS, seed)
-    rates = [simulate(selections, factor * K) for factor in (1, 2, 4)]
-    assert rates[0] == pytest.approx(0.80, abs=0.01)
-    assert 0.79 <= rates[1] <= 0.82
-    assert 0.79 <= rates[2] <= 0.82
+def test_c2_c3_a_larger_buffer_pays_only_where_items_return(seed: int) -> None:
+    returning, new = trace(N, K, 0.85, 0.5, STEPS, seed), trace(N, K, 0.8, 0.0, STEPS, seed)
+    assert [simulate(returning, factor * K) for factor in (1, 2)] == pytest.approx([0.865, 0.926], abs=0.02)
+    assert [simulate(new, factor * K) for factor in (1, 2, 4)] == pytest.approx([0.80, 0.805, 0.805], abs=0.015)
 
 
 @pytest.mark.parametrize("loads_hottest", [False, True])
 @pytest.mark.parametrize("returns", [0.0, 0.3, 0.7, 1.0])
 def test_i13_the_hit_rate_does_not_fall_with_the_capacity(returns: float, *, loads_hottest: bool) -> None:
-    for seed in range(1):
-        selections = trace(4096, 128, 0.7, returns, STEPS, seed)
-        rates = [simulate(selections, size, loads_hottest=loads_hottest) for size in (128, 192, 256, 512, 1024, 4096)]
-        # Ties within a step forbid plain inclusion, so a hair is allowed.
-        assert all(b >= a - 0.002 for a, b in pairwise(rates)), rates
-        assert rates[-1] > rates[0]
+    selections = trace(4096, 128, 0.7, returns, STEPS, 0)
+    rates = [simulate(selections, size, loads_hottest=loads_hottest) for size in (128, 192, 256, 512, 1024, 4096)]
+    # Ties within a step forbid plain inclusion, so a hair is allowed.
+    assert all(b >= a - 0.002 for a, b in pairwise(rates)), rates
+    assert rates[-1] > rates[0]
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -384,7 +323,7 @@ def test_what_cannot_be_is_refused() -> None:
         simulate(trace(N, K, 0.5, 0.0, 10, 0), K)
 
 
-CACHE_TOKENS, BLOCK = 8192, 8
+CACHE_TOKENS = 8192
 
 
 WAVE_ALGO = wave_share(0.018)
@@ -404,97 +343,20 @@ def ids(selection: Selection) -> list[int]:
     return selection.indices[0, 0, : int(selection.lengths[0, 0])].tolist()
 
 
-_POLICIES = ("lru", "lfu", "fifo")
-
-
-class ClusterCache:
-    """The cache of one request, layer and head.
-
-    Args:
-        blocks: of each cluster.
-        capacity: blocks that fit.
-        policy: which clusters are given up: those used longest ago (lru), least often (lfu) or admitted first (fifo).
-    """
-
-    def __init__(self, blocks: Sequence[int], capacity: int, policy: str = "lru") -> None:
-        if policy not in _POLICIES:
-            raise ConfigError.choice("policy", policy, _POLICIES)
-        self._blocks, self._capacity, self._policy = blocks, capacity, policy
-        self._cached: dict[int, int] = {}  # number of uses, in the order in which clusters are given up by lru and fifo
-        self._used_blocks = 0
-
-    def step(self, clusters: Sequence[int]) -> tuple[set[int], int]:
-        """Look clusters up, then update the cache.
-
-        Returns:
-            Those that were cached, and how many were admitted.
-        """
-        hits = {cluster for cluster in clusters if cluster in self._cached}
-        for cluster in clusters:
-            if cluster in hits:
-                self._use(cluster)
-        in_use = set(clusters)
-        return hits, sum(self._admit(cluster, in_use) for cluster in clusters if cluster not in hits)
-
-    def _use(self, cluster: int) -> None:
-        if self._policy == "lru":
-            self._cached[cluster] = self._cached.pop(cluster) + 1
-        else:
-            self._cached[cluster] += 1
-
-    def _admit(self, cluster: int, in_use: set[int]) -> bool:
-        needed = self._blocks[cluster]
-        if needed > self._capacity:
-            return False
-        while self._used_blocks + needed > self._capacity:
-            unused = [other for other in self._cached if other not in in_use]
-            if not unused:
-                return False
-            victim = min(unused, key=self._cached.__getitem__) if self._policy == "lfu" else unused[0]
-            del self._cached[victim]
-            self._used_blocks -= self._blocks[victim]
-        self._cached[cluster] = 1
-        self._used_blocks += needed
-        return True
-
-
-def plain_rate(capacity: int, policy: str) -> float:
-    """Return the hit rate of clusters in a plain cache of so many blocks, the first step left out."""
-    driven, selections = chosen("retroinfer")
-    cache = ClusterCache([-(-size // BLOCK) for size in driven.cluster_sizes.tolist()], capacity, policy)
-    hits = [len(cache.step(ids(selection))[0]) for selection in selections]
-    return sum(hits[1:]) / sum(len(ids(selection)) for selection in selections[1:])
-
-
-@pytest.mark.parametrize("ratio", [0.025, 0.05, 0.1])
 @pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_the_wave_buffer_hits_as_a_plain_cache_of_clusters(ratio: float, is_async: bool, policy: str) -> None:
-    settings = replace(WAVE_ALGO, cache_ratio=ratio, async_update=is_async, policy=policy)
-    found = wave_hits(*chosen("retroinfer"), settings)
-    assert found.clusters == plain_rate(int(ratio * CACHE_TOKENS) // BLOCK, policy)
-    assert 0 < found.host_share < 0.02
-
-
-def test_what_a_cluster_cache_gives_up() -> None:
-    def after(policy: str) -> list[int]:
-        cache = ClusterCache([1, 1, 2, 5], 3, policy)
-        for clusters in ([0], [1], [0], [0], [1, 3], [2]):  # the last needs two blocks, the one before none that fit
-            cache.step(clusters)
-        return sorted(cache.step([0, 1, 2, 3])[0])
-
-    assert after("lru") == [1, 2]
-    assert after("lfu") == [0, 2]
-    assert after("fifo") == [1, 2]
-    with pytest.raises(ConfigError, match="policy='random': must be one of lru, lfu, fifo"):
-        ClusterCache([1], 1, "random")
-
-
-def test_what_a_step_uses_is_not_given_up_in_it() -> None:
-    cache = ClusterCache([1, 1, 1], 2)
-    assert cache.step([0, 1, 2]) == (set(), 2)
-    assert cache.step([0, 1, 2]) == ({0, 1}, 0)
-    assert cache.step([2]) == (set(), 1)
+def test_a_cache_of_all_clusters_hits_what_was_retrieved_before(is_async: bool) -> None:
+    driven, selections = chosen("retroinfer")
+    settings = replace(WAVE_ALGO, cache_ratio=1.0, async_update=is_async)
+    hits, total, seen = 0, 0, set(ids(selections[0]))
+    for clusters in map(ids, selections[1:]):
+        hits, total = hits + len(seen & set(clusters)), total + len(clusters)
+        seen |= set(clusters)
+    found = wave_hits(driven, selections, settings)
+    assert found.clusters == hits / total
+    for policy in ("lru", "lfu", "fifo"):
+        small = wave_hits(driven, selections, replace(settings, cache_ratio=0.025, policy=policy))
+        assert 0 < small.clusters < found.clusters
+        assert found.host_share < small.host_share < 0.02
 
 
 def test_without_a_cache_all_comes_from_the_host() -> None:
@@ -517,17 +379,6 @@ def test_a_cache_of_everything_loads_everything_once() -> None:
         # Blocks that reach into the local window are never admitted.
         seen |= {block for block in blocks if PQ.init + (block + 1) * 128 <= CACHE_TOKENS - 64}
     assert found.host_share == pytest.approx(missed / (len(selections) - 1) / CACHE_TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("less", "more"),
-    [(replace(PQ, cache_tokens=1024, k_cache=8), PQ), (replace(PQ, k_cache=2), PQ)],
-    ids=["places", "wanted"],
-)
-def test_more_of_pqcaches_cache_hits_more(less: PQCacheConfig, more: PQCacheConfig) -> None:
-    few, many = (pq_hits(*chosen("pqcache"), settings) for settings in (less, more))
-    assert few.tokens < many.tokens
-    assert few.host_share > many.host_share
 
 
 def test_what_pqcache_admits_comes_from_the_host_and_what_retroinfer_admits_does_not() -> None:
@@ -561,23 +412,15 @@ def test_full_attention_through_the_engine_answers_as_a_whole_forward_pass() -> 
     expected = model.logits(model(tokens)[:, ends]).argmax(-1) == batch.answers
     assert torch.equal(run("full", 0).correct, expected)
     assert run("full", 0).accuracy >= 0.9
-
-
-def test_full_attention_streamed_from_the_host_is_the_same() -> None:
-    assert torch.equal(run("full_offload", 0).correct, run("full", 0).correct)
-    assert run("full_offload", 0).relative_error(run("full", 0)) < 1e-4
+    streamed = run("full_offload", 0)
+    assert torch.equal(streamed.correct, expected)
+    assert streamed.relative_error(run("full", 0)) < 1e-4
 
 
 def test_the_exact_top_tenth_loses_nothing_and_a_window_loses_nearly_all() -> None:
     full = run("full", 0)
     assert run("oracle", 0.1).accuracy >= full.accuracy - 0.05
     assert run("streaming_llm", 0.2).accuracy <= 0.35
-
-
-@pytest.mark.parametrize(("name", "share"), [("quest", 0.25), ("streaming_llm", 0.25)])
-def test_methods_of_pages_are_further_off_than_the_oracle(name: str, share: float) -> None:
-    full = run("full", 0)
-    assert run(name, share).relative_error(full) > run("oracle", share).relative_error(full) > 0
 
 
 def test_what_was_loaded_is_counted() -> None:
@@ -614,12 +457,6 @@ def test_retrievers_lose_little_and_the_residency_changes_nothing(name: str, sha
     resident = long_run(name, share, "device")
     assert torch.equal(resident.correct, blocks.correct)
     assert resident.relative_error(blocks) < 1e-5
-
-
-def test_estimation_brings_attention_closer() -> None:
-    full = recall(data()[0], SparseConfig("full"), longer())
-    errors = [long_run(name, 0.05, "device").relative_error(full) for name in ("wave", "wave, no estimation")]
-    assert errors[0] < errors[1]
 
 
 def test_representations_are_taken_from_a_budget_of_bytes() -> None:
