@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor
 
-from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from kvcm.gpu_tier.algorithms.base import Sidecar
 from kvcm.gpu_tier.config import RetroInferConfig
 from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
@@ -67,20 +67,23 @@ def test_chunks_in_any_cut_leave_the_same_bits(n: int, cuts: set[int], repeats: 
             assert torch.equal(one.members, other.members)
 
 
+def is_as_alone(rig: WaveRig, request: int, n: int, **changes: Any) -> None:
+    """Check that a request has the state of the same prompt that an engine of its own computes at once."""
+    alone = WaveRig(rig.geometry, **changes)
+    alone.rows.of, alone.rows.values, alone.queries_seen = rig.rows.of, rig.rows.values, rig.queries_seen
+    alone.n[request] = 0
+    alone.algorithm.reserve(request, n)
+    alone.prefill({request: n})
+    alone.algorithm.finish_prompt(request, n)
+    same_state(rig, request, alone, request)
+
+
 def test_prompts_prefilled_together_are_as_alone() -> None:
     lengths = {0: 150, 1: UNINDEXED - 1, 2: 90, 3: 41}
     rig = WaveRig()
     rig.add(lengths, chunk=37)
     for request, n in lengths.items():
-        alone = WaveRig()
-        alone.rows.of.update({(layer, 0): rig.rows.of[layer, request] for layer in rig.geometry.layers})
-        alone.rows.values.update({(layer, 0): rig.rows.values[layer, request] for layer in rig.geometry.layers})
-        alone.n[0] = 0
-        alone.queries_seen.update({(layer, 0): rig.queries_seen[layer, request] for layer in rig.geometry.layers})
-        alone.algorithm.reserve(0, n)
-        alone.prefill({0: n})
-        alone.algorithm.finish_prompt(0, n)
-        same_state(rig, request, alone, 0)
+        is_as_alone(rig, request, n)
 
 
 @pytest.mark.parametrize("rule", ["sum_softmax", "max_ip"])
@@ -180,43 +183,12 @@ def test_clusters_that_do_not_fit_are_estimated_and_counted(estimation: float) -
             assert float((out[0] - rig.full_attention(layer, 0)).norm(dim=-1).mean()) < 1.5
 
 
-def test_attention_is_normalised_over_the_three_zones_alone() -> None:
-    rig = WaveRig(group=1)
-    rig.add({0: 150}, spare=1)
-    found = selections_of(rig, [0])
-    batch = rig.batch(Mode.DECODE, [0], [1])
-    for layer, selection in found.items():
-        assert selection.estimate is not None
-        position = rig.geometry.layer_index(layer)
-        views, pages = rig.retro.index.views(position), rig.retro.index.pool.held(0)
-        out = rig.attention(layer, batch, selection)[0]
-        for head in range(2):
-            q = rig.query(layer, 0)[head, 0].double()
-            exact = rig.exact_tokens(layer, 0, 0, head, selection)
-            ids = rig.chosen(selection.estimate, 0, head)
-            centroids = views.centroids[pages, head].flatten(0, 1)[ids].double()
-            sums = views.value_sums[pages, head].flatten(0, 1)[ids].double()
-            sizes = torch.tensor([len(rig.members.of[layer, 0][head][c]) for c in ids]).double()
-            weights = (rig.rows.of[layer, 0][exact, head].double() @ q * rig.context.sm_scale).exp()
-            guessed = (centroids @ q * rig.context.sm_scale).exp()
-            above = weights @ rig.rows.values[layer, 0][exact, head].double() + guessed @ sums
-            below = weights.sum() + (sizes * guessed).sum()
-            torch.testing.assert_close(out[head], above / below, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("changes", [{"center": "prompt"}, {"final_assign": "global"}, {"center": "none"}])
 @pytest.mark.parametrize("n", [UNINDEXED - 1, UNINDEXED, 150])
 def test_options_of_clustering_index_the_same_tokens(changes: dict[str, Any], n: int) -> None:
     rig = WaveRig(**changes)
     rig.add({0: n}, chunk=40, spare=40)
-    whole = WaveRig(**changes)
-    whole.rows.of.update(rig.rows.of), whole.rows.values.update(rig.rows.values)
-    whole.queries_seen.update(rig.queries_seen)
-    whole.n[0] = 0
-    whole.algorithm.reserve(0, n)
-    whole.prefill({0: n})
-    whole.algorithm.finish_prompt(0, n)
-    same_state(rig, 0, whole, 0)
+    is_as_alone(rig, 0, n, **changes)
     for _ in range(30):
         rig.step([0])
     for layer in rig.geometry.layers:
@@ -303,32 +275,16 @@ def test_memory_is_what_it_says() -> None:
     assert index.pool.nbytes == 3 * (index.pool.num_pages + 1) * page_bytes + index.pool.table.numel() * 4
 
 
-def test_limits_that_a_residency_relies_on() -> None:
-    rig = WaveRig()
-    algorithm: BaseSparseAlgorithm = rig.algorithm
-    assert algorithm.per_head
-    assert algorithm.unit_tokens == 0
-    assert (algorithm.steady_ring(99).sink, algorithm.steady_ring(99).ring) == (3, 6 + 16)
-    m = most_clusters(TOKENS, CONFIG)
-    assert algorithm.max_items == round(0.2 * m)
-    assert algorithm.max_execution_tokens == min(TOKENS, UNINDEXED + 4 * round(0.2 * m) * 4)
-
-
 def test_a_prompt_of_which_no_chunk_was_seen_is_built_when_it_is_finished() -> None:
-    rig, chunked = WaveRig(), WaveRig()
-    for each in (rig, chunked):
-        each.add({0: 1}, spare=120)
-        each.end(0)
-        each.algorithm.reserve(0, 121)
-    rig.n[0] = chunked.n[0] = 0
-    chunked.prefill({0: 121})
-    for each in (rig, chunked):
-        each.algorithm.finish_prompt(0, 121)
-    rig.n[0] = 121
-    same_state(rig, 0, chunked, 0)
+    rig = WaveRig()
+    rig.add({0: 1}, spare=120)
+    rig.end(0)
+    rig.algorithm.reserve(0, 121)
+    rig.algorithm.finish_prompt(0, 121)
+    is_as_alone(rig, 0, 121)
 
 
-def test_a_step_sees_what_was_clustered_since_the_last_look_at_it() -> None:
+def test_a_step_sees_what_was_clustered_since_the_one_before() -> None:
     rig = WaveRig()
     rig.add({0: 5}, spare=60)
     rig.n[0] = 60
@@ -471,7 +427,7 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], object], int]] = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_what_is_not_whole_is_clustered_from_kv(what: str) -> None:
+def test_a_segment_that_is_damaged_is_clustered_from_kv(what: str) -> None:
     rig = make()
     sidecar = published(rig, 0, 224, 240)
     change, whole = REFUSALS[what]
@@ -506,7 +462,7 @@ def test_a_hole_is_clustered_from_kv_and_what_is_behind_it_is_taken_over(holes: 
 
 
 def test_slices_of_two_prompts_that_differ_in_the_last_tokens_do_not_agree() -> None:
-    """The first pages of a segment are shared, its last tokens are others'."""
+    """The first pages of a segment are shared, its last tokens are not."""
     rig = make()
     ours = published(rig, 0, WHOLE, 120)
     rig.copy_request(0, 1)
@@ -533,15 +489,7 @@ def test_a_segment_that_a_short_prompt_would_not_cluster_whole_is_not_taken_over
     fits = n_prompt >= SEGMENT + 20
     covered = attach(rig, 0, 1, n_prompt, [sidecar], SEGMENT)
     assert covered == (SEGMENT if fits else 0)
-    plain = make(sink=0, local=20)
-    plain.rows.of.update({(layer, 0): rig.rows.of[layer, 0] for layer in rig.geometry.layers})
-    plain.rows.values.update({(layer, 0): rig.rows.values[layer, 0] for layer in rig.geometry.layers})
-    plain.queries_seen.update({(layer, 0): rig.queries_seen[layer, 0] for layer in rig.geometry.layers})
-    plain.n[0] = 0
-    plain.algorithm.reserve(0, n_prompt)
-    plain.prefill({0: n_prompt})
-    plain.algorithm.finish_prompt(0, n_prompt)
-    same_state(rig, 1, plain, 0)
+    is_as_alone(rig, 1, n_prompt, segment=SEGMENT, sink=0, local=20)
 
 
 def test_segments_that_are_not_clustered_are_exported_as_nothing() -> None:
@@ -550,9 +498,9 @@ def test_segments_that_are_not_clustered_are_exported_as_nothing() -> None:
     assert not sidecar.data[0].any()  # the sinks' page
     assert bool((sidecar.data[1 : PAGES + 1, 0] == 1).all())
     assert not sidecar.data[PAGES + 1 :].any()
-    nobody = rig.algorithm.export_sidecar(4, 0, 64)
-    assert nobody is not None
-    assert not nobody.data.any()
+    unused = rig.algorithm.export_sidecar(4, 0, 64)
+    assert unused is not None
+    assert not unused.data.any()
 
 
 def test_decoded_segments_are_none_of_a_prompt() -> None:
