@@ -250,7 +250,8 @@ def test_a_profile_is_measured_once_and_kept(tmp_path: Path, in_a_file: bool) ->
         taken.append(1)
         return measured(PLANTED, 0.0)
 
-    path, of = str(tmp_path / "profile.json") if in_a_file else "", {**OF, "device": str(tmp_path)}
+    path = str(tmp_path / "profile.json") if in_a_file else ""
+    of = OF if in_a_file else {**OF, "device": "that of this test"}
     first = pq_clustering.obtain(path, of, take)
     assert pq_clustering.obtain(path, of, take) == first
     assert len(taken) == 1
