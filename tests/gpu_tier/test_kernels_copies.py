@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from pool_values import GEOMETRIES, all_rows, fill_coded
 from thoroughness import examples
 from torch import Tensor
+from transfer_cases import random_transfer, transferred
 
 from kvcm.gpu_tier.config import SparseConfig
 from kvcm.gpu_tier.errors import ConfigError
@@ -164,57 +167,16 @@ def test_rows_fill_a_pool_without_overlap(geometry: KVGeometry, layout: Layout) 
     assert bool((seen == 1).all())
 
 
-@st.composite
-def transfers(draw: st.DrawFn) -> tuple[dict[str, object], int]:
-    geometry = draw(geometries())
-    layouts = draw(st.sampled_from(Layout)), draw(st.sampled_from(Layout))
-    unit = draw(st.sampled_from([1, 2, 3]))
-    items = PAGES * geometry.page_size // unit
-    per_head = draw(st.booleans())
-    rows = geometry.num_kv_heads * draw(st.integers(1, 2)) if per_head else draw(st.integers(1, 3))
-    entries = draw(st.integers(1, 4))
-    heads = geometry.num_kv_heads if per_head else 1
-    # The targets of a head, or of all rows, are unique.
-    targets = [draw(st.permutations(range(items))) for _ in range(heads)]
-    dst, src = torch.full((rows, entries), -1), torch.full((rows, entries), -1)
-    for row in range(rows):
-        for entry in range(entries):
-            free = targets[row % heads]
-            if items and free:
-                src[row, entry] = draw(st.integers(-1, items - 1)) * unit
-                dst[row, entry] = draw(st.sampled_from([free.pop() * unit, -1]))
-    layer = st.integers(0, geometry.num_layers - 1)
-    pairs = draw(st.lists(st.tuples(layer, layer), min_size=1, max_size=3, unique_by=lambda pair: pair[1]))
-    count = draw(st.none() | st.lists(st.integers(0, entries + 1), min_size=rows, max_size=rows))
-    arguments: dict[str, object] = {
-        "src_addr": Addressing.of(geometry, layouts[0], PAGES), "dst_addr": Addressing.of(geometry, layouts[1], PAGES),
-        "src_idx": src.to(draw(st.sampled_from([torch.int32, torch.int64]))), "dst_idx": dst.to(torch.int32),
-        "layers": tuple(pairs), "num_heads": geometry.num_kv_heads, "per_head": per_head, "unit_tokens": unit,
-        "count": None if count is None else torch.tensor(count, dtype=torch.int32), "blocks": draw(st.integers(0, 2)),
-    }  # fmt: skip
-    return arguments, geometry.page_bytes * PAGES
-
-
-def _transferred(arguments: dict[str, object], size: int, impl: str, device: str) -> tuple[Tensor, int]:
-    generator = torch.Generator().manual_seed(size)
-    src = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
-    dst = torch.full((size,), 7, dtype=torch.uint8, device=device)
-    moved = torch.tensor([5], device=device)
-    on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    io_transfer(src, dst, **on_device, moved=moved, impl=impl)  # type: ignore[arg-type]
-    return dst.cpu(), int(moved) - 5
-
-
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("impl", "device"), IMPLEMENTATIONS[1:])
-@settings(max_examples=examples(200), deadline=None)
-@given(transfers())
-def test_kernels_move_the_same_bytes_as_the_reference(
-    impl: str, device: str, transfer: tuple[dict[str, object], int]
-) -> None:
-    wanted = _transferred(*transfer, "reference", "cpu")
-    got = _transferred(*transfer, impl, device)
-    assert torch.equal(got[0], wanted[0])
-    assert got[1] == wanted[1]
+def test_kernels_move_the_same_bytes_as_the_reference(impl: str, device: str, part: int) -> None:
+    each = examples(200) // PARTS
+    for seed in range(part * each, (part + 1) * each):
+        arguments, size = random_transfer(seed)
+        wanted = transferred(arguments, size, partial(io_transfer, impl="reference"))
+        got = transferred(arguments, size, partial(io_transfer, impl=impl), device)
+        assert torch.equal(got[0], wanted[0]), seed
+        assert got[1] == wanted[1], seed
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 0])
@@ -224,14 +186,14 @@ def test_programs_share_the_tiles_of_uneven_rows(layout: Layout, blocks: int, mo
     geometry = KVGeometry(KVKind.MHA, 3, 2, 24, 40, KVDtype.F32, page_size=4)
     both = Addressing.of(geometry, layout, 8), Addressing.of(geometry, Layout.LAYER_FIRST, 8)
     slots = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(4, 8)
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "src_addr": both[0], "dst_addr": both[1], "src_idx": slots, "dst_idx": slots.flip(1).contiguous(),
         "layers": ((0, 0), (1, 1), (0, 2)), "num_heads": 2, "count": torch.tensor([8, 0, 3, 1], dtype=torch.int32),
         "blocks": blocks,
     }  # fmt: skip
     size = 8 * geometry.page_bytes
-    wanted = _transferred(arguments, size, "reference", "cpu")
-    got = _transferred(arguments, size, "triton", "cpu")
+    wanted = transferred(arguments, size, partial(io_transfer, impl="reference"))
+    got = transferred(arguments, size, partial(io_transfer, impl="triton"))
     assert torch.equal(got[0], wanted[0])
     assert got[1] == wanted[1] == 12 * geometry.token_bytes
 
