@@ -53,9 +53,13 @@ def run_top(impl: str, rows: list[list[list[float]]], lengths: list[int], k: int
     return ids.tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("impl", "in_chunks"), [("reference", False), ("triton", False), ("triton", True)])
 @pytest.mark.parametrize("k", [1, 7, 64, 300])
-def test_top_k_of_rows_and_heads(impl: str, k: int) -> None:
+def test_top_k_of_rows_and_heads(impl: str, in_chunks: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_chunks:
+        triton_impl = import_module("kvcm.gpu_tier.kernels.topk_select.triton_impl")
+        monkeypatch.setattr(triton_impl, "_ALONE", 32)
+        monkeypatch.setattr(triton_impl, "_CHUNK", 64)
     chooser = random.Random(k)
     lengths = [0, 1, 150, 200]
 
@@ -73,22 +77,6 @@ def test_top_k_of_rows_and_heads(impl: str, k: int) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_nan_is_last(impl: str) -> None:
     assert run_top(impl, [[[math.nan, -math.inf, 3.0]]], [3], 2, 2) == [[[0, 2]]]
-
-
-@pytest.mark.parametrize("k", [1, 30, 500])
-def test_triton_top_k_of_rows_in_several_chunks(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_impl = import_module("kvcm.gpu_tier.kernels.topk_select.triton_impl")
-    monkeypatch.setattr(triton_impl, "_ALONE", 64)
-    monkeypatch.setattr(triton_impl, "_CHUNK", 128)
-    chooser = random.Random(k)
-    lengths = [0, 7, 300, 420]
-    rows = [
-        [[float(chooser.choice([chooser.randint(-3, 3), -math.inf, 2.5])) for _ in range(420)] for _ in range(2)]
-        for _ in lengths
-    ]
-    got = run_top("triton", rows, lengths, k, 512)
-    for row, length, ids in zip(rows, lengths, got, strict=True):
-        assert ids == [top + [-1] * (512 - len(top)) for top in (sorted_top(scores[:length], k) for scores in row)]
 
 
 def test_top_k_arguments_are_checked() -> None:

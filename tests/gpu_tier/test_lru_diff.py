@@ -390,21 +390,6 @@ def test_a_part_filled_item_goes_to_its_newest_slot(n: int, items: list[int]) ->
     assert slots[:held] == [1000 + 4 * i for i in range(held)]
 
 
-def test_release_leaves_nothing_for_the_next_request() -> None:
-    policy, fresh = policy_of(), policy_of()
-    admit(policy, 0, 30)
-    for layer in policy.geometry.layers:
-        resolve(policy, [3, 5, 30], 31, layer)
-    policy.release(0)
-    policy.release(0)
-    policy.release(1)
-    for layer in policy.geometry.layers:
-        ours, clean = clone_state(policy, layer), clone_state(fresh, layer)
-        assert all(torch.equal(ours[name], clean[name]) for name in ours)
-    admit(policy, 0, 2)
-    assert loads(resolve(policy, [0, 1, 2], 3)) == 0
-
-
 def test_layers_are_counted_apart() -> None:
     policy = policy_of()
     admit(policy, 0, 30)

@@ -28,6 +28,7 @@ from algorithm_rig import (
 from coordinator_rig import MODELS, config_of, coordinator_of, nothing_is_held, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sidecar_cases import exported
 from test_algorithms_devices import _no_synchronisation, _NoWaiting, needs_gpu
 from thoroughness import examples
 from torch import Tensor
@@ -429,27 +430,23 @@ def test_what_was_taken_over_can_be_handed_on() -> None:
 def test_pages_without_codes_have_no_id() -> None:
     rig = PQRig()
     Rig.add(rig, {0: 20, 1: 83})
-    sidecar = rig.algorithm.export_sidecar(0, 0, 20)
-    assert sidecar is not None
+    sidecar = exported(rig, 0, 0, 20)
     assert not sidecar.data.any()
     assert len(sidecar.data) == 1
     rig.algorithm.reserve(2, 60)
     assert rig.algorithm.import_sidecar(2, sidecar) == 0
     # Of a prompt that is still clustered, export waits.
-    ready = rig.algorithm.export_sidecar(1, 0, 83)
-    assert ready is not None
+    ready = exported(rig, 1, 0, 83)
     assert ready.data[:, :16].any(1).all()
     rig.pq.become_sparse(1, 83)
-    again = rig.algorithm.export_sidecar(1, 0, 83)
-    assert again is not None
+    again = exported(rig, 1, 0, 83)
     assert torch.equal(ready.data, again.data)
 
 
 def test_a_sidecar_that_does_not_fit_is_refused() -> None:
     rig = PQRig()
     rig.add({0: 83})
-    sidecar = rig.algorithm.export_sidecar(0, 0, 80)
-    assert sidecar is not None
+    sidecar = exported(rig, 0, 0, 80)
     rig.algorithm.reserve(1, 32)
     with pytest.raises(AllocationError, match="holds 2 pages"):
         rig.algorithm.import_sidecar(1, sidecar)
@@ -458,8 +455,7 @@ def test_a_sidecar_that_does_not_fit_is_refused() -> None:
         rig.algorithm.import_sidecar(2, Sidecar(8, sidecar.data))
     with pytest.raises(ConfigError, match="rows of"):
         rig.algorithm.import_sidecar(2, Sidecar(0, sidecar.data[:, :-1]))
-    empty = rig.algorithm.export_sidecar(0, 17, 31)
-    assert empty is not None
+    empty = exported(rig, 0, 17, 31)
     assert len(empty.data) == 0
 
 
@@ -512,13 +508,11 @@ def test_the_pages_of_a_turn_are_its_own_codebooks() -> None:
     first, second = PQRig(turns="per_turn"), PQRig(turns="per_turn")
     first.add({0: 83}, spare=90)
     continued(second, first, 150, 80, request=0)
-    sidecar = second.algorithm.export_sidecar(0, 0, 150)
-    assert sidecar is not None
+    sidecar = exported(second, 0, 0, 150)
     names = [bytes(row[:16].tolist()) for row in sidecar.data]
     assert len(set(names[:5])) == len(set(names[5:])) == 1
     assert names[0] != names[5]
-    later = second.algorithm.export_sidecar(0, 80, 150)
-    assert later is not None
+    later = exported(second, 0, 80, 150)
     assert torch.equal(later.data, sidecar.data[5:])
     third = PQRig(turns="per_turn")
     assert continued(third, second, 160, 144) == 80  # the first codebook; what follows is clustered again

@@ -32,20 +32,19 @@ def storage() -> MemoryStorage:
 LONGER = [*TOKENS, *range(PAGE)]
 
 
-def loading(storage: MemoryStorage, pages: int = 16) -> tuple[Tier, PrefixAttach]:
+def loading(storage: MemoryStorage, **options: Any) -> tuple[Tier, PrefixAttach]:
     """Let an engine begin to load what another one has published; nothing has arrived yet."""
-    full(storage)
-    tier = Tier(storage, is_manual=True, pages=pages)
+    full(storage, **options)
+    tier = Tier(storage, is_manual=True, **options)
     attach = tier.store.begin(TOKENS)
     tier.connector.answer(0)
     tier.store.poll(attach)
     return tier, attach
 
 
-def full(storage: MemoryStorage, tokens: list[int] = TOKENS, **options: object) -> MemoryStorage:
+def full(storage: MemoryStorage, **options: Any) -> None:
     """Let another engine publish a prompt."""
-    Tier(storage, **options).serve(tokens)  # type: ignore[arg-type]
-    return storage
+    Tier(storage, **options).serve(TOKENS)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -90,15 +89,6 @@ def test_pages_in_the_pool_need_no_storage(storage: MemoryStorage) -> None:
     assert third.pages == first.pages
     tier.store.release(third)
     tier.check_nothing_is_held()
-
-
-def test_a_tier_without_a_storage_shares_inside_its_pool() -> None:
-    tier = Tier(None)
-    tier.serve(TOKENS)
-    prefix = tier.attach(TOKENS)
-    tier.check(TOKENS, prefix)
-    assert prefix.n_tokens == 4 * PAGE
-    tier.end(prefix)
 
 
 def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStorage) -> None:
@@ -167,13 +157,9 @@ def test_a_partial_load_is_used_up_to_its_first_gap(storage: MemoryStorage, arri
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_load_that_breaks_after_some_bytes_gives_whole_blocks_only(storage: MemoryStorage, layout: Layout) -> None:
-    full(storage, layout=layout)
     block_size = MHA.page_bytes + SIDECAR_BYTES
     for count in (0, 1, MHA.page_bytes, block_size - 1, block_size, block_size + 1, 3 * block_size + 5):
-        tier = Tier(storage, layout=layout, is_manual=True)
-        attach = tier.store.begin(TOKENS)
-        tier.connector.answer(0)
-        tier.store.poll(attach)
+        tier, attach = loading(storage, layout=layout)
         tier.connector.break_after(1, count)
         prefix = tier.attached(attach)
         assert prefix.n_tokens == count // block_size * PAGE
@@ -198,11 +184,7 @@ def test_pages_stay_held_while_a_storage_hangs_on_to_them(storage: MemoryStorage
 
 
 def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: MemoryStorage) -> None:
-    full(storage, sidecar="optional")
-    tier = Tier(storage, sidecar="optional", is_manual=True)
-    attach = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(attach)
+    tier, attach = loading(storage, sidecar="optional")
     for block in range(4):
         tier.connector.arrive(1, (block, KV_SPEC))
     tier.connector.arrive(1, (0, tier.sidecar_name), (1, tier.sidecar_name))
@@ -222,21 +204,13 @@ def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: Memo
 
 
 def test_a_block_is_loaded_once_for_two_requests(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    first = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(first)
+    tier, first = loading(storage)
     second = tier.store.begin(TOKENS)
     assert tier.store.poll(second) is None
     assert len(tier.connector.loads) == 1
     tier.connector.arrive(1, *list(tier.connector.loads[1].left))
-    found = tier.store.poll(second)  # the first one was not polled since
-    assert found is None or found.n_tokens
-    found = found or tier.store.poll(second)
-    mine = tier.store.poll(first)
-    assert found is not None
-    assert mine is not None
+    found = tier.store.poll(second) or tier.attached(second)  # the first one was not polled since
+    mine = tier.attached(first)
     assert found.pages == mine.pages
     tier.check(TOKENS, found)
     tier.store.release(found)
@@ -245,11 +219,7 @@ def test_a_block_is_loaded_once_for_two_requests(storage: MemoryStorage) -> None
 
 
 def test_a_request_that_waits_for_an_aborted_load_loads_itself(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    first = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(first)
+    tier, first = loading(storage)
     second = tier.store.begin(TOKENS)
     tier.store.abort(first)
     tier.connector.is_manual = False
@@ -271,7 +241,7 @@ def test_a_pool_with_few_free_pages_attaches_less(storage: MemoryStorage) -> Non
     tier.check_nothing_is_held()
 
 
-def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+def test_a_tier_without_a_storage_loses_the_end_of_a_chain_before_its_beginning() -> None:
     tier = Tier(None, pages=8)
     tier.serve(TOKENS)
     tier.serve([token + 1000 for token in TOKENS])
@@ -320,17 +290,6 @@ def test_two_engines_write_the_same_blocks(storage: MemoryStorage) -> None:
     tier.check(TOKENS, tier.attach(TOKENS))
 
 
-def test_pages_stay_until_they_are_written(storage: MemoryStorage) -> None:
-    tier = Tier(storage, is_manual=True, pages=4)
-    pages = tier.publish(TOKENS)
-    tier.allocator.free(pages)  # the request has ended
-    assert tier.allocator.available == 0
-    tier.connector.finish_write(0)
-    tier.check_nothing_is_held()
-    other = Tier(storage)
-    other.check(TOKENS, other.attach(TOKENS))
-
-
 def test_pages_that_are_being_written_are_not_written_twice(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
     pages = tier.publish(TOKENS)
@@ -375,20 +334,6 @@ def test_blocks_decoded_over_a_selection_are_never_published(storage: MemoryStor
     prefix = tier.attach(TOKENS)  # nor are they found in the pool
     assert prefix.n_tokens == 2 * PAGE
     tier.end(prefix)
-
-
-def test_the_storage_forgot_what_the_pool_still_has(storage: MemoryStorage) -> None:
-    tier = Tier(storage)
-    tier.serve(TOKENS)
-    storage.blocks.clear()
-    prefix = tier.attach(LONGER)
-    assert prefix.n_tokens == 4 * PAGE
-    pages = tier.compute(LONGER, prefix)
-    tier.store.publish(LONGER, pages, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
-    tier.allocator.free(pages)
-    tier.store.step()
-    assert set(storage.blocks) == set(page_keys(LONGER))
-    tier.check_nothing_is_held()
 
 
 def test_a_prompt_that_is_all_in_the_pool_is_looked_up_all_the_same(storage: MemoryStorage) -> None:

@@ -126,13 +126,13 @@ def check_history(rig: ClusterRig, seed: int, pending: Container[int], check: Ca
     assert rig.store.allocator.in_use == 0
 
 
-def played(control: str, case: Case) -> tuple[list[torch.Tensor], WaveCounters, list[Any]]:
-    """Return what attention read in a fixed history, what was counted, and what is cached after it."""
+def played(control: str, case: Case) -> tuple[WaveCounters, list[Any]]:
+    """Return what was counted in a fixed history, and what is cached after it; each step checks what it reads."""
     rig, policy = rig_of(
         control, case.seed, cache_ratio=case.cache_ratio, policy=case.policy, async_update=case.async_update,
         block_bytes=case.block_bytes,
     )  # fmt: skip
-    rng, read = Random(case.seed), []
+    rng = Random(case.seed)
     for request, tokens in enumerate((90, 40, 17)):
         rig.admit(request, request, tokens)
     for _ in range(10):
@@ -140,34 +140,23 @@ def played(control: str, case: Case) -> tuple[list[torch.Tensor], WaveCounters, 
         rig.decode(requests)
         for layer in range(GEOMETRY.num_layers):
             rig.step(rig.batch(requests, 1), layer, rig.pick(requests, layer))
-            read += rig.gathered
     policy._wait_for_all()
     state = [cached(policy, layer, r, h) for layer in range(3) for r in range(3) for h in range(2)]
     counters = policy.counters
     policy.close()
-    return read, counters, state
+    return counters, state
 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(cases)
 def test_both_controls_do_the_same_place_for_place(case: Case) -> None:
-    native, reference = played("native", case), played("reference", case)
-    assert native[1:] == reference[1:]
-    assert all(torch.equal(*pair) for pair in zip(native[0], reference[0], strict=True))
+    assert played("native", case) == played("reference", case)
 
 
-def test_what_attention_reads_does_not_depend_on_the_cache() -> None:
-    """C5: no cache, a small and a whole one, and any order of eviction."""
-    kept = [
-        played("native", Case(7, 32, ratio, policy, is_async))
-        for ratio, policy, is_async in (
-            (0, "lru", True), (0.05, "lru", True), (1, "lru", True), (0.1, "random", True), (0.1, "lfu", False)
-        )
-    ]  # fmt: skip
-    assert all(torch.equal(*pair) for read, _, _ in kept[1:] for pair in zip(kept[0][0], read, strict=True))
-    hits = [counters.token_hits for _, counters, _ in kept]
-    assert hits[0] == 0 < hits[1] < hits[2]
-    assert kept[0][1].host_bytes > kept[1][1].host_bytes > kept[2][1].host_bytes
+def test_a_larger_cache_has_more_hits_and_reads_less_of_the_host() -> None:
+    none, small, whole = (played("native", Case(7, 32, ratio, "lru", True))[0] for ratio in (0, 0.05, 1))
+    assert 0 == none.token_hits < small.token_hits < whole.token_hits
+    assert none.host_bytes > small.host_bytes > whole.host_bytes
 
 
 @pytest.mark.parametrize("control", CONTROLS)
@@ -204,30 +193,6 @@ def test_policies_give_up_what_they_say(control: str, order: str) -> None:
         policy._wait_for(0)
         assert set(cached(policy, 0, 0, 0)) == set(held)
     assert policy.counters.evictions > 10
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_cluster_larger_than_the_cache_is_read_on_the_host_and_not_cached(control: str) -> None:
-    rig, policy = rig_of(control, cache_ratio=0.05)
-    rig.most_retrieved = 1000
-    rig.admit(0, 9, 100)
-    giant = torch.zeros(2, 20, dtype=torch.int32)
-    for layer in range(GEOMETRY.num_layers):
-        state = rig.requests[0]
-        known = len(state.clusters[layer, 0])
-        giant[:] = torch.arange(20)
-        sizes = torch.tensor([[20]] * 2, dtype=torch.int32)
-        for head in range(2):
-            state.clusters[layer, head].append(list(range(state.indexed, state.indexed + 20)))
-        policy.store(GEOMETRY.start_layer + layer, 0, WaveSegment(state.indexed, known, sizes, giant))
-    state.indexed += 20
-    state.tokens += 20
-    rig._to_buffer(0)
-    rig._write(0, [t for t in range(state.tokens) if t < 3 or t >= state.tokens - rig.ring.ring])
-    for _ in range(2):
-        rig.step(rig.batch([0]), 0, [[[known], [known]]])
-    assert cached(policy, 0, 0, 0) == {}
-    assert policy.counters.token_hits == 0
 
 
 @pytest.mark.parametrize("control", CONTROLS)
