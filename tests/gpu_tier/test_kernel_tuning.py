@@ -125,7 +125,7 @@ def indexer(rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
-def test_scores_are_measured_anew_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_measured_again_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     score = {"quest_score": quest, "indexer_score": indexer}[name]
     sizes = (1, 32), (1, 40), (4, 32), (1, 128)
     asked = score_keys(monkeypatch, name, *(partial(score, *size) for size in sizes))
@@ -144,47 +144,23 @@ def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.Mon
     assert not measure
 
 
-def chosen(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> tuple[Any, Tiling]:
-    """Return the key that attention would measure with, and the default tiling of the shape."""
-    calls: list[tuple[Any, Tiling]] = []
-    split = import_module("kvcm.gpu_tier.kernels.split_decode.triton_impl").kernel
-    ask = split.choose
-
-    def choose(key: Any, *args: Any, **options: Any) -> Tiling:
-        calls.append((key, ask(key, *args, **options)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(split, "choose", choose)
+def attention_key(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> Any:
+    """Return the key that attention would measure with."""
     kv, q = random_kv(shape, 4), random_query(shape, rows)
     out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
-    table = torch.zeros(rows, 1, width, dtype=torch.int32)
-    decode_attn_token(q, kv, table, torch.ones(rows, 1, dtype=torch.int32), 0.1, *out, impl="triton")
+    table, lens = torch.zeros(rows, 1, width, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.int32)
+    call = partial(decode_attn_token, q, kv, table, lens, 0.1, *out, impl="triton")
+    [(key, _)] = score_keys(monkeypatch, "split_decode", call)
     monkeypatch.undo()
-    return calls[0]
+    return key
 
 
-@pytest.mark.parametrize(
-    ("shape", "heads"),
-    [
-        (Shape(1, 4, 64, KVDtype.BF16), 16),
-        (Shape(1, 128, 64, KVDtype.BF16), 32),
-        (Shape(1, 128, 576, KVDtype.FP8, rope=64), 32),
-        (Shape(1, 128, 576, KVDtype.F32, rope=64), 16),
-    ],
-    ids=str,
-)
-def test_a_program_holds_as_many_heads_as_do_not_spill(
-    shape: Shape, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert chosen(shape, monkeypatch)[1]["BLOCK_M"] == heads
-
-
-def test_attention_is_measured_anew_for_four_times_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_measured_again_for_four_times_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(2, 2, 16, KVDtype.F32)
-    keys = [chosen(shape, monkeypatch, rows, width)[0] for rows, width in ((1, 64), (1, 100), (4, 64), (1, 256))]
+    keys = [attention_key(shape, monkeypatch, rows, width) for rows, width in ((1, 64), (1, 100), (4, 64), (1, 256))]
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
-    assert chosen(Shape(2, 4, 16, KVDtype.F32), monkeypatch)[0] != keys[0]
+    assert attention_key(Shape(2, 4, 16, KVDtype.F32), monkeypatch) != keys[0]
 
 
 def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:

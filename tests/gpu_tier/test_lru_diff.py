@@ -468,10 +468,3 @@ def test_calls_that_cannot_be_are_refused() -> None:
         policy.resolve(0, batch, replace(selection_of([[[1]]], 1, 1), unit_tokens=4), mask)
     with pytest.raises(ConfigError, match="layer_id=2"):
         resolve(policy, [1], 31, layer=2)
-
-
-def test_the_state_has_the_size_of_the_specification() -> None:
-    # 4 bytes for the item and 2 for the order per slot, layer and request; 4 per slot and request for its place.
-    policy = policy_of()
-    rows = 2 * (2 * CAPACITY * 6 + 2 * 4 + CAPACITY * 4 + 2 * 4)
-    assert policy.nbytes == rows

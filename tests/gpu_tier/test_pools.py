@@ -506,19 +506,6 @@ def test_the_accounting_is_exact_over_any_history(history: list[tuple[int, int]]
 CPU_DEVICE = torch.device("cpu")
 
 
-def test_slots_are_those_that_were_set() -> None:
-    pool = ReqToTokenPool(2, 8, CPU_DEVICE)
-    first, second = pool.alloc(), pool.alloc()
-    pool.set_slots(first, 2, torch.tensor([30, 31, 32]))
-    pool.set_slots(second, 0, torch.tensor([7]))
-    assert pool.table.dtype is torch.int32
-    assert pool.slots(first, 1, 6).tolist() == [-1, 30, 31, 32, -1]
-    assert pool.slots(second, 0, 2).tolist() == [7, -1]
-    pool.free(first)
-    assert (pool.table[first] == -1).all()
-    assert pool.slots(second, 0, 1).tolist() == [7]
-
-
 def test_rows_are_given_out_once() -> None:
     pool = ReqToTokenPool(2, 8, CPU_DEVICE)
     taken = [pool.alloc(), pool.alloc()]

@@ -229,30 +229,10 @@ def test_all_is_clustered_again_when_it_is_time() -> None:
             assert torch.equal(codes_of(rig, layer, 0, 60 + step), pq.encode(keys, codebook_of(rig, layer, 0)))
 
 
-def test_a_step_that_is_broken_off_while_clustering_is_made_good() -> None:
+@pytest.mark.parametrize("turns", ["extend", "per_turn"])
+def test_a_step_that_is_broken_off_while_clustering_is_made_good(turns: str) -> None:
     """The first layer is clustered again, then the step is planned again: the others must not see half an index."""
-    rig = PQRig(rebuild_every=5)
-    rig.add({0: 59}, spare=10)
-    for _ in range(4):
-        rig.step([0])
-    rig.n[0] += 1
-    rig.algorithm.reserve(0, 64)
-    rig.decode(0, rig.batch(Mode.DECODE, [0], [1]))
-    rig.n[0] -= 1
-    for _ in range(2):
-        for layer, selection in rig.step([0]).items():
-            codebook = codebook_of(rig, layer, 0)
-            if rig.n[0] == 65:
-                assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, codebook, n_prompt=59)[1]
-    for layer in rig.geometry.layers:
-        keys = rig.all_keys(layer, 0)
-        assert torch.equal(codebook_of(rig, layer, 0), pq.train(keys[4 : 64 - 8], rig.pq.shape, 3, 0))
-        assert torch.equal(codes_of(rig, layer, 0, 65), pq.encode(keys, codebook_of(rig, layer, 0)))
-
-
-def test_a_step_that_is_broken_off_leaves_two_codebooks_usable() -> None:
-    rig = PQRig(turns="per_turn", rebuild_every=5)
-    first = PQRig(turns="per_turn")
+    rig, first = PQRig(turns=turns, rebuild_every=5), PQRig(turns=turns)
     first.add({0: 83}, spare=90)
     continued(rig, first, 150, 80)
     for _ in range(4):
@@ -261,14 +241,16 @@ def test_a_step_that_is_broken_off_leaves_two_codebooks_usable() -> None:
     rig.algorithm.reserve(1, 155)
     rig.decode(0, rig.batch(Mode.DECODE, [1], [1]))
     rig.n[1] -= 1
-    before = [codebook_of(rig, 0, 1, number) for number in range(2)]
-    assert torch.equal(*before)  # layer 0 has one codebook already, wherever it is looked for
+    before = codebook_of(rig, 0, 1)
+    if turns == "per_turn":  # layer 0 has one codebook already, in both places
+        assert torch.equal(before, codebook_of(rig, 0, 1, 1))
     selection = rig.step([1])[0]
-    assert ids(selection, 0) == plain_selection(rig, 0, 1, 0, before[0], n_prompt=150)[1]
+    assert ids(selection, 0) == plain_selection(rig, 0, 1, 0, before, n_prompt=150)[1]
     for layer in rig.geometry.layers:
         new = codebook_of(rig, layer, 1)
         assert torch.equal(new, pq.train(rig.all_keys(layer, 1)[4 : 155 - 8], rig.pq.shape, 3, 0))
         assert torch.equal(codes_of(rig, layer, 1, 155), pq.encode(rig.all_keys(layer, 1), new))
+    check_selection(rig, 1, 150, 2)
 
 
 @pytest.mark.parametrize("n", [4 * PAGE, 4 * PAGE + 3])

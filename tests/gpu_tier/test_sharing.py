@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -515,12 +515,12 @@ QUESTIONS = (195, 45, 35)  # tokens of each turn
 ANSWER = 12
 
 
-def conversation(rigs: Iterator[Rig]) -> tuple[list[list[int]], list[tuple[int, int]], list[int]]:
+def conversation(rig_of_turn: Callable[[], Rig]) -> tuple[list[list[int]], list[tuple[int, int]], list[int]]:
     """Return the tokens after each turn, what the turns' engines built and took over, and what was attached."""
     tokens: list[int] = []
     found, counts, attached = [], [], []
     for seed, length in enumerate(QUESTIONS):
-        rig = next(rigs)
+        rig = rig_of_turn()
         built, imported = counted(rig)
         tokens, cached, _ = rig.run(tokens + prompt_of(length, 20 + seed), ANSWER)
         found.append(tokens)
@@ -531,19 +531,9 @@ def conversation(rigs: Iterator[Rig]) -> tuple[list[list[int]], list[tuple[int, 
     return found, counts, attached
 
 
-def always(rig: Rig) -> Iterator[Rig]:
-    while True:
-        yield rig
-
-
-def fresh(storage: MemoryStorage, algorithm: str, **algo: Any) -> Iterator[Rig]:
-    while True:
-        yield indexed_rig(storage, algorithm, **algo)
-
-
 def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> None:
     """Segments that two turns share are built by each turn, what is behind them is taken over all the same."""
-    found, counts, attached = conversation(fresh(storage, "retroinfer"))
+    found, counts, attached = conversation(lambda: indexed_rig(storage, "retroinfer"))
     start = 0
     for turn, length in zip(found, QUESTIONS, strict=True):
         assert turn == continued("llama", "retroinfer", turn[: start + length], ANSWER)
@@ -551,8 +541,8 @@ def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> 
     assert attached == [0, 192, 240]
     # Segment 5 ends with token 195, and turn 1 stored its first page before it was whole. Turn 3 has it between others.
     assert [imported for _, imported in counts] == [0, 5, 6]
-    again = conversation(always(indexed_rig(storage, "retroinfer")))
-    assert again[0] == found
+    one = indexed_rig(storage, "retroinfer")
+    assert conversation(lambda: one)[0] == found
 
 
 @pytest.mark.parametrize(
@@ -565,7 +555,7 @@ def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> 
     ],
 )
 def test_turns_of_pqcache(storage: MemoryStorage, turns: str, expected: list[tuple[int, int]]) -> None:
-    found, counts, attached = conversation(fresh(storage, "pqcache", turns=turns))
+    found, counts, attached = conversation(lambda: indexed_rig(storage, "pqcache", turns=turns))
     assert attached == [0, 192, 240]
     assert counts == expected
     if turns == "rebuild":
@@ -573,4 +563,4 @@ def test_turns_of_pqcache(storage: MemoryStorage, turns: str, expected: list[tup
         assert found[-1] == continued("llama", "pqcache", found[-1][:-ANSWER], ANSWER, algo=SHORT["pqcache"]["algo"])
     # Whether pages come from a storage or lie in the pool makes no difference.
     one = indexed_rig(MemoryStorage(), "pqcache", turns=turns)
-    assert conversation(always(one)) == (found, counts, attached)
+    assert conversation(lambda: one) == (found, counts, attached)

@@ -91,12 +91,6 @@ def test_several_updates_are_due_at_once_after_a_break() -> None:
     assert due_updates(4, 4 + 32 + 7, config()) == []
 
 
-def test_a_prompt_that_is_too_short_is_not_indexed_whatever_its_segments() -> None:
-    short = config(segment=8, update_segment=64)
-    assert whole_segments(4, 75, short) == prompt_segments(4, 75, short) == []
-    assert len(whole_segments(4, 76, short)) == 8
-
-
 @pytest.mark.parametrize("center", ["segment", "none"])
 @pytest.mark.parametrize("tokens", [5, 37, 64])
 def test_clusters_are_means_sums_and_members(tokens: int, center: str) -> None:
