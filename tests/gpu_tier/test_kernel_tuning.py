@@ -124,11 +124,21 @@ def indexer(rows: int, width: int) -> None:
     indexer_score(q8, weight, keys, table, 16, lengths, torch.empty(rows, width), impl="triton")
 
 
-@pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
+def attention(rows: int, width: int, group: int = 2) -> None:
+    shape = Shape(2, group, 16, KVDtype.F32)
+    kv, q = random_kv(shape, 4), random_query(shape, rows)
+    out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
+    table, lens = torch.zeros(rows, 1, width, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.int32)
+    decode_attn_token(q, kv, table, lens, 0.1, *out, impl="triton")
+
+
+SCORES = {"quest_score": quest, "indexer_score": indexer, "split_decode": attention}
+
+
+@pytest.mark.parametrize("name", SCORES)
 def test_scores_are_measured_again_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = {"quest_score": quest, "indexer_score": indexer}[name]
-    sizes = (1, 32), (1, 40), (4, 32), (1, 128)
-    asked = score_keys(monkeypatch, name, *(partial(score, *size) for size in sizes))
+    sizes = (1, 64), (1, 100), (4, 64), (1, 256)
+    asked = score_keys(monkeypatch, name, *(partial(SCORES[name], *size) for size in sizes))
     keys = [key for key, _ in asked]
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
@@ -137,30 +147,16 @@ def test_scores_are_measured_again_for_four_times_the_pages_or_keys(name: str, m
 
 @pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
 def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = {"quest_score": quest, "indexer_score": indexer}[name]
     module = import_module(f"kvcm.gpu_tier.kernels.{name}.triton_impl")
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
-    [(_, measure)] = score_keys(monkeypatch, name, partial(score, 1, 32))
+    [(_, measure)] = score_keys(monkeypatch, name, partial(SCORES[name], 1, 32))
     assert not measure
 
 
-def attention_key(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> Any:
-    """Return the key that attention would measure with."""
-    kv, q = random_kv(shape, 4), random_query(shape, rows)
-    out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
-    table, lens = torch.zeros(rows, 1, width, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.int32)
-    call = partial(decode_attn_token, q, kv, table, lens, 0.1, *out, impl="triton")
-    [(key, _)] = score_keys(monkeypatch, "split_decode", call)
-    monkeypatch.undo()
-    return key
-
-
-def test_attention_is_measured_again_for_four_times_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(2, 2, 16, KVDtype.F32)
-    keys = [attention_key(shape, monkeypatch, rows, width) for rows, width in ((1, 64), (1, 100), (4, 64), (1, 256))]
-    assert keys[0] == keys[1]
-    assert keys[2] == keys[3] != keys[0]
-    assert attention_key(Shape(2, 4, 16, KVDtype.F32), monkeypatch) != keys[0]
+def test_attention_is_measured_again_for_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = (partial(attention, 1, 64, group) for group in (2, 2, 4))
+    keys = [key for key, _ in score_keys(monkeypatch, "split_decode", *calls)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:

@@ -35,10 +35,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcm.gpu_tier.algorithms import pq_clustering
-from kvcm.gpu_tier.algorithms.base import Sidecar
 from kvcm.gpu_tier.algorithms.pqcache import PQCache
 from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
-from kvcm.gpu_tier.errors import AllocationError, ConfigError
+from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
 from kvcm.gpu_tier.index import pq
 from kvcm.gpu_tier.index.pq import CodebookImport, PQSidecars
@@ -423,22 +422,6 @@ def test_pages_without_codes_have_no_id() -> None:
     rig.pq.become_sparse(1, 83)
     again = exported(rig, 1, 0, 83)
     assert torch.equal(ready.data, again.data)
-
-
-def test_a_sidecar_that_does_not_fit_is_refused() -> None:
-    rig = PQRig()
-    rig.add({0: 83})
-    sidecar = exported(rig, 0, 0, 80)
-    rig.algorithm.reserve(1, 32)
-    with pytest.raises(AllocationError, match="holds 2 pages"):
-        rig.algorithm.import_sidecar(1, sidecar)
-    rig.algorithm.reserve(2, 100)
-    with pytest.raises(ConfigError, match="start=8"):
-        rig.algorithm.import_sidecar(2, Sidecar(8, sidecar.data))
-    with pytest.raises(ConfigError, match="rows of"):
-        rig.algorithm.import_sidecar(2, Sidecar(0, sidecar.data[:, :-1]))
-    empty = exported(rig, 0, 17, 31)
-    assert len(empty.data) == 0
 
 
 # Turns.

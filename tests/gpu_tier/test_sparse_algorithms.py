@@ -13,7 +13,7 @@ import pytest
 import torch
 from algorithm_rig import INDEX_DIM as DIMS
 from algorithm_rig import INDEX_HEADS as HEADS
-from algorithm_rig import PAGE, IndexRig, Rig, ids, mha, mla, top
+from algorithm_rig import PAGE, IndexRig, PQRig, Rig, ids, mha, mla, top
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidecar_cases import exported
@@ -362,18 +362,20 @@ def test_sidecars_of_pages_give_the_same_selection(new: Callable[[], Rig]) -> No
         assert torch.equal(stored_of(rig, layer, 0), stored_of(rig, layer, 1))
 
 
-def test_a_sidecar_that_does_not_fit_is_refused() -> None:
-    rig = make_quest()
-    rig.add({0: 64, 1: 16})
-    sidecar = exported(rig, 0, 0, 64)
-    with pytest.raises(AllocationError, match="holds 4 pages"):
+@pytest.mark.parametrize(("new", "held"), [(make_quest, 4), (PQRig, 1)], ids=["quest", "pqcache"])
+def test_a_sidecar_that_does_not_fit_is_refused(new: Callable[[], Rig], held: int) -> None:
+    rig = new()
+    rig.add({0: 83})
+    sidecar = exported(rig, 0, 0, 80)
+    rig.algorithm.reserve(1, 16)
+    with pytest.raises(AllocationError, match=f"holds {held} pages"):
         rig.algorithm.import_sidecar(1, sidecar)
+    rig.algorithm.reserve(2, 100)
     with pytest.raises(ConfigError, match="start=8"):
-        rig.algorithm.import_sidecar(0, Sidecar(8, sidecar.data))
+        rig.algorithm.import_sidecar(2, Sidecar(8, sidecar.data))
     with pytest.raises(ConfigError, match="rows of"):
-        rig.algorithm.import_sidecar(0, Sidecar(0, sidecar.data[:, :-1]))
-    empty = exported(rig, 0, 17, 31)
-    assert len(empty.data) == 0
+        rig.algorithm.import_sidecar(2, Sidecar(0, sidecar.data[:, :-1]))
+    assert len(exported(rig, 0, 17, 31).data) == 0
 
 
 @pytest.mark.parametrize(("start", "skipped"), [(0, 2), (1, 1), (2, 0), (7, 0)])
