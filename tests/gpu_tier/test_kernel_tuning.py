@@ -17,7 +17,7 @@ from kvcm.gpu_tier.kernels.decode_attn_token import decode_attn_token
 from kvcm.gpu_tier.kernels.indexer_score import indexer_score
 from kvcm.gpu_tier.kernels.operands import scratch
 from kvcm.gpu_tier.kernels.quest_score import quest_score
-from kvcm.gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
+from kvcm.gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting
 from kvcm.gpu_tier.types import LayerKV
 
 CPU = torch.device("cpu")
@@ -124,11 +124,21 @@ def indexer(rows: int, width: int) -> None:
     indexer_score(q8, weight, keys, table, 16, lengths, torch.empty(rows, width), impl="triton")
 
 
-@pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
-def test_scores_are_measured_anew_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = {"quest_score": quest, "indexer_score": indexer}[name]
-    sizes = (1, 32), (1, 40), (4, 32), (1, 128)
-    asked = score_keys(monkeypatch, name, *(partial(score, *size) for size in sizes))
+def attention(rows: int, width: int, group: int = 2) -> None:
+    shape = Shape(2, group, 16, KVDtype.F32)
+    kv, q = random_kv(shape, 4), random_query(shape, rows)
+    out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
+    table, lens = torch.zeros(rows, 1, width, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.int32)
+    decode_attn_token(q, kv, table, lens, 0.1, *out, impl="triton")
+
+
+SCORES = {"quest_score": quest, "indexer_score": indexer, "split_decode": attention}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_measured_again_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (1, 64), (1, 100), (4, 64), (1, 256)
+    asked = score_keys(monkeypatch, name, *(partial(SCORES[name], *size) for size in sizes))
     keys = [key for key, _ in asked]
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
@@ -137,54 +147,16 @@ def test_scores_are_measured_anew_for_four_times_the_pages_or_keys(name: str, mo
 
 @pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
 def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = {"quest_score": quest, "indexer_score": indexer}[name]
     module = import_module(f"kvcm.gpu_tier.kernels.{name}.triton_impl")
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
-    [(_, measure)] = score_keys(monkeypatch, name, partial(score, 1, 32))
+    [(_, measure)] = score_keys(monkeypatch, name, partial(SCORES[name], 1, 32))
     assert not measure
 
 
-def chosen(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> tuple[Any, Tiling]:
-    """Return the key that attention would measure with, and the default tiling of the shape."""
-    calls: list[tuple[Any, Tiling]] = []
-    split = import_module("kvcm.gpu_tier.kernels.split_decode.triton_impl").kernel
-    ask = split.choose
-
-    def choose(key: Any, *args: Any, **options: Any) -> Tiling:
-        calls.append((key, ask(key, *args, **options)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(split, "choose", choose)
-    kv, q = random_kv(shape, 4), random_query(shape, rows)
-    out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
-    table = torch.zeros(rows, 1, width, dtype=torch.int32)
-    decode_attn_token(q, kv, table, torch.ones(rows, 1, dtype=torch.int32), 0.1, *out, impl="triton")
-    monkeypatch.undo()
-    return calls[0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads"),
-    [
-        (Shape(1, 4, 64, KVDtype.BF16), 16),
-        (Shape(1, 128, 64, KVDtype.BF16), 32),
-        (Shape(1, 128, 576, KVDtype.FP8, rope=64), 32),
-        (Shape(1, 128, 576, KVDtype.F32, rope=64), 16),
-    ],
-    ids=str,
-)
-def test_a_program_holds_as_many_heads_as_do_not_spill(
-    shape: Shape, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert chosen(shape, monkeypatch)[1]["BLOCK_M"] == heads
-
-
-def test_attention_is_measured_anew_for_four_times_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(2, 2, 16, KVDtype.F32)
-    keys = [chosen(shape, monkeypatch, rows, width)[0] for rows, width in ((1, 64), (1, 100), (4, 64), (1, 256))]
-    assert keys[0] == keys[1]
-    assert keys[2] == keys[3] != keys[0]
-    assert chosen(Shape(2, 4, 16, KVDtype.F32), monkeypatch)[0] != keys[0]
+def test_attention_is_measured_again_for_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = (partial(attention, 1, 64, group) for group in (2, 2, 4))
+    keys = [key for key, _ in score_keys(monkeypatch, "split_decode", *calls)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:
@@ -194,11 +166,6 @@ def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:
     assert scratch(CPU, torch.float32, 129) is not room
     assert scratch(CPU, torch.int32, 100).dtype is torch.int32
     assert scratch(CPU, torch.int32, 0).numel() == 1
-
-
-def test_powers_of_two_and_processors() -> None:
-    assert [next_power_of_2(n) for n in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
-    assert processors(CPU) >= 1
 
 
 @on_gpu

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from pool_values import GEOMETRIES, all_rows, fill_coded
 from thoroughness import examples
 from torch import Tensor
+from transfer_cases import random_transfer, transferred
 
 from kvcm.gpu_tier.config import SparseConfig
 from kvcm.gpu_tier.errors import ConfigError
@@ -41,11 +44,6 @@ def _run(gather: Gather, impl: str) -> tuple[Tensor, list[int]]:
     return gather.target.data.cpu(), [number - 5 for number in moved.tolist()]
 
 
-def _seeds(part: int, number: int) -> range:
-    each = examples(number) // PARTS
-    return range(part * each, (part + 1) * each)
-
-
 def _compare(gather: Gather, impl: str, device: str, seed: int) -> None:
     data, moved = gather.wanted()
     got, counted = _run(gather if device == "cpu" else gather.on(device), impl)
@@ -53,27 +51,27 @@ def _compare(gather: Gather, impl: str, device: str, seed: int) -> None:
     assert counted == moved, seed
 
 
+IMPLEMENTATIONS = [
+    ("reference", "cpu"), ("triton", "cpu"),
+    pytest.param("triton", "cuda", marks=needs_gpu), pytest.param("cuda", "cuda", marks=needs_gpu),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize(("impl", "number"), [("reference", 200), ("triton", 100)])
-def test_each_run_is_where_it_was_sent(impl: str, number: int, part: int) -> None:
-    for seed in _seeds(part, number):
-        _compare(random_gather(seed), impl, "cpu", seed)
+@pytest.mark.parametrize(("impl", "device"), IMPLEMENTATIONS)
+def test_each_run_is_where_it_was_sent(impl: str, device: str, part: int) -> None:
+    each = examples(100 if (impl, device) == ("triton", "cpu") else 200) // PARTS
+    for seed in range(part * each, (part + 1) * each):
+        _compare(random_gather(seed), impl, device, seed)
+        if device == "cuda":
+            _compare(random_gather(seed, most_tokens=150, most_runs=40, most_rows=16), impl, device, seed)
 
 
-@needs_gpu
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("impl", ["triton", "cuda"])
-def test_kernels_of_a_gpu_do_the_same(impl: str, part: int) -> None:
-    for seed in _seeds(part, 200):
-        _compare(random_gather(seed), impl, "cuda", seed)
-        _compare(random_gather(seed, most_tokens=150, most_runs=40, most_rows=16), impl, "cuda", seed)
-
-
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_runs_longer_than_a_tile_and_more_lines_than_a_group_are_whole(impl: str) -> None:
+@pytest.mark.parametrize(("impl", "device"), IMPLEMENTATIONS)
+def test_runs_longer_than_a_tile_and_more_lines_than_a_group_are_whole(impl: str, device: str) -> None:
     for seed in range(10):
-        _compare(random_gather(seed, most_tokens=700, most_runs=1, most_rows=1), impl, "cpu", seed)
-    _compare(random_gather(4, most_tokens=2, most_runs=2, most_rows=400), impl, "cpu", 4)
+        _compare(random_gather(seed, most_tokens=700, most_runs=1, most_rows=1), impl, device, seed)
+    _compare(random_gather(4, most_tokens=2, most_runs=2, most_rows=400), impl, device, 4)
 
 
 def test_nothing_is_counted_and_nothing_copied_without_runs() -> None:
@@ -83,12 +81,9 @@ def test_nothing_is_counted_and_nothing_copied_without_runs() -> None:
     assert empty.wanted()[1] == [0] * len(gather.sources)
     for impl in ("reference", "triton"):
         _compare(empty, impl, "cpu", 3)
-    no_width = CopyRuns(*(table[:, :0].contiguous() for table in _tables(gather.runs)), none)
+    tables = (gather.runs.kind, gather.runs.src, gather.runs.dst, gather.runs.tokens)
+    no_width = CopyRuns(*(table[:, :0].contiguous() for table in tables), none)
     gather_copy(gather.sources, gather.target, no_width, num_heads=gather.num_heads)
-
-
-def _tables(runs: CopyRuns) -> tuple[Tensor, ...]:
-    return runs.kind, runs.src, runs.dst, runs.tokens
 
 
 def _pool(dims: int, heads: int = 2) -> RowPool:
@@ -172,65 +167,16 @@ def test_rows_fill_a_pool_without_overlap(geometry: KVGeometry, layout: Layout) 
     assert bool((seen == 1).all())
 
 
-@st.composite
-def transfers(draw: st.DrawFn) -> tuple[dict[str, object], int]:
-    geometry = draw(geometries())
-    layouts = draw(st.sampled_from(Layout)), draw(st.sampled_from(Layout))
-    unit = draw(st.sampled_from([1, 2, 3]))
-    items = PAGES * geometry.page_size // unit
-    per_head = draw(st.booleans())
-    rows = geometry.num_kv_heads * draw(st.integers(1, 2)) if per_head else draw(st.integers(1, 3))
-    entries = draw(st.integers(1, 4))
-    heads = geometry.num_kv_heads if per_head else 1
-    # The targets of a head, or of all rows, are unique.
-    targets = [draw(st.permutations(range(items))) for _ in range(heads)]
-    dst, src = torch.full((rows, entries), -1), torch.full((rows, entries), -1)
-    for row in range(rows):
-        for entry in range(entries):
-            free = targets[row % heads]
-            if items and free:
-                src[row, entry] = draw(st.integers(-1, items - 1)) * unit
-                dst[row, entry] = draw(st.sampled_from([free.pop() * unit, -1]))
-    layer = st.integers(0, geometry.num_layers - 1)
-    pairs = draw(st.lists(st.tuples(layer, layer), min_size=1, max_size=3, unique_by=lambda pair: pair[1]))
-    count = draw(st.none() | st.lists(st.integers(0, entries + 1), min_size=rows, max_size=rows))
-    arguments: dict[str, object] = {
-        "src_addr": Addressing.of(geometry, layouts[0], PAGES), "dst_addr": Addressing.of(geometry, layouts[1], PAGES),
-        "src_idx": src.to(draw(st.sampled_from([torch.int32, torch.int64]))), "dst_idx": dst.to(torch.int32),
-        "layers": tuple(pairs), "num_heads": geometry.num_kv_heads, "per_head": per_head, "unit_tokens": unit,
-        "count": None if count is None else torch.tensor(count, dtype=torch.int32), "blocks": draw(st.integers(0, 2)),
-    }  # fmt: skip
-    return arguments, geometry.page_bytes * PAGES
-
-
-def _transferred(arguments: dict[str, object], size: int, impl: str, device: str) -> tuple[Tensor, int]:
-    generator = torch.Generator().manual_seed(size)
-    src = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
-    dst = torch.full((size,), 7, dtype=torch.uint8, device=device)
-    moved = torch.tensor([5], device=device)
-    on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    io_transfer(src, dst, **on_device, moved=moved, impl=impl)  # type: ignore[arg-type]
-    return dst.cpu(), int(moved) - 5
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(transfers())
-def test_triton_moves_the_same_bytes_as_the_reference(transfer: tuple[dict[str, object], int]) -> None:
-    wanted, wanted_bytes = _transferred(*transfer, "reference", "cpu")
-    got, got_bytes = _transferred(*transfer, "triton", "cpu")
-    assert torch.equal(got, wanted)
-    assert got_bytes == wanted_bytes
-
-
-@needs_gpu
-@pytest.mark.parametrize("impl", ["triton", "cuda"])
-@settings(max_examples=examples(400), deadline=None)
-@given(transfers())
-def test_kernels_of_a_gpu_move_the_same_bytes(impl: str, transfer: tuple[dict[str, object], int]) -> None:
-    wanted = _transferred(*transfer, "reference", "cpu")
-    got = _transferred(*transfer, impl, "cuda")
-    assert torch.equal(got[0], wanted[0])
-    assert got[1] == wanted[1]
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(("impl", "device"), IMPLEMENTATIONS[1:])
+def test_kernels_move_the_same_bytes_as_the_reference(impl: str, device: str, part: int) -> None:
+    each = examples(200) // PARTS
+    for seed in range(part * each, (part + 1) * each):
+        arguments, size = random_transfer(seed)
+        wanted = transferred(arguments, size, partial(io_transfer, impl="reference"))
+        got = transferred(arguments, size, partial(io_transfer, impl=impl), device)
+        assert torch.equal(got[0], wanted[0]), seed
+        assert got[1] == wanted[1], seed
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 0])
@@ -240,14 +186,14 @@ def test_programs_share_the_tiles_of_uneven_rows(layout: Layout, blocks: int, mo
     geometry = KVGeometry(KVKind.MHA, 3, 2, 24, 40, KVDtype.F32, page_size=4)
     both = Addressing.of(geometry, layout, 8), Addressing.of(geometry, Layout.LAYER_FIRST, 8)
     slots = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(4, 8)
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "src_addr": both[0], "dst_addr": both[1], "src_idx": slots, "dst_idx": slots.flip(1).contiguous(),
         "layers": ((0, 0), (1, 1), (0, 2)), "num_heads": 2, "count": torch.tensor([8, 0, 3, 1], dtype=torch.int32),
         "blocks": blocks,
     }  # fmt: skip
     size = 8 * geometry.page_bytes
-    wanted = _transferred(arguments, size, "reference", "cpu")
-    got = _transferred(arguments, size, "triton", "cpu")
+    wanted = transferred(arguments, size, partial(io_transfer, impl="reference"))
+    got = transferred(arguments, size, partial(io_transfer, impl="triton"))
     assert torch.equal(got[0], wanted[0])
     assert got[1] == wanted[1] == 12 * geometry.token_bytes
 
@@ -335,7 +281,7 @@ def test_the_copy_engine_is_never_sent_outside_of_a_pool() -> None:
             dma_copy(data, data.clone(), src, dst, size)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("impl", ["reference", "cuda"])
 def test_a_gpu_copies_each_run(impl: str) -> None:
     src = torch.randint(0, 256, (1000,), dtype=torch.uint8).pin_memory()
@@ -391,12 +337,19 @@ def _check(dst: HostKVPool | DeviceKVPool, wanted: list[Tensor]) -> None:
             assert torch.equal(all_rows(dst, part, layer), next(rows)), (part, layer)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "on"),
+    [("auto", "cpu"), *(pytest.param(name, "cuda", marks=needs_gpu) for name in ("reference", "triton", "cuda"))],
+)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_items_go_where_they_were_sent_and_nothing_else_changes(name: str, layout: Layout, engine: Engine) -> None:
+def test_items_go_where_they_were_sent_and_nothing_else_changes(
+    name: str, layout: Layout, engine: Engine, kernels: str, on: str
+) -> None:
     geometry = GEOMETRIES[name]
-    host, device, transfer = _pools(geometry, layout)
+    host, device, transfer = _pools(geometry, layout, CONFIG.replaced(kernels=kernels), on)
+    assert host.is_device_readable
     layers = geometry.layers[1:3]
     loads = [(0, 3, 0), (0, 4, 1), (0, 9, 7), (1, 0, 4)]
     wanted = _expected(host, device, loads, layers)
@@ -406,6 +359,8 @@ def test_items_go_where_they_were_sent_and_nothing_else_changes(name: str, layou
     stores = [(0, 8, 1), (1, 9, 2)]
     wanted = _expected(device, host, stores, geometry.layers)
     transfer.store(torch.tensor([[8], [9]]), torch.tensor([[1], [2]]), layers=geometry.layers, engine=engine)
+    if on == "cuda":
+        torch.cuda.synchronize()
     _check(host, wanted)
     wanted = _expected(device, device, [(0, 1, 3)], layers[:1])
     transfer.move(torch.tensor([[1]]), torch.tensor([[3]]), layers=layers[:1], engine=engine)
@@ -415,6 +370,7 @@ def test_items_go_where_they_were_sent_and_nothing_else_changes(name: str, layou
     assert (counters.h2d_bytes, counters.d2h_bytes, counters.d2d_bytes) == (
         len(loads) * token * 2, len(stores) * token * geometry.num_layers, token,
     )  # fmt: skip
+    host.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -474,31 +430,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     assert transfer.counters.h2d_bytes == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kernels", ["reference", "triton", "cuda"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_gpu_and_its_host_exchange_the_same_bytes(name: str, layout: Layout, engine: Engine, kernels: str) -> None:
-    geometry = GEOMETRIES[name]
-    host, device, transfer = _pools(geometry, layout, CONFIG.replaced(kernels=kernels), "cuda")
-    assert host.is_device_readable
-    slots = torch.tensor([[3, 4, 9], [0, -1, 11]]), torch.tensor([[0, 1, 7], [4, 2, -1]])
-    wanted = _expected(host, device, [(0, 3, 0), (0, 4, 1), (0, 9, 7), (1, 0, 4)], geometry.layers)
-    transfer.load(*slots, layers=geometry.layers, engine=engine)
-    _check(device, wanted)
-    wanted = _expected(device, host, [(0, 8, 1), (1, 9, 2)], geometry.layers)
-    transfer.store(torch.tensor([[8], [9]]), torch.tensor([[1], [2]]), layers=geometry.layers, engine=engine)
-    torch.cuda.synchronize()
-    _check(host, wanted)
-    assert transfer.counters.h2d_bytes == 4 * geometry.token_bytes
-    assert transfer.counters.d2h_bytes == 2 * geometry.token_bytes
-    host.close()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("kernels", ["triton", "cuda"])
-def test_a_captured_load_reads_its_plan_anew(kernels: str) -> None:
+def test_a_captured_load_reads_its_plan_again(kernels: str) -> None:
     geometry = GEOMETRIES["mha"]
     host, device, transfer = _pools(geometry, Layout.PAGE_FIRST, CONFIG.replaced(kernels=kernels), "cuda")
     src, dst = torch.arange(4, device="cuda")[None] + 8, torch.arange(4, device="cuda")[None]

@@ -6,19 +6,21 @@ On a GPU the tests of each kernel run it itself.
 from __future__ import annotations
 
 import ctypes
-import random
 import shutil
 import subprocess
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gather_cases import Gather, random_gather
-from lru_model import RandomSteps, copied, outputs_equal, states_equal
+from lru_model import RandomSteps
+from test_lru_diff import equals_the_reference
 from thoroughness import examples
 from torch import Tensor
+from transfer_cases import random_transfer, transferred
 
 from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import Addressing, KVDtype, KVGeometry, KVKind, Layout
@@ -26,7 +28,7 @@ from kvcm.gpu_tier.kernels import cuda_build
 from kvcm.gpu_tier.kernels.gather_copy import cuda as gather_cuda
 from kvcm.gpu_tier.kernels.io_transfer import cuda as transfer_cuda
 from kvcm.gpu_tier.kernels.io_transfer import ref as transfer_ref
-from kvcm.gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
+from kvcm.gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
@@ -78,20 +80,14 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_states_equal_the_reference(emulated: ctypes.CDLL, part: int) -> None:
+    def run(*arguments: Any, seed: int, unit_tokens: int, promote_newest: bool, loads_hottest: bool) -> None:
+        given = cuda.arguments(*arguments[:-1], unit_tokens)  # all but the scratch memory
+        given.promote, given.loads_hottest = promote_newest, loads_hottest
+        assert emulated.emulate(ctypes.byref(given), (128, 160, 256)[seed % 3], seed) == 0, "a barrier was missed"
+
     each = examples(160) // 4
     for seed in range(part * each, (part + 1) * each):
-        steps = RandomSteps(seed)
-        theirs, mine = steps.state, copied(steps.state)
-        first, second = steps.outputs(), steps.outputs()
-        scratch = DiffScratch(1, 1, 1, 1, torch.device("cpu"))
-        for number in range(4):
-            arguments = steps.step(number)
-            ref.run(*arguments, theirs, first, scratch, **steps.options)
-            given = cuda.arguments(*arguments, mine, second, steps.options["unit_tokens"])
-            given.promote, given.loads_hottest = steps.options["promote_newest"], steps.options["loads_hottest"]
-            assert emulated.emulate(ctypes.byref(given), (128, 160, 256)[seed % 3], seed) == 0, "a barrier was missed"
-            outputs_equal(second, first)
-            states_equal(mine, theirs)
+        equals_the_reference(RandomSteps(seed), partial(run, seed=seed))
 
 
 GEOMETRIES = {
@@ -212,14 +208,18 @@ def emulated_gather(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulation(tmp_path_factory.mktemp("emulated"), "gather_copy", GATHER_DRIVER)
 
 
-@pytest.fixture
-def codes(emulated_gather: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the library be the emulation; return what its calls return."""
+def codes_of(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the library be an emulation; return what its calls return."""
     found: list[int] = []
-    monkeypatch.setattr(cuda_build, "library", lambda: emulated_gather)
+    monkeypatch.setattr(cuda_build, "library", lambda: library)
     monkeypatch.setattr(cuda_build, "stream", lambda device: None)
     monkeypatch.setattr(cuda_build, "check", found.append)
     return found
+
+
+@pytest.fixture
+def codes(emulated_gather: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return codes_of(emulated_gather, monkeypatch)
 
 
 def _compare(gather: Gather, seed: int) -> None:
@@ -275,52 +275,16 @@ def emulated_transfer(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulation(tmp_path_factory.mktemp("emulated"), "io_transfer", TRANSFER_DRIVER)
 
 
-def _transfer(seed: int) -> tuple[dict[str, Any], int]:
-    """Return arguments of up to a hundred rows, many of them empty, and the bytes of either pool."""
-    draw = random.Random(seed)
-    kind = draw.choice(list(KVKind))
-    heads = 1 if kind is KVKind.MLA else draw.randint(1, 4)
-    dims, dims_v = (12, 8) if kind is KVKind.MLA else (8, draw.choice([1, 8]))
-    geometry = KVGeometry(kind, 3, heads, dims, dims_v, draw.choice([KVDtype.F16, KVDtype.F32]), draw.choice([1, 3, 4]))
-    per_head, unit = draw.random() < 0.5, draw.choice([1, 2, 3])
-    rows, entries = heads * draw.choice([1, 5, 8, 16, 25]), draw.randint(1, 4)
-    items = rows * entries
-    pages = -(-items * unit // geometry.page_size)
-    generator = torch.Generator().manual_seed(seed)
-    src, dst = (unit * torch.randperm(items, generator=generator).view(rows, entries) for _ in range(2))
-    src[torch.rand(src.shape, generator=generator) < 0.1] = -1
-    most = draw.choice([1, entries + 1])
-    count = torch.randint(-1, most + 1, (rows,), dtype=torch.int32, generator=generator)
-    arguments = {
-        "src_addr": Addressing.of(geometry, draw.choice(list(Layout)), pages),
-        "dst_addr": Addressing.of(geometry, draw.choice(list(Layout)), pages),
-        "src_idx": src, "dst_idx": dst.int(), "layers": draw.choice([((0, 0),), ((0, 1), (1, 2), (2, 0))]),
-        "num_heads": heads, "per_head": per_head, "unit_tokens": unit, "blocks": draw.randint(1, 3),
-        "count": draw.choice([None, count, count]),
-    }  # fmt: skip
-    return arguments, geometry.page_bytes * pages
-
-
-def _run(run: Any, arguments: dict[str, Any], size: int) -> tuple[Tensor, int]:
-    src = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
-    dst, moved = torch.full((size,), 7, dtype=torch.uint8), torch.tensor([5])
-    run(src, dst, **arguments, moved=moved)
-    return dst, int(moved) - 5
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("part", range(4))
 def test_random_rows_equal_the_reference(
     emulated_transfer: ctypes.CDLL, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(cuda_build, "library", lambda: emulated_transfer)
-    monkeypatch.setattr(cuda_build, "stream", lambda device: None)
-    monkeypatch.setattr(cuda_build, "check", codes.append)
+    codes = codes_of(emulated_transfer, monkeypatch)
     each = examples(80) // 4
     for seed in range(part * each, (part + 1) * each):
-        transfer = _transfer(seed)
-        wanted, got = _run(transfer_ref.run, *transfer), _run(transfer_cuda.run, *transfer)
+        arguments, size = random_transfer(seed, most_rows=25)
+        arguments["blocks"] = 1 + seed % 3
+        wanted, got = (transferred(arguments, size, run) for run in (transfer_ref.run, transfer_cuda.run))
         assert torch.equal(got[0], wanted[0]), seed
         assert got[1] == wanted[1], seed
     assert not any(codes), "lanes parted at a barrier"
@@ -330,8 +294,8 @@ def test_random_rows_equal_the_reference(
     ("field", "dtype"), [("count", torch.int64), ("src_idx", torch.int16), ("dst_idx", torch.float32)]
 )
 def test_tables_that_the_kernel_would_misread_are_refused(field: str, dtype: torch.dtype) -> None:
-    arguments, size = _transfer(1)
+    arguments, size = random_transfer(1)
     arguments["count"] = torch.zeros(arguments["src_idx"].shape[0], dtype=torch.int32)
     arguments[field] = arguments[field].to(dtype)
     with pytest.raises(ConfigError, match=f"{field}={dtype}"):
-        _run(transfer_cuda.run, arguments, size)
+        transferred(arguments, size, transfer_cuda.run)

@@ -11,10 +11,10 @@ import torch
 from attention_cases import device_under_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import each_is_refused
 from thoroughness import examples
 from torch import Tensor
 
-from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import KVDtype, RowFormat
 from kvcm.gpu_tier.kernels.indexer_score import indexer_score
 from kvcm.gpu_tier.kernels.kmeans_assign import kmeans_assign
@@ -34,6 +34,10 @@ def where(impl: str) -> torch.device:
     return device_under_test() if impl != "reference" else torch.device("cpu")
 
 
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 # topk_select ---------------------------------------------------------------------------------------------------------
 def sorted_top(scores: list[float], k: int) -> list[int]:
     return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k])
@@ -49,9 +53,13 @@ def run_top(impl: str, rows: list[list[list[float]]], lengths: list[int], k: int
     return ids.tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("impl", "in_chunks"), [("reference", False), ("triton", False), ("triton", True)])
 @pytest.mark.parametrize("k", [1, 7, 64, 300])
-def test_top_k_of_rows_and_heads(impl: str, k: int) -> None:
+def test_top_k_of_rows_and_heads(impl: str, in_chunks: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_chunks:
+        triton_impl = import_module("kvcm.gpu_tier.kernels.topk_select.triton_impl")
+        monkeypatch.setattr(triton_impl, "_ALONE", 32)
+        monkeypatch.setattr(triton_impl, "_CHUNK", 64)
     chooser = random.Random(k)
     lengths = [0, 1, 150, 200]
 
@@ -67,38 +75,14 @@ def test_top_k_of_rows_and_heads(impl: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_ties_go_to_the_lower_id_and_nan_is_last(impl: str) -> None:
-    got = run_top(impl, [[[1.0, 2.0, 2.0, 0.0, 2.0, math.nan, -math.inf, -math.inf]]], [8], 2, 4)
-    assert got == [[[1, 2, -1, -1]]]
-    assert run_top(impl, [[[0.0] * 40]], [40], 5, 5) == [[[0, 1, 2, 3, 4]]]
+def test_nan_is_last(impl: str) -> None:
     assert run_top(impl, [[[math.nan, -math.inf, 3.0]]], [3], 2, 2) == [[[0, 2]]]
 
 
-@pytest.mark.parametrize("k", [1, 30, 500])
-def test_triton_top_k_of_rows_in_several_chunks(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_impl = import_module("kvcm.gpu_tier.kernels.topk_select.triton_impl")
-    monkeypatch.setattr(triton_impl, "_ALONE", 64)
-    monkeypatch.setattr(triton_impl, "_CHUNK", 128)
-    chooser = random.Random(k)
-    lengths = [0, 7, 300, 420]
-    rows = [
-        [[float(chooser.choice([chooser.randint(-3, 3), -math.inf, 2.5])) for _ in range(420)] for _ in range(2)]
-        for _ in lengths
-    ]
-    got = run_top("triton", rows, lengths, k, 512)
-    for row, length, ids in zip(rows, lengths, got, strict=True):
-        assert ids == [top + [-1] * (512 - len(top)) for top in (sorted_top(scores[:length], k) for scores in row)]
-
-
 def test_top_k_arguments_are_checked() -> None:
-    scores, ids = torch.zeros(2, 1, 8), torch.zeros(2, 1, 4, dtype=torch.int32)
-    lengths, counts = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="k=5"):
-        topk_select(scores, lengths, 5, ids, counts)
-    with pytest.raises(ConfigError, match="lengths"):
-        topk_select(scores, lengths[:1], 4, ids, counts)
-    with pytest.raises(ConfigError, match="out_lengths"):
-        topk_select(scores, lengths, 4, ids, counts[:1])
+    ids, counts = torch.zeros(2, 1, 4, dtype=torch.int32), ints([0, 0])[:, None]
+    good = {"scores": torch.zeros(2, 1, 8), "lengths": ints([0, 0]), "k": 4, "out_indices": ids, "out_lengths": counts}
+    each_is_refused(topk_select, good, k=5, lengths=ints([0]), out_lengths=counts[:1])
 
 
 # quest_score ---------------------------------------------------------------------------------------------------------
@@ -146,14 +130,10 @@ def test_quest_scores(impl: str, heads: int, group: int, dims: int, dtype: torch
 
 
 def test_quest_arguments_are_checked() -> None:
-    q, bounds = torch.zeros(2, 4, 8), torch.zeros(3, 2, 2, 8, dtype=torch.bfloat16)
-    table, n_pages = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="bounds"):
-        quest_score(q, bounds.float(), table, n_pages, torch.zeros(2, 4, 5))
-    with pytest.raises(ConfigError, match="n_pages"):
-        quest_score(q, bounds, table, n_pages[:1], torch.zeros(2, 4, 5))
-    with pytest.raises(ConfigError, match="out"):
-        quest_score(q, bounds, table, n_pages, torch.zeros(2, 4, 6))
+    bounds, table = torch.zeros(3, 2, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.int32)
+    good = {"q": torch.zeros(2, 4, 8), "bounds": bounds, "page_table": table, "n_pages": ints([0, 0])}
+    good["out"] = torch.zeros(2, 4, 5)
+    each_is_refused(quest_score, good, bounds=bounds.float(), n_pages=ints([0]), out=torch.zeros(2, 4, 6))
 
 
 # indexer_score -------------------------------------------------------------------------------------------------------
@@ -187,24 +167,12 @@ def test_indexer_scores_have_their_scales_before_or_after_the_relu(
 
 
 def test_indexer_skips_negative_pages_and_checks_its_arguments() -> None:
-    q8, weight = torch.ones(1, 2, 8).to(torch.float8_e4m3fn), torch.ones(1, 2)
-    keys = RowFormat(8, KVDtype.FP8).encode(torch.ones(8, 8))
-    table, lengths, out = (
-        torch.tensor([[-1, 1]], dtype=torch.int32),
-        torch.tensor([8], dtype=torch.int32),
-        torch.zeros(1, 8),
-    )
-    indexer_score(q8, weight, keys, table, 4, lengths, out)
-    assert torch.all(out[0, :4] == -torch.inf)
-    assert torch.all(out[0, 4:] == 16)
-    with pytest.raises(ConfigError, match="q8"):
-        indexer_score(q8.float(), weight, keys, table, 4, lengths, out)
-    with pytest.raises(ConfigError, match="keys"):
-        indexer_score(q8, weight, keys[:, :8], table, 4, lengths, out)
-    with pytest.raises(ConfigError, match="lengths"):
-        indexer_score(q8, weight, keys, table, 4, lengths[:0], out)
-    with pytest.raises(ConfigError, match="out"):
-        indexer_score(q8, weight, keys, table, 4, lengths, torch.zeros(1, 9))
+    q8, keys = torch.ones(1, 2, 8).to(torch.float8_e4m3fn), RowFormat(8, KVDtype.FP8).encode(torch.ones(8, 8))
+    good = {"q8": q8, "weight": torch.ones(1, 2), "keys": keys, "page_table": ints([-1, 1])[None], "page_tokens": 4}
+    good |= {"lengths": ints([8]), "out": torch.zeros(1, 8)}
+    wrong = {"q8": q8.float(), "keys": keys[:, :8], "lengths": ints([]), "out": torch.zeros(1, 9)}
+    each_is_refused(indexer_score, good, **wrong)
+    assert good["out"].tolist() == [[-math.inf] * 4 + [16] * 4]
 
 
 FIRST, LENGTHS = [0, 32, 5, 0, 7], [200, 150, 5, 0, 3]
@@ -277,25 +245,15 @@ def test_every_tiling_scores_the_same() -> None:
 
 def test_arguments_are_checked() -> None:
     table, codes, pages, first, lengths = problem(2, 2, 2, 4, 16, 14)
-    out = torch.zeros(5, 4, PAGES * 16)
-    pq_score(table, codes, pages, first, lengths, out)
-    for field, arguments in {
-        "table": (table.double(), codes, pages, first, lengths, out),
-        "codes": (table, codes.int(), pages, first, lengths, out),
-        "page_table": (table, codes, pages[:2], first, lengths, out),
-        "first": (table, codes, pages, first[:2], lengths, out),
-        "lengths": (table, codes, pages, first, lengths[:2], out),
-        "out": (table, codes, pages, first, lengths, torch.zeros(5, 4, PAGES * 16 + 1)),
-    }.items():
-        with pytest.raises(ConfigError, match=field):
-            pq_score(*arguments)
+    good = {"table": table, "codes": codes, "page_table": pages, "first": first, "lengths": lengths}
+    good["out"] = torch.zeros(5, 4, PAGES * 16)
+    each_is_refused(
+        pq_score, good, table=table.double(), codes=codes.int(), page_table=pages[:2], first=first[:2],
+        lengths=lengths[:2], out=torch.zeros(5, 4, PAGES * 16 + 1),
+    )  # fmt: skip
 
 
 METRICS = ["ip", "l2"]
-
-
-def ints(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def assign(impl: str, metric: str, x: Tensor, centroids: Tensor, counts: list[int], n: list[int]) -> Tensor:
@@ -378,15 +336,11 @@ def test_every_tiling_labels_alike(tiling: int, metric: str, monkeypatch: pytest
 
 
 def test_arguments_of_assign_are_checked() -> None:
-    x, centroids, one, labels = torch.zeros(2, 3, 8), torch.zeros(2, 4, 8), ints([1, 1]), ints([0] * 6).view(2, 3)
-    with pytest.raises(ConfigError, match="metric"):
-        kmeans_assign(x, centroids, one, one, labels, metric="cosine")
-    with pytest.raises(ConfigError, match="centroids"):
-        kmeans_assign(x, centroids[..., :7], one, one, labels, metric="ip")
-    with pytest.raises(ConfigError, match="counts"):
-        kmeans_assign(x, centroids, one[:1], one, labels, metric="ip")
-    with pytest.raises(ConfigError, match="out_labels"):
-        kmeans_assign(x, centroids, one, one, labels[:, :2], metric="ip")
+    centroids, labels = torch.zeros(2, 4, 8), ints([0] * 6).view(2, 3)
+    good = {"x": torch.zeros(2, 3, 8), "centroids": centroids, "counts": ints([1, 1]), "n_centroids": ints([1, 1])}
+    good |= {"out_labels": labels, "metric": "ip"}
+    wrong = {"centroids": centroids[..., :7], "counts": ints([1]), "out_labels": labels[:, :2]}
+    each_is_refused(kmeans_assign, good, metric="cosine", **wrong)
 
 
 # kmeans_update and segment_sum ---------------------------------------------------------------------------------------
@@ -428,14 +382,13 @@ def test_centroids_move_to_the_mean_of_their_rows(impl: str, spherical: bool, di
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_spherical_centroid_whose_rows_cancel_out_stays(impl: str) -> None:
+@pytest.mark.parametrize(("spherical", "wanted"), [(True, [[0.0, 1.0], [0.6, 0.8]]), (False, [[0.0, 0.0], [3.0, 4.0]])])
+def test_a_spherical_centroid_whose_rows_cancel_out_stays(
+    impl: str, spherical: bool, wanted: list[list[float]]
+) -> None:
     x = torch.tensor([[[1.0, 2.0], [-1.0, -2.0], [3.0, 4.0]]])
-    centroids = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
-    moved, sizes = update(impl, x, ints([0, 0, 1])[None], centroids, spherical=True)
-    torch.testing.assert_close(moved, torch.tensor([[[0.0, 1.0], [0.6, 0.8]]]))
-    assert sizes.tolist() == [[2, 1]]
-    moved, _ = update(impl, x, ints([0, 0, 1])[None], centroids, spherical=False)
-    torch.testing.assert_close(moved, torch.tensor([[[0.0, 0.0], [3.0, 4.0]]]))
+    moved, _ = update(impl, x, ints([0, 0, 1])[None], torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), spherical)
+    torch.testing.assert_close(moved, torch.tensor([wanted]))
 
 
 def sums(impl: str, x: Tensor, labels: Tensor, clusters: int) -> Tensor:
@@ -493,19 +446,10 @@ def test_every_tiling_adds_up_alike(tiling: int, monkeypatch: pytest.MonkeyPatch
 
 def test_arguments_of_sums_and_updates_are_checked() -> None:
     x, labels, out = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 4, 8)
-    sizes = torch.zeros(2, 4, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="x="):
-        segment_sum(x.double(), labels, out)
-    with pytest.raises(ConfigError, match="labels"):
-        segment_sum(x, labels[:, :2], out)
-    with pytest.raises(ConfigError, match="out"):
-        segment_sum(x, labels, out[..., :7])
-    with pytest.raises(ConfigError, match="labels"):
-        kmeans_update(x, labels[:1], out, sizes, spherical=True)
-    with pytest.raises(ConfigError, match="centroids"):
-        kmeans_update(x, labels, out[:1], sizes, spherical=True)
-    with pytest.raises(ConfigError, match="out_sizes"):
-        kmeans_update(x, labels, out, sizes[:, :3], spherical=True)
+    sizes, good = torch.zeros(2, 4, dtype=torch.int32), {"x": x, "labels": labels}
+    each_is_refused(segment_sum, good | {"out": out}, x=x.double(), labels=labels[:, :2], out=out[..., :7])
+    good |= {"centroids": out, "out_sizes": sizes, "spherical": True}
+    each_is_refused(kmeans_update, good, labels=labels[:1], centroids=out[:1], out_sizes=sizes[:, :3])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

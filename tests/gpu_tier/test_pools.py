@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -60,30 +61,6 @@ HOST_PAGES = 5
 page_ids = st.integers(0, HOST_PAGES - 1)
 
 
-def test_a_page_goes_through_its_states() -> None:
-    pages = HostPages(2, 4)
-    (page,) = pages.alloc(1)
-    assert pages.state(page) is PageState.FILLING
-    with pytest.raises(StateError, match="filling"):
-        pages.begin_write([page])
-    with pytest.raises(StateError, match="filling"):
-        pages.cache(page, 1)
-    pages.filled([page])
-    with pytest.raises(StateError, match="is valid, cannot become valid"):
-        pages.filled([page])
-    pages.begin_write([page])
-    with pytest.raises(StateError):
-        pages.begin_write([page])
-    pages.free([page])
-    with pytest.raises(AllocationError, match="being written"):
-        pages.free([page])
-    assert pages.state(page) is PageState.WRITING_L3
-    pages.end_write([page])
-    assert (pages.state(page), pages.available) == (PageState.FREE, 2)
-    with pytest.raises(StateError):
-        pages.end_write([page])
-
-
 def test_a_write_takes_all_pages_or_none() -> None:
     pages = HostPages(3, 4)
     taken = pages.alloc(3)
@@ -112,16 +89,6 @@ def test_the_least_recently_held_page_goes_first() -> None:
     assert pages.lookup(taken[0]) == taken[0]
 
 
-def test_a_page_keeps_its_key() -> None:
-    pages = HostPages(1, 4)
-    (page,) = pages.alloc(1)
-    pages.filled([page])
-    pages.cache(page, "a")
-    assert pages.cache(page, "a") == page
-    with pytest.raises(StateError, match="another key"):
-        pages.cache(page, "b")
-
-
 class Histories(RuleBasedStateMachine):
     """Any sequence of calls against a plain model."""
 
@@ -143,7 +110,7 @@ class Histories(RuleBasedStateMachine):
             assert page not in self.held
             self.held[page] = 1
             self.filling.add(page)
-            # An evicted page must be nobody's any more.
+            # An evicted page has no key any more.
             self.keys = {key: place for key, place in self.keys.items() if place != page}
 
     @rule(page=page_ids)
@@ -166,25 +133,38 @@ class Histories(RuleBasedStateMachine):
 
     @rule(page=page_ids)
     def filled(self, page: int) -> None:
-        if page in self.filling:
-            self.pages.filled([page])
-            self.filling.remove(page)
+        if page not in self.filling:
+            with pytest.raises(StateError, match="cannot become valid"):
+                self.pages.filled([page])
+            return
+        self.pages.filled([page])
+        self.filling.remove(page)
 
     @rule(page=page_ids)
     def write(self, page: int) -> None:
         if page in self.writing:
+            with pytest.raises(StateError):
+                self.pages.begin_write([page])
             self.pages.end_write([page])
             self.writing.remove(page)
             self._drop(page)
-        elif page in self.held and page not in self.filling:
-            self.pages.begin_write([page])
-            self.writing.add(page)
-            self.held[page] += 1
+            return
+        with pytest.raises(StateError):
+            self.pages.end_write([page])
+        if page not in self.held or page in self.filling:
+            with pytest.raises((StateError, AllocationError)):
+                self.pages.begin_write([page])
+            return
+        self.pages.begin_write([page])
+        self.writing.add(page)
+        self.held[page] += 1
 
     @rule(page=page_ids, key=st.integers(0, 3))
     def cache(self, page: int, key: int) -> None:
-        allowed = page in self.held and page not in self.filling
-        if not allowed or (page in self.keys.values() and self.keys.get(key) != page):
+        is_valid = self._state(page) in (PageState.VALID, PageState.WRITING_L3)
+        if not is_valid or (page in self.keys.values() and self.keys.get(key) != page):
+            with pytest.raises(StateError, match="another key" if is_valid else "cannot get a key"):
+                self.pages.cache(page, key)
             return
         assert self.pages.cache(page, key) == self.keys.setdefault(key, page)
 
@@ -283,44 +263,31 @@ def test_sidecars_lie_beside_pages() -> None:
     assert pool.data.numel() == 0
 
 
+@pytest.mark.parametrize("slots", [[-1, 4, 0, -3], [-1, -1], [0, -1], []], ids=str)
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_layer_is_a_view_and_writes_reach_it(name: str) -> None:
+def test_a_layer_is_a_view_and_writes_reach_it(name: str, slots: list[int]) -> None:
+    """Tokens without a slot change nothing."""
     geometry = GEOMETRIES[name]
     pool = DeviceKVPool(geometry, 3, CPU)
     assert pool.nbytes == 3 * geometry.page_bytes
     fill_coded(pool, 1)
     layer = geometry.layers[1]
     before = [all_rows(pool, part, index) for part in range(len(geometry.parts)) for index in range(3)]
-    slots = torch.tensor([-1, 4, 0, -3])
-    k = torch.randn(4, geometry.num_kv_heads, geometry.head_dim)
-    v = torch.randn(4, geometry.num_kv_heads, geometry.v_head_dim) if len(geometry.parts) == 2 else None
-    pool.write(layer, slots, k, v)
+    k = torch.randn(len(slots), geometry.num_kv_heads, geometry.head_dim)
+    v = torch.randn(len(slots), geometry.num_kv_heads, geometry.v_head_dim) if len(geometry.parts) == 2 else None
+    pool.write(layer, torch.tensor(slots, dtype=torch.int64), k, v)
+    written = [token for token, slot in enumerate(slots) if slot >= 0]
     wanted = iter(before)
     for part, numbers in enumerate((k, v)[: len(geometry.parts)]):
         for index in range(3):
             rows = next(wanted)
             if index == 1 and numbers is not None:
-                rows[[4, 0]] = geometry.parts[part].encode(numbers[1:3])
+                rows[[slots[token] for token in written]] = geometry.parts[part].encode(numbers[written])
             assert torch.equal(all_rows(pool, part, index), rows)
     view = pool.layer(layer)
     assert view.k.data.data_ptr() == pool.data.data_ptr() + pool.addressing.address(0, 0, 1, 0)
     assert (view.v is None) == (v is None)
     assert view.v_dims == geometry.v_head_dim
-
-
-@pytest.mark.parametrize("slots", [[-1, -1], [0, -1], [-1, 0], []])
-def test_tokens_without_a_slot_change_nothing(slots: list[int]) -> None:
-    geometry = GEOMETRIES["mha"]
-    pool = DeviceKVPool(geometry, 2, CPU)
-    fill_coded(pool, 1)
-    rows = all_rows(pool, 0, 0)
-    k = torch.randn(len(slots), geometry.num_kv_heads, geometry.head_dim)
-    v = torch.randn(len(slots), geometry.num_kv_heads, geometry.v_head_dim)
-    pool.write(geometry.start_layer, torch.tensor(slots, dtype=torch.int64), k, v)
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            rows[slot] = geometry.parts[0].encode(k[token])
-    assert torch.equal(all_rows(pool, 0, 0), rows)
 
 
 def test_parts_have_to_be_those_of_the_model() -> None:
@@ -395,7 +362,7 @@ def test_forgotten_memory_takes_its_registrations_back(monkeypatch: pytest.Monke
     view = memory.data[10:20]
     del memory
     gc.collect()
-    assert [verb for verb, _ in cudart.calls] == ["register"] * 3  # somebody still looks at it
+    assert [verb for verb, _ in cudart.calls] == ["register"] * 3  # the view still uses it
     del view
     gc.collect()
     assert [verb for verb, _ in cudart.calls] == ["register"] * 3 + ["unregister"] * 3
@@ -454,22 +421,12 @@ def make(fill: torch.Tensor | None = None) -> RepresentationPool:
     )  # fmt: skip
 
 
-def test_when_too_little_is_free_the_request_keeps_what_it_had() -> None:
-    pool = make()
-    pool.reserve(0, 20)
-    pool.reserve(1, 8)
-    with pytest.raises(PoolExhaustedError, match="total_tokens"):
-        pool.reserve(1, 17)
-    assert len(pool.held(1)) == 2
-    assert pool.allocator.available == 1
-
-
 def test_a_request_cannot_outgrow_its_row() -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         make().reserve(0, 21)
 
 
-def test_a_page_is_clean_whoever_had_it() -> None:
+def test_a_page_is_clean_when_it_is_reused() -> None:
     fill = torch.arange(PAGE_BYTES, dtype=torch.uint8)
     pool = make(fill)
     pool.reserve(0, 20)
@@ -534,7 +491,7 @@ def test_the_accounting_is_exact_over_any_history(history: list[tuple[int, int]]
             pool.free(request)
             model[request] = 0
         elif sum(model.values()) - model[request] + need > POOL_PAGES:
-            with pytest.raises(PoolExhaustedError):
+            with pytest.raises(PoolExhaustedError, match="total_tokens"):
                 pool.reserve(request, tokens)
         else:
             pool.reserve(request, tokens)
@@ -547,19 +504,6 @@ def test_the_accounting_is_exact_over_any_history(history: list[tuple[int, int]]
 
 
 CPU_DEVICE = torch.device("cpu")
-
-
-def test_slots_are_those_that_were_set() -> None:
-    pool = ReqToTokenPool(2, 8, CPU_DEVICE)
-    first, second = pool.alloc(), pool.alloc()
-    pool.set_slots(first, 2, torch.tensor([30, 31, 32]))
-    pool.set_slots(second, 0, torch.tensor([7]))
-    assert pool.table.dtype is torch.int32
-    assert pool.slots(first, 1, 6).tolist() == [-1, 30, 31, 32, -1]
-    assert pool.slots(second, 0, 2).tolist() == [7, -1]
-    pool.free(first)
-    assert (pool.table[first] == -1).all()
-    assert pool.slots(second, 0, 1).tolist() == [7]
 
 
 def test_rows_are_given_out_once() -> None:
@@ -630,11 +574,11 @@ class Model:
         for layer in range(CODE_LAYERS):
             self.pages.append(layer, Appending(rows, offsets, tuple(done)), codes[layer])
 
-    def check(self, looked_at: dict[int, int], order: list[int] | None = None) -> None:
-        """Compare what a pass sees of requests' first tokens, in all layers."""
+    def check(self, looked_at: dict[int, int], order: Iterable[int] = range(CODE_LAYERS)) -> None:
+        """Compare what a pass sees of requests' first tokens, in all layers or those of `order`."""
         coded = {request: self.of[request].shape[1] for request in looked_at}
         window = self.pages.window([(request, n, coded[request]) for request, n in looked_at.items()])
-        for layer in order or range(CODE_LAYERS):
+        for layer in order:
             codes = self.pages.codes(layer, window).flatten(0, 1)
             for request, n in looked_at.items():
                 at = torch.arange(n)
@@ -666,16 +610,12 @@ def test_any_history_leaves_what_was_written(steps: list[tuple[str, int, int]]) 
             model.pages.free(a)
             model.of.pop(a, None)
         elif what == "look":
-            model.check({r: min(n, model.of[r].shape[1]) for r, n in ((0, a), (1, b), (2, a)) if r in model.of})
+            looked_at = {r: min(n, model.of[r].shape[1]) for r, n in ((0, a), (1, b), (2, a)) if r in model.of}
+            model.check(looked_at, [(a + i * b) % CODE_LAYERS for i in range(4)])
     model.check({request: codes.shape[1] for request, codes in model.of.items()})
-
-
-def test_layers_may_be_asked_for_in_any_order() -> None:
-    model = Model(make_codes())
-    model.write(0, 21)
-    model.write(2, 8)
-    for order in ([2, 0, 1], [1, 1, 0], [0, 2, 0]):
-        model.check({0: 21, 2: 8}, order)
+    for request in (*range(ROWS), 0):
+        model.pages.free(request)
+    assert model.pages.pool.allocator.in_use == 0
 
 
 def test_the_next_layer_is_on_its_way_while_one_computes() -> None:
@@ -731,7 +671,7 @@ def test_pages_that_were_not_reserved_are_refused() -> None:
         pages.page(0, 8)
 
 
-def test_a_full_pool_takes_nothing_from_anybody() -> None:
+def test_a_full_pool_takes_nothing_from_other_requests() -> None:
     pages = make_codes(total=16)
     model = Model(pages)
     model.write(0, 12)
@@ -739,18 +679,6 @@ def test_a_full_pool_takes_nothing_from_anybody() -> None:
         pages.reserve(1, 8)
     pages.reserve(1, 4)
     model.check({0: 12})
-    pages.free(0)
-    pages.free(1)
-    pages.free(1)
-    assert pages.pool.allocator.in_use == 0
-
-
-def test_bytes_are_those_that_are_allocated() -> None:
-    pages = make_codes()
-    pages.reserve(0, 9)
-    page_bytes = CODE_PAGE * SHAPE[0] * SHAPE[1]
-    assert pages.device_bytes_of(9) == 2 * 3 * page_bytes + pages.tail[:, 0].numel()
-    assert pages.host_bytes == CODE_LAYERS * (pages.pool.num_pages + 1) * page_bytes
 
 
 def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,20 +32,19 @@ def storage() -> MemoryStorage:
 LONGER = [*TOKENS, *range(PAGE)]
 
 
-def loading(storage: MemoryStorage, pages: int = 16) -> tuple[Tier, PrefixAttach]:
+def loading(storage: MemoryStorage, **options: Any) -> tuple[Tier, PrefixAttach]:
     """Let an engine begin to load what another one has published; nothing has arrived yet."""
-    full(storage)
-    tier = Tier(storage, is_manual=True, pages=pages)
+    full(storage, **options)
+    tier = Tier(storage, is_manual=True, **options)
     attach = tier.store.begin(TOKENS)
     tier.connector.answer(0)
     tier.store.poll(attach)
     return tier, attach
 
 
-def full(storage: MemoryStorage, tokens: list[int] = TOKENS, **options: object) -> MemoryStorage:
+def full(storage: MemoryStorage, **options: Any) -> None:
     """Let another engine publish a prompt."""
-    Tier(storage, **options).serve(tokens)  # type: ignore[arg-type]
-    return storage
+    Tier(storage, **options).serve(TOKENS)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -86,19 +85,10 @@ def test_pages_in_the_pool_need_no_storage(storage: MemoryStorage) -> None:
     tier.check(TOKENS, second)
     tier.store.release(first)
     tier.store.release(second)
-    third = tier.attach(TOKENS)  # nobody holds the pages now, and nobody has needed them either
+    third = tier.attach(TOKENS)  # the pages are not held now, but nothing has needed them either
     assert third.pages == first.pages
     tier.store.release(third)
     tier.check_nothing_is_held()
-
-
-def test_a_tier_without_a_storage_shares_inside_its_pool() -> None:
-    tier = Tier(None)
-    tier.serve(TOKENS)
-    prefix = tier.attach(TOKENS)
-    tier.check(TOKENS, prefix)
-    assert prefix.n_tokens == 4 * PAGE
-    tier.end(prefix)
 
 
 def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStorage) -> None:
@@ -167,13 +157,9 @@ def test_a_partial_load_is_used_up_to_its_first_gap(storage: MemoryStorage, arri
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_load_that_breaks_after_some_bytes_gives_whole_blocks_only(storage: MemoryStorage, layout: Layout) -> None:
-    full(storage, layout=layout)
     block_size = MHA.page_bytes + SIDECAR_BYTES
     for count in (0, 1, MHA.page_bytes, block_size - 1, block_size, block_size + 1, 3 * block_size + 5):
-        tier = Tier(storage, layout=layout, is_manual=True)
-        attach = tier.store.begin(TOKENS)
-        tier.connector.answer(0)
-        tier.store.poll(attach)
+        tier, attach = loading(storage, layout=layout)
         tier.connector.break_after(1, count)
         prefix = tier.attached(attach)
         assert prefix.n_tokens == count // block_size * PAGE
@@ -198,11 +184,7 @@ def test_pages_stay_held_while_a_storage_hangs_on_to_them(storage: MemoryStorage
 
 
 def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: MemoryStorage) -> None:
-    full(storage, sidecar="optional")
-    tier = Tier(storage, sidecar="optional", is_manual=True)
-    attach = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(attach)
+    tier, attach = loading(storage, sidecar="optional")
     for block in range(4):
         tier.connector.arrive(1, (block, KV_SPEC))
     tier.connector.arrive(1, (0, tier.sidecar_name), (1, tier.sidecar_name))
@@ -221,49 +203,14 @@ def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: Memo
     tier.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("moment", ["before the answer", "loading", "half loaded", "hanging", "done"])
-def test_an_abort_frees_everything(storage: MemoryStorage, moment: str) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    attach = tier.store.begin(TOKENS)
-    if moment != "before the answer":
-        tier.connector.answer(0)
-        tier.store.poll(attach)
-    if moment == "half loaded":
-        tier.connector.arrive(1, (0, KV_SPEC), (2, KV_SPEC))
-    if moment == "hanging":
-        tier.connector.loads[1].hanging += [
-            piece for page in tier.connector.loads[1].pages for piece in page.parts[KV_SPEC]
-        ]
-    if moment == "done":
-        tier.connector.arrive(1, *tier.connector.loads[1].left)
-        assert tier.store.poll(attach) is not None
-    tier.store.abort(attach)
-    assert tier.store.poll(attach) is None
-    tier.store.abort(attach)  # once more is fine
-    if moment == "hanging":
-        tier.store.step()
-        assert tier.allocator.in_use == 4
-        tier.connector.let_go(1)
-    tier.check_nothing_is_held()
-
-
 def test_a_block_is_loaded_once_for_two_requests(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    first = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(first)
+    tier, first = loading(storage)
     second = tier.store.begin(TOKENS)
     assert tier.store.poll(second) is None
     assert len(tier.connector.loads) == 1
     tier.connector.arrive(1, *list(tier.connector.loads[1].left))
-    found = tier.store.poll(second)  # nobody has asked for the first one since
-    assert found is None or found.n_tokens
-    found = found or tier.store.poll(second)
-    mine = tier.store.poll(first)
-    assert found is not None
-    assert mine is not None
+    found = tier.store.poll(second) or tier.attached(second)  # the first one was not polled since
+    mine = tier.attached(first)
     assert found.pages == mine.pages
     tier.check(TOKENS, found)
     tier.store.release(found)
@@ -271,12 +218,8 @@ def test_a_block_is_loaded_once_for_two_requests(storage: MemoryStorage) -> None
     tier.check_nothing_is_held()
 
 
-def test_who_waits_for_a_load_that_is_aborted_loads_himself(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    first = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(first)
+def test_a_request_that_waits_for_an_aborted_load_loads_itself(storage: MemoryStorage) -> None:
+    tier, first = loading(storage)
     second = tier.store.begin(TOKENS)
     tier.store.abort(first)
     tier.connector.is_manual = False
@@ -286,7 +229,7 @@ def test_who_waits_for_a_load_that_is_aborted_loads_himself(storage: MemoryStora
     tier.end(prefix)
 
 
-def test_a_pool_with_little_room_attaches_less(storage: MemoryStorage) -> None:
+def test_a_pool_with_few_free_pages_attaches_less(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage, pages=3)
     (held,) = tier.allocator.alloc(1)
@@ -298,7 +241,7 @@ def test_a_pool_with_little_room_attaches_less(storage: MemoryStorage) -> None:
     tier.check_nothing_is_held()
 
 
-def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+def test_a_tier_without_a_storage_loses_the_end_of_a_chain_before_its_beginning() -> None:
     tier = Tier(None, pages=8)
     tier.serve(TOKENS)
     tier.serve([token + 1000 for token in TOKENS])
@@ -347,17 +290,6 @@ def test_two_engines_write_the_same_blocks(storage: MemoryStorage) -> None:
     tier.check(TOKENS, tier.attach(TOKENS))
 
 
-def test_pages_stay_until_they_are_written(storage: MemoryStorage) -> None:
-    tier = Tier(storage, is_manual=True, pages=4)
-    pages = tier.publish(TOKENS)
-    tier.allocator.free(pages)  # the request has ended
-    assert tier.allocator.available == 0
-    tier.connector.finish_write(0)
-    tier.check_nothing_is_held()
-    other = Tier(storage)
-    other.check(TOKENS, other.attach(TOKENS))
-
-
 def test_pages_that_are_being_written_are_not_written_twice(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
     pages = tier.publish(TOKENS)
@@ -404,27 +336,13 @@ def test_blocks_decoded_over_a_selection_are_never_published(storage: MemoryStor
     tier.end(prefix)
 
 
-def test_the_storage_forgot_what_the_pool_still_has(storage: MemoryStorage) -> None:
-    tier = Tier(storage)
-    tier.serve(TOKENS)
-    storage.blocks.clear()
-    prefix = tier.attach(LONGER)
-    assert prefix.n_tokens == 4 * PAGE
-    pages = tier.compute(LONGER, prefix)
-    tier.store.publish(LONGER, pages, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
-    tier.allocator.free(pages)
-    tier.store.step()
-    assert set(storage.blocks) == set(page_keys(LONGER))
-    tier.check_nothing_is_held()
-
-
 def test_a_prompt_that_is_all_in_the_pool_is_looked_up_all_the_same(storage: MemoryStorage) -> None:
     """So that the storage knows that it is used, and what follows a block that it lost is not stored in vain."""
     tier = Tier(storage)
     tier.serve(TOKENS)
     tier.connector.is_manual = True
     prefix = tier.store.poll(tier.store.begin(TOKENS))
-    assert prefix is not None  # nobody waited
+    assert prefix is not None  # without waiting
     (number,) = tier.connector.lookups
     del storage.blocks[page_keys(TOKENS)[2]]
     tier.connector.answer(number)
@@ -546,6 +464,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         tier, _, attach = self.attaching.pop(which % len(self.attaching))
         tier.store.abort(attach)
+        assert tier.store.poll(attach) is None
+        tier.store.abort(attach)  # once more is fine
 
     @rule(which=st.integers(0, 100), publishes=st.booleans())
     @precondition(lambda self: self.attached)
@@ -599,7 +519,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1))
     def evict(self, engine: int) -> None:
-        """Let another request have whatever nobody holds, and write over it."""
+        """Let another request have all pages that are not held, and write over them."""
         tier = self.tiers[engine]
         pages = tier.allocator.alloc(tier.allocator.available)
         for page in pages:
@@ -661,40 +581,19 @@ def test_the_name_of_a_sidecar() -> None:
     assert fingerprint8(KV, "dsa", PARAMETERS) == "85b43b0b"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "mla"},
-        {"model": "other"},
-        {"weights": "1"},
-        {"kv_dtype": "bf16"},
-        {"layout": "page_head"},
-        {"page_tokens": 8},
-        {"shape": "other"},
-        {"rope": {"theta": 500_000.0}},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_format_has_another_fingerprint(change: dict[str, Any]) -> None:
-    assert fingerprint8(replace(KV, **change), "dsa", PARAMETERS) != fingerprint8(KV, "dsa", PARAMETERS)
-
-
-def test_another_algorithm_or_parameter_has_another_fingerprint() -> None:
-    found = {
-        fingerprint8(KV, "dsa", PARAMETERS),
-        fingerprint8(KV, "quest", PARAMETERS),
-        fingerprint8(KV, "dsa", {**PARAMETERS, "index_dim": 64}),
-        fingerprint8(KV, "dsa", {}),
-    }
-    assert len(found) == 4
-
-
-def test_geometry_and_layout_are_in_the_format() -> None:
-    geometries = [MHA, MLA, replace(MHA, num_layers=3), replace(MHA, start_layer=2), replace(MHA, dtype=KVDtype.FP8)]
+def test_another_algorithm_parameter_or_format_has_another_fingerprint() -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"kind": "mla"}, {"model": "other"}, {"weights": "1"}, {"kv_dtype": "bf16"}, {"layout": "page_head"},
+        {"page_tokens": 8}, {"shape": "other"}, {"rope": {"theta": 500_000.0}},
+    ]  # fmt: skip
+    geometries = [MLA, replace(MHA, num_layers=3), replace(MHA, start_layer=2), replace(MHA, dtype=KVDtype.FP8)]
     geometries += [replace(MHA, num_kv_heads=4), replace(MHA, head_dim=8), replace(MHA, v_head_dim=8)]
-    formats = [format_of(geometry) for geometry in geometries]
-    formats += [format_of(MHA, layout) for layout in (Layout.LAYER_FIRST, Layout.PAGE_HEAD)]
-    assert len({fingerprint8(kv, "dsa", {}) for kv in formats}) == len(formats)
+    formats = [*(replace(KV, **change) for change in changes), *map(format_of, geometries)]
+    formats += [format_of(MHA, Layout.LAYER_FIRST)]
+    found = [fingerprint8(kv, "dsa", PARAMETERS) for kv in formats]
+    found += [fingerprint8(KV, "quest", PARAMETERS)]
+    found += [fingerprint8(KV, "dsa", changed) for changed in ({**PARAMETERS, "index_dim": 64}, {})]
+    assert len(set(found)) == len(found)
 
 
 def test_the_protocol_needs_no_torch() -> None:

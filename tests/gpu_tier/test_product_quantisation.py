@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,22 +207,15 @@ def test_measuring_asks_for_enough_tokens_and_ends_in_time() -> None:
     assert len(set(layers)) >= 4
 
 
-def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+def test_a_profile_survives_the_disk_and_another_machines_is_refused(tmp_path: Path) -> None:
     path, profile = tmp_path / "profile.json", measured(PLANTED, 0.05)
-    pq_clustering.save(path, profile)
-    assert pq_clustering.load(path, OF) == profile
-    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
-    assert "processor" in json.loads(path.read_text())["fingerprint"]
-
-
-def test_another_machines_profile_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    profile = measured(PLANTED, 0.0)
     pq_clustering.save(path, profile)
     for changed in ({"device": "another"}, {"threads": 8}, {"m": 2}, {"new": 1}):
         with pytest.raises(ConfigError, match=next(iter(changed))):
             pq_clustering.load(path, {**OF, **changed})
     assert pq_clustering.load(path, OF) == profile  # and left as it was
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+    assert "processor" in json.loads(path.read_text())["fingerprint"]
 
 
 @pytest.mark.parametrize(
@@ -248,36 +242,24 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, damage: object) -> None:
         pq_clustering.obtain(str(path), OF, lambda: measured(PLANTED, 0.0))
 
 
-def test_a_profile_that_does_not_exist_is_measured_and_kept(tmp_path: Path) -> None:
-    path, taken = tmp_path / "profile.json", []
-
-    def take() -> Profile:
-        taken.append(1)
-        return measured(PLANTED, 0.0)
-
-    first = pq_clustering.obtain(str(path), OF, take)
-    assert pq_clustering.obtain(str(path), OF, take) == first
-    assert len(taken) == 1
-
-
-def test_a_profile_that_cannot_be_written_is_refused_before_it_is_measured(tmp_path: Path) -> None:
-    def take() -> Profile:
-        raise AssertionError("measured in vain")
-
-    with pytest.raises(ConfigError, match="must be a folder in which it can be written"):
-        pq_clustering.obtain(str(tmp_path / "missing" / "profile.json"), OF, take)
-
-
-def test_without_a_file_it_is_measured_once_in_a_process() -> None:
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_profile_is_measured_once_and_kept(tmp_path: Path, in_a_file: bool) -> None:
     taken = []
 
     def take() -> Profile:
         taken.append(1)
         return measured(PLANTED, 0.0)
 
-    of = {**OF, "device": "that of this test"}
-    assert pq_clustering.obtain("", of, take) is pq_clustering.obtain("", of, take)
+    path = str(tmp_path / "profile.json") if in_a_file else ""
+    of = OF if in_a_file else {**OF, "device": "that of this test"}
+    first = pq_clustering.obtain(path, of, take)
+    assert pq_clustering.obtain(path, of, take) == first
     assert len(taken) == 1
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a folder in which it can be written"):
+        pq_clustering.obtain(str(tmp_path / "missing" / "profile.json"), OF, lambda: pytest.fail("measured in vain"))
 
 
 @pytest.mark.parametrize("kind", list(KVKind))
@@ -358,22 +340,6 @@ def test_spherical_is_the_model(seed: int, tokens: int, n: int, iterations: int)
     torch.testing.assert_close(centroids[0].double(), torch.from_numpy(want_centroids), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=examples(120), deadline=None)
-@given(problems=problem_sets(), iterations=st.integers(0, 4))
-def test_spherical_counts_are_honoured(problems: tuple[Tensor, list[int], list[int]], iterations: int) -> None:
-    x, counts, n = problems
-    labels, centroids = spherical_kmeans(x, counts, n, iterations)
-    assert labels.shape == x.shape[:2]
-    assert centroids.shape == (len(x), max(1, *n), x.shape[2])
-    for problem, (count, some) in enumerate(zip(counts, n, strict=True)):
-        assert torch.all((labels[problem, :count] >= 0) & (labels[problem, :count] < some))
-        assert torch.all(labels[problem, count:] == -1)
-        length = centroids[problem].norm(dim=-1)
-        # Rows of length 0 have no direction: a centroid that began as one stays 0 while it has no others.
-        assert torch.all(((length[:some] - 1).abs() < 1e-5) | (length[:some] == 0))
-        assert torch.all(centroids[problem, some:] == 0)
-
-
 def test_equal_rows_share_the_lowest_cluster_and_the_others_stay() -> None:
     labels, centroids = spherical_kmeans(torch.ones(1, 12, 4), [12], [3], 10)
     assert torch.all(labels == 0)
@@ -404,21 +370,17 @@ def test_lloyd_comes_nearer_until_it_stays(problems: tuple[Tensor, list[int], li
     x, counts, n = problems
     before = torch.full((len(x),), torch.inf, dtype=torch.float64)
     for number in range(7):
-        centroids, labels, inertia = lloyd(x, counts, n, number, seed)
+        inertia = lloyd(x, counts, n, number, seed)[2]
         assert torch.all(inertia <= before * (1 + 1e-5) + 1e-5)
         before = inertia
-        for problem, (count, some) in enumerate(zip(counts, n, strict=True)):
-            assert torch.all((labels[problem, :count] >= 0) & (labels[problem, :count] < some))
-            assert torch.all(labels[problem, count:] == -1)
-            assert torch.all(centroids[problem, some:] == 0)
     # 40 rows and 9 centroids have settled long before.
     settled, more = lloyd(x, counts, n, 200, seed), lloyd(x, counts, n, 201, seed)
     assert all(torch.equal(one, other) for one, other in zip(settled, more, strict=True))
 
 
 def test_empty_clusters_take_the_farthest_rows() -> None:
-    # Whoever has all the equal rows is in the middle of three strays; the other two clusters begin as equal rows as
-    # well, and would have nothing for ever if the middle were theirs too.
+    # The cluster of all the equal rows is in the middle of three strays; the other two begin as equal rows as well, and
+    # would stay empty for ever if the middle were theirs too.
     x = torch.zeros(1, 1003, 2)
     x[0, -3:] = torch.tensor([[8.0, 0.0], [-4.0, 5.0], [-4.0, -5.0]])
     for seed in range(10):
@@ -427,20 +389,24 @@ def test_empty_clusters_take_the_farthest_rows() -> None:
         assert inertia.tolist() == [0]
 
 
+def clustered(kind: str, x: Tensor, counts: list[int], n: list[int], iterations: int, **kw: Any) -> tuple[Tensor, ...]:
+    """Return labels, centroids and, of lloyd, inertia."""
+    if kind == "spherical":
+        return spherical_kmeans(x, counts, n, iterations, **kw)
+    centroids, labels, inertia = lloyd(x, counts, n, iterations, seed=5, **kw)
+    return labels, centroids, inertia
+
+
 # Both ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kernels", ["triton"])
-def test_implementations_agree(kernels: str) -> None:
+@pytest.mark.parametrize("kind", ["spherical", "lloyd"])
+def test_implementations_agree(kind: str) -> None:
     device = runtime_for("cuda").device if torch.cuda.is_available() else NullRuntime().device
     # Well separated, so that a last bit decides nothing.
     x = 20 * few_values(3, 60, 16, seed=4) + numbers(3, 60, 16, seed=5)
-    counts, n = [60, 33, 0], [8, 4, 0]
-    for clustering in (
-        lambda x, kernels: spherical_kmeans(x, counts, n, 3, kernels=kernels),
-        lambda x, kernels: lloyd(x, counts, n, 3, 0, kernels=kernels),
-    ):
-        mine, reference = clustering(x.to(device), kernels), clustering(x, "reference")
-        for one, other in zip(mine, reference, strict=True):
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-3)
+    arguments = [60, 33, 0], [8, 4, 0], 3
+    mine = clustered(kind, x.to(device), *arguments, kernels="triton")
+    for one, other in zip(mine, clustered(kind, x, *arguments, kernels="reference"), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-3)
 
 
 def test_without_problems_there_is_nothing_to_do() -> None:
@@ -448,15 +414,11 @@ def test_without_problems_there_is_nothing_to_do() -> None:
     assert lloyd(torch.zeros(0, 5, 4), [], [], 3, 0)[2].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("counts", "n", "field"),
-    [([5], [2, 2], "counts"), ([5, 6], [2, 2], "counts"), ([5, 1], [2, 2], "counts"), ([5, -1], [2, -1], "counts")],
-)
-def test_counts_are_checked(counts: list[int], n: list[int], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        spherical_kmeans(torch.zeros(2, 5, 3), counts, n, 1)
-    with pytest.raises(ConfigError, match=field):
-        lloyd(torch.zeros(2, 5, 3), counts, n, 1, 0)
+@pytest.mark.parametrize("kind", ["spherical", "lloyd"])
+@pytest.mark.parametrize(("counts", "n"), [([5], [2, 2]), ([5, 6], [2, 2]), ([5, 1], [2, 2]), ([5, -1], [2, -1])])
+def test_counts_are_checked(counts: list[int], n: list[int], kind: str) -> None:
+    with pytest.raises(ConfigError, match="counts"):
+        clustered(kind, torch.zeros(2, 5, 3), counts, n, 1)
 
 
 def test_rows_and_iterations_are_checked() -> None:
@@ -477,13 +439,6 @@ def test_lloyd_begins_with_a_row_of_each_stretch(count: int, n: int, seed: int) 
     assert count == n or n == 1 or any(begin != lloyd(x, [count], [n], 0, s)[0].flatten().tolist() for s in range(5))
 
 
-def clustered(kind: str, x: Tensor, counts: list[int], n: list[int], iterations: int) -> tuple[Tensor, ...]:
-    if kind == "spherical":
-        return spherical_kmeans(x, counts, n, iterations)
-    centroids, labels, inertia = lloyd(x, counts, n, iterations, seed=5)
-    return labels, centroids, inertia
-
-
 @pytest.mark.parametrize("kind", ["spherical", "lloyd"])
 @settings(max_examples=examples(120), deadline=None)
 @given(problems=problem_sets(), data=st.data(), iterations=st.integers(0, 4))
@@ -496,6 +451,8 @@ def test_problems_do_not_depend_on_each_other(
     padded = torch.nn.functional.pad(x[order], (0, 0, 0, data.draw(st.integers(0, 9))), value=torch.nan)
     shuffled = clustered(kind, padded, [counts[i] for i in order], [n[i] for i in order], iterations)
     for place, i in enumerate(order):
+        assert torch.all(found[0][i, counts[i] :] == -1)
+        assert torch.all(found[1][i, n[i] :] == 0)
         alone = clustered(kind, x[i : i + 1, : counts[i]], [counts[i]], [n[i]], iterations)
         for mine, own in zip(found[:2], alone[:2], strict=True):
             assert torch.equal(mine[i][: len(own[0])], own[0])

@@ -14,7 +14,6 @@ from kvcm.gpu_tier.algorithms import registry
 from kvcm.gpu_tier.assembly import build, host_split, resolved
 from kvcm.gpu_tier.config import SparseConfig
 from kvcm.gpu_tier.errors import ConfigError
-from kvcm.gpu_tier.manager.execution_buffer import BlockResidency
 from kvcm.gpu_tier.manager.prefixes import PrefixCounters
 from kvcm.gpu_tier.manager.residency import DeviceResidentPolicy
 from kvcm.gpu_tier.manager.token_blocks import TokenBlockPolicy
@@ -85,19 +84,6 @@ def test_host_memory_of_others_is_in_token_order(settings: dict[str, Any]) -> No
     split = host_split(config_of(algorithm, host_to_device_ratio=0.5, **settings), SHAPE.geometry, 40 * PAGE_BYTES,
                        publishes=False)  # fmt: skip
     assert (split.pages, split.store_bytes) == (20, 0)
-
-
-def test_a_block_residency_counts_its_buffers() -> None:
-    config = config_of("pqcache")
-    coordinator = build(
-        config, SHAPE.geometry, num_q_heads=SHAPE.q_heads, sm_scale=1.0, device_pages=20, max_requests=2, max_tokens=64
-    )
-    blocks = coordinator.manager.blocks
-    assert isinstance(blocks, BlockResidency)
-    tokens = blocks.execution.tokens_per_row
-    assert tokens % SHAPE.page == 0
-    assert tokens >= coordinator.algorithm.max_execution_tokens
-    assert blocks.execution.rows == 2
 
 
 def values(traffic: Traffic) -> dict[tuple[str, ...], float]:

@@ -11,10 +11,11 @@ import torch
 from algorithm_rig import PAGE, SMALL, TOKENS, WaveRig, check_step, mha, mla, rebuild, same_state, selections_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sidecar_cases import exported
 from thoroughness import examples
 from torch import Tensor
 
-from kvcm.gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from kvcm.gpu_tier.algorithms.base import Sidecar
 from kvcm.gpu_tier.config import RetroInferConfig
 from kvcm.gpu_tier.errors import ConfigError
 from kvcm.gpu_tier.geometry import KVDtype, KVGeometry
@@ -67,52 +68,46 @@ def test_chunks_in_any_cut_leave_the_same_bits(n: int, cuts: set[int], repeats: 
             assert torch.equal(one.members, other.members)
 
 
+def is_as_alone(rig: WaveRig, request: int, n: int, **changes: Any) -> None:
+    """Check that a request has the state of the same prompt that an engine of its own computes at once."""
+    alone = WaveRig(rig.geometry, **changes)
+    alone.rows.of, alone.rows.values, alone.queries_seen = rig.rows.of, rig.rows.values, rig.queries_seen
+    alone.n[request] = 0
+    alone.algorithm.reserve(request, n)
+    alone.prefill({request: n})
+    alone.algorithm.finish_prompt(request, n)
+    same_state(rig, request, alone, request)
+
+
 def test_prompts_prefilled_together_are_as_alone() -> None:
     lengths = {0: 150, 1: UNINDEXED - 1, 2: 90, 3: 41}
     rig = WaveRig()
     rig.add(lengths, chunk=37)
     for request, n in lengths.items():
-        alone = WaveRig()
-        alone.rows.of.update({(layer, 0): rig.rows.of[layer, request] for layer in rig.geometry.layers})
-        alone.rows.values.update({(layer, 0): rig.rows.values[layer, request] for layer in rig.geometry.layers})
-        alone.n[0] = 0
-        alone.queries_seen.update({(layer, 0): rig.queries_seen[layer, request] for layer in rig.geometry.layers})
-        alone.algorithm.reserve(0, n)
-        alone.prefill({0: n})
-        alone.algorithm.finish_prompt(0, n)
-        same_state(rig, request, alone, 0)
+        is_as_alone(rig, request, n)
 
 
-@pytest.mark.parametrize("rule", ["sum_softmax", "max_ip"])
-@pytest.mark.parametrize("group", [1, 4])
-def test_it_selects_the_clusters_that_plain_python_selects(group: int, rule: str) -> None:
-    rig = WaveRig(group=group, rank=rule)
-    rig.add({0: 1, 1: UNINDEXED - 1, 2: UNINDEXED, 3: 77, 4: 150, 5: 129}, spare=2)
+@pytest.mark.parametrize(
+    ("geometry", "group", "rule"),
+    [
+        *((mha(), group, rule) for group in (1, 4) for rule in ("sum_softmax", "max_ip")),
+        (mla(136, 128, dtype=KVDtype.FP8), 4, "sum_softmax"), (mha(1, 16), 4, "sum_softmax"),
+        (mha(4, 8, start=3), 4, "sum_softmax"), (mha(2, 64, dtype=KVDtype.F16), 4, "sum_softmax"),
+    ],
+)  # fmt: skip
+def test_it_selects_the_clusters_that_plain_python_selects(geometry: KVGeometry, group: int, rule: str) -> None:
+    rig = WaveRig(geometry, group, rank=rule)
+    rig.add({0: 1, 1: UNINDEXED - 1, 2: UNINDEXED, 3: 77, 4: 90, 5: 129}, chunk=19, spare=2)
     order = [5, 0, 3, 2, 4, 1]
     check_step(rig, order, selections_of(rig, order, padding=2))
-
-
-GEOMETRIES = {
-    "mla fp8": mla(136, 128, dtype=KVDtype.FP8),
-    "one head": mha(1, 16),
-    "stage": mha(4, 8, start=3),
-    "f16 d64": mha(2, 64, dtype=KVDtype.F16),
-}
-
-
-@pytest.mark.parametrize("kind", GEOMETRIES)
-def test_it_works_for_every_kind_of_kv(kind: str) -> None:
-    rig = WaveRig(GEOMETRIES[kind], 4)
-    rig.add({0: 90, 1: 37}, chunk=19, spare=1)
-    check_step(rig, [1, 0], selections_of(rig, [1, 0]))
     for position, layer in enumerate(rig.geometry.layers):
-        views, pages = rig.retro.index.views(position), rig.retro.index.pool.held(0)
-        for head, clusters in enumerate(rig.members.of[layer, 0]):
+        views, pages = rig.retro.index.views(position), rig.retro.index.pool.held(4)
+        for head, clusters in enumerate(rig.members.of[layer, 4]):
             for c, tokens in enumerate(clusters[:20]):
                 if tokens:
                     place = (pages[c // 64], head, c % 64)
-                    keys = rig.rows.of[layer, 0][tokens, head]
-                    values = rig.rows.values[layer, 0][tokens, head]
+                    keys = rig.rows.of[layer, 4][tokens, head]
+                    values = rig.rows.values[layer, 4][tokens, head]
                     close(views.centroids[place], keys.mean(0))
                     close(views.value_sums[place], values.sum(0))
 
@@ -180,43 +175,12 @@ def test_clusters_that_do_not_fit_are_estimated_and_counted(estimation: float) -
             assert float((out[0] - rig.full_attention(layer, 0)).norm(dim=-1).mean()) < 1.5
 
 
-def test_attention_is_normalised_over_the_three_zones_alone() -> None:
-    rig = WaveRig(group=1)
-    rig.add({0: 150}, spare=1)
-    found = selections_of(rig, [0])
-    batch = rig.batch(Mode.DECODE, [0], [1])
-    for layer, selection in found.items():
-        assert selection.estimate is not None
-        position = rig.geometry.layer_index(layer)
-        views, pages = rig.retro.index.views(position), rig.retro.index.pool.held(0)
-        out = rig.attention(layer, batch, selection)[0]
-        for head in range(2):
-            q = rig.query(layer, 0)[head, 0].double()
-            exact = rig.exact_tokens(layer, 0, 0, head, selection)
-            ids = rig.chosen(selection.estimate, 0, head)
-            centroids = views.centroids[pages, head].flatten(0, 1)[ids].double()
-            sums = views.value_sums[pages, head].flatten(0, 1)[ids].double()
-            sizes = torch.tensor([len(rig.members.of[layer, 0][head][c]) for c in ids]).double()
-            weights = (rig.rows.of[layer, 0][exact, head].double() @ q * rig.context.sm_scale).exp()
-            guessed = (centroids @ q * rig.context.sm_scale).exp()
-            above = weights @ rig.rows.values[layer, 0][exact, head].double() + guessed @ sums
-            below = weights.sum() + (sizes * guessed).sum()
-            torch.testing.assert_close(out[head], above / below, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("changes", [{"center": "prompt"}, {"final_assign": "global"}, {"center": "none"}])
 @pytest.mark.parametrize("n", [UNINDEXED - 1, UNINDEXED, 150])
 def test_options_of_clustering_index_the_same_tokens(changes: dict[str, Any], n: int) -> None:
     rig = WaveRig(**changes)
     rig.add({0: n}, chunk=40, spare=40)
-    whole = WaveRig(**changes)
-    whole.rows.of.update(rig.rows.of), whole.rows.values.update(rig.rows.values)
-    whole.queries_seen.update(rig.queries_seen)
-    whole.n[0] = 0
-    whole.algorithm.reserve(0, n)
-    whole.prefill({0: n})
-    whole.algorithm.finish_prompt(0, n)
-    same_state(rig, 0, whole, 0)
+    is_as_alone(rig, 0, n, **changes)
     for _ in range(30):
         rig.step([0])
     for layer in rig.geometry.layers:
@@ -278,18 +242,6 @@ def test_rows_that_do_not_select_select_nothing_and_are_still_indexed() -> None:
     assert rig.retro.segments.of(rig.geometry.start_layer, 0).boundary == UNINDEXED - 6 + 16
 
 
-def test_what_no_step_clustered_is_built_when_a_request_becomes_sparse() -> None:
-    rig, stepped = WaveRig(), WaveRig()
-    for each in (rig, stepped):
-        each.add({0: 5}, spare=60)
-    for _ in range(55):
-        stepped.step([0])
-    rig.n[0] = 60
-    rig.algorithm.reserve(0, 60)
-    rig.algorithm.become_sparse(0, 60)
-    same_state(rig, 0, stepped, 0)
-
-
 def test_memory_is_what_it_says() -> None:
     rig = WaveRig()
     index = rig.retro.index
@@ -303,34 +255,22 @@ def test_memory_is_what_it_says() -> None:
     assert index.pool.nbytes == 3 * (index.pool.num_pages + 1) * page_bytes + index.pool.table.numel() * 4
 
 
-def test_limits_that_a_residency_relies_on() -> None:
-    rig = WaveRig()
-    algorithm: BaseSparseAlgorithm = rig.algorithm
-    assert algorithm.per_head
-    assert algorithm.unit_tokens == 0
-    assert (algorithm.steady_ring(99).sink, algorithm.steady_ring(99).ring) == (3, 6 + 16)
-    m = most_clusters(TOKENS, CONFIG)
-    assert algorithm.max_items == round(0.2 * m)
-    assert algorithm.max_execution_tokens == min(TOKENS, UNINDEXED + 4 * round(0.2 * m) * 4)
-
-
 def test_a_prompt_of_which_no_chunk_was_seen_is_built_when_it_is_finished() -> None:
-    rig, chunked = WaveRig(), WaveRig()
-    for each in (rig, chunked):
-        each.add({0: 1}, spare=120)
-        each.end(0)
-        each.algorithm.reserve(0, 121)
-    rig.n[0] = chunked.n[0] = 0
-    chunked.prefill({0: 121})
-    for each in (rig, chunked):
-        each.algorithm.finish_prompt(0, 121)
-    rig.n[0] = 121
-    same_state(rig, 0, chunked, 0)
-
-
-def test_a_step_sees_what_was_clustered_since_the_last_look_at_it() -> None:
     rig = WaveRig()
-    rig.add({0: 5}, spare=60)
+    rig.add({0: 1}, spare=120)
+    rig.end(0)
+    rig.algorithm.reserve(0, 121)
+    rig.algorithm.finish_prompt(0, 121)
+    is_as_alone(rig, 0, 121)
+
+
+def test_what_no_step_clustered_is_built_when_a_request_becomes_sparse() -> None:
+    """The next step sees it."""
+    rig, stepped = WaveRig(), WaveRig()
+    for each in (rig, stepped):
+        each.add({0: 5}, spare=60)
+    for _ in range(55):
+        stepped.step([0])
     rig.n[0] = 60
     rig.algorithm.reserve(0, 60)
     batch, everyone = rig.batch(Mode.DECODE, [0], [1]), torch.ones(1, dtype=torch.bool)
@@ -339,6 +279,7 @@ def test_a_step_sees_what_was_clustered_since_the_last_look_at_it() -> None:
     assert not before.lengths.any()
     assert before.estimate is None
     rig.algorithm.become_sparse(0, 60)
+    same_state(rig, 0, stepped, 0)
     after = rig.algorithm.retrieve_topk(q, 0, batch, everyone)
     assert bool((after.lengths > 0).all())
     assert after.steady is not None
@@ -362,9 +303,7 @@ def make(geometry: KVGeometry | None = None, **changes: int | str) -> WaveRig:
 def published(rig: WaveRig, request: int, n: int, prompt: int) -> Sidecar:
     """The sidecar of the first n tokens of a prompt."""
     rig.add({request: prompt}, spare=10)
-    sidecar = rig.algorithm.export_sidecar(request, 0, n)
-    assert sidecar is not None
-    return sidecar
+    return exported(rig, request, 0, n)
 
 
 def attach(rig: WaveRig, source: int, target: int, n_prompt: int, runs: list[Sidecar], cached: int) -> int:
@@ -405,26 +344,20 @@ def test_a_prefix_with_sidecars_is_as_if_it_had_been_clustered(geometry: KVGeome
     for layer in rig.geometry.layers:
         for one, other in zip(rig.members.segments[layer, 0], rig.members.segments[layer, 1], strict=True):
             assert (one.start, one.first_cluster) == (other.start, other.first_cluster)
-            assert other.members.dtype == other.sizes.dtype == torch.int32
             assert torch.equal(one.members, other.members)
             assert torch.equal(one.sizes, other.sizes)
-    found = selections_of(rig, [0, 1])
-    for selection in found.values():
+    for selection in selections_of(rig, [0, 1]).values():
         assert torch.equal(selection.indices[0], selection.indices[1])
     # What was taken over is published like what was clustered.
-    again = rig.algorithm.export_sidecar(1, 0, 224)
-    assert again is not None
-    assert torch.equal(again.data, sidecar.data)
+    assert torch.equal(exported(rig, 1, 0, 224).data, sidecar.data)
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(cuts=st.sets(st.integers(1, 13), max_size=5), start=st.integers(0, 13), stop=st.integers(0, 13))
 def test_sidecars_come_in_runs_and_are_exported_in_pieces(cuts: set[int], start: int, stop: int) -> None:
     rig = RUNS
-    sidecar = rig.algorithm.export_sidecar(0, 0, 224)
-    assert sidecar is not None
-    piece = rig.algorithm.export_sidecar(0, start * PAGE - (start > 0), stop * PAGE + 5)
-    assert piece is not None
+    sidecar = exported(rig, 0, 0, 224)
+    piece = exported(rig, 0, start * PAGE - (start > 0), stop * PAGE + 5)
     if start < stop:
         assert piece.start == start * PAGE
         assert torch.equal(piece.data, sidecar.data[start:stop])
@@ -471,7 +404,7 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], object], int]] = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_what_is_not_whole_is_clustered_from_kv(what: str) -> None:
+def test_a_segment_that_is_damaged_is_clustered_from_kv(what: str) -> None:
     rig = make()
     sidecar = published(rig, 0, 224, 240)
     change, whole = REFUSALS[what]
@@ -506,7 +439,7 @@ def test_a_hole_is_clustered_from_kv_and_what_is_behind_it_is_taken_over(holes: 
 
 
 def test_slices_of_two_prompts_that_differ_in_the_last_tokens_do_not_agree() -> None:
-    """The first pages of a segment are shared, its last tokens are others'."""
+    """The first pages of a segment are shared, its last tokens are not."""
     rig = make()
     ours = published(rig, 0, WHOLE, 120)
     rig.copy_request(0, 1)
@@ -516,8 +449,7 @@ def test_slices_of_two_prompts_that_differ_in_the_last_tokens_do_not_agree() -> 
     rig.algorithm.reserve(1, 120)
     rig.prefill({1: 120})
     rig.algorithm.finish_prompt(1, 120)
-    theirs = rig.algorithm.export_sidecar(1, 0, WHOLE)
-    assert theirs is not None
+    theirs = exported(rig, 1, 0, WHOLE)
     mixed = Sidecar(0, torch.cat([ours.data[:PAGES], theirs.data[PAGES:]]))
     assert attach(rig, 1, 2, 120, [mixed], WHOLE) == 0
     same_state(rig, 2, rig, 1)
@@ -533,15 +465,7 @@ def test_a_segment_that_a_short_prompt_would_not_cluster_whole_is_not_taken_over
     fits = n_prompt >= SEGMENT + 20
     covered = attach(rig, 0, 1, n_prompt, [sidecar], SEGMENT)
     assert covered == (SEGMENT if fits else 0)
-    plain = make(sink=0, local=20)
-    plain.rows.of.update({(layer, 0): rig.rows.of[layer, 0] for layer in rig.geometry.layers})
-    plain.rows.values.update({(layer, 0): rig.rows.values[layer, 0] for layer in rig.geometry.layers})
-    plain.queries_seen.update({(layer, 0): rig.queries_seen[layer, 0] for layer in rig.geometry.layers})
-    plain.n[0] = 0
-    plain.algorithm.reserve(0, n_prompt)
-    plain.prefill({0: n_prompt})
-    plain.algorithm.finish_prompt(0, n_prompt)
-    same_state(rig, 1, plain, 0)
+    is_as_alone(rig, 1, n_prompt, segment=SEGMENT, sink=0, local=20)
 
 
 def test_segments_that_are_not_clustered_are_exported_as_nothing() -> None:
@@ -550,9 +474,8 @@ def test_segments_that_are_not_clustered_are_exported_as_nothing() -> None:
     assert not sidecar.data[0].any()  # the sinks' page
     assert bool((sidecar.data[1 : PAGES + 1, 0] == 1).all())
     assert not sidecar.data[PAGES + 1 :].any()
-    nobody = rig.algorithm.export_sidecar(4, 0, 64)
-    assert nobody is not None
-    assert not nobody.data.any()
+    unused = exported(rig, 4, 0, 64)
+    assert not unused.data.any()
 
 
 def test_decoded_segments_are_none_of_a_prompt() -> None:
@@ -560,8 +483,7 @@ def test_decoded_segments_are_none_of_a_prompt() -> None:
     rig.add({0: 40}, spare=120)
     for _ in range(110):
         rig.step([0])
-    sidecar = rig.algorithm.export_sidecar(0, 0, 144)
-    assert sidecar is not None
+    sidecar = exported(rig, 0, 0, 144)
     assert not sidecar.data.any()
 
 
@@ -592,8 +514,7 @@ def test_nothing_of_a_request_is_left_for_the_next_one_in_its_row() -> None:
     rig.algorithm.reserve(1, 240)
     assert rig.algorithm.import_sidecar(1, part(sidecar, 3, 5)) == 0
     rig.end(0)
-    left = rig.algorithm.export_sidecar(0, 0, 224)
-    assert left is not None
+    left = exported(rig, 0, 0, 224)
     assert not left.data.any()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,11 +124,17 @@ def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(na
     assert torch.equal(*sidecars)
 
 
-def test_index_keys_that_are_missing_are_an_error_that_releases_the_prefix() -> None:
-    traffic = publishing(SHAPE, CASES["dsa lru"])
-    prefix = prefix_of(traffic, 1, PREFIX, has_sidecar=False)
-    with pytest.raises(ConfigError, match="must cover 64"):
-        traffic.coordinator.on_request_begin(PROMPT, prefix)
+@pytest.mark.parametrize(
+    ("name", "has_sidecar", "n_tokens", "message"),
+    [("dsa lru", False, PREFIX, "must cover 64"), ("quest lru", True, PREFIX + 8, "whole pages of 8 tokens")],
+)
+def test_a_prefix_that_does_not_fit_is_refused_and_released(
+    name: str, has_sidecar: bool, n_tokens: int, message: str
+) -> None:
+    traffic = publishing(SHAPE, CASES[name])
+    prefix = prefix_of(traffic, 1, PREFIX, has_sidecar=has_sidecar)
+    with pytest.raises(ConfigError, match=message):
+        traffic.coordinator.on_request_begin(PROMPT, replace(prefix, n_tokens=n_tokens))
     traffic.assert_empty()
 
 
@@ -158,14 +164,6 @@ def test_a_dense_request_with_a_prefix_becomes_sparse_when_it_has_grown(name: st
     assert tracker.exact_tokens == (PROMPT + 30 if name.startswith("full") else 91)
 
 
-def test_a_prefix_that_names_other_pages_than_its_tokens_is_refused_and_released() -> None:
-    traffic = publishing(SHAPE, CASES["quest lru, layers skipped"])
-    prefix = prefix_of(traffic, 1, PREFIX)
-    with pytest.raises(ConfigError, match="whole pages of 8 tokens"):
-        traffic.coordinator.on_request_begin(PROMPT, replace(prefix, n_tokens=PREFIX + 8))
-    traffic.assert_empty()
-
-
 KEYS = partial(page_keys, page=PAGE)
 
 
@@ -184,53 +182,38 @@ def rig_of(storage: MemoryStorage, model: str, algorithm: str, **options: Any) -
     return Rig(model, algorithm, lambda *_: MemoryConnector(storage), KEYS, **options)
 
 
-@pytest.mark.parametrize(("model", "algorithm"), ALGORITHMS)
+@pytest.mark.parametrize(
+    ("model", "algorithm", "options"),
+    [
+        *((model, algorithm, {}) for model, algorithm in ALGORITHMS),
+        *(("latent" if name == "dsa" else "llama", name, case) for name, case in OTHER_RESIDENCIES.items()),
+        ("llama", "quest", {"host_layout": Layout.LAYER_FIRST, "dtype": KVDtype.FP8}),
+        ("llama", "quest", {"host_layout": Layout.PAGE_HEAD, "dtype": KVDtype.BF16}),
+        ("latent", "dsa", {"host_layout": Layout.PAGE_HEAD, "dtype": KVDtype.FP8}),
+    ],
+)
 def test_another_engine_decodes_the_same_tokens_without_prefill(
-    storage: MemoryStorage, model: str, algorithm: str
+    storage: MemoryStorage, model: str, algorithm: str, options: dict[str, Any]
 ) -> None:
-    expected = continued(model, algorithm, TOKENS)
-    first, second = rig_of(storage, model, algorithm), rig_of(storage, model, algorithm)
-    tokens, attached, steps = first.run(TOKENS)
-    assert (tokens, attached) == (expected, 0)
-    assert steps == -(-200 // 32)
-    tokens, attached, steps = second.run(TOKENS)
-    assert (tokens, attached, steps) == (expected, SHARED, 1)
+    expected = continued(model, algorithm, TOKENS, **options)
+    first, second = (rig_of(storage, model, algorithm, **options) for _ in range(2))
+    assert first.run(TOKENS) == (expected, 0, -(-200 // 32))
+    assert second.run(TOKENS) == (expected, SHARED, 1)
     assert first.is_empty()
     assert second.is_empty()
 
 
-@pytest.mark.parametrize(
-    ("model", "algorithm"),
-    [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv"), ("llama", "pqcache"), ("llama", "retroinfer")],
-)
-def test_residencies_that_need_no_host_copy(storage: MemoryStorage, model: str, algorithm: str) -> None:
-    options = OTHER_RESIDENCIES[algorithm]
-    expected = continued(model, algorithm, TOKENS, 6, **options)
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6)[0] == expected
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6) == (expected, SHARED, 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "algorithm", "layout", "dtype"),
-    [
-        ("llama", "quest", Layout.LAYER_FIRST, KVDtype.FP8),
-        ("llama", "quest", Layout.PAGE_HEAD, KVDtype.BF16),
-        ("latent", "dsa", Layout.PAGE_HEAD, KVDtype.FP8),
-    ],
-)
-def test_layouts_and_dtypes(storage: MemoryStorage, model: str, algorithm: str, layout: Layout, dtype: KVDtype) -> None:
-    options: dict[str, Any] = {"host_layout": layout, "dtype": dtype}
-    expected = continued(model, algorithm, TOKENS, 6, **options)
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6)[0] == expected
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6) == (expected, SHARED, 1)
+def forget_sidecar(storage: MemoryStorage, *pages: int) -> None:
+    for page in pages:
+        parts = storage.blocks[KEYS(TOKENS)[page]]
+        for name in parts.keys() - {KV_SPEC}:
+            del parts[name]
 
 
 def test_dsa_without_its_index_keys_computes_the_prompt(storage: MemoryStorage) -> None:
     expected = continued("latent", "dsa", TOKENS)
     rig_of(storage, "latent", "dsa").run(TOKENS)
-    for parts in storage.blocks.values():
-        for name in parts.keys() - {KV_SPEC}:
-            del parts[name]
+    forget_sidecar(storage, *range(12))
     tokens, attached, steps = rig_of(storage, "latent", "dsa").run(TOKENS)
     assert (tokens, attached) == (expected, 0)
     assert steps > 1
@@ -241,46 +224,6 @@ def test_quest_without_its_bounds_computes_them_from_the_keys(storage: MemorySto
     rig_of(storage, "llama", "full").run(TOKENS)
     assert all(parts.keys() == {KV_SPEC} for parts in storage.blocks.values())
     assert rig_of(storage, "llama", "quest").run(TOKENS) == (expected, SHARED, 1)
-
-
-@pytest.mark.parametrize(("model", "algorithm"), [("llama", "oracle"), ("latent", "dsa")])
-def test_prompts_that_diverge_behind_the_same_prefix(storage: MemoryStorage, model: str, algorithm: str) -> None:
-    prompts = [TOKENS[:130] + prompt_of(60, seed) for seed in (1, 2, 3)]
-    expected = [continued(model, algorithm, prompt) for prompt in prompts]
-    rig_of(storage, model, algorithm).run(TOKENS[:130])
-    rig = rig_of(storage, model, algorithm)
-    assert answers_of(rig, prompts) == expected
-    assert rig.store.counters.storage_tokens == 128
-    assert rig.store.counters.host_tokens == 2 * 128  # loaded once for the three
-    assert rig.is_empty()
-    assert [rig_of(storage, model, algorithm).run(prompt)[:2] for prompt in prompts] == [
-        (tokens, 176) for tokens in expected
-    ]
-
-
-def answers_of(rig: Rig, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
-    """Run prompts at once."""
-    numbers = [rig.engine.submit(prompt) for prompt in prompts]
-    found: dict[int, list[int]] = {}
-    while len(found) < len(numbers):
-        rig.engine.step()
-        for number, prompt in zip(numbers, prompts, strict=True):
-            if number not in found and len(rig.engine.tokens(number)) == len(prompt) + new:
-                found[number] = rig.engine.tokens(number)
-                rig.engine.finish(number)
-    assert rig.store.flush(60)
-    return [found[number] for number in numbers]
-
-
-def test_a_conversation_goes_on_from_its_own_answer(storage: MemoryStorage) -> None:
-    """Blocks decoded with full attention are exact, and shared."""
-    first = rig_of(storage, "llama", "full", publish_every=1)
-    answer, _, _ = first.run(TOKENS, new=40)
-    assert len(storage.blocks) == 239 // PAGE
-    question = answer + prompt_of(10, 9)
-    tokens, attached, _ = rig_of(storage, "llama", "full").run(question)
-    assert attached == 224
-    assert tokens == continued("llama", "full", question)
 
 
 def test_a_storage_that_is_down_costs_nothing_but_time(storage: MemoryStorage) -> None:
@@ -349,11 +292,18 @@ def test_prompts_may_end_at_any_time(storage: MemoryStorage, steps: int, how: st
     assert rig.is_empty()
 
 
-def test_prompts_wait_for_room(storage: MemoryStorage) -> None:
+def test_prompts_wait_for_free_pages(storage: MemoryStorage) -> None:
     prompts = [prompt_of(150, seed) for seed in range(4)]
-    expected = [continued("llama", "full", prompt) for prompt in prompts]
     rig = rig_of(storage, "llama", "full", pages=25)
-    assert answers_of(rig, prompts) == expected
+    waiting = {rig.engine.submit(prompt): continued("llama", "full", prompt) for prompt in prompts}
+    while waiting:
+        rig.engine.step()
+        for number, expected in list(waiting.items()):
+            if len(rig.engine.tokens(number)) == 150 + NEW:
+                assert rig.engine.tokens(number) == expected
+                rig.engine.finish(number)
+                del waiting[number]
+    assert rig.store.flush(60)
     assert isinstance(rig.connector, MemoryConnector)
     assert rig.connector.questions <= 2 * len(prompts)  # and not one in every step
     assert rig.is_empty()
@@ -379,9 +329,6 @@ def test_a_prompt_that_never_fits_is_an_error_and_leaves_nothing(storage: Memory
         rig.engine.step()
     assert rig.engine.step() == {}
     assert rig.is_empty()
-
-
-SHARED = 192
 
 
 MODELS_OF = [("llama", "quest"), ("llama", "oracle"), ("latent", "dsa")]
@@ -410,7 +357,7 @@ def test_only_what_was_decoded_densely_is_published(storage: MemoryStorage, mode
     assert rig.store.flush(10)
     assert {RequestState.DENSE, RequestState.SPARSE} <= states
     assert set(storage.blocks) == set(KEYS(answer[:230]))
-    # A conversation goes on: what was decoded sparsely is computed anew, exactly.
+    # A conversation goes on: what was decoded sparsely is computed again, exactly.
     expected = continued(model, algorithm, answer, 6, **options)
     assert rig_of(storage, model, algorithm, **options).run(answer, 6)[:2] == (expected, 224)
 
@@ -481,9 +428,6 @@ SEGMENTS = 5  # whole ones of RetroInfer in 200 tokens; number i lies beside pag
 INDEXED = ["retroinfer", "pqcache"]
 
 
-TURNS = ["extend", "per_turn", "rebuild"]
-
-
 def indexed_rig(storage: MemoryStorage, algorithm: str, **algo: Any) -> Rig:
     settings = {**SHORT[algorithm]["algo"], **algo}
     return Rig("llama", algorithm, lambda *_: MemoryConnector(storage), KEYS, algo=settings)
@@ -496,35 +440,23 @@ def counted(rig: Rig) -> tuple[int, int]:
     return algorithm.built // LAYERS, algorithm.imported // LAYERS
 
 
-def forget_sidecar(storage: MemoryStorage, *pages: int) -> None:
-    for page in pages:
-        parts = storage.blocks[KEYS(TOKENS)[page]]
-        for name in parts.keys() - {KV_SPEC}:
-            del parts[name]
-
-
-@pytest.mark.parametrize(("algorithm", "taken_over"), [("retroinfer", SEGMENTS), ("pqcache", 1)])
-def test_nothing_is_built_twice(storage: MemoryStorage, algorithm: str, taken_over: int) -> None:
-    first, second = indexed_rig(storage, algorithm), indexed_rig(storage, algorithm)
-    tokens = first.run(TOKENS)[0]
-    assert tokens == second.run(TOKENS)[0] == continued("llama", algorithm, TOKENS)
-    built, imported = counted(first)
-    assert imported == 0
-    assert counted(second) == (built - taken_over, taken_over)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "page", "taken_over"),
     [
         ("retroinfer", 0, 0),  # sidecars are those of leading pages
         ("retroinfer", 1, 0), ("retroinfer", 2, 0), ("retroinfer", 3, 1), ("retroinfer", 8, 3), ("retroinfer", 11, 5),
         ("pqcache", 0, 0), ("pqcache", 1, 1), ("pqcache", 11, 1),
+        ("retroinfer", None, SEGMENTS), ("pqcache", None, 1),  # none is missing
     ],
 )  # fmt: skip
-def test_a_sidecar_that_is_missing_is_built(storage: MemoryStorage, algorithm: str, page: int, taken_over: int) -> None:
+def test_only_a_sidecar_that_is_missing_is_built(
+    storage: MemoryStorage, algorithm: str, page: int | None, taken_over: int
+) -> None:
     first, second = indexed_rig(storage, algorithm), indexed_rig(storage, algorithm)
     expected = first.run(TOKENS)[0]
-    forget_sidecar(storage, page)
+    assert expected == continued("llama", algorithm, TOKENS)
+    assert counted(first)[1] == 0
+    forget_sidecar(storage, *([] if page is None else [page]))
     assert second.run(TOKENS) == (expected, 192, 1)
     assert counted(second) == (counted(first)[0] - taken_over, taken_over)
     assert second.is_empty()
@@ -539,16 +471,20 @@ def test_settings_that_change_the_index_are_another_index(storage: MemoryStorage
     assert counted(second)[1] == 0
 
 
-OWN: dict[str, list[dict[str, Any]]] = {
-    "retroinfer": [{"control": "cpu"}, {"mode": "gpu_only"}, {"retrieval": 0.4, "cache_ratio": 0.5, "local": 9}],
-    "pqcache": [{"token_budget": 40}, {"cache_tokens": 0, "kmeans_threads": 2}, {"policy": "lfu"}],
-}
-
-
-@pytest.mark.parametrize(("algorithm", "number"), [(name, i) for name, own in OWN.items() for i in range(len(own))])
-def test_settings_that_are_an_engines_own_change_no_index(storage: MemoryStorage, algorithm: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        ("retroinfer", {"control": "cpu"}), ("retroinfer", {"mode": "gpu_only"}),
+        ("retroinfer", {"retrieval": 0.4, "cache_ratio": 0.5, "local": 9}),
+        ("pqcache", {"token_budget": 40}), ("pqcache", {"cache_tokens": 0, "kmeans_threads": 2}),
+        ("pqcache", {"policy": "lfu"}),
+    ],
+)  # fmt: skip
+def test_settings_that_are_an_engines_own_change_no_index(
+    storage: MemoryStorage, algorithm: str, own: dict[str, Any]
+) -> None:
     indexed_rig(storage, algorithm).run(TOKENS)
-    second = indexed_rig(storage, algorithm, **OWN[algorithm][number])
+    second = indexed_rig(storage, algorithm, **own)
     assert second.run(TOKENS)[1:] == (192, 1)
     assert counted(second)[1] == {"retroinfer": SEGMENTS, "pqcache": 1}[algorithm]
     assert second.is_empty()
@@ -579,12 +515,12 @@ QUESTIONS = (195, 45, 35)  # tokens of each turn
 ANSWER = 12
 
 
-def conversation(rigs: Iterator[Rig]) -> tuple[list[list[int]], list[tuple[int, int]], list[int]]:
+def conversation(rig_of_turn: Callable[[], Rig]) -> tuple[list[list[int]], list[tuple[int, int]], list[int]]:
     """Return the tokens after each turn, what the turns' engines built and took over, and what was attached."""
     tokens: list[int] = []
     found, counts, attached = [], [], []
     for seed, length in enumerate(QUESTIONS):
-        rig = next(rigs)
+        rig = rig_of_turn()
         built, imported = counted(rig)
         tokens, cached, _ = rig.run(tokens + prompt_of(length, 20 + seed), ANSWER)
         found.append(tokens)
@@ -595,19 +531,9 @@ def conversation(rigs: Iterator[Rig]) -> tuple[list[list[int]], list[tuple[int, 
     return found, counts, attached
 
 
-def always(rig: Rig) -> Iterator[Rig]:
-    while True:
-        yield rig
-
-
-def fresh(storage: MemoryStorage, algorithm: str, **algo: Any) -> Iterator[Rig]:
-    while True:
-        yield indexed_rig(storage, algorithm, **algo)
-
-
 def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> None:
     """Segments that two turns share are built by each turn, what is behind them is taken over all the same."""
-    found, counts, attached = conversation(fresh(storage, "retroinfer"))
+    found, counts, attached = conversation(lambda: indexed_rig(storage, "retroinfer"))
     start = 0
     for turn, length in zip(found, QUESTIONS, strict=True):
         assert turn == continued("llama", "retroinfer", turn[: start + length], ANSWER)
@@ -615,39 +541,26 @@ def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> 
     assert attached == [0, 192, 240]
     # Segment 5 ends with token 195, and turn 1 stored its first page before it was whole. Turn 3 has it between others.
     assert [imported for _, imported in counts] == [0, 5, 6]
-    again = conversation(always(indexed_rig(storage, "retroinfer")))
-    assert again[0] == found
+    one = indexed_rig(storage, "retroinfer")
+    assert conversation(lambda: one)[0] == found
 
 
-@pytest.mark.parametrize("turns", TURNS)
-def test_turns_of_pqcache(storage: MemoryStorage, turns: str) -> None:
-    found, counts, attached = conversation(fresh(storage, "pqcache", turns=turns))
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("extend", [(1, 0), (0, 1), (0, 1)]),
+        # Of the codebooks of turns only that of the first comes with later prompts' leading pages.
+        ("per_turn", [(1, 0), (1, 1), (1, 1)]),
+        ("rebuild", [(1, 0), (1, 0), (1, 0)]),
+    ],
+)
+def test_turns_of_pqcache(storage: MemoryStorage, turns: str, expected: list[tuple[int, int]]) -> None:
+    found, counts, attached = conversation(lambda: indexed_rig(storage, "pqcache", turns=turns))
     assert attached == [0, 192, 240]
-    # Of the codebooks of turns only that of the first comes with later prompts' leading pages.
-    assert (
-        counts
-        == {
-            "extend": [(1, 0), (0, 1), (0, 1)],
-            "per_turn": [(1, 0), (1, 1), (1, 1)],
-            "rebuild": [(1, 0), (1, 0), (1, 0)],
-        }[turns]
-    )
+    assert counts == expected
     if turns == "rebuild":
+        assert all(parts.keys() == {KV_SPEC} for parts in storage.blocks.values())
         assert found[-1] == continued("llama", "pqcache", found[-1][:-ANSWER], ANSWER, algo=SHORT["pqcache"]["algo"])
     # Whether pages come from a storage or lie in the pool makes no difference.
     one = indexed_rig(MemoryStorage(), "pqcache", turns=turns)
-    assert conversation(always(one)) == (found, counts, attached)
-
-
-@pytest.mark.parametrize("algorithm", INDEXED)
-def test_turns_without_any_sidecar_are_as_if_there_were_no_storage(storage: MemoryStorage, algorithm: str) -> None:
-    rigs = fresh(storage, algorithm)
-    tokens: list[int] = []
-    for seed, length in enumerate(QUESTIONS):
-        rig, prompt = next(rigs), tokens + prompt_of(length, 20 + seed)
-        tokens = rig.run(prompt, ANSWER)[0]
-        assert tokens == continued("llama", algorithm, prompt, ANSWER)
-        assert counted(rig)[1] == 0
-        for parts in storage.blocks.values():
-            for name in parts.keys() - {KV_SPEC}:
-                del parts[name]
+    assert conversation(lambda: one) == (found, counts, attached)
