@@ -73,6 +73,25 @@ def pool_directory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def node(pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be on the node of `pool_parts`, with its pools in the test's directory."""
+    from pool_parts import NODE
+
+    monkeypatch.setenv("KVCM_NODE_ID", NODE)
+    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+    for name in ("CLUSTER_ID", "POOL_CREATE"):
+        monkeypatch.delenv(f"KVCM_{name}", raising=False)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return the root of a storage of files that has a cluster's directory."""
+    root = tmp_path / "store"
+    (root / "cluster").mkdir(parents=True)
+    return root
+
+
+@pytest.fixture
 def black_hole() -> Iterator[int]:
     """Return the port of a listener that accepts connections and says nothing."""
     with socket.socket() as listener:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blocking_client import BlockingClient
 from manager_process import ManagerProcess
 
 from kvcm.connectors.calls import RetrySettings
@@ -30,44 +31,19 @@ KEYS = [11, -12, 13, 1 << 62, -(1 << 63)]
 SETTINGS = ClientSettings(timeout_seconds=20.0)
 
 
-class AsyncAsSync:
-    """Calls an async client from a plain test."""
-
-    def __init__(self, addresses: str | list[str], instance_id: str) -> None:
-        self._runner = asyncio.Runner()
-        self._client = AsyncManagerClient(addresses, instance_id, SETTINGS)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        if not asyncio.iscoroutinefunction(method):
-            return method
-        return lambda *args, **kwargs: self._runner.run(method(*args, **kwargs))
-
-    def finish(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
+BOTH = pytest.mark.parametrize("kind", [ManagerClient, BlockingClient])
 
 
-def make_client(kind: str, addresses: str | list[str], instance_id: str) -> tuple[Any, Any]:
-    """Return a client and what closes it."""
-    if kind == "sync":
-        client = ManagerClient(addresses, instance_id, SETTINGS)
-        return client, client.close
-    wrapped = AsyncAsSync(addresses, instance_id)
-    return wrapped, wrapped.finish
-
-
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=[ManagerClient, BlockingClient])
 def client(request: pytest.FixtureRequest, manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]:
     """Return a client whose instance is registered."""
-    client, close = make_client(request.param, manager.address, instance_id)
-    assert client.register_instance("default", 16, SPECS, MODEL, spec_groups=GROUPS).ok
-    yield client
-    close()
+    with closing(request.param(manager.address, instance_id, SETTINGS)) as client:
+        assert client.register_instance("default", 16, SPECS, MODEL, spec_groups=GROUPS).ok
+        yield client
 
 
-def write(client: ManagerClient, keys: list[int], parent: int | None = None) -> None:
-    grant = client.start_write(keys, parent_block_key=parent)
+def write(client: ManagerClient, keys: list[int]) -> None:
+    grant = client.start_write(keys)
     assert grant is not None
     assert client.finish_write(grant.session_id, [True] * len(grant.locations))
 
@@ -143,17 +119,6 @@ def test_spec_groups(client: ManagerClient) -> None:
     assert found(client.match(KEYS[:2], spec_names=["tp0", "tp1"])) == []
 
 
-def test_existing_and_reserved_blocks_are_masked(client: ManagerClient) -> None:
-    write(client, KEYS[:2])
-    first = client.start_write(KEYS[:4])
-    assert first is not None
-    assert first.mask == (True, True, False, False)
-    second = client.start_write(KEYS)
-    assert second is not None
-    assert second.mask == (True, True, True, True, False)
-    assert len(second.locations) == 1
-
-
 def test_partial_success_publishes_only_what_succeeded(client: ManagerClient) -> None:
     grant = client.start_write(KEYS)
     assert grant is not None
@@ -173,13 +138,6 @@ def test_an_aborted_session_can_be_repeated_at_once(client: ManagerClient) -> No
     assert client.finish_write(again.session_id, [True] * 5)
 
 
-def test_a_wrong_number_of_flags_does_not_end_the_session(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
-    assert not client.finish_write(grant.session_id, [True])
-    assert client.finish_write(grant.session_id, [True] * 5)
-
-
 def test_sessions_are_renewed(client: ManagerClient) -> None:
     grant = client.start_write(KEYS, session_seconds=30)
     assert grant is not None
@@ -187,12 +145,6 @@ def test_sessions_are_renewed(client: ManagerClient) -> None:
     assert client.finish_write(grant.session_id, [True] * 5)
     assert not client.renew_write(grant.session_id, 60)
     assert client.counters()["renew_write"].ok == 1
-
-
-def test_a_tail_names_its_parent(client: ManagerClient) -> None:
-    write(client, KEYS[:2])
-    write(client, KEYS[2:], parent=KEYS[1])
-    assert found(client.match(KEYS)) == [True] * 5
 
 
 def test_read_leases(client: ManagerClient) -> None:
@@ -234,13 +186,6 @@ def test_pins_are_given_listed_and_ended(client: ManagerClient, manager: Manager
     assert (nothing.id, nothing.blocks) == ("", 0)
 
 
-def test_a_pin_that_exceeds_the_budget_is_a_miss(client: ManagerClient, manager: ManagerProcess) -> None:
-    manager.allow_pins("default", 0)
-    write(client, KEYS)
-    assert client.pin_prefix(KEYS, "me", 60) is None
-    assert client.counters()["pin_prefix"].miss_on_error == 1
-
-
 def test_missing_parts_are_reported(client: ManagerClient) -> None:
     grant = client.start_write(KEYS[:2])
     assert grant is not None
@@ -259,8 +204,8 @@ def test_missing_parts_are_reported(client: ManagerClient) -> None:
 def test_checksums_come_back_with_a_match_and_a_corrupt_part_is_forgotten(client: ManagerClient) -> None:
     grant = client.start_write(KEYS[:2])
     assert grant is not None
-    told = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
-    assert client.finish_write(grant.session_id, [True, True], checksums=told)
+    checksums = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
+    assert client.finish_write(grant.session_id, [True, True], checksums=checksums)
     first, second = client.match(KEYS[:2]).locations
     assert first is not None
     assert second is not None
@@ -301,17 +246,16 @@ def test_cluster_info(client: ManagerClient) -> None:
     assert info.self_node_id
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_dead_address_is_walked_over(kind: str, manager: ManagerProcess, instance_id: str, closed_port: int) -> None:
-    client, close = make_client(kind, [f"127.0.0.1:{closed_port}", manager.address], instance_id)
-    assert client.register_instance("default", 16, SPECS, MODEL).ok
-    assert client.counters()["register_instance"].retries == 1
-    write(client, KEYS)
-    assert client.counters()["start_write"].retries == 0  # the living one is remembered
-    close()
+@BOTH
+def test_a_dead_address_is_walked_over(kind: Any, manager: ManagerProcess, instance_id: str, closed_port: int) -> None:
+    with closing(kind([f"127.0.0.1:{closed_port}", manager.address], instance_id, SETTINGS)) as client:
+        assert client.register_instance("default", 16, SPECS, MODEL).ok
+        assert client.counters()["register_instance"].retries == 1
+        write(client, KEYS)
+        assert client.counters()["start_write"].retries == 0  # the living one is remembered
 
 
-@pytest.mark.parametrize("client", ["sync", pytest.param("async", marks=pytest.mark.ci)], indirect=True)
+@pytest.mark.parametrize("client", [ManagerClient, pytest.param(BlockingClient, marks=pytest.mark.ci)], indirect=True)
 def test_answers_beyond_the_default_limit_of_grpc_pass(client: ManagerClient) -> None:
     keys = list(range(30_000))  # about 5 MB of locations; gRPC's default limit is 4 MiB
     write(client, keys)
@@ -347,9 +291,10 @@ def elapsed(started: float) -> float:
     return time.monotonic() - started
 
 
-def test_a_refused_connection_is_a_miss(closed_port: int) -> None:
+@BOTH
+def test_a_refused_connection_is_a_miss(kind: Any, closed_port: int) -> None:
     settings = replace(PATIENT, timeout_seconds=0.1)
-    with ManagerClient(f"127.0.0.1:{closed_port}", "i", settings) as client:
+    with closing(kind(f"127.0.0.1:{closed_port}", "i", settings)) as client:
         for name, call in CALLS.items():
             started = time.monotonic()
             assert not call(client), name
@@ -357,10 +302,11 @@ def test_a_refused_connection_is_a_miss(closed_port: int) -> None:
         assert all(counters.ok == 0 for counters in client.counters().values())
 
 
-def test_a_silent_manager_costs_the_deadline(black_hole: int) -> None:
+@BOTH
+def test_a_silent_manager_costs_the_deadline(kind: Any, black_hole: int) -> None:
     settings = replace(PATIENT, timeout_seconds=0.1)
     for name, call in CALLS.items():
-        with ManagerClient(f"127.0.0.1:{black_hole}", "i", settings) as client:
+        with closing(kind(f"127.0.0.1:{black_hole}", "i", settings)) as client:
             started = time.monotonic()
             assert not call(client), name
             assert 0.08 < elapsed(started) < 0.1 + SLACK_SECONDS, name
@@ -399,36 +345,10 @@ def test_the_log_names_the_reason_once(closed_port: int, caplog: pytest.LogCaptu
     assert "UNAVAILABLE" in caplog.text
 
 
-async def test_the_async_client_behaves_alike(closed_port: int, black_hole: int) -> None:
-    async with AsyncManagerClient([f"127.0.0.1:{black_hole}", f"127.0.0.1:{closed_port}"], "i", PATIENT) as client:
-        started = time.monotonic()
-        results = await asyncio.gather(
-            client.match([1]), client.start_write([1]), client.match_length([1]), client.cluster_info()
-        )
-        assert elapsed(started) < 0.5 + SLACK_SECONDS
-        assert results[0].locations == ()
-        assert results[1:] == [None, 0, None]
-        assert not await client.finish_write("s", [True])
-        assert (await client.register_instance("default", 16, SPECS, MODEL)).state is RegistrationState.UNREACHABLE
-        for call in (
-            client.abort_write("s"),
-            client.renew_write("s", 1),
-            client.release_lease("l"),
-            client.remove([1]),
-            client.pin_prefix([1], "me", 60),
-            client.unpin("p"),
-            client.list_pins(),
-            client.report_missing([(1, "file://s/p?size=1")]),
-        ):
-            assert not await call
-        assert all(counters.ok == 0 for counters in client.counters().values())
-
-
 async def test_closed_clients_miss(closed_port: int) -> None:
-    client = ManagerClient(f"127.0.0.1:{closed_port}", "i")
+    client, async_client = (kind(f"127.0.0.1:{closed_port}", "i") for kind in (ManagerClient, AsyncManagerClient))
     client.close()
     assert client.match([1]).outcome is Outcome.MISS_ON_ERROR
-    async_client = AsyncManagerClient(f"127.0.0.1:{closed_port}", "i")
     await async_client.close()
     assert (await async_client.match([1])).outcome is Outcome.MISS_ON_ERROR
 

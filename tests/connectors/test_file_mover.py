@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import resource
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -101,54 +100,6 @@ def test_more_pieces_than_one_system_call_takes(mover: FileMover, root: Path) ->
     assert back == data
 
 
-def test_many_files_keep_their_order(mover: FileMover, root: Path) -> None:
-    blocks = [bytearray([index]) * 50 for index in range(40)]
-    items = [TransferItem(uri(root / f"f{index % 13}", 50, index), [memoryview(b)]) for index, b in enumerate(blocks)]
-    assert all(result.ok for result in mover.save(items, DEADLINE))
-    read = [bytearray(50) for _ in blocks]
-    items = [TransferItem(item.uri, [memoryview(block)]) for item, block in zip(items, read, strict=True)]
-    assert all(result.ok for result in mover.load(items, DEADLINE))
-    assert read == blocks
-
-
-def test_missing_and_short_files_are_lost_and_the_others_load(mover: FileMover, root: Path) -> None:
-    cluster = root / "cluster"
-    cluster.mkdir()
-    (cluster / "whole").write_bytes(b"w" * 64)
-    (cluster / "short").write_bytes(b"s" * 100)
-    buffers = [bytearray(64) for _ in range(5)]
-    targets = [
-        uri(cluster / "whole", 64),
-        uri(cluster / "gone", 64),
-        uri(cluster / "short", 64, 0),
-        uri(cluster / "short", 64, 1),
-        uri(cluster / "instance" / "gone", 64),
-    ]
-    items = [TransferItem(target, [memoryview(buffer)]) for target, buffer in zip(targets, buffers, strict=True)]
-    results = mover.load(items, DEADLINE)
-    assert failures(results) == [None, Failure.LOST, None, Failure.LOST, Failure.LOST]
-    assert "ends at byte 100" in results[3].reason
-    assert not (cluster / "gone").exists()
-    assert buffers[0] == b"w" * 64
-
-
-def test_no_space_fails_only_what_did_not_fit(tmp_path: Path) -> None:
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs needs privileges")
-    mover = FileMover({STORAGE: str(mounted)})
-    try:
-        data = memoryview(bytearray(200_000))
-        results = mover.save([TransferItem(uri(mounted / name, 200_000), [data]) for name in ("a", "b")], DEADLINE)
-        assert failures(results) == [None, Failure.ERROR]
-        assert "No space left" in results[1].reason
-    finally:
-        mover.close()
-        subprocess.run(["umount", str(mounted)], check=True)
-
-
 def test_a_refused_write_is_never_a_success(mover: FileMover, root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -191,14 +142,6 @@ def test_percent_signs_are_literal(mover: FileMover, root: Path) -> None:
     target = uri(root / "Qwen%2FQwen3" / "%2E%2E", 3)
     assert mover.save([TransferItem(target, [memoryview(b"abc")])], DEADLINE)[0].ok
     assert (root / "Qwen%2FQwen3" / "%2E%2E").read_bytes() == b"abc"
-
-
-def test_a_root_that_is_a_link_is_the_operators_business(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "alias").symlink_to(root)
-    mover = FileMover({STORAGE: str(tmp_path / "alias")})
-    assert mover.save([TransferItem(uri(tmp_path / "alias" / "f", 1), [memoryview(b"1")])], DEADLINE)[0].ok
-    mover.close()
-    assert (root / "f").read_bytes() == b"1"
 
 
 def test_a_pipe_in_the_storage_does_not_hang(mover: FileMover, root: Path) -> None:

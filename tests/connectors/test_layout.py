@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shards, spans
+from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shards
 from thoroughness import examples
 
 from kvcm.connectors.layout import BlockLayout, contiguous_runs
@@ -27,7 +27,6 @@ from kvcm.connectors.layout.stored_format import (
     KV_PACKED,
     LAYER_FIRST,
     PAGE_HEAD,
-    ByteRange,
     IndexRange,
     Shard,
     StoredFormat,
@@ -334,59 +333,6 @@ def test_ranges_ascend_apart_from_each_other(stored: StoredFormat, data: st.Data
     assert all(end < later.offset_bytes for end, later in zip(ends, ranges[1:], strict=False))
     assert ranges[0].offset_bytes >= 0
     assert ends[-1] <= spec.size_bytes
-
-
-@FIXED
-@given(stored_formats())
-def test_specs_cover_a_block_once(stored: StoredFormat) -> None:
-    """Every layer and head is in exactly one spec; their bytes are those of a block; names differ."""
-    held = np.zeros((stored.layers, stored.heads), int)
-    for spec in stored.specs:
-        held[spec.shard.layers.first : spec.shard.layers.end, spec.shard.heads.first : spec.shard.heads.end] += 1
-    assert (held == 1).all()
-    assert sum(spec.size_bytes for spec in stored.specs) == stored.shard_bytes(stored.model)
-    assert len({spec.name for spec in stored.specs}) == len(stored.specs)
-
-
-@FIXED
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
-def test_ranks_of_any_group_write_and_read_specs_of_one_head(heads: int, writers: int, readers: int) -> None:
-    """Stored per head, a block written by one group is complete, and each rank of another reads whole specs."""
-    stored = replace(FORMAT, layer_ends=(4,), heads=heads, head_shards=heads, order=PAGE_HEAD)
-    written = []
-    for rank in range(writers):
-        mine, replica = rank_heads(heads, rank, writers)
-        if replica == 0:
-            written += stored.specs_within(Shard(IndexRange(0, 4), mine))
-    assert sorted(written) == sorted(stored.specs)
-    for rank in range(readers):
-        mine = rank_heads(heads, rank, readers).heads
-        reads = stored.reads(Shard(IndexRange(0, 4), mine))
-        assert len(reads) == mine.size
-        assert all(read.ranges == (ByteRange(0, read.spec.size_bytes),) for read in reads)
-
-
-def test_half_of_a_larger_ranks_spec_is_one_range_when_heads_are_outermost() -> None:
-    """TP=2 wrote, TP=4 reads: one range of half a spec; layer first, it is one per layer and K and V."""
-    quarter = Shard(IndexRange(0, 16), rank_heads(8, 1, 4).heads)
-    by_head, by_layer = replace(FORMAT, order=PAGE_HEAD), FORMAT
-    (read,) = by_head.reads(quarter)
-    assert read.spec.name == "layers0-16.heads0-4"
-    assert read.ranges == (ByteRange(read.spec.size_bytes // 2, read.spec.size_bytes // 2),)
-    (read,) = by_layer.reads(quarter)
-    assert len(read.ranges) == 16 * 2
-
-
-@FIXED
-@given(spans(IndexRange(0, 16)))
-def test_layers_are_one_range_when_layers_are_outermost(layers: IndexRange) -> None:
-    """A rank that reads layer by layer reads one range each time, and one per head when heads are outermost."""
-    spec = FORMAT.specs[0]
-    layer_bytes = spec.size_bytes // 16
-    wanted = Shard(layers, spec.shard.heads)
-    assert FORMAT.byte_ranges(spec.shard, wanted) == (ByteRange(layers.first * layer_bytes, layers.size * layer_bytes),)
-    by_head = replace(FORMAT, order=PAGE_HEAD)
-    assert len(by_head.byte_ranges(spec.shard, wanted)) == (4 if layers.size < 16 else 1)
 
 
 def test_a_rank_writes_what_it_has_all_of() -> None:

@@ -11,7 +11,8 @@ from uuid import uuid4
 
 import pytest
 from manager_process import ManagerProcess
-from pool_parts import CAPACITY, MIB, content
+from pool_parts import CAPACITY, MIB, NODE, content
+from waiting import until
 
 from kvcm.connectors.client import AsyncManagerClient, ManagerClient
 from kvcm.connectors.exchanges import ClientSettings
@@ -23,7 +24,6 @@ from kvcm.connectors.transfer.pool_segment import segment_path
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
-NODE = "node-a"
 SPEC = "tp0"
 BLOCK_BYTES = 40_000
 SECONDS = 30.0
@@ -56,13 +56,8 @@ def client(new_client: Callable[[str], ManagerClient]) -> ManagerClient:
 
 
 @pytest.fixture
-def engine(
-    client: ManagerClient, pool: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TransferEngine]:
-    """Register, map the pool and tell of it."""
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
-    monkeypatch.delenv("KVCM_CLUSTER_ID", raising=False)
+def engine(client: ManagerClient, pool: str, node: None) -> Iterator[TransferEngine]:
+    """Register, map the pool and report it."""
     registration = client.register_instance(pool, 4, [LocationSpecInfo(SPEC, BLOCK_BYTES)], ModelDeployment("m", "f"))
     assert registration.ok, registration.message
     engine = TransferEngine.for_storages(registration.storages)
@@ -137,9 +132,7 @@ def test_memory_that_is_gone_loses_its_blocks(
     (attached,) = engine.pools()
     report = client.report_pool(pool, NODE, attached.generation, attached.capacity_bytes)
     assert report == PoolReport(is_new_generation=True)
-    deadline = time.monotonic() + SECONDS
-    while client.match_length(keys):
-        assert time.monotonic() < deadline, "blocks of the lost memory are still promised"
+    until(lambda: not client.match_length(keys), "no block of the lost memory is promised")
     publish(client, engine, keys)
     assert load(engine, client.match(keys).locations[0]) == (content(1, 0, BLOCK_BYTES), None)
 
@@ -148,6 +141,7 @@ def test_an_agent_tells_the_manager_and_engines_use_its_memory(
     manager: ManagerProcess,
     client: ManagerClient,
     pool: str,
+    node: None,
     pool_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,9 +149,7 @@ def test_an_agent_tells_the_manager_and_engines_use_its_memory(
     place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.2"]
     what = ["--storage", pool, "--capacity", str(CAPACITY), "--manager", manager.address]
     agent = subprocess.Popen([sys.executable, "-c", program, *what, *place], stderr=subprocess.DEVNULL)
-    for name, value in (("NODE_ID", NODE), ("POOL_DIRECTORY", str(pool_directory)), ("POOL_CREATE", "0")):
-        monkeypatch.setenv(f"KVCM_{name}", value)
-    monkeypatch.delenv("KVCM_CLUSTER_ID", raising=False)
+    monkeypatch.setenv("KVCM_POOL_CREATE", "0")
     try:
         registration = client.register_instance(
             pool, 4, [LocationSpecInfo(SPEC, BLOCK_BYTES)], ModelDeployment("m", "f")
@@ -169,10 +161,8 @@ def test_an_agent_tells_the_manager_and_engines_use_its_memory(
     finally:
         agent.terminate()
         assert agent.wait(SECONDS) == 0
-    # Nobody tells of the pool any more, so it takes no writes, and what is in it counts as missing.
-    deadline = time.monotonic() + SECONDS
-    while client.match_length([1, 2, 3]):
-        assert time.monotonic() < deadline, "a pool that nobody tells of is still there"
+    # No agent reports the pool any more, so it takes no writes, and its blocks count as missing.
+    until(lambda: not client.match_length([1, 2, 3]), "blocks of a pool without reports are missing")
 
 
 async def test_coroutines_tell_and_ask_the_same(manager: ManagerProcess, engine: TransferEngine, pool: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from pool_parts import (
     uri,
 )
 from thoroughness import examples
+from waiting import until
 
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
@@ -84,19 +84,6 @@ def test_memory_that_is_not_contiguous_is_refused(mover: MemPoolMover, size: int
         assert is_failure(results[0], Failure.REFUSED, "contiguous")
 
 
-def test_neighbours_and_others_of_one_call_each_get_their_own_result(mover: MemPoolMover) -> None:
-    places = [(0, 10_000), (3 * PAGE_BYTES, 5_000), (5 * PAGE_BYTES, PAGE_BYTES), (MIB, 70_000), (5 * MIB, 1)]
-    items = [save_item(offset, size, 9) for offset, size in places]
-    items.insert(2, save_item(PAGE_BYTES + 1, 10, 9))
-    results = mover.save(items, DEADLINE)
-    assert [result.ok for result in results] == [True, True, False, True, True, True]
-    loads = [load_item(offset, size, 9) for offset, size in places]
-    loads.append(load_item(8 * MIB, 10, 9))
-    results = mover.load(loads, DEADLINE)
-    assert [result.ok for result in results] == [True] * 5 + [False]
-    assert [bytes_of(item) for item in loads[:5]] == [content(9, offset, size) for offset, size in places]
-
-
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -144,12 +131,6 @@ def test_a_late_writer_among_neighbours_keeps_none_of_them_from_being_written(mo
     assert load_one(mover, PAGE_BYTES, PAGE_BYTES, 8).ok
 
 
-def test_a_write_may_be_repeated(mover: MemPoolMover) -> None:
-    assert save_one(mover, 0, 100_000, 5).ok
-    assert save_one(mover, 0, 100_000, 5).ok
-    assert load_one(mover, 0, 100_000, 5).ok
-
-
 def test_locked_pages_are_busy_at_once_for_them_alone(pool_directory: Path, mover: MemPoolMover) -> None:
     segment = access_at(pool_directory).find_or_create()
     with segment.write_lock() as claim:
@@ -158,24 +139,6 @@ def test_locked_pages_are_busy_at_once_for_them_alone(pool_directory: Path, move
         assert [result.failure for result in results] == [None, Failure.BUSY, None]
         assert "locked" in results[1].reason
     assert save_one(mover, PAGE_BYTES, PAGE_BYTES, 7).ok
-
-
-def test_a_copy_that_is_overtaken_is_not_told_as_read(
-    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The newer writer comes between the first look at the stamps and the copy.
-    assert save_one(mover, 0, 100, 5).ok
-    other = mover_at(pool_directory)
-    segment = mover._access.find()
-    assert segment is not None
-    copy_out = segment.copy_out
-
-    def overtaken(offset: int, views: list[memoryview]) -> None:
-        assert save_one(other, 0, 100, 6).ok
-        copy_out(offset, views)
-
-    monkeypatch.setattr(segment, "copy_out", overtaken)
-    assert is_failure(mover.load([load_item(0, 100, 5)], DEADLINE)[0], Failure.LOST, "other bytes")
 
 
 def test_nothing_is_begun_after_the_deadline(mover: MemPoolMover) -> None:
@@ -289,13 +252,9 @@ def test_against_a_plain_model_of_pages(pool_directory: Path, calls: list[list[O
 
 # ---- Memory pools in an engine: which it has, when their memory is looked for and made, and what happens withou ----
 
-SECONDS = 30.0
-
 
 @pytest.fixture(autouse=True)
-def _node(pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+def _in_a_cluster(node: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCM_CLUSTER_ID", "c0ffee")
 
 
@@ -382,9 +341,7 @@ def test_making_that_failed_is_tried_again_at_most_once_a_second(
     (pool_directory / "nowhere").mkdir()
     assert mover.attach() is None  # remembered for a second
     assert mover.save([save_item(0, 100, 5)], DEADLINE)[0].failure is Failure.ERROR
-    deadline = time.monotonic() + SECONDS
-    while mover.attach() is None:
-        assert time.monotonic() < deadline, "it is not tried again"
+    until(mover.attach, "it is tried again")
     assert save_one(mover, 0, 100, 5).ok
 
 

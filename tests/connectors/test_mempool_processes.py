@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from pool_parts import CAPACITY, MIB, PAGE_BYTES, access_at, load_one, mover_at, save_one
+from waiting import until
 
 from kvcm.connectors.transfer import Failure
 from kvcm.connectors.transfer.mempool import MemPoolMover
@@ -96,17 +97,11 @@ def segment(mover: MemPoolMover, pool_directory: Path) -> PoolSegment:
     return access_at(pool_directory, LARGE_POOL).find_or_create()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-
-
 def catch_in_a_copy(worker: Worker, segment: PoolSegment, number: signal.Signals, stamp: int) -> None:
     """Send a signal as soon as a worker's save has put its stamps, which is before its copy."""
     worker.tell(f"save 0 {LARGE} {stamp}")
     stamps = stamps_of(stamp, LARGE)
-    wait_until(lambda: segment.has_stamps(0, stamps))
+    until(lambda: segment.has_stamps(0, stamps))
     worker.send(number)
 
 
@@ -123,9 +118,9 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
         stamp = 10 * round_number + 10
         worker = new_worker("told", pool_directory, LARGE_POOL)
         worker.tell(f"save 0 {LARGE} {stamp}")
-        wait_until(lambda stamp=stamp: segment.newest_stamp(0, PAGE_BYTES) == stamp)
-        until = time.monotonic() + draw.random() * 0.004
-        wait_until(lambda until=until: time.monotonic() >= until)
+        until(lambda stamp=stamp: segment.newest_stamp(0, PAGE_BYTES) == stamp)
+        moment = time.monotonic() + draw.random() * 0.004
+        until(lambda moment=moment: time.monotonic() >= moment)
         worker.kill()
         assert not is_locked(segment)
         offset, size = draw.randrange(LARGE // PAGE_BYTES) * PAGE_BYTES, 1
@@ -199,12 +194,12 @@ def test_many_processes_that_write_over_each_other_never_read_wrong_bytes(
     assert mover_at(pool_directory, CAPACITY).save([], 1.0) == []  # makes the pool
     draw = random.Random(2)
     workers = [new_worker("hammer", pool_directory, number) for number in range(4)]
-    until = time.monotonic() + 4.0
-    while time.monotonic() < until:
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
         victim = draw.randrange(1, len(workers))
         workers[victim].send(signal.SIGSTOP)
         pause = time.monotonic() + draw.random() * 0.05
-        wait_until(lambda pause=pause: time.monotonic() >= pause)
+        until(lambda pause=pause: time.monotonic() >= pause)
         if draw.random() < 0.1:
             workers[victim].kill()
             workers[victim] = new_worker("hammer", pool_directory, victim)

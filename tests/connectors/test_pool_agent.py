@@ -6,14 +6,13 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from fake_clock import FakeClock
 from manager_process import ManagerProcess
 from pool_parts import NODE, STORAGE, load_one, mover_at, save_one
 from waiting import until
@@ -151,19 +150,6 @@ def test_a_start_without_memory_fails(path: Path, new_agent: Callable[..., PoolA
         new_agent().start()
 
 
-@pytest.mark.parametrize("removes", [True, False])
-def test_at_its_end_the_memory_stays_unless_told_otherwise(
-    path: Path, managers: Managers, new_agent: Callable[..., PoolAgent], *, removes: bool
-) -> None:
-    agent = new_agent(removes_on_exit=removes)
-    agent.start()
-    stop = threading.Event()
-    stop.set()
-    agent.run(stop)
-    assert len(managers.told) == 1
-    assert path.exists() is not removes
-
-
 NEEDED = ["--storage", "pool", "--capacity", "1G", "--manager", "127.0.0.1:6381"]
 
 
@@ -280,20 +266,9 @@ def test_a_process_without_memory_says_why_and_fails(
 # ---- When a manager is told of memory pools: once, again when it may have forgotten, by a thread that nobody wa ----
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def pool(manager: ManagerProcess, pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def pool(manager: ManagerProcess, node: None) -> str:
     """Add a pool of this node, which is returned."""
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
-    monkeypatch.delenv("KVCM_CLUSTER_ID", raising=False)
     name = f"pool-{uuid4().hex[:8]}"
     manager.add_pool(name, NODE, CAPACITY)
     return name
@@ -325,11 +300,11 @@ def told(client: ManagerClient) -> int:
 
 
 def test_a_pool_is_told_of_again_every_minute_since_a_manager_may_forget(client: ManagerClient, pool: str) -> None:
-    clock, engine = Clock(), engine_of(pool)
-    reports, pools = PoolReports(client, clock), engine.pools()
+    clock, engine = FakeClock(0.0), engine_of(pool)
+    reports, pools = PoolReports(client, clock.now), engine.pools()
     assert len(pools) == 1
     reports.report(reports.due_pools(pools), SECONDS)
-    for clock.now, due in ((59.9, []), (60.0, pools), (60.1, []), (119.9, []), (120.0, pools)):
+    for clock.time, due in ((59.9, []), (60.0, pools), (60.1, []), (119.9, []), (120.0, pools)):
         assert reports.due_pools(pools) == due
     reports.reset()
     assert reports.due_pools(pools) == pools

@@ -7,12 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pool_parts import CAPACITY, PAGE_BYTES, access_at
+from waiting import until
 
 from kvcm.connectors.transfer.pool_segment import PoolSegment
 
@@ -97,9 +97,7 @@ def test_the_lock_of_a_killed_writer_ends_although_its_child_lives(
     writer = started(KILLED)
     child = int(line_of(writer))
     assert writer.wait(SECONDS) == -signal.SIGKILL
-    deadline = time.monotonic() + SECONDS
-    while is_locked(segment):
-        assert time.monotonic() < deadline, "its child keeps the pages locked"
+    until(lambda: not is_locked(segment), "the pages are free")
     os.kill(child, 0)  # it is still there
 
 

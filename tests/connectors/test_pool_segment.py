@@ -91,21 +91,6 @@ def test_a_new_segment_is_zeroed_whole_and_private(pool_directory: Path) -> None
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_what_is_written_through_one_mapping_is_seen_through_another(pool_directory: Path) -> None:
-    make(pool_directory / "segment")
-    one, other = opened(pool_directory / "segment"), opened(pool_directory / "segment")
-    assert one.passes_check(b"token")
-    one.copy_in(PAGE_BYTES, [memoryview(b"abc"), memoryview(bytes(range(256)) * 512)])
-    three, rest = bytearray(3), bytearray(256 * 512)
-    other.copy_out(PAGE_BYTES, [memoryview(three), memoryview(rest)])
-    assert three == b"abc"
-    assert rest == bytes(range(256)) * 512
-
-
-def test_nothing_there_is_no_error(pool_directory: Path) -> None:
-    assert open_segment(pool_directory / "segment", CAPACITY) is None
-
-
 def _spoil_magic(path: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"\0")
@@ -115,18 +100,6 @@ def _spoil_check(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(30)
         file.write(b"\xff")
-
-
-def _cut(path: Path) -> None:
-    os.truncate(path, 3 * MIB)
-
-
-def _cut_header(path: Path) -> None:
-    os.truncate(path, 20)
-
-
-def _lend(path: Path) -> None:
-    path.chmod(0o644)
 
 
 def _link(path: Path) -> None:
@@ -149,9 +122,9 @@ def _fifo(path: Path) -> None:
     [
         (_spoil_magic, "does not begin as"),
         (_spoil_check, "damaged"),
-        (_cut, "its header says"),
-        (_cut_header, "does not begin as"),
-        (_lend, "mode is 0644"),
+        (lambda path: os.truncate(path, 3 * MIB), "its header says"),
+        (lambda path: os.truncate(path, 20), "does not begin as"),
+        (lambda path: path.chmod(0o644), "mode is 0644"),
         (_link, "is a link"),
         (_folder, "[Dd]irectory"),
         (_fifo, "no regular file"),
@@ -191,13 +164,6 @@ def test_a_segment_of_another_boot_counts_as_missing_and_is_replaced(
     assert open_segment(path, CAPACITY) is None
     make(path, generation=2)
     assert opened(path).header.generation == 2
-
-
-def test_a_segment_that_is_there_is_not_made_again(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
-    make(path, generation=1)
-    make(path, generation=2)
-    assert opened(path).header.generation == 1
 
 
 def test_of_many_makers_one_makes(pool_directory: Path) -> None:
@@ -274,18 +240,8 @@ def test_a_missing_directory_is_named(pool_directory: Path) -> None:
 
 
 def test_names_of_other_clusters_and_storages_differ() -> None:
-    names = {
-        segment_path(Path("/dev/shm"), cluster, storage)
-        for cluster, storage in [
-            ("", "a-b"),
-            ("a", "b"),
-            ("", "b"),
-            ("a-b", "c"),
-            ("a", "b-c"),
-            ("../x", "c"),
-            ("a+b", "c"),
-        ]
-    }
+    pairs = [("", "a-b"), ("a", "b"), ("", "b"), ("a-b", "c"), ("a", "b-c"), ("../x", "c"), ("a+b", "c")]
+    names = {segment_path(Path("/dev/shm"), cluster, storage) for cluster, storage in pairs}
     assert len(names) == 7
     assert {path.parent for path in names} == {Path("/dev/shm")}
 
@@ -371,12 +327,6 @@ def test_what_is_no_neighbour_in_memory_is_a_piece_of_its_own() -> None:
     given(5, [memoryview(bytes(PAGE_BYTES))])  # read-only
     given(6, [whole[6 * PAGE_BYTES : 6 * PAGE_BYTES + 100], whole[6 * PAGE_BYTES + 100 : 7 * PAGE_BYTES]])
     assert shape(cut(items)) == [[[0], [1], [2], [3], [4], [5], [6], [7]]]
-
-
-def test_memory_the_other_way_round_is_not_joined() -> None:
-    items = rows(memoryview(bytearray(4 * PAGE_BYTES)), PAGE_BYTES)
-    backwards = [TransferItem(item.uri, other.buffers) for item, other in zip(items, reversed(items), strict=True)]
-    assert shape(cut(backwards)) == [[[0], [1], [2], [3]]]
 
 
 def test_parts_that_do_not_fill_their_pages_are_not_joined() -> None:
@@ -476,19 +426,6 @@ def test_one_part_that_is_overtaken_during_the_copy_of_its_run_is_lost_alone(
     assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
     for index in set(range(5)) - {changed}:
         assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
-
-
-def test_one_part_that_cannot_be_filled_is_refused_alone(mover: MemPoolMover) -> None:
-    size = 10 * PAGE_BYTES
-    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
-    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    memory = bytearray(5 * size)
-    items = rows(memoryview(memory), size)
-    items[2] = TransferItem(items[2].uri, [memoryview(memory).toreadonly()[2 * size : 3 * size]])
-    results = mover.load(items, DEADLINE)
-    assert [result.failure for result in results] == [None, None, Failure.REFUSED, None, None]
-    assert "read-only" in results[2].reason
-    assert memory == saved[: 2 * size] + bytes(size) + saved[3 * size :]
 
 
 def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover) -> None:

@@ -220,17 +220,6 @@ def test_the_breaker_opens_probes_and_closes() -> None:
     assert carry_out(broken, clock, lambda _: OK).outcome is Outcome.OK  # closed again
 
 
-def test_only_one_probe_at_a_time() -> None:
-    clock = ManualClock()
-    settings = RetrySettings(max_rounds=1, breaker_failures=1, breaker_seconds=10.0)
-    broken = policy(clock, settings=settings)
-    carry_out(broken, clock, lambda _: UNAVAILABLE)
-    clock.seconds = 10.0
-    probe: CallSteps[Common] = broken.steps(1.0)
-    assert isinstance(probe.send(None), Send)
-    assert carry_out(broken, clock, lambda _: OK).outcome is Outcome.MISS_ON_ERROR
-
-
 def test_a_refusal_shows_that_the_manager_lives() -> None:
     clock = ManualClock()
     living = policy(clock, settings=RetrySettings(breaker_failures=1))

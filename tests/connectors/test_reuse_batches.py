@@ -169,19 +169,6 @@ def test_each_block_of_each_row_is_loaded_to_its_place(connect: Connect, stored:
             assert kv.numpy().tobytes() == data, (row, block)
 
 
-def test_loaded_rows_are_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
-    """Control: wrong bytes change the tokens of every row."""
-    reuse, batch = connect(settings=replace(PATIENT, checksums=False)), padded([prompt(100), prompt(37, 2)])
-    expected, _ = run(reuse, batch)
-    for path in files_of(manager, instance_id):
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
-        path.write_bytes(data.view(-1, 3, 2, 2 * BLOCK * 16).flip(2).contiguous().numpy().tobytes())
-    output, report = run(reuse, batch)
-    assert loaded(report) == [96, 32]
-    assert not torch.equal(output[0], expected[0])
-    assert not torch.equal(output[1], expected[1])
-
-
 @pytest.mark.feature("transformers", "blocks that fail to load: computed again")
 def test_a_row_that_fails_costs_only_that_row(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     prompts = [prompt(100), prompt(80, 2)]
@@ -241,18 +228,6 @@ def test_equal_rows_are_stored_once(connect: Connect) -> None:
     assert torch.equal(output, without_us(MODEL, batch))
     assert report.blocks_saved == 7
     assert loaded(run(reuse, batch)[1]) == [96] * 3
-
-
-def test_a_batch_with_the_manager_away(connect: Connect, closed_port: int, black_hole: int) -> None:
-    batch = padded([prompt(100), prompt(37, 2), prompt(60, 3)])
-    expected = without_us(MODEL, batch)
-    for port in (closed_port, black_hole):
-        patience = replace(PATIENT, call_seconds=0.2, register_seconds=0.2)
-        reuse = connect(address=f"127.0.0.1:{port}", settings=patience)
-        output, report = run(reuse, batch)
-        assert torch.equal(output, expected)
-        assert report.load_seconds < 8.0  # less than `PATIENT.load_seconds`
-        assert report.reason
 
 
 def test_less_is_computed_than_without_reuse(connect: Connect) -> None:

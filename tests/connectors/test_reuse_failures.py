@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from late_storage import use_late_storage
 from manager_process import ManagerProcess
 from reuse_cases import (
-    BLOCK,
-    MODEL,
     Connect,
     files_of,
     make_model,
@@ -58,20 +55,6 @@ def _file_of_block(reuse: KVReuse, manager: ManagerProcess, instance_id: str, id
         location = client.match(reuse.block_keys(ids[0].tolist())).locations[block]
         assert location is not None
         return Path(location.uris["tp0"].path)
-
-
-def test_blocks_that_are_all_gone_are_stored_again(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
-    reuse, ids = connect(), prompt(100)
-    expected, _ = run(reuse, ids)
-    for path in files_of(manager, instance_id):
-        path.unlink()
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
-    assert (report.matched_tokens, report.loaded_tokens) == (96, 0)
-    assert report.blocks_saved == 6  # those that were tried; the seventh is of the answer
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
-    assert (report.loaded_tokens, report.reason) == (96, "")
 
 
 @pytest.mark.parametrize("missing", ["root", "cluster"])
@@ -120,23 +103,6 @@ def test_a_storage_that_takes_nothing_costs_only_the_saving(
     directory.with_name("elsewhere").rename(directory)
     output, report = run(reuse, ids)  # the session was aborted, so the blocks can be written at once
     assert report.blocks_saved == 7
-
-
-def test_memory_that_a_late_load_may_change_is_not_used(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = prompt(100)
-    expected, _ = run(connect(), ids)
-    storages = use_late_storage(monkeypatch, blocks=3)
-    reuse = connect(settings=ReuseSettings(transfer_threads=1))  # one thread loads the blocks in order
-
-    # The late reads arrive when the prefill begins.
-    handle = MODEL.register_forward_pre_hook(lambda *_: storages[0].scribble())
-    try:
-        output, report = run(reuse, ids)
-    finally:
-        handle.remove()
-    assert storages[0].late
-    assert report.loaded_tokens == 3 * BLOCK
-    assert torch.equal(output, expected)
 
 
 def test_a_model_with_other_weights_is_refused_and_computes(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,22 +234,6 @@ class Counted(torch.nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
         self.register_buffer("scale", torch.full((8,), value))
-
-
-def test_a_model_that_differs_in_one_element_or_a_buffer_is_refused(connect: Connect) -> None:
-    def changed(change: Callable[[Any], object]) -> Any:
-        model = make_model()
-        with torch.no_grad():
-            change(model)
-        return model
-
-    def swap_rows(model: Any) -> None:
-        model.model.embed_tokens.weight[[7, 8]] = model.model.embed_tokens.weight[[8, 7]]
-
-    connect()
-    for change in (lambda model: model.model.layers[1].mlp.up_proj.weight[3, 5].mul_(1.001), swap_rows):
-        assert connect(changed(change)).registration.state is RegistrationState.REFUSED
-    assert connect(make_model()).registration.ok
 
 
 def test_buffers_count(connect: Connect) -> None:

@@ -13,8 +13,8 @@ import pytest
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
 from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, sidecars_of
-from script_process import run_script
-from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
+from tier_cases import TierEngine, dsa_spec, tokens_of
+from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.gpu_tier.connector import BlockParts, TierSettings
@@ -59,22 +59,6 @@ def test_what_one_engine_publishes_another_attaches(
         assert len(sidecars_of(prefix)) == (6 if sidecar else 0)
         second.store.release(prefix)
         assert second.host.allocator.in_use == 0
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("kind", "layout"), [("mha", Layout.LAYER_FIRST), ("dsa", Layout.PAGE_FIRST)])
-def test_another_process_attaches_the_same_bytes(
-    manager: ManagerProcess, instance_id: str, kind: str, layout: Layout
-) -> None:
-    first = in_a_process(manager.address, instance_id, kind, layout, "serve")
-    assert (first["tokens"], first["loaded"], first["written"]) == (6 * PAGE, 0, 6)
-    second = in_a_process(manager.address, instance_id, kind, layout, "attach")
-    assert (second["tokens"], second["loaded"], second["written"]) == (6 * PAGE, 6 * PAGE, 0)
-    assert second["digest"] == first["digest"]
-
-
-def in_a_process(*arguments: str) -> Any:
-    return run_script("tier_process.py", *arguments, beside="gpu_tier")
 
 
 def test_blocks_without_the_sidecar_are_a_miss_until_it_is_added(manager: ManagerProcess, instance_id: str) -> None:
@@ -168,14 +152,6 @@ def test_damaged_parts_shorten_the_prefix_and_are_written_again(
 
 def _has(manager: ManagerProcess, instance_id: str, engine: TierEngine, name: str) -> bool:
     return all(location and name in location.uris for location in locations_of(manager, instance_id, engine))
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not holds():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
 
 
 def test_without_a_manager_everything_is_a_miss(closed_port: int, instance_id: str) -> None:
@@ -316,12 +292,10 @@ def test_engines_that_write_the_same_blocks_at_once(manager: ManagerProcess, ins
 
 
 def test_a_memory_pool_of_the_node(
-    manager: ManagerProcess, instance_id: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerProcess, instance_id: str, node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = f"pool-{instance_id}"
     manager.add_pool(pool, NODE, CAPACITY)
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
     with TierEngine(manager.address, instance_id, sidecar=DSA, group=pool) as first:
         until(lambda: _is_taken(first))  # the manager has yet to look at the pool that it was told of
         with TierEngine(manager.address, instance_id, sidecar=DSA, group=pool) as second:
@@ -372,12 +346,3 @@ def test_what_is_under_way_ends_when_the_connector_is_closed(manager: ManagerPro
 def test_arguments_that_are_not_allowed(make: Callable[[], object]) -> None:
     with pytest.raises(InvalidArgumentError):
         make()
-
-
-def test_many_small_batches_give_the_same_blocks(manager: ManagerProcess, instance_id: str) -> None:
-    assert PATIENT.batch_bytes < 6 * MHA.page_bytes
-    tokens = tokens_of(12, seed=1)
-    with TierEngine(manager.address, instance_id, pages=32) as first:
-        first.serve(tokens)
-    with TierEngine(manager.address, instance_id, pages=32) as second:
-        assert second.attached_tokens(tokens) == 12 * PAGE

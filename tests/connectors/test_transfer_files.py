@@ -16,18 +16,10 @@ from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
 from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
-from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
 STORAGE = "nfs_01"
 SIZE = 512
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "store"
-    (root / "cluster").mkdir(parents=True)
-    return root
 
 
 @pytest.fixture
@@ -76,6 +68,7 @@ def test_one_damaged_file_among_hundreds_costs_only_its_own_items(engine: Transf
     expected[13] = results[13].failure
     assert results[13].failure in {Failure.REFUSED, Failure.ERROR}
     assert failures(results) == expected
+    assert not (cluster / "inst" / "f7").exists()
     assert all(content(got) == content(put) for got, put, result in zip(read, items, results, strict=True) if result.ok)
 
 
@@ -197,17 +190,3 @@ def test_no_file_stays_open_and_no_mount_is_kept_busy(engine: TransferEngine, ro
     engine.save(items, DEADLINE)
     engine.load([*items, item(root / "cluster" / "gone"), item(root / "cluster")], DEADLINE)
     assert set(Path("/proc/self/fd").iterdir()) == before
-
-
-def test_storages_are_found_by_scheme_and_name(root: Path) -> None:
-    storages = [StorageConfig(STORAGE, NfsStorageSpec(f"{root}/", 8)), StorageConfig("other", MooncakeStorageSpec())]
-    engine = TransferEngine.for_storages(storages[:1])
-    path = root / "cluster" / "f"
-    items = [
-        item(path),
-        TransferItem(item(path).uri._replace(scheme="hf3fs"), item(path).buffers),
-        TransferItem(item(path).uri._replace(storage="other"), item(path).buffers),
-    ]
-    assert failures(engine.save(items, DEADLINE)) == [None, Failure.REFUSED, Failure.REFUSED]
-    assert engine.statistics().misaddressed_items == 2
-    engine.close()

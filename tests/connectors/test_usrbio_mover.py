@@ -60,12 +60,6 @@ class PlainRings:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root" / "cluster").mkdir(parents=True)
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def rings() -> PlainRings:
     return PlainRings()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,15 +96,6 @@ class TierEngine:
         prefix = self.attach(tokens)
         self.store.release(prefix)
         return prefix.n_tokens
-
-    def digest(self, prefix: AttachedPrefix) -> str:
-        """Return a digest of an attached prefix's bytes."""
-        digest = hashlib.sha256()
-        for page in prefix.pages:
-            for piece in self.host.page_pieces(page):
-                digest.update(piece.numpy().tobytes())
-        digest.update(sidecars_of(prefix).numpy().tobytes())
-        return digest.hexdigest()
 
     def close(self) -> None:
         self.connector.close()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ with socket.socket() as any_socket:  # ifreq: name, flags UP and RUNNING
 print("ready", flush=True)
 sys.stdin.read()
 """
+
+
+_locations = count(1)
+
+
+def addresses(size_bytes: int, number: int = 1) -> list[str]:
+    """Return addresses of so many parts of one location that no other test uses."""
+    location = next(_locations)
+    return [f"mooncake://mc/?key=cluster/inst/tp{n % 2}/{n:x}.m{location}&size={size_bytes}" for n in range(number)]
+
+
+def name_of(uri: str) -> str:
+    """Return the name of a part's object."""
+    return uri.partition("key=")[2].partition("&")[0]
 
 
 def missing() -> str:

@@ -24,7 +24,7 @@ from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part, StoredObject
+from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.prober import Prober
@@ -68,10 +68,6 @@ class Participant:
         assert self.storage is not None
         return asyncio.run(self.storage.delete(uris))
 
-    def discard(self, uris: list[str]) -> list[str | None]:
-        assert self.storage is not None
-        return asyncio.run(self.storage.discard(uris))
-
     def exists(self, uris: list[str]) -> list[bool]:
         assert self.storage is not None
         return asyncio.run(self.storage.exists(uris))
@@ -97,18 +93,6 @@ class Participant:
             prober.start_due()
             while storages.health("mc") is before:  # noqa: ASYNC110 - it is answered by another process
                 await asyncio.sleep(0.01)
-
-    def space(self) -> list[int]:
-        assert self.storage is not None
-        return list(asyncio.run(self.storage.space()))
-
-    def list_objects(self) -> None:
-        assert self.storage is not None
-        self.storage.objects("cluster")
-
-    def remove_objects(self) -> None:
-        assert self.storage is not None
-        asyncio.run(self.storage.remove_objects("cluster", [StoredObject("i/s/1.a", 1, 0.0)]))
 
     def children(self) -> list[int]:
         tasks = Path("/proc/self/task").iterdir()
@@ -176,10 +160,6 @@ class Participant:
             ],
             "moved_bytes": [result.moved_bytes for result in results],
         }
-
-    def register_again(self) -> None:
-        assert self.registered is not None
-        self.engine.register_memory([self.registered[:10]])
 
     def raw_put(self, name: str, size_bytes: int) -> int:
         """Store something of another size under a name, past everything of ours."""

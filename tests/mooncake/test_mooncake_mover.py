@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 
 import pytest
-from mooncake_rig import Process, Site, eventually
+from mooncake_rig import Process, Site, addresses, eventually, name_of
 
 pytestmark = pytest.mark.e2e
-
-_locations: Iterator[int] = count(1)
-
-
-def addresses(size_bytes: int, number: int = 1) -> list[str]:
-    location = next(_locations)
-    return [f"mooncake://mc/?key=cluster/inst/tp0/{key:x}.m{location}&size={size_bytes}" for key in range(number)]
 
 
 @pytest.mark.parametrize("pieces", [1, 8])
@@ -59,7 +51,7 @@ def test_an_object_of_another_size_is_never_taken_for_the_part(
     [uri] = addresses(4096)
     raw = shared_site.client()
     raw.ask("own", size_bytes=0)
-    assert raw.ask("raw_put", name=uri.partition("key=")[2].partition("&")[0], size_bytes=stored_bytes) == 0
+    assert raw.ask("raw_put", name=name_of(uri), size_bytes=stored_bytes) == 0
     [failure] = engine.ask("load", uris=[uri], pieces=pieces, registered=registered)["failures"]
     assert failure in {"lost", "error"}
 
@@ -70,7 +62,7 @@ def test_an_object_that_its_writer_never_finished_is_a_miss_and_does_not_count_a
     site = new_site()
     owner, engine = site.owner(32 << 20), site.client()
     [uri] = addresses(4096)
-    assert owner.ask("raw_begin", name=uri.partition("key=")[2].partition("&")[0], size_bytes=4096) == [0]
+    assert owner.ask("raw_begin", name=name_of(uri), size_bytes=4096) == [0]
     assert engine.ask("load", uris=[uri])["failures"] == ["lost"]
 
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
-
 import pytest
-from mooncake_rig import AskedError, Process
+from mooncake_rig import Process, addresses
 
 pytestmark = pytest.mark.e2e
-
-_locations: Iterator[int] = count(1)
-
-
-def addresses(size_bytes: int, number: int = 1) -> list[str]:
-    location = next(_locations)
-    return [f"mooncake://mc/?key=cluster/inst/tp0/{key:x}.r{location}&size={size_bytes}" for key in range(number)]
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -59,8 +49,3 @@ def test_an_object_that_ends_before_the_range_is_a_miss(engine: Process, other_e
     larger = uri.replace("size=1000", "size=9000")
     answer = other_engine.ask("load_ranges", uris=[larger], ranges=[[900, 200]])
     assert answer["failures"] == ["lost"]
-
-
-def test_memory_is_registered_once(engine: Process) -> None:
-    with pytest.raises(AskedError, match="overlap"):
-        engine.ask("register_again")

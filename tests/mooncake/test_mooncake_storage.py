@@ -37,22 +37,6 @@ def test_addresses_are_those_of_the_wire_below_the_deployment_with_a_name_per_lo
     assert other[0] != uris[0]
 
 
-def test_what_was_stored_is_there_until_it_is_deleted(manager: Process, engine: Process) -> None:
-    uris = allocated(manager, "exists")
-    assert manager.ask("exists", uris=uris) == [False] * 3
-    assert engine.ask("save", uris=uris[:2])["failures"] == [None, None]
-    assert manager.ask("exists", uris=uris) == [True, True, False]
-    eventually(lambda: manager.ask("delete", uris=uris[:1]) == [None])
-    assert manager.ask("exists", uris=uris) == [False, True, False]
-    assert engine.ask("load", uris=uris[:2])["failures"] == ["lost", None]
-
-
-def test_what_is_gone_already_counts_as_deleted_and_what_was_never_written_as_discarded(manager: Process) -> None:
-    uris = allocated(manager, "never")
-    assert manager.ask("delete", uris=uris) == [None] * 3
-    assert manager.ask("discard", uris=uris) == [None] * 3
-
-
 def test_an_object_that_is_being_read_is_kept_and_the_deletion_succeeds_later(
     manager: Process, engine: Process
 ) -> None:
@@ -70,11 +54,6 @@ def test_an_object_that_is_being_read_is_kept_and_the_deletion_succeeds_later(
     assert reasons[0] is not None
     assert "in use by a reader, try again later" in reasons[0]
     eventually(lambda: manager.ask("delete", uris=uris) == [None])
-
-
-def test_a_probe_passes_again_and_again_and_leaves_nothing(manager: Process) -> None:
-    for _ in range(3):
-        manager.ask("probe")
 
 
 def test_a_probe_says_that_no_memory_is_lent(new_site: Callable[[], Site]) -> None:
@@ -104,16 +83,6 @@ def _is_full(manager: Process) -> bool:
     except AskedError as error:
         return "no segment has room" in str(error)
     return False
-
-
-def test_space_is_not_known(manager: Process) -> None:
-    assert manager.ask("space") == [-1, -1]
-
-
-@pytest.mark.parametrize("call", ["list_objects", "remove_objects"])
-def test_scrubbing_is_refused_with_the_reason(manager: Process, call: str) -> None:
-    with pytest.raises(AskedError, match=r"UnsupportedError: storage mc: .*cannot be scrubbed"):
-        manager.ask(call)
 
 
 def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(new_site: Callable[[], Site]) -> None:

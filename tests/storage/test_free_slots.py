@@ -174,15 +174,6 @@ def test_graces_that_are_over_end_some_at_a_time_and_whenever_something_is_delet
     assert len(world.free.acquire(POOL, 5000)) == 4000
 
 
-def test_what_waits_for_its_grace_goes_with_its_file() -> None:
-    world = World()
-    for number in range(100):
-        world.free.deleted("a", POOL, [number])
-        world.free.forgotten("a", [number])
-        world.free.discard_file("a")
-    assert len(world.free._quarantine) == 0
-
-
 def test_a_term_forgets_what_was_free_in_another() -> None:
     for term in (None, 2):
         world = freed(a=5)

@@ -276,18 +276,6 @@ async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site
     assert (new.probes, site.health()) == (1, known)
 
 
-async def test_what_is_heard_of_a_storage_that_was_replaced_a_moment_ago_is_not_said_of_the_new_one(site: Site) -> None:
-    old = site.open_faulty()
-    old.gate.clear()
-    old.error = StorageIOError("it is gone")
-    site.prober.start_due()
-    await until(lambda: old.under_way)
-    site.open_faulty()
-    old.gate.set()
-    await until(lambda: old.answers)
-    assert site.health() == StorageHealth()
-
-
 async def test_a_storage_that_is_closed_while_its_probe_hangs_is_forgotten(site: Site) -> None:
     storage = site.open_faulty()
     storage.gate.clear()
@@ -454,35 +442,6 @@ def expected(history: str, rules: HealthRules) -> HealthState:
 @example("fff" + "ss", HealthRules())
 def test_the_state_follows_from_the_history(history: str, rules: HealthRules) -> None:
     assert states(history, rules)[-1].state is expected(history, rules)
-
-
-@given(HISTORIES, RULES)
-def test_a_single_failure_takes_nothing_down_and_a_single_answer_brings_nothing_back(
-    history: str, rules: HealthRules
-) -> None:
-    healths = states(history, rules)
-    for at in range(1, len(history)):
-        before, after, pair = healths[at], healths[at + 1], history[at - 1 : at + 1]
-        if pair[0] in "gsu":
-            assert after.is_usable or not before.is_usable, f"{pair} took it down"
-        if pair[0] in "fl":
-            assert before.is_usable or not after.is_usable, f"{pair} brought it back"
-
-
-@given(HISTORIES, RULES, st.data())
-def test_whatever_was_before_failures_in_a_row_take_it_down_and_answers_in_a_row_bring_it_back(
-    history: str, rules: HealthRules, data: st.DataObject
-) -> None:
-    failures = data.draw(st.text("fl", min_size=rules.down_after, max_size=rules.down_after))
-    answers = data.draw(st.text("gsu", min_size=rules.up_after, max_size=rules.up_after))
-    assert states(history + failures, rules)[-1].state is DOWN
-    assert states(history + failures + answers, rules)[-1].is_usable
-    assert states(history + failures + "g" * rules.up_after, rules)[-1].state is UP
-
-
-@given(st.text("gsu", max_size=30), RULES)
-def test_a_storage_that_answers_is_used_however_slow_or_full(history: str, rules: HealthRules) -> None:
-    assert all(health.is_usable for health in states(history, rules))
 
 
 @given(st.text("gsufl", min_size=1, max_size=30), RULES)

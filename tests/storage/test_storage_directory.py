@@ -46,17 +46,6 @@ def directory() -> StorageDirectory:
     return StorageDirectory("cluster")
 
 
-def test_an_open_storage_is_known_and_available(directory: StorageDirectory) -> None:
-    directory.open(DUMMY)
-    assert directory.rank("d") is not None
-    assert directory.type_of("d") is StorageType.ST_DUMMY
-    assert directory.backend("d") is not None
-
-
-def test_what_is_not_open_is_unknown(directory: StorageDirectory) -> None:
-    assert (directory.rank("x"), directory.type_of("x"), directory.backend("x")) == (None, None, None)
-
-
 def test_a_disabled_storage_is_open_and_not_available(directory: StorageDirectory) -> None:
     """Deletions go on while reads and writes stop."""
     directory.open(DUMMY)
