@@ -16,7 +16,6 @@ from waiting import until
 
 from kvcm.connectors.client import AsyncManagerClient, ManagerClient
 from kvcm.connectors.exchanges import ClientSettings
-from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.pool_reports import PoolReports
 from kvcm.connectors.results import Location, MatchMode, PoolReport, WriteGrant
 from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
@@ -189,23 +188,6 @@ def test_reports_of_what_is_not_the_storage_are_refused(
     assert reports.due_pools(engine.pools()) == due  # nobody took it, so it is told again
 
 
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ((0, CAPACITY, 0), "generation is 0"),
-        ((1 << 64, CAPACITY, 0), "generation is"),
-        ((1, 0, 0), "capacity_bytes is 0"),
-        ((1, CAPACITY, -1), "valid_ms is -1"),
-    ],
-)
-def test_reports_that_cannot_be_sent(client: ManagerClient, values: tuple[int, int, int], why: str) -> None:
-    generation, capacity, valid_ms = values
-    with pytest.raises(InvalidArgumentError, match=why):
-        client.report_pool("pool", NODE, generation, capacity, valid_ms=valid_ms)
-
-
 def test_a_node_that_cannot_be_named_is_refused(manager: ManagerProcess) -> None:
     with pytest.raises(InvalidArgumentError, match="node_id 'a/b' is not 1 to 128"):
         ManagerClient(manager.address, "instance", ClientSettings(node_id="a/b"))
-    assert ClientSettings().node_id == ""
-    assert NodeSettings().node_id == ""

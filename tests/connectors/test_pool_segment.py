@@ -270,7 +270,6 @@ def test_a_dropped_segment_closes_its_descriptors(pool_directory: Path) -> None:
 # ---- Parts that are copied together: the same bytes and the same answers as one by one, whatever their memory i ----
 
 STAMP = 9
-LATE = (((0, STAMP), (1, STAMP)), ((0, STAMP), (1, STAMP + 2)))  # pages and stamps
 SMALL_CHUNK = 256 << 10  # of a pool 64 times as large
 Layout = list[tuple[int, int, int, str]]
 """Of each part: pages left free before it, size, bytes left free before its memory, and what that memory is like."""
@@ -327,12 +326,6 @@ def test_what_is_no_neighbour_in_memory_is_a_piece_of_its_own() -> None:
     given(5, [memoryview(bytes(PAGE_BYTES))])  # read-only
     given(6, [whole[6 * PAGE_BYTES : 6 * PAGE_BYTES + 100], whole[6 * PAGE_BYTES + 100 : 7 * PAGE_BYTES]])
     assert shape(cut(items)) == [[[0], [1], [2], [3], [4], [5], [6], [7]]]
-
-
-def test_parts_that_do_not_fill_their_pages_are_not_joined() -> None:
-    """Between them lie bytes of the pool that are nobody's."""
-    memory = memoryview(bytearray(4 * 5000))
-    assert shape(cut(rows(memory, 5000))) == [[[0], [1], [2], [3]]]
 
 
 @pytest.mark.parametrize("start", [0, PAGE_BYTES])
@@ -441,10 +434,6 @@ def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover)
     expected, memory[:] = bytes(memory), bytes(len(memory))
     assert all(result.ok for result in mover.load(items, DEADLINE))
     assert memory == expected
-    for first in (0, 1):  # of pages with 9 and 10, in a run with one that may be written
-        late = [TransferItem(uri((first + at) * PAGE_BYTES, 1, stamp), [memoryview(b"x")]) for at, stamp in LATE[first]]
-        failures = [result.failure for result in mover.save(late, DEADLINE)]
-        assert failures == ([None, Failure.REFUSED] if first == 0 else [Failure.REFUSED, None])
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -66,22 +66,6 @@ def loaded(report: GenerationReport) -> list[int]:
     return [row.loaded_tokens for row in report.rows]
 
 
-@pytest.mark.feature("transformers", "several requests at once")
-def test_each_row_loads_its_own_prefix(connect: Connect, kind: str) -> None:
-    model, prompts = model_of(kind), [prompt(100), prompt(37, 2), prompt(80, 3), prompt(5, 4)]
-    batch = padded(prompts)
-    expected = without_us(model, batch)
-    reuse = connect(model)
-    output, report = run(reuse, batch)
-    assert torch.equal(output, expected)
-    assert loaded(report) == [0, 0, 0, 0]
-    assert report.blocks_saved == sum((ids.shape[1] + NEW - 1) // BLOCK for ids in prompts)
-    output, report = run(connect(model), batch)
-    assert torch.equal(output, expected)
-    assert loaded(report) == [96, 32, 64, 0]
-    assert (report.prompt_tokens, report.new_tokens, report.reason) == (222, 4 * NEW, "")
-
-
 def test_rows_of_one_batch_serve_those_of_another(connect: Connect, kind: str) -> None:
     """Padding is no part of KV: a prompt in another row, with other padding, or alone is the same prompt."""
     model, first, second = model_of(kind), prompt(50), prompt(90, 2)

@@ -27,7 +27,9 @@ from kvcm.connectors.transformers.prefix_load import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 
 
-@pytest.mark.feature("transformers", "blocks that fail to load: computed again")
+@pytest.mark.feature(
+    "transformers", "blocks that fail to load: computed again", "block evicted between lookup and load"
+)
 @pytest.mark.parametrize("damage", ["remove", "truncate"])
 def test_blocks_that_are_gone_are_computed_and_stored_again(
     connect: Connect, manager: ManagerProcess, instance_id: str, damage: str
@@ -245,27 +247,3 @@ def test_buffers_count(connect: Connect) -> None:
     assert connect(model(1.0)).registration.ok
     assert connect(model(1.0)).registration.ok
     assert connect(model(2.0)).registration.state is RegistrationState.REFUSED
-
-
-@pytest.mark.feature("transformers", "block evicted between lookup and load")
-def test_blocks_may_go_between_the_match_and_the_load(
-    connect: Connect, manager: ManagerProcess, instance_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reuse, ids = connect(), prompt(100)
-    expected, _ = run(reuse, ids)
-    match = ManagerClient.match
-
-    def match_and_lose(self: ManagerClient, *arguments: Any, **options: Any) -> object:
-        found = match(self, *arguments, **options)
-        for path in files_of(manager, instance_id):
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(ManagerClient, "match", match_and_lose)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
-    assert (report.matched_tokens, report.loaded_tokens) == (96, 0)
-    monkeypatch.undo()
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
-    assert report.loaded_tokens == 96

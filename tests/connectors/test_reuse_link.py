@@ -41,6 +41,7 @@ PART_BYTES = 64
 PARTS = ("full", "window")
 SECONDS = 10.0
 Link = Callable[..., ManagerLink]
+NewLookups = Callable[..., Lookups]
 
 
 def keys_of(*numbers: int) -> list[BlockKey]:
@@ -72,6 +73,11 @@ def new_link(instance_id: str) -> Iterator[Link]:
     yield make
     for link in links:
         link.close()
+
+
+@pytest.fixture
+def link(manager: ManagerProcess, new_link: Link) -> ManagerLink:
+    return new_link(manager.address)
 
 
 def engine_of(link: ManagerLink) -> TransferEngine:
@@ -118,8 +124,8 @@ def load(link: ManagerLink, keys: Sequence[BlockKey]) -> tuple[dict[int, bytes],
     return got, missing_report(parts, results, statistics), statistics
 
 
-def test_what_is_saved_is_loaded_in_trays(manager: ManagerProcess, new_link: Link) -> None:
-    link, keys = new_link(manager.address), keys_of(*range(8))
+def test_what_is_saved_is_loaded_in_trays(link: ManagerLink) -> None:
+    keys = keys_of(*range(8))
     saved = save(link, keys)
     assert (saved.stored, saved.saved, saved.saved_bytes, saved.reason) == ((True,) * 8, 8, 8 * 2 * PART_BYTES, "")
     got, report, _ = load(link, keys)
@@ -127,8 +133,7 @@ def test_what_is_saved_is_loaded_in_trays(manager: ManagerProcess, new_link: Lin
     assert not report
 
 
-def test_what_is_there_is_not_saved_again(manager: ManagerProcess, new_link: Link) -> None:
-    link = new_link(manager.address)
+def test_what_is_there_is_not_saved_again(link: ManagerLink) -> None:
     save(link, keys_of(1, 2))
     again = save(link, keys_of(1, 2))
     assert (again.stored, again.saved) == ((True, True), 0)
@@ -136,8 +141,8 @@ def test_what_is_there_is_not_saved_again(manager: ManagerProcess, new_link: Lin
     assert (more.stored, more.saved) == ((True, True, True), 1)
 
 
-def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(manager: ManagerProcess, new_link: Link) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2, 3)
+def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(link: ManagerLink) -> None:
+    keys = keys_of(1, 2, 3)
     assert save(link, keys, ["all", "full", "all"]).saved == 3
     every = link.client.match(keys, spec_names=PARTS)
     assert len(every.locations) == 1
@@ -146,8 +151,10 @@ def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(manager: 
     assert len(link.client.match(keys, spec_names=PARTS).locations) == 3
 
 
-def test_lost_and_corrupt_parts_are_told_apart_and_the_others_arrive(manager: ManagerProcess, new_link: Link) -> None:
-    link, keys = new_link(manager.address), keys_of(*range(100, 103))
+def test_lost_and_corrupt_parts_are_told_apart_and_the_others_arrive(
+    manager: ManagerProcess, link: ManagerLink
+) -> None:
+    keys = keys_of(*range(100, 103))
     before = set(manager.files)
     save(link, keys)
     for path in set(manager.files) - before:
@@ -165,9 +172,9 @@ def test_lost_and_corrupt_parts_are_told_apart_and_the_others_arrive(manager: Ma
     assert len(link.client.match(keys, spec_names=["full"]).locations) == 1
 
 
-def test_a_save_that_raises_leaves_no_session(manager: ManagerProcess, new_link: Link) -> None:
+def test_a_save_that_raises_leaves_no_session(link: ManagerLink) -> None:
     """Invariant 3: the blocks can be written at once by the next one."""
-    link, keys = new_link(manager.address), keys_of(1, 2)
+    keys = keys_of(1, 2)
     sessions = WriteSessions(link.client, SessionSettings())
 
     def raise_it(index: int, part: str) -> Sequence[memoryview]:
@@ -179,8 +186,8 @@ def test_a_save_that_raises_leaves_no_session(manager: ManagerProcess, new_link:
     assert save(link, keys).saved == 2
 
 
-def test_a_closed_table_aborts_what_is_open(manager: ManagerProcess, new_link: Link) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2)
+def test_a_closed_table_aborts_what_is_open(link: ManagerLink) -> None:
+    keys = keys_of(1, 2)
     assert link.register()
     sessions = WriteSessions(link.client, SessionSettings())
     grant = sessions.start(keys, None)
@@ -192,9 +199,9 @@ def test_a_closed_table_aborts_what_is_open(manager: ManagerProcess, new_link: L
     assert save(link, keys).saved == 2
 
 
-def test_an_open_session_is_renewed(manager: ManagerProcess, new_link: Link) -> None:
+def test_an_open_session_is_renewed(link: ManagerLink) -> None:
     """A session of one second is still open after three: the keeper of the table renews it."""
-    link, keys = new_link(manager.address), keys_of(1, 2)
+    keys = keys_of(1, 2)
     assert link.register()
     sessions = WriteSessions(link.client, SessionSettings(session_seconds=1))
     grant = sessions.start(keys, None)
@@ -220,7 +227,7 @@ def is_open(manager: ManagerProcess, instance_id: str, lease_id: str) -> bool:
 
 
 @pytest.fixture
-def new_lookups() -> Iterator[Callable[..., Lookups]]:
+def new_lookups() -> Iterator[NewLookups]:
     made: list[Lookups] = []
 
     def make(link: ManagerLink, plan: LookupPlan | None = None, **settings: float) -> Lookups:
@@ -234,10 +241,8 @@ def new_lookups() -> Iterator[Callable[..., Lookups]]:
         lookups.close(1.0)
 
 
-def test_a_lookup_finds_the_prefix_and_releases_its_lease(
-    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
-) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2, 3, 4)
+def test_a_lookup_finds_the_prefix_and_releases_its_lease(link: ManagerLink, new_lookups: NewLookups) -> None:
+    keys = keys_of(1, 2, 3, 4)
     save(link, keys[:3])
     lookups = new_lookups(link)
     lookups.start("r", keys)
@@ -252,10 +257,9 @@ def test_a_lookup_finds_the_prefix_and_releases_its_lease(
     assert (counters["match"].ok, counters["release_lease"].ok) == (1, 1)
 
 
-def test_leases_that_end_together_are_released_with_few_calls_and_at_the_latest_when_all_ends(
-    manager: ManagerProcess, instance_id: str, new_link: Link, new_lookups: Callable[..., Lookups]
+def test_leases_that_end_together_are_released_with_few_calls(
+    manager: ManagerProcess, link: ManagerLink, instance_id: str, new_lookups: NewLookups
 ) -> None:
-    link = new_link(manager.address)
     lookups, leases = new_lookups(link), list[str]()
     for number in range(12):
         keys = keys_of(10 * number + 1, 10 * number + 2)
@@ -272,10 +276,8 @@ def test_leases_that_end_together_are_released_with_few_calls_and_at_the_latest_
     assert not any(is_open(manager, instance_id, lease_id) for lease_id in leases)
 
 
-def test_requests_that_ask_for_the_same_share_one_call(
-    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
-) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2)
+def test_requests_that_ask_for_the_same_share_one_call(link: ManagerLink, new_lookups: NewLookups) -> None:
+    keys = keys_of(1, 2)
     save(link, keys)
     lookups = new_lookups(link, share_seconds=60.0)
     for number in range(5):
@@ -291,10 +293,8 @@ def test_requests_that_ask_for_the_same_share_one_call(
     assert link.client.counters()["match"].ok == 2
 
 
-def test_of_a_sliding_window_only_the_last_blocks_are_needed(
-    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
-) -> None:
-    link, keys = new_link(manager.address), keys_of(*range(1, 9))
+def test_of_a_sliding_window_only_the_last_blocks_are_needed(link: ManagerLink, new_lookups: NewLookups) -> None:
+    keys = keys_of(*range(1, 9))
     #            1       2      3      4       5      6       7      8
     groups = ["full", "full", "all", "all", "full", "all", "full", "full"]
     save(link, keys, groups)
@@ -307,10 +307,8 @@ def test_of_a_sliding_window_only_the_last_blocks_are_needed(
     assert answered(lookups, "short").blocks == 0
 
 
-def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(
-    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
-) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2)
+def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(link: ManagerLink, new_lookups: NewLookups) -> None:
+    keys = keys_of(1, 2)
     save(link, keys, ["all", "all"])
     lookups = new_lookups(link, LookupPlan(("full",), ("window",), 5))
     lookups.start("r", keys)
@@ -319,7 +317,7 @@ def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(
 
 
 def test_without_a_manager_every_lookup_is_a_miss_at_once(
-    closed_port: int, new_link: Link, new_lookups: Callable[..., Lookups]
+    closed_port: int, new_link: Link, new_lookups: NewLookups
 ) -> None:
     link = new_link(f"127.0.0.1:{closed_port}")
     lookups = new_lookups(link)
@@ -331,7 +329,7 @@ def test_without_a_manager_every_lookup_is_a_miss_at_once(
 
 
 def test_a_manager_that_dies_and_comes_back(
-    new_manager: Callable[..., ManagerProcess], new_link: Link, new_lookups: Callable[..., Lookups]
+    new_manager: Callable[..., ManagerProcess], new_link: Link, new_lookups: NewLookups
 ) -> None:
     running = new_manager()
     link, keys = new_link(running.address), keys_of(1, 2)
@@ -356,10 +354,8 @@ def test_a_manager_that_dies_and_comes_back(
     until(finds_both)
 
 
-def test_a_late_answer_is_a_miss_and_its_lease_is_released(
-    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
-) -> None:
-    link, keys = new_link(manager.address), keys_of(1, 2)
+def test_a_late_answer_is_a_miss_and_its_lease_is_released(link: ManagerLink, new_lookups: NewLookups) -> None:
+    keys = keys_of(1, 2)
     save(link, keys)
     lookups = new_lookups(link, lookup_seconds=0.0)
     lookups.start("r", keys)
@@ -447,7 +443,7 @@ def test_after_a_recovery_as_many_may_be_lost_again() -> None:
         storage.hangs = False
 
 
-def test_who_waits_gets_the_tray_that_comes_back() -> None:
+def test_a_caller_that_waits_gets_the_tray_that_comes_back() -> None:
     trays = StagingTrays(8, 1)
     first = trays.acquire(0)
     assert first is not None

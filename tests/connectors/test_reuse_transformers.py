@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,20 +258,6 @@ def test_tokens_are_reused_on_the_node_and_computed_elsewhere(
         output, report = run(reuse, ids)
         assert torch.equal(output, expected)
         assert (report.matched_tokens, report.blocks_saved) == (0, 0)
-
-
-def test_a_manager_that_lost_its_state_is_told_of_the_pool_again(
-    new_manager: Callable[..., ManagerProcess], instance_id: str, node: None
-) -> None:
-    manager = new_manager()
-    manager.add_pool("pool", NODE, CAPACITY)
-    ids = prompt(100)
-    with connected(manager, "pool", instance_id) as reuse:
-        until(lambda: saves(reuse, ids))
-        manager.kill()
-        shutil.rmtree(manager.data_dir)
-        new_manager(manager.ports).add_pool("pool", NODE, CAPACITY)
-        until(lambda: saves(reuse, ids))
 
 
 # ---- One process stores, another one loads: keys, registration and bytes mean the same in both ----

@@ -456,16 +456,6 @@ def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
     assert site.released == ["a", "b"]
 
 
-def test_a_lease_whose_pages_are_being_loaded_stays() -> None:
-    site = Book()
-    site.enter("a", 1)
-    found = site.book.pop(keys(1))
-    site.enter("b", 1)
-    assert site.released == []
-    site.book.release(found)
-    assert site.released == ["a"]
-
-
 def test_pages_are_dropped_when_their_lease_ends() -> None:
     site = Book()
     site.enter("a", 1, seconds=5)

@@ -109,19 +109,6 @@ def test_an_engine_with_other_parameters_is_refused_and_finds_nothing(
             assert not set(first.connector.page_keys(TOKENS)) & set(engine.connector.page_keys(TOKENS))
 
 
-def test_a_sidecar_of_other_parameters_in_the_same_instance_is_a_miss(
-    manager: ManagerProcess, instance_id: str
-) -> None:
-    small = dsa_spec(MHA, Layout.PAGE_FIRST, 64)
-    with (
-        TierEngine(manager.address, instance_id, sidecar=DSA, others=[small]) as first,
-        TierEngine(manager.address, instance_id, sidecar=small, others=[DSA]) as other,
-    ):
-        first.serve(TOKENS)
-        assert other.connector.registration.state is RegistrationState.OK
-        assert other.attached_tokens(TOKENS) == 0
-
-
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 @pytest.mark.parametrize("name", [KV_SPEC, DSA], ids=["kv", "sidecar"])
 def test_damaged_parts_shorten_the_prefix_and_are_written_again(

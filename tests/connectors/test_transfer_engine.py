@@ -64,7 +64,7 @@ def make() -> Iterator[Callable[..., Rig]]:
     ) -> Rig:
         storages = {name: HeldStorage() for name in names or ("s",)}
         movers = {(SCHEME, name): storage for name, storage in storages.items()}
-        rigs.append(Rig(TransferEngine(movers, threads, budget_bytes=budget_bytes, clock=clock.now), storages))
+        rigs.append(Rig(TransferEngine(movers, threads, budget_bytes=budget_bytes, clock=clock), storages))
         return rigs[-1]
 
     yield make

@@ -38,17 +38,23 @@ def content(uri: str, size_bytes: int) -> bytes:
 
 
 class Participant:
-    """Answers one call after the other; each method is a call."""
+    """Answers one call after the other; each method is a call.
+
+    Attributes:
+        storage: once it is open.
+        registered: memory, once there is some.
+    """
+
+    storage: MooncakeStorage
+    registered: memoryview
 
     def __init__(self, spec: MooncakeStorageSpec) -> None:
         self.config = StorageConfig("mc", spec)
         self.spec = spec
         self.owned: MooncakeClient | None = None
-        self.storage: MooncakeStorage | None = None
         self.engine = TransferEngine.for_storages(
             [self.config], 4, checksums=True, mooncake=MooncakeSettings(staging_bytes=16 << 20)
         )
-        self.registered: memoryview | None = None
         self.kept: list[memoryview] = []  # of items that are pending: they may still change
 
     def own(self, size_bytes: int) -> str:
@@ -60,25 +66,20 @@ class Participant:
         self.storage = MooncakeStorage.open(self.config, cluster_id)
 
     def allocate(self, keys: list[int], size_bytes: int, location_id: str, instance_id: str = "in/st") -> list[str]:
-        assert self.storage is not None
         parts = [Part("tp0", key, size_bytes) for key in keys]
         return asyncio.run(self.storage.allocate(Allocation(instance_id, location_id, parts)))
 
     def delete(self, uris: list[str]) -> list[str | None]:
-        assert self.storage is not None
         return asyncio.run(self.storage.delete(uris))
 
     def exists(self, uris: list[str]) -> list[bool]:
-        assert self.storage is not None
         return asyncio.run(self.storage.exists(uris))
 
     def probe(self) -> None:
-        assert self.storage is not None
         asyncio.run(self.storage.probe())
 
     def state_after(self, probes: int) -> str:
         """Return what the manager makes of so many probes in a row."""
-        assert self.storage is not None
         storages = StorageDirectory("cluster")
         storages.install(self.config, self.storage)
         asyncio.run(self._watch(storages, probes))
@@ -99,7 +100,6 @@ class Participant:
         return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
     def close_storage(self) -> None:
-        assert self.storage is not None
         self.storage.close()
 
     def register(self) -> None:
@@ -191,7 +191,6 @@ class Participant:
 
     def _memory(self, size_bytes: int, registered: bool) -> memoryview:
         if registered:
-            assert self.registered is not None
             assert size_bytes <= REGISTERED_BYTES
             return self.registered
         memory = np.zeros(size_bytes, np.uint8).data

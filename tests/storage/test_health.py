@@ -231,33 +231,12 @@ async def test_whatever_a_storage_raises_is_a_failure_of_that_storage(site: Site
     assert (health.state, health.reason) == (DEGRADED, "ZeroDivisionError: by zero")
 
 
-async def test_probes_are_rare_while_all_is_well_and_every_second_while_it_is_not(site: Site) -> None:
-    storage = site.open_faulty()
-    await site.probed()
-    site.clock.time += INTERVAL - 0.01
-    site.prober.start_due()
-    await asyncio.sleep(0)
-    assert storage.probes == 1
-    storage.error = StorageIOError("it is gone")
-    for after_seconds, state in ((0.01, DEGRADED), (1.0, DEGRADED), (1.0, DOWN)):
-        assert (await site.probed(after_seconds=after_seconds)).state is state
-    storage.error = None
-    for state in (DOWN, UP):
-        assert (await site.probed(after_seconds=1.0)).state is state
-
-
-async def test_a_disabled_storage_is_probed_and_shown_and_not_used(site: Site) -> None:
+async def test_a_disabled_storage_is_probed(site: Site) -> None:
     storage = site.open_faulty(enabled=False)
     storage.error = StorageIOError("it is gone")
     for _ in range(3):
         await site.probed(after_seconds=1.0)
     assert site.health().state is DOWN
-    site.storages.set_enabled("s", enabled=True)
-    assert site.storages.rank("s") is None
-    storage.error = None
-    for _ in range(2):
-        await site.probed(after_seconds=1.0)
-    assert site.storages.rank("s") is not None
 
 
 async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site: Site) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fake_clock import FakeClock
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pool_rig import (
     MIB,
     NODE,
@@ -422,8 +422,8 @@ MANAGERS = st.integers(0, 1)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize()
-    def begin(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.loop = asyncio.new_event_loop()
         self.table = SlowTable()
         self.clock = FakeClock()
@@ -493,7 +493,6 @@ class PoolMachine(RuleBasedStateMachine):
         _, result = self.run(cancelled(), self.pools[1 - manager].allocate(allocation(other)))
         if not isinstance(result, StorageIOError):
             self.note(result)
-        self.run(*(asyncio.sleep(0) for _ in range(1)))
         for _ in range(400):  # what was taken for it is freed in the background
             self.run(asyncio.sleep(0))
 
@@ -547,15 +546,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_belongs_to_two(self) -> None:
-        if not hasattr(self, "live"):
-            return
         pages = [page for uri in self.live for page in pages_of(uri)]
         assert len(pages) == len(set(pages))
 
     @invariant()
     def what_is_taken_is_what_is_live(self) -> None:
-        if not hasattr(self, "live"):
-            return
         live_bytes = PAGE_BYTES * sum(len(pages_of(uri)) for uri in self.live)
         (taken,) = self.run(taken_bytes(self.pools[0]))
         assert taken >= live_bytes if self.may_leak else taken == live_bytes
@@ -564,8 +559,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert taken <= MIB
 
     def teardown(self) -> None:
-        if hasattr(self, "loop"):
-            self.loop.close()
+        self.loop.close()
 
 
 PoolMachine.TestCase.settings = settings(

@@ -100,9 +100,8 @@ def test_a_type_without_an_opener_is_refused_with_what_there_is(spec: StorageSpe
     assert directory.backend("s") is None
 
 
-@pytest.mark.parametrize("faster", range(4))
 def test_faster_media_have_lower_ranks(
-    directory: StorageDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faster: int
+    directory: StorageDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for storage_type in (StorageType.ST_TAIRMEMPOOL, StorageType.ST_MOONCAKE, StorageType.ST_3FS):
         monkeypatch.setitem(OPENERS, storage_type, lambda config, _: DummyStorage(config.global_unique_name, "/", 1))
@@ -115,7 +114,7 @@ def test_faster_media_have_lower_ranks(
     for config in configs:
         directory.open(config)
     ranks = [directory.rank(config.global_unique_name) or 0 for config in configs]
-    assert all(ranks[faster] < slower for slower in ranks[faster + 1 :])
+    assert ranks == sorted(set(ranks))
 
 
 # Replacing.
