@@ -141,7 +141,9 @@ def test_a_certificate_that_was_replaced_is_read_again(secure: Secure, kind: Any
 
 
 @pytest.mark.parametrize("flaw", ["no key", "wrong key", "no certificate", "other authority", "plain text"])
-def test_who_is_not_let_in_misses(secure: Secure, kind: Any, pair: Pair, instance_id: str, flaw: str) -> None:
+def test_a_client_that_is_not_admitted_misses(
+    secure: Secure, kind: Any, pair: Pair, instance_id: str, flaw: str
+) -> None:
     given: dict[str, Any] = {
         "no key": {},
         "wrong key": {"key": WRONG},

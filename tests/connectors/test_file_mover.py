@@ -161,7 +161,7 @@ def test_a_pipe_in_the_storage_does_not_hang(mover: FileMover, root: Path) -> No
         (10, [memoryview(bytearray(20))[::2]]),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(
+def test_buffers_of_another_size_are_refused(
     mover: FileMover, root: Path, size: int, buffers: list[memoryview]
 ) -> None:
     (root / "f").write_bytes(b"f" * 10)
@@ -242,9 +242,7 @@ def test_no_access_is_begun_after_the_deadline_within_one_file(root: Path, coale
 
 
 @pytest.mark.parametrize("call", ["fstat", "preadv", "close"])
-def test_a_storage_whose_system_calls_time_out_has_failed_and_is_left_alone(
-    root: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_system_calls_that_time_out_open_the_breaker(root: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """A mount that gives up by itself says ETIMEDOUT, which is not the caller's deadline."""
     size = MAX_PIECES + 1
     (root / "f").write_bytes(bytes(size))
@@ -286,9 +284,7 @@ def test_roots_must_be_absolute(bad: str) -> None:
         FileMover({STORAGE: bad})
 
 
-def test_a_storage_with_an_unusable_root_refuses_only_its_own_uris(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_storage_with_an_unusable_root_refuses_its_uris_alone(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "c").mkdir()
     storages = [
         StorageConfig("whole_disk", NfsStorageSpec("/", 8)),

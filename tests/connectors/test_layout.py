@@ -234,9 +234,7 @@ def test_paged_kv_of_engines(
         (("slot", "dim"), (12, 2), -3, "block_tokens is -3, must divide the 12 slots"),
     ],
 )
-def test_names_that_do_not_describe_paged_kv_are_refused(
-    axes: Sequence[str], shape: Sequence[int], block_tokens: int | None, text: str
-) -> None:
+def test_wrong_axes_are_refused(axes: Sequence[str], shape: Sequence[int], block_tokens: int | None, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         described(axes, shape, block_tokens)
 

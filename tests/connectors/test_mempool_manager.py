@@ -118,7 +118,7 @@ def test_blocks_of_a_pool_are_found_and_read_on_its_node_only(
         assert other.match_length(keys) == 0
 
 
-def test_memory_that_is_gone_loses_its_blocks(
+def test_lost_memory_loses_blocks(
     client: ManagerClient, engine: TransferEngine, pool: str, pool_directory: Path
 ) -> None:
     keys = list(range(1, 9))
@@ -171,9 +171,7 @@ async def test_coroutines_tell_and_ask_the_same(manager: ManagerProcess, engine:
     assert report == PoolReport(is_new_generation=False)
 
 
-def test_reports_of_what_is_not_the_storage_are_refused(
-    client: ManagerClient, engine: TransferEngine, pool: str
-) -> None:
+def test_reports_of_another_storage_are_refused(client: ManagerClient, engine: TransferEngine, pool: str) -> None:
     assert client.report_pool("nowhere", NODE, 1, CAPACITY) is None
     assert client.report_pool(pool, "node-b", 1, CAPACITY) is None
     assert client.report_pool(pool, NODE, 1, MIB) is None

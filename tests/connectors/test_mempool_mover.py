@@ -148,9 +148,7 @@ def test_nothing_is_begun_after_the_deadline(mover: MemPoolMover) -> None:
     assert load_one(mover, 0, 100, 5).ok
 
 
-def test_a_removed_pool_loses_what_was_in_it_and_the_next_save_makes_it_again(
-    mover: MemPoolMover, pool_directory: Path
-) -> None:
+def test_the_next_save_makes_a_removed_pool_again(mover: MemPoolMover, pool_directory: Path) -> None:
     assert save_one(mover, 0, 100, 5).ok
     before = mover.attached
     (pool_directory / "segment").unlink()
@@ -174,7 +172,7 @@ def test_a_pool_that_others_made_again_is_noticed(mover: MemPoolMover, pool_dire
     assert is_failure(save_one(mover, 0, 100, 5), Failure.REFUSED, "newer allocation")
 
 
-def test_a_pool_that_is_replaced_during_a_save_does_not_count_as_written(
+def test_a_pool_replaced_during_a_save_is_no_success(
     mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = access_at(pool_directory).find_or_create()
@@ -209,9 +207,7 @@ def test_a_pool_that_does_not_fit_is_an_error_until_there_is_room(pool_directory
     assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "not there")
 
 
-def test_a_segment_cut_under_the_mapping_is_noticed_before_it_is_touched(
-    mover: MemPoolMover, pool_directory: Path
-) -> None:
+def test_a_segment_cut_under_the_mapping_is_noticed(mover: MemPoolMover, pool_directory: Path) -> None:
     assert save_one(mover, 0, 100, 5).ok
     with (pool_directory / "segment").open("r+b") as file:
         file.truncate(3 * MIB)
@@ -295,7 +291,7 @@ def test_an_engine_has_the_pools_of_its_node_and_says_which(pool_directory: Path
         engine.close()
 
 
-def test_an_engine_is_made_without_waiting_for_memory_which_its_pools_make(
+def test_an_engine_is_made_before_the_memory_of_its_pools(
     engine: TransferEngine, pool_directory: Path, path: Path
 ) -> None:
     assert engine.has_pools
@@ -307,7 +303,7 @@ def test_an_engine_is_made_without_waiting_for_memory_which_its_pools_make(
     other.close()
 
 
-def test_a_pool_that_could_not_be_used_is_had_as_soon_as_it_can(
+def test_a_pool_is_used_as_soon_as_it_can_be(
     pool_directory: Path, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody saves to a pool that was not told of, so no save would ever try again."""
@@ -330,9 +326,7 @@ def test_memory_that_is_lost_to_an_engine_that_only_loads_is_made_again(engine: 
     assert after.generation != before.generation
 
 
-def test_making_that_failed_is_tried_again_at_most_once_a_second(
-    pool_directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_pool_is_tried_once_a_second(pool_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = NodeSettings(NODE, pool_directory / "nowhere")
     mover = MemPoolMover.for_storages([pool(STORAGE, NODE)], node)
     assert mover is not None

@@ -187,7 +187,7 @@ def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
     assert worker.line() == "ok"
 
 
-def test_many_processes_that_write_over_each_other_never_read_wrong_bytes(
+def test_processes_that_overwrite_never_read_wrong_bytes(
     pool_directory: Path, new_worker: Callable[..., Worker]
 ) -> None:
     """Invariant 5 at its worst: extents of all sizes handed out over each other, with writers killed and stopped."""

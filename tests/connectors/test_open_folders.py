@@ -112,9 +112,7 @@ def test_a_folder_that_is_gone_is_made_anew_by_a_save(folders: OpenFolders, root
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_lost_file_and_a_storage_that_is_away_are_told_apart_also_in_an_open_folder(
-    folders: OpenFolders, root: Path
-) -> None:
+def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, root: Path) -> None:
     (root / "cluster" / "inst" / "f").write_bytes(b"1")
     content(folders, root, "cluster/inst/f")
     with pytest.raises(FileNotFoundError):

@@ -66,7 +66,7 @@ def test_an_engine_moves_what_lies_on_any_of_them(storages: list[StorageConfig],
     engine.close()
 
 
-def test_who_puts_another_mover_in_for_mooncake_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_mover_of_mooncake_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cluster").mkdir()
     mover = FileMover.for_storages([StorageConfig("other", NfsStorageSpec(str(tmp_path)))])
     monkeypatch.setitem(MOVERS, "mooncake", lambda _: mover)

@@ -219,7 +219,7 @@ def new_process(pool_directory: Path, closed_port: int) -> Iterator[NewProcess]:
 
 
 @pytest.mark.parametrize("removes", [True, False])
-def test_a_signal_ends_the_process_well(path: Path, new_process: NewProcess, *, removes: bool) -> None:
+def test_a_signal_ends_the_process(path: Path, new_process: NewProcess, *, removes: bool) -> None:
     process = new_process(*["--remove-on-exit"] * removes)
     until(path.exists)
     process.send_signal(signal.SIGTERM)

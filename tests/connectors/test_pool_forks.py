@@ -91,7 +91,7 @@ def is_locked(segment: PoolSegment) -> bool:
         return not lock.lock(0, PAGE_BYTES)
 
 
-def test_the_lock_of_a_killed_writer_ends_although_its_child_lives(
+def test_the_lock_of_a_killed_writer_ends(
     segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     writer = started(KILLED)
@@ -101,9 +101,7 @@ def test_the_lock_of_a_killed_writer_ends_although_its_child_lives(
     os.kill(child, 0)  # it is still there
 
 
-def test_a_child_takes_nothing_from_its_parents_lock(
-    segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]
-) -> None:
+def test_a_child_leaves_its_parents_lock(segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]) -> None:
     writer = started(OUTLIVED)
     assert line_of(writer) == "0"
     assert is_locked(segment)

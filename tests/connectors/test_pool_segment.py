@@ -130,9 +130,7 @@ def _fifo(path: Path) -> None:
         (_fifo, "no regular file"),
     ],
 )
-def test_what_is_not_whole_or_not_ours_is_refused_and_left_alone(
-    pool_directory: Path, spoil: Callable[[Path], None], why: str
-) -> None:
+def test_damaged_or_foreign_segments_are_refused(pool_directory: Path, spoil: Callable[[Path], None], why: str) -> None:
     path = pool_directory / "segment"
     make(path)
     spoil(path)
@@ -154,9 +152,7 @@ def test_a_smaller_segment_is_refused_and_a_larger_one_is_used(pool_directory: P
     assert opened(path, MIB).header.capacity_bytes == 2 * MIB
 
 
-def test_a_segment_of_another_boot_counts_as_missing_and_is_replaced(
-    pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_of_another_boot_is_replaced(pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pool_directory / "segment"
     with monkeypatch.context() as patch:
         patch.setattr(pool_segment, "boot_id", lambda: b"an earlier boot!")
@@ -508,9 +504,7 @@ def _memory(view: memoryview, kind: str) -> list[memoryview]:
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts, data=st.data())
-def test_any_memory_is_saved_and_loaded_as_part_by_part(
-    pool_directory: Path, layout: Layout, data: st.DataObject
-) -> None:
+def test_any_memory_is_moved_as_part_by_part(pool_directory: Path, layout: Layout, data: st.DataObject) -> None:
     (pool_directory / "segment").unlink(missing_ok=True)
     mover = mover_at(pool_directory, 64 * SMALL_CHUNK)
     some_order = st.one_of(st.just(list(range(len(layout)))), st.permutations(range(len(layout))))

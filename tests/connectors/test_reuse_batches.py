@@ -175,9 +175,7 @@ def test_a_row_that_fails_costs_only_that_row(connect: Connect, manager: Manager
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_memory_that_a_late_load_may_change_is_not_used(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_memory_of_a_late_load_is_not_used(connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model, batch = model_of(kind), padded([prompt(100), prompt(80, 2)])
     expected, _ = run(connect(model), batch)
     storages = use_late_storage(monkeypatch, blocks=8)

@@ -31,9 +31,7 @@ from kvcm.model.errors import InvalidArgumentError
     "transformers", "blocks that fail to load: computed again", "block evicted between lookup and load"
 )
 @pytest.mark.parametrize("damage", ["remove", "truncate"])
-def test_blocks_that_are_gone_are_computed_and_stored_again(
-    connect: Connect, manager: ManagerProcess, instance_id: str, damage: str
-) -> None:
+def test_lost_blocks_are_stored_again(connect: Connect, manager: ManagerProcess, instance_id: str, damage: str) -> None:
     reuse, ids = connect(), prompt(300)
     expected, report = run(reuse, ids)
     assert report.blocks_saved == 20
@@ -60,7 +58,7 @@ def _file_of_block(reuse: KVReuse, manager: ManagerProcess, instance_id: str, id
 
 
 @pytest.mark.parametrize("missing", ["root", "cluster"])
-def test_a_storage_that_is_not_mounted_is_not_blamed(
+def test_an_unmounted_storage_keeps_its_blocks(
     new_manager: Callable[..., ManagerProcess], connect: Connect, missing: str
 ) -> None:
     """Nobody's blocks are removed, and nothing is stored on the disk below, however often it is tried."""
@@ -87,9 +85,7 @@ def test_a_storage_that_is_not_mounted_is_not_blamed(
 
 
 @pytest.mark.feature("transformers", "storage fails")
-def test_a_storage_that_takes_nothing_costs_only_the_saving(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_a_storage_that_is_read_only_costs_saves(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, prompt(20, seed=8))
     (directory,) = {path.parents[1] for path in files_of(manager, instance_id)}
@@ -130,9 +126,7 @@ def test_settings_that_leave_kv_alone_may_differ(connect: Connect) -> None:
 
 
 @pytest.mark.feature("transformers", "manager killed and restarted")
-def test_the_manager_may_die_between_turns_and_come_back(
-    new_manager: Callable[..., ManagerProcess], connect: Connect
-) -> None:
+def test_the_manager_may_die_between_turns(new_manager: Callable[..., ManagerProcess], connect: Connect) -> None:
     manager = new_manager()
     reuse = connect(address=manager.address, settings=ReuseSettings(call_seconds=1.0))
     ids = prompt(100)

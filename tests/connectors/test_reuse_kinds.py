@@ -250,9 +250,7 @@ def test_partial_hits(connect: Connect, kind: str) -> None:
     assert run(reuse, other)[1].loaded_tokens == 112
 
 
-def test_long_answers_grow_the_cache_and_leave_the_window_behind(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_long_answers_grow_the_cache_past_windows(connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Blocks of the answer are saved before the buffer of a window lets go of them."""
     monkeypatch.setattr("kvcm.connectors.transformers.reuse._MAX_SPARE_TOKENS", 4)
     reuse, ids = connect(model_of(kind)), prompt(30)

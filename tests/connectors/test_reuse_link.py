@@ -316,9 +316,7 @@ def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(link: ManagerL
     assert (found.blocks, len(found.window_locations)) == (2, 2)
 
 
-def test_without_a_manager_every_lookup_is_a_miss_at_once(
-    closed_port: int, new_link: Link, new_lookups: NewLookups
-) -> None:
+def test_without_a_manager_lookups_miss_at_once(closed_port: int, new_link: Link, new_lookups: NewLookups) -> None:
     link = new_link(f"127.0.0.1:{closed_port}")
     lookups = new_lookups(link)
     for number in range(50):
@@ -365,7 +363,7 @@ def test_a_late_answer_is_a_miss_and_its_lease_is_released(link: ManagerLink, ne
     assert lookups.poll("r") is found
 
 
-def test_a_refused_registration_is_final_and_loud(
+def test_a_refused_registration_is_final(
     manager: ManagerProcess, new_link: Link, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert new_link(manager.address).register()

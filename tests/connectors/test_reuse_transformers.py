@@ -61,7 +61,7 @@ def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, st
     assert [block == block_bytes(cache, index) for index, block in enumerate(blocks)] == [True] * 10
 
 
-def test_each_block_is_loaded_to_its_place_through_the_staging_buffer(
+def test_staged_blocks_are_loaded_to_their_places(
     connect: Connect, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal tokens do not show it, since K carries its position: the cache is compared with the store."""
@@ -165,9 +165,7 @@ def flip(uri: LocationUri, byte: int) -> None:
 
 
 @pytest.mark.usefixtures("any_memory")
-def test_saved_blocks_have_the_checksums_of_their_bytes(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_saved_blocks_have_their_checksums(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, ids)
     locations = locations_of(reuse, manager, instance_id, ids)
@@ -179,9 +177,7 @@ def test_saved_blocks_have_the_checksums_of_their_bytes(
 
 @pytest.mark.feature("transformers", "changed bytes are found")
 @pytest.mark.usefixtures("any_memory")
-def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_a_corrupt_block_is_saved_again(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     reuse, ids = connect(), prompt(300)
     expected, report = run(reuse, ids)
     assert torch.equal(expected, plain(ids))
@@ -201,9 +197,7 @@ def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
     assert (report.loaded_tokens, report.blocks_corrupt, report.reason) == (288, 0, "")
 
 
-def test_several_corrupt_blocks_are_reported_at_once(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_corrupt_blocks_are_reported_at_once(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     reuse, ids = connect(), prompt(100)
     expected, _ = run(reuse, ids)
     for location in locations_of(reuse, manager, instance_id, ids)[::2]:
@@ -214,7 +208,7 @@ def test_several_corrupt_blocks_are_reported_at_once(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
-def test_blocks_that_were_saved_without_checksums_are_loaded_as_they_are(
+def test_blocks_without_checksums_are_loaded_as_they_are(
     connect: Connect, manager: ManagerProcess, instance_id: str
 ) -> None:
     without, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)

@@ -238,9 +238,7 @@ def test_without_a_manager_everything_misses_at_once(open_store: Open, closed_po
     assert time.monotonic() - begun < 10
 
 
-def test_a_manager_that_hangs_holds_nobody_beyond_the_deadline(
-    open_store: Open, new_manager: Callable[..., ManagerProcess]
-) -> None:
+def test_a_manager_that_hangs_costs_the_deadline(open_store: Open, new_manager: Callable[..., ManagerProcess]) -> None:
     manager = new_manager()
     store = open_store(manager.address, call_seconds=0.3)
     store.save(_HASHES[:2], slots(0, 1))
@@ -255,9 +253,7 @@ def test_a_manager_that_hangs_holds_nobody_beyond_the_deadline(
     until(lambda: store.exists(_HASHES[:2]) == 2)
 
 
-def test_a_group_that_is_full_says_what_is_not_stored(
-    open_store: Open, new_manager: Callable[..., ManagerProcess]
-) -> None:
+def test_pages_beyond_the_quota_are_not_stored(open_store: Open, new_manager: Callable[..., ManagerProcess]) -> None:
     manager = new_manager()
     store = open_store(manager.address)
     manager.set_quota("default", _room_for(2, store))

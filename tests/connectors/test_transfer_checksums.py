@@ -190,9 +190,7 @@ def test_the_time_that_it_takes_is_the_callers() -> None:
 
 
 @pytest.mark.parametrize("byte", [0, SIZE // 2, SIZE - 1])
-def test_one_bit_makes_an_item_corrupt_and_no_other(
-    new_engine: Callable[..., TransferEngine], root: Path, byte: int
-) -> None:
+def test_one_bit_makes_an_item_corrupt(new_engine: Callable[..., TransferEngine], root: Path, byte: int) -> None:
     blocks, damaged = range(20), {6, 9, 10, 19}  # alone in a file and packed, the first and the last of a file
     saved = new_engine(checksums=True).save(to_save(root, blocks), DEADLINE)
     for block in damaged:

@@ -293,7 +293,7 @@ def test_a_defect_of_a_mover_is_a_failed_item_and_the_thread_lives(answer: objec
     engine.close()
 
 
-def test_a_closed_engine_moves_nothing_and_close_does_not_wait_for_callers(make: Callable[..., Rig]) -> None:
+def test_a_closed_engine_moves_nothing(make: Callable[..., Rig]) -> None:
     rig = make(threads=1)
     rig.storage.hold("/0")
     call = rig.held(lambda: rig.engine.load([item("/0"), item("/1")], DEADLINE))
@@ -382,9 +382,7 @@ def test_what_waits_behind_a_load_begins_when_the_load_is_taken_back(storage: He
 
 
 @pytest.mark.parametrize("budget_bytes", [50, 59])
-def test_a_storage_whose_share_hangs_is_left_alone_by_what_does_not_fit(
-    storage: HeldStorage, budget_bytes: int
-) -> None:
+def test_a_storage_whose_share_hangs_fails_what_does_not_fit(storage: HeldStorage, budget_bytes: int) -> None:
     """One access that hangs, fewer than threads: calls that cannot begin beside it come back at once."""
     clock = FakeClock()
     engine = TransferEngine({(SCHEME, "s"): storage}, 2, budget_bytes=budget_bytes, clock=clock.now)
@@ -499,7 +497,7 @@ pieces = st.tuples(st.sampled_from(STORAGES), st.sampled_from(list(Direction)), 
 
 @given(limit=st.integers(1, 100), wanted=st.lists(pieces, max_size=60), data=st.data())
 @settings(max_examples=examples(150), deadline=None)
-def test_the_budget_is_never_exceeded_and_everything_gets_in(
+def test_the_budget_is_never_exceeded(
     limit: int, wanted: list[tuple[str, Direction, int]], data: st.DataObject
 ) -> None:
     """A rejected piece gets in once bytes are free; only one larger than the budget goes beyond it, alone."""

@@ -197,9 +197,7 @@ TestPool = PoolMachine.TestCase
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_a_paged_layer_behaves_like_the_layer_it_replaces(
-    paddings: list[int], steps: list[int], random: object
-) -> None:
+def test_a_paged_layer_behaves_like_a_dynamic_one(paddings: list[int], steps: list[int], random: object) -> None:
     columns, rows = sum(steps), len(paddings)
     pool = BlockPool(parts(1), 48)
     order = list(range(48))

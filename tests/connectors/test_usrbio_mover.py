@@ -91,9 +91,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_was_saved_is_loaded_in_batches_that_fit_the_memory(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_saved_items_are_loaded_in_batches_that_fit(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     engine = TransferEngine({("hf3fs", STORAGE): mover})
     before = descriptors()
     saved = items(root, 300, 10, slot=2)
@@ -128,9 +126,7 @@ def test_items_fail_alone(root: Path, rings: PlainRings, mover: UsrbioMover) -> 
     mover.close()
 
 
-def test_memory_that_3fs_may_still_write_to_is_never_used_again(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_memory_that_3fs_may_write_to_is_not_reused(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     saved = items(root, 300, 6)
     mover.save(saved, DEADLINE)
     rings.fails = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -147,9 +143,7 @@ def test_nothing_is_begun_after_the_deadline(root: Path, rings: PlainRings, move
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_answers_of_another_number_end_the_use_of_the_rings(
-    root: Path, rings: PlainRings, mover: UsrbioMover, more: int
-) -> None:
+def test_missing_or_more_answers_end_the_use(root: Path, rings: PlainRings, mover: UsrbioMover, more: int) -> None:
     """Nobody knows which requests they are of, and which are still under way."""
     saved, before = items(root, 300, 3), descriptors()
     mover.save(saved, DEADLINE)
@@ -162,9 +156,7 @@ def test_answers_of_another_number_end_the_use_of_the_rings(
     mover.close()
 
 
-def test_files_that_cannot_be_taken_back_are_closed_all_the_same(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_files_that_stay_registered_are_closed(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     before = descriptors()
     rings.keeps = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     assert failures(mover.save(items(root, 300, 3), DEADLINE)) == [Failure.ERROR] * 3

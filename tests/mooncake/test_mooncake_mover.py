@@ -56,9 +56,7 @@ def test_an_object_of_another_size_is_never_taken_for_the_part(
     assert failure in {"lost", "error"}
 
 
-def test_an_object_that_its_writer_never_finished_is_a_miss_and_does_not_count_as_stored(
-    new_site: Callable[[], Site],
-) -> None:
+def test_an_object_without_its_end_is_a_miss(new_site: Callable[[], Site]) -> None:
     site = new_site()
     owner, engine = site.owner(32 << 20), site.client()
     [uri] = addresses(4096)
@@ -122,9 +120,7 @@ def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callab
     assert loaded["equal"] == [failure is None for failure in loaded["failures"]]
 
 
-def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed_and_saves_find_another(
-    new_site: Callable[[], Site],
-) -> None:
+def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(new_site: Callable[[], Site]) -> None:
     site = new_site()
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 8)

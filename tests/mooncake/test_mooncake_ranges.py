@@ -10,9 +10,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("registered", [False, True])
-def test_ranges_of_a_part_are_its_bytes_and_no_others(
-    engine: Process, other_engine: Process, registered: bool, pieces: int
-) -> None:
+def test_ranges_of_a_part_are_its_bytes(engine: Process, other_engine: Process, registered: bool, pieces: int) -> None:
     uris = addresses(100_003, 20)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 20
     ranges = [[0, 1000], [0, 100_003], [50_000, 20_011], [100_002 - 8, 9]]
@@ -23,9 +21,7 @@ def test_ranges_of_a_part_are_its_bytes_and_no_others(
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_a_missing_object_among_others_is_the_only_miss(
-    engine: Process, other_engine: Process, registered: bool
-) -> None:
+def test_a_missing_object_is_the_only_miss(engine: Process, other_engine: Process, registered: bool) -> None:
     uris = addresses(4096, 10)
     engine.ask("save", uris=uris[:4] + uris[5:])
     loaded = other_engine.ask("load_ranges", uris=uris, ranges=[[0, 8], [4000, 96]], registered=registered)

@@ -37,9 +37,7 @@ def test_addresses_are_those_of_the_wire_below_the_deployment_with_a_name_per_lo
     assert other[0] != uris[0]
 
 
-def test_an_object_that_is_being_read_is_kept_and_the_deletion_succeeds_later(
-    manager: Process, engine: Process
-) -> None:
+def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Process) -> None:
     uris = allocated(manager, "leased", 1)
     engine.ask("save", uris=uris)
     reasons: list[str | None] = []

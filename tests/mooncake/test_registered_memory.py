@@ -15,9 +15,7 @@ SPANS = st.builds(MemorySpan, st.integers(1, 60), st.integers(1, 20))
 
 
 @given(st.lists(SPANS, max_size=8), SPANS)
-def test_memory_is_held_when_all_its_bytes_lie_in_one_span_and_spans_never_overlap(
-    wanted: list[MemorySpan], asked: MemorySpan
-) -> None:
+def test_memory_is_held_when_it_lies_in_one_span(wanted: list[MemorySpan], asked: MemorySpan) -> None:
     memory, taken = RegisteredMemory(), dict[int, int]()
     for number, span in enumerate(wanted):
         covered = range(span.address, span.end)

@@ -138,9 +138,7 @@ async def site() -> AsyncIterator[Site]:
         yield prepared
 
 
-async def test_a_directory_that_goes_away_is_down_within_three_probes_and_up_two_after_it_is_back(
-    site: Site, tmp_path: Path
-) -> None:
+async def test_a_directory_is_down_after_three_failures_and_up_after_two_successes(site: Site, tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     site.open_files(root)
     assert (await site.probed()).state is UP

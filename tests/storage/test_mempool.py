@@ -53,9 +53,7 @@ async def pool(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
     return await reported(open_pool(table, clock))
 
 
-async def test_a_pool_that_was_never_reported_hands_nothing_out_and_says_why(
-    table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_pool_without_a_report_hands_nothing_out(table: MemoryTable, clock: FakeClock) -> None:
     pool = open_pool(table, clock)
     for kind, call in ((StorageIOError, pool.probe()), (NotReadyError, pool.allocate(allocation([1])))):
         with pytest.raises(kind, match=r"storage p: no host agent has reported the pool on node 'node-1' yet"):
@@ -77,9 +75,7 @@ async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: 
     await first.probe()
 
 
-async def test_a_report_without_an_end_leaves_that_of_another_one_in_force(
-    table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_report_without_an_end_leaves_another_in_force(table: MemoryTable, clock: FakeClock) -> None:
     pool = await reported(open_pool(table, clock), valid_ms=3000)
     clock.time += 1
     await reported(pool)
@@ -91,9 +87,7 @@ async def test_a_report_without_an_end_leaves_that_of_another_one_in_force(
     await pool.probe()
 
 
-async def test_the_documents_are_the_truth_after_a_restart(
-    pool: MempoolStorage, table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_restart_reads_the_documents(pool: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
     uris = await pool.allocate(allocation([PAGE_BYTES] * 5))
     again = open_pool(table, clock, is_shared=False, seed=3)
     assert await again.exists(uris) == [True] * 5
@@ -145,9 +139,7 @@ async def test_a_part_that_no_chunk_can_hold_is_refused(pool: MempoolStorage) ->
         await pool.allocate(allocation([4 * PAGE_BYTES + 1]))
 
 
-async def test_stamps_grow_when_the_clock_stands_still_or_runs_backwards(
-    pool: MempoolStorage, clock: FakeClock
-) -> None:
+async def test_stamps_grow_when_the_clock_stops_or_runs_backwards(pool: MempoolStorage, clock: FakeClock) -> None:
     seen: dict[int, int] = {}
     for seconds in (0, 0, -1000, 5):
         clock.time += seconds
@@ -194,7 +186,7 @@ async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: Memo
         (report(valid_ms=-1), ["valid_ms is -1", ">= 0", "0 is as the last report said"]),
     ],
 )
-async def test_a_report_of_another_pool_is_refused(
+async def test_reports_of_others_are_refused(
     table: MemoryTable, clock: FakeClock, wrong: object, texts: list[str]
 ) -> None:
     pool = open_pool(table, clock)
@@ -271,9 +263,7 @@ async def test_other_managers_find_out_and_stamps_go_on_growing(table: MemoryTab
     assert await open_pool(table, clock).exists(uris) == [True] * 8  # invariant 5
 
 
-async def test_what_was_taken_of_a_pool_that_was_added_again_stays(
-    pool: MempoolStorage, table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_pool_that_was_added_again_stays(pool: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
     uris = await pool.allocate(allocation([PAGE_BYTES] * 8))
     await pool.forget(clock.time - 1)
     assert await open_pool(table, clock).exists(uris) == [True] * 8
@@ -281,9 +271,7 @@ async def test_what_was_taken_of_a_pool_that_was_added_again_stays(
 
 
 @pytest.mark.parametrize("name", ["p", "p/0"])
-async def test_what_cannot_be_read_stays_and_holds_up_nobody(
-    pool: MempoolStorage, table: MemoryTable, clock: FakeClock, name: str
-) -> None:
+async def test_unreadable_documents_stay(pool: MempoolStorage, table: MemoryTable, clock: FakeClock, name: str) -> None:
     await pool.allocate(allocation([PAGE_BYTES] * 1))
     await table.replace(name, await table.get(name), b"of a later release")
     clock.time += 1
@@ -291,9 +279,7 @@ async def test_what_cannot_be_read_stays_and_holds_up_nobody(
     assert await table.all() == {name: b"of a later release"}
 
 
-async def test_a_directory_forgets_pools_by_their_config_and_remembers_no_closed_one(
-    table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_directory_forgets_removed_pools(table: MemoryTable, clock: FakeClock) -> None:
     opener = PoolOpener(table, clock, Random(0), is_shared=False)
     storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
     config = pool_config(capacity_bytes=MIB)
@@ -342,9 +328,7 @@ def test_documents_of_before_begin_at_the_beginning() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=40), st.randoms(use_true_random=False))
-def test_invariant_5_nothing_is_handed_out_twice_and_all_room_is_found(
-    steps: list[tuple[int, int]], random: Random
-) -> None:
+def test_invariant_5_no_page_is_handed_out_twice_nor_lost(steps: list[tuple[int, int]], random: Random) -> None:
     chunk, live, since = CHUNK, {}, 0
     for wanted, freed in steps:
         chunk, taken = stored(chunk).allocate(PAGE_BYTES, wanted, 1)
@@ -389,7 +373,7 @@ async def old(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
 
 
 @pytest.mark.parametrize("seconds", [0, 5], ids=["as it was", "another field"])
-async def test_invariant_5_both_see_what_either_does(
+async def test_invariant_5_both_see_each_other(
     old: MempoolStorage, table: MemoryTable, clock: FakeClock, seconds: int
 ) -> None:
     """What was freed is free, also where the other one has looked before it was taken."""
@@ -405,9 +389,7 @@ async def test_invariant_5_both_see_what_either_does(
     assert new.allocated_bytes == old.allocated_bytes == 0
 
 
-async def test_one_of_another_size_takes_nothing_over(
-    old: MempoolStorage, table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_pool_of_another_size_takes_nothing(old: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
     await old.allocate(allocation([1]))
     new = open_pool(table, clock, pool_config(capacity_bytes=2 * MIB), is_shared=False)
     new.take_over(old)
