@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,20 @@ def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 256, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def padded(prompts: Sequence[torch.Tensor]) -> Batch:
+    """Return the ids and the attention mask of a batch."""
+    columns = max(ids.shape[1] for ids in prompts)
+    ids = torch.zeros(len(prompts), columns, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(prompts):
+        ids[row, columns - tokens.shape[1] :] = tokens[0]
+        mask[row, columns - tokens.shape[1] :] = 1
+    return ids, mask
+
+
 def plain(input_ids: torch.Tensor, model: Any = MODEL, **arguments: Any) -> torch.Tensor:
     """Generate without reuse."""
     arguments = {"max_new_tokens": NEW, "do_sample": False} | arguments
@@ -57,10 +71,20 @@ def plain(input_ids: torch.Tensor, model: Any = MODEL, **arguments: Any) -> torc
     return output
 
 
-def run(reuse: KVReuse, input_ids: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, GenerationReport]:
-    output = reuse.generate(input_ids, **{"max_new_tokens": NEW, "do_sample": False} | arguments)
+def run(
+    reuse: KVReuse, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **arguments: Any
+) -> tuple[torch.Tensor, GenerationReport]:
+    arguments = {"attention_mask": attention_mask, "max_new_tokens": NEW, "do_sample": False} | arguments
+    output = reuse.generate(input_ids, **arguments)
     assert reuse.last_report is not None
     return output, reuse.last_report
+
+
+def checked(reuse: KVReuse, expected: torch.Tensor, *inputs: torch.Tensor, **arguments: Any) -> GenerationReport:
+    """Generate, check the tokens, and return the report."""
+    output, report = run(reuse, *inputs, **arguments)
+    assert torch.equal(output, expected)
+    return report
 
 
 Connect = Callable[..., KVReuse]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from reuse_cases import MODEL, make_model
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -126,12 +128,15 @@ def jamba(std: float = 0.16) -> Any:
 
 
 WINDOWS: dict[str, Callable[[], Any]] = {"gemma3": gemma3, "qwen2": qwen2, "mistral": mistral}
-HYBRIDS: dict[str, Callable[[], Any]] = {
-    "bamba": bamba,
-    "falcon_h1": falcon_h1,
-    "lfm2": lfm2,
-    "qwen3_next": qwen3_next,
-}
+HYBRIDS: dict[str, Callable[[], Any]] = {"bamba": bamba, "falcon_h1": falcon_h1, "lfm2": lfm2, "qwen3_next": qwen3_next}
+
+
+KINDS: dict[str, Callable[[], Any]] = {"llama": make_model} | WINDOWS | HYBRIDS
+
+
+@cache
+def model_of(kind: str) -> Any:
+    return MODEL if kind == "llama" else KINDS[kind]()
 
 
 def llama4() -> Any:

@@ -43,9 +43,14 @@ def client(request: pytest.FixtureRequest, manager: ManagerProcess, instance_id:
         yield client
 
 
-def write(client: ManagerClient, keys: list[int]) -> None:
-    grant = client.start_write(keys)
+def granted(client: ManagerClient, keys: list[int], **options: Any) -> WriteGrant:
+    grant = client.start_write(keys, **options)
     assert grant is not None
+    return grant
+
+
+def write(client: ManagerClient, keys: list[int]) -> None:
+    grant = granted(client, keys)
     assert client.finish_write(grant.session_id, [True] * len(grant.locations))
 
 
@@ -81,8 +86,7 @@ def test_an_unknown_group_is_refused(manager: ManagerProcess, instance_id: str) 
 
 def test_what_was_written_is_found(client: ManagerClient) -> None:
     assert found(client.match(KEYS)) == []
-    grant = client.start_write(KEYS)
-    assert isinstance(grant, WriteGrant)
+    grant = granted(client, KEYS)
     assert grant.mask == (False,) * 5
     assert all(location.uris.keys() == {"tp0", "tp1"} for location in grant.locations)
     assert found(client.match(KEYS)) == []  # still being written
@@ -112,8 +116,7 @@ def test_modes_masks_and_parts(client: ManagerClient) -> None:
 
 
 def test_spec_groups(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2], spec_groups=["first", "both"])
-    assert grant is not None
+    grant = granted(client, KEYS[:2], spec_groups=["first", "both"])
     assert [sorted(location.uris) for location in grant.locations] == [["tp0"], ["tp0", "tp1"]]
     assert client.finish_write(grant.session_id, [True, True])
     assert found(client.match(KEYS[:2], spec_names=["tp0"])) == [True, True]
@@ -121,26 +124,21 @@ def test_spec_groups(client: ManagerClient) -> None:
 
 
 def test_partial_success_publishes_only_what_succeeded(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.finish_write(grant.session_id, [True, True, False, True, False])
     assert found(client.match(KEYS, MatchMode.BATCH)) == [True, True, False, True, False]
 
 
 def test_an_aborted_session_can_be_repeated_at_once(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.abort_write(grant.session_id)
     assert found(client.match(KEYS)) == []
-    again = client.start_write(KEYS)
-    assert again is not None
-    assert again.mask == (False,) * 5
+    assert granted(client, KEYS).mask == (False,) * 5
     assert not client.finish_write(grant.session_id, [True] * 5)  # the old session has ended
 
 
 def test_sessions_are_renewed(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS, session_seconds=30)
-    assert grant is not None
+    grant = granted(client, KEYS, session_seconds=30)
     assert client.renew_write(grant.session_id, 60)
     assert client.finish_write(grant.session_id, [True] * 5)
     assert not client.renew_write(grant.session_id, 60)
@@ -163,8 +161,7 @@ def test_removed_blocks_are_gone(client: ManagerClient) -> None:
 
 
 def test_a_hint_goes_with_the_finish(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.finish_write(grant.session_id, [True] * 5, priority=-100, ttl_seconds=1)
     until(lambda: not client.match_length(KEYS), "they go although there is space")
 
@@ -184,8 +181,7 @@ def test_pins_are_given_listed_and_ended(client: ManagerClient, manager: Manager
 
 
 def test_missing_parts_are_reported(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2])
-    assert grant is not None
+    grant = granted(client, KEYS[:2])
     first, second = sorted((location.uris["tp0"], key) for location, key in zip(grant.locations, KEYS, strict=False))
     assert first[0].path == second[0].path  # slots of one file, which ends before the second
     path = Path(first[0].path)
@@ -199,8 +195,7 @@ def test_missing_parts_are_reported(client: ManagerClient) -> None:
 
 
 def test_checksums_come_back_with_a_match_and_a_corrupt_part_is_forgotten(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2])
-    assert grant is not None
+    grant = granted(client, KEYS[:2])
     checksums = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
     assert client.finish_write(grant.session_id, [True, True], checksums=checksums)
     first, second = client.match(KEYS[:2]).locations

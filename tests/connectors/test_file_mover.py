@@ -7,22 +7,22 @@ import itertools
 import logging
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
+from transfer_parts import DEADLINE, failures
 
-from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem
 from kvcm.connectors.transfer.memory import MAX_PIECES
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
 STORAGE = "nfs_01"
-DEADLINE = 30.0
 
 
 @pytest.fixture
@@ -33,10 +33,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mover(root: Path) -> Iterator[FileMover]:
-    mover = FileMover({STORAGE: str(root) + "/"})
-    yield mover
-    mover.close()
+def mover(root: Path) -> FileMover:
+    return FileMover({STORAGE: str(root) + "/"})
 
 
 def uri(path: Path | str, size: int, blkid: int | None = None) -> LocationUri:
@@ -50,10 +48,6 @@ def cut(data: bytearray, lengths: Sequence[int]) -> list[memoryview]:
         pieces.append(view[position : position + length])
         position += length
     return pieces
-
-
-def failures(results: Sequence[TransferResult]) -> list[Failure | None]:
-    return [result.failure for result in results]
 
 
 lengths_of_pieces = st.lists(st.integers(0, 5000), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 0)
@@ -217,7 +211,6 @@ def test_a_storage_that_is_not_mounted_has_lost_nothing(tmp_path: Path, there: l
     (root / "cluster").mkdir(parents=True)  # mounted
     assert failures(mover.load(items, DEADLINE)) == [Failure.LOST] * 2
     assert failures(mover.save(items, DEADLINE)) == [None] * 2
-    mover.close()
 
 
 def test_nothing_is_begun_after_the_deadline(mover: FileMover, root: Path) -> None:
@@ -238,7 +231,6 @@ def test_no_access_is_begun_after_the_deadline_within_one_file(root: Path, coale
     ]
     assert failures(mover.load(items, 3.5)) == [None] * 2 + [Failure.CANCELLED] * 4
     assert buffers == [b"p" * 10] * 2 + [bytes(10)] * 4
-    mover.close()
 
 
 @pytest.mark.parametrize("call", ["fstat", "preadv", "close"])

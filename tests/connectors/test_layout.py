@@ -340,21 +340,6 @@ def test_shards_outside_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "expected"),
-    [
-        (8, 2, [(0, 4, 0), (4, 8, 0)]),
-        (2, 4, [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)]),
-        (1, 2, [(0, 1, 0), (0, 1, 1)]),
-        (3, 3, [(0, 1, 0), (1, 2, 0), (2, 3, 0)]),
-    ],
-)
-def test_heads_of_ranks(heads: int, ranks: int, expected: list[tuple[int, int, int]]) -> None:
-    """GQA with more ranks than heads, and MLA: neighbours have the same heads, one of them stores."""
-    found = [rank_heads(heads, rank, ranks) for rank in range(ranks)]
-    assert [(*mine.heads, mine.replica) for mine in found] == expected
-
-
-@pytest.mark.parametrize(
     ("heads", "rank", "ranks", "text"),
     [(8, 2, 2, "rank is 2, must be 0 to 1"), (8, 0, 3, "must divide the 8 KV heads"), (8, 0, 0, "must both be > 0")],
 )

@@ -87,6 +87,11 @@ def new_worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture
+def worker(pool_directory: Path, new_worker: Callable[..., Worker]) -> Worker:
+    return new_worker("told", pool_directory, LARGE_POOL)
+
+
+@pytest.fixture
 def mover(pool_directory: Path) -> MemPoolMover:
     assert chunk_bytes(LARGE_POOL) == LARGE
     return mover_at(pool_directory, LARGE_POOL)
@@ -95,14 +100,6 @@ def mover(pool_directory: Path) -> MemPoolMover:
 @pytest.fixture
 def segment(mover: MemPoolMover, pool_directory: Path) -> PoolSegment:
     return access_at(pool_directory, LARGE_POOL).find_or_create()
-
-
-def catch_in_a_copy(worker: Worker, segment: PoolSegment, number: signal.Signals, stamp: int) -> None:
-    """Send a signal as soon as a worker's save has put its stamps, which is before its copy."""
-    worker.tell(f"save 0 {LARGE} {stamp}")
-    stamps = stamps_of(stamp, LARGE)
-    until(lambda: segment.has_stamps(0, stamps))
-    worker.send(number)
 
 
 def is_locked(segment: PoolSegment) -> bool:
@@ -134,7 +131,10 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
 def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) -> int:
     """Stop a worker in its copy and return the stamp that it saves with; tries again when it was quicker."""
     for stamp in range(first_stamp, first_stamp + 50):
-        catch_in_a_copy(worker, segment, signal.SIGSTOP, stamp)
+        worker.tell(f"save 0 {LARGE} {stamp}")
+        stamps = stamps_of(stamp, LARGE)  # which are put before the copy
+        until(lambda stamps=stamps: segment.has_stamps(0, stamps))
+        worker.send(signal.SIGSTOP)
         if is_locked(segment):
             return stamp
         worker.send(signal.SIGCONT)
@@ -143,9 +143,8 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
 
 
 def test_nobody_writes_where_a_stopped_writer_may_come_back(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     newer = stamp + 1
     refused = save_one(mover, LARGE - PAGE_BYTES, 100, newer)
@@ -163,9 +162,8 @@ def test_nobody_writes_where_a_stopped_writer_may_come_back(
 
 
 def test_a_stopped_writer_that_is_killed_gives_its_pages_back(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     worker.kill()
     assert save_one(mover, 0, LARGE, stamp + 1).ok
@@ -173,9 +171,8 @@ def test_a_stopped_writer_that_is_killed_gives_its_pages_back(
 
 
 def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     (pool_directory / "segment").unlink()
     assert save_one(mover, 0, 100, stamp + 1).ok

@@ -1,6 +1,5 @@
 """Movers of directories serve `file` and `hf3fs` storages, each by its own scheme."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,10 +31,8 @@ def storages(tmp_path: Path) -> list[StorageConfig]:
 
 
 @pytest.fixture
-def mover(storages: list[StorageConfig]) -> Iterator[FileMover]:
-    made = FileMover.for_storages(storages)
-    yield made
-    made.close()
+def mover(storages: list[StorageConfig]) -> FileMover:
+    return FileMover.for_storages(storages)
 
 
 def item(tmp_path: Path, scheme: str, storage: str, content: bytes = b"12345678") -> TransferItem:

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 from manager_process import ManagerProcess
-from reuse_cases import (
-    Connect,
-    files_of,
-    make_model,
-    plain,
-    prompt,
-    run,
-)
+from reuse_cases import Connect, checked, files_of, make_model, plain, prompt, run
 from transformers import DynamicCache
+from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import RegistrationState
@@ -40,13 +34,11 @@ def test_lost_blocks_are_stored_again(connect: Connect, manager: ManagerProcess,
         uri.unlink()
     else:
         uri.write_bytes(uri.read_bytes()[:100])
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens) == (288, 128)  # files hold eight blocks
     assert report.reason.startswith("block 8: ")
     assert report.blocks_saved == 8
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.reason) == (288, "")
 
 
@@ -71,8 +63,7 @@ def test_an_unmounted_storage_keeps_its_blocks(
     hidden = root if missing == "root" else cluster
     hidden.rename(manager.data_dir / "elsewhere")
     for _ in range(2):
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert (report.matched_tokens, report.loaded_tokens, report.blocks_saved) == (96, 0, 0)
         assert "not mounted" in report.reason
         assert run(reuse, prompt(100, seed=7))[1].blocks_saved == 0
@@ -92,14 +83,13 @@ def test_a_storage_that_is_read_only_costs_saves(connect: Connect, manager: Mana
     directory.rename(directory.with_name("elsewhere"))
     directory.write_bytes(b"in the way")
     before = reuse.counters["start_write"].ok
-    output, report = run(reuse, ids)
-    assert torch.equal(output, plain(ids))
+    report = checked(reuse, plain(ids), ids)
     assert report.blocks_saved == 0
     assert report.reason
     assert reuse.counters["start_write"].ok == before + 1  # blocks behind a failure are not even begun
     directory.unlink()
     directory.with_name("elsewhere").rename(directory)
-    output, report = run(reuse, ids)  # the session was aborted, so the blocks can be written at once
+    _, report = run(reuse, ids)  # the session was aborted, so the blocks can be written at once
     assert report.blocks_saved == 7
 
 
@@ -112,8 +102,7 @@ def test_a_model_with_other_weights_is_refused_and_computes(connect: Connect, ca
             reuse = connect(other)
         assert reuse.registration.state is RegistrationState.REFUSED
         assert len(caplog.records) == 1
-        output, report = run(reuse, ids)
-        assert torch.equal(output, plain(ids, other))
+        report = checked(reuse, plain(ids, other), ids)
         assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
         assert "not registered" in report.reason
     assert connect(block_tokens=32).registration.state is RegistrationState.REFUSED
@@ -133,18 +122,16 @@ def test_the_manager_may_die_between_turns(new_manager: Callable[..., ManagerPro
     run(reuse, ids)
     manager.kill()
     for _ in range(4):
-        output, report = run(reuse, ids)
-        assert torch.equal(output, plain(ids))
+        report = checked(reuse, plain(ids), ids)
         assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
         assert report.reason
     manager = new_manager(manager.ports)  # when its metadata is gone, registering again is ours to do
-    for _ in range(200):  # the breaker lets a probe through after a while
-        output, report = run(reuse, ids)
-        assert torch.equal(output, plain(ids))
-        if report.blocks_saved or report.loaded_tokens:
-            break
-    else:
-        pytest.fail(f"the manager is back and is not used: {report.reason}")
+
+    def is_used() -> bool:
+        report = checked(reuse, plain(ids), ids)
+        return report.blocks_saved + report.loaded_tokens > 0
+
+    until(is_used, "the manager is used again")  # the breaker lets a probe through after a while
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
@@ -157,19 +144,14 @@ def test_the_manager_may_be_absent_at_the_start(
         reuse = connect(address=f"127.0.0.1:{port}", settings=ReuseSettings(call_seconds=0.2, register_seconds=0.2))
         assert reuse.registration.state is RegistrationState.UNREACHABLE
         for _ in range(3):
-            output, report = run(reuse, ids)
-            assert torch.equal(output, plain(ids))
+            report = checked(reuse, plain(ids), ids)
             assert report.load_seconds < 8.0  # less than `ReuseSettings.load_seconds`
     # The first of these addresses begins to serve.
     reuse = connect(address=f"127.0.0.1:{closed_port}", settings=ReuseSettings(call_seconds=1.0, register_seconds=0.2))
     manager = new_manager()
     manager.stop()
     new_manager(manager.ports | {"rpc_port": closed_port})
-    for _ in range(200):
-        if run(reuse, ids)[1].blocks_saved:
-            break
-    else:
-        pytest.fail("the manager is there and is not used")
+    until(lambda: run(reuse, ids)[1].blocks_saved, "the manager is used")
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from manager_process import ManagerProcess
-from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, make_model, plain, prompt, read_block, run
+from reuse_cases import BLOCK, NEW, PATIENT, Connect, checked, make_model, plain, prompt, read_block, run
 from reuse_models import (
     HYBRIDS,
+    KINDS,
     WINDOW,
     WINDOWS,
     bamba,
@@ -27,6 +27,7 @@ from reuse_models import (
     mamba2,
     minimax,
     mistral,
+    model_of,
 )
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -39,14 +40,8 @@ from kvcm.connectors.transformers.model_kv import STATE, pack_state, probe_model
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 
-KINDS: dict[str, Callable[[], Any]] = {"llama": make_model} | WINDOWS | HYBRIDS
 REPRESENTATIVES = {"llama", "gemma3", "mistral", "bamba"}  # full attention, windows beside it and alone, states
 REACH = 3  # blocks of 16 that a window of 40 tokens reaches into
-
-
-@cache
-def model_of(kind: str) -> Any:
-    return MODEL if kind == "llama" else KINDS[kind]()
 
 
 def _kinds() -> list[Any]:
@@ -122,11 +117,8 @@ def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: 
             layers = options["past_key_values"].layers
             seen.append(pack_state(reuse.parts.state, layers, 0).numpy().tobytes())
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(look, with_kwargs=True):
         output, report = run(reuse, ids, max_new_tokens=1, return_dict_in_generate=True)
-    finally:
-        handle.remove()
     assert report.loaded_tokens == 96
     blocks = find(reuse, ids)
     assert len(blocks) == 6
@@ -233,8 +225,7 @@ def test_one_token_is_always_computed(connect: Connect, kind: str, tokens: int) 
     reuse, ids = connect(model_of(kind)), prompt(tokens)
     expected = plain(ids, model_of(kind))
     assert torch.equal(run(reuse, ids)[0], expected)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert report.loaded_tokens == (tokens - 1) // BLOCK * BLOCK
 
 
@@ -244,8 +235,7 @@ def test_partial_hits(connect: Connect, kind: str) -> None:
     reuse, ids = connect(model_of(kind)), prompt(100)
     run(reuse, ids)
     other = torch.cat([ids[:, :70], prompt(50, seed=9)], dim=1)
-    output, report = run(reuse, other)
-    assert torch.equal(output, plain(other, model_of(kind)))
+    report = checked(reuse, plain(other, model_of(kind)), other)
     assert report.loaded_tokens == 64
     assert run(reuse, other)[1].loaded_tokens == 112
 
@@ -270,8 +260,7 @@ def test_a_window_alone_needs_its_last_blocks_only(connect: Connect, manager: Ma
     expected, _ = run(reuse, ids)
     with ManagerClient(manager.address, instance_id) as client:
         assert client.remove(reuse.block_keys(ids[0].tolist())[:5], timeout_seconds=20)
-    output, report = run(connect(mistral(), publish=False), ids)
-    assert torch.equal(output, expected)
+    report = checked(connect(mistral(), publish=False), expected, ids)
     assert (report.matched_tokens, report.loaded_tokens) == (192, 192)
 
 
@@ -284,14 +273,12 @@ def test_lost_parts_make_the_prefix_shorter_and_come_back(connect: Connect, find
     assert len(blocks) == 11
     for name in blocks[10].uris:
         damage(blocks[10].uris[name])
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         # Hybrids have no other state, and of windows alone the manager names no other blocks.
         fallback = 0 if reuse.parts.state or kind == "mistral" else 160
         assert (report.matched_tokens, report.loaded_tokens) == (176, fallback)
         assert (report.blocks_corrupt, report.blocks_saved) == (1, 1)
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert (report.loaded_tokens, report.reason) == (176, "")
         blocks = find(reuse, ids)
 
@@ -302,12 +289,10 @@ def test_a_lost_part_of_a_window_costs_the_blocks_that_need_it(connect: Connect,
     expected, _ = run(reuse, ids)
     window = f"window{WINDOW}"
     damage(find(reuse, ids)[9].uris[window])
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert report.loaded_tokens == (0 if kind == "mistral" else 144)
     damage(find(reuse, ids)[2].uris[window])  # far behind the window: nobody needs it
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.reason) == (176, "")
 
 
@@ -318,8 +303,7 @@ def test_where_prompts_part_the_second_one_leaves_a_state(connect: Connect, find
     prompts = [torch.cat([shared, prompt(50, seed=seed)], dim=1) for seed in (11, 12, 13)]
     loaded = []
     for ids in prompts:
-        output, report = run(reuse, ids)
-        assert torch.equal(output, plain(ids, model))
+        report = checked(reuse, plain(ids, model), ids)
         loaded.append(report.loaded_tokens)
     assert loaded == [0, 0, 64]
     assert [STATE in location.uris for location in find(reuse, prompts[2])] == [False] * 3 + [True] + [False] * 2 + [
@@ -378,6 +362,5 @@ def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.Monkey
     patience = replace(PATIENT, staging_blocks=3)
     for most_pieces, loaded in ((1, 0), (1024, 176), (1, 176)):  # what was staged is stored like everything else
         monkeypatch.setattr(tensors, "_MAX_PIECES", most_pieces)
-        output, report = run(connect(model, settings=patience), ids)
-        assert torch.equal(output, expected)
+        report = checked(connect(model, settings=patience), expected, ids)
         assert report.loaded_tokens == loaded

@@ -379,8 +379,7 @@ def test_a_refused_registration_is_final(
 
 
 def test_rows_share_the_memory_and_are_as_many_as_fit() -> None:
-    tray = StagingTrays(64, 1).acquire(0)
-    assert tray is not None
+    tray = _lend(StagingTrays(64, 1))
     assert tray.rows(16, 10).shape == (4, 16)
     assert tray.rows(16, 2).shape == (2, 16)
     tray.rows(16, 4)[3] = 7
@@ -443,8 +442,7 @@ def test_after_a_recovery_as_many_may_be_lost_again() -> None:
 
 def test_a_caller_that_waits_gets_the_tray_that_comes_back() -> None:
     trays = StagingTrays(8, 1)
-    first = trays.acquire(0)
-    assert first is not None
+    first = _lend(trays)
     got: list[object] = []
     waiter = threading.Thread(target=lambda: got.append(trays.acquire(10)))
     waiter.start()

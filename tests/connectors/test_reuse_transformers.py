@@ -12,19 +12,9 @@ import torch
 import xxhash
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
-from reuse_cases import (
-    BLOCK,
-    MODEL,
-    PATIENT,
-    Connect,
-    Stored,
-    block_bytes,
-    plain,
-    prompt,
-    read_block,
-    run,
-)
-from reuse_process import batch, model_of
+from reuse_cases import BLOCK, MODEL, PATIENT, Connect, Stored, block_bytes, checked, plain, prompt, read_block, run
+from reuse_models import model_of
+from reuse_process import BATCH
 from script_process import run_script
 from transformers import DynamicCache
 from waiting import until
@@ -184,16 +174,14 @@ def test_a_corrupt_block_is_saved_again(connect: Connect, manager: ManagerProces
     assert report.blocks_saved == 20
     before = locations_of(reuse, manager, instance_id, ids)
     flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)
     assert report.reason.startswith("block 9: the bytes have checksum ")
     assert report.blocks_saved == 1  # its location was removed at the manager, and those behind it are right
     after = locations_of(reuse, manager, instance_id, ids)
     assert [index for index in range(18) if before[index] != after[index]] == [9]
     assert after[9].checksums == before[9].checksums
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.reason) == (288, 0, "")
 
 
@@ -202,8 +190,7 @@ def test_corrupt_blocks_are_reported_at_once(connect: Connect, manager: ManagerP
     expected, _ = run(reuse, ids)
     for location in locations_of(reuse, manager, instance_id, ids)[::2]:
         flip(location.uris["tp0"], 0)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.blocks_saved) == (0, 3, 3)
     assert run(reuse, ids)[1].loaded_tokens == 96
 
@@ -214,8 +201,7 @@ def test_blocks_without_checksums_are_loaded_as_they_are(
     without, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
     expected, _ = run(without, ids)
     assert [each.checksums for each in locations_of(without, manager, instance_id, ids)] == [{}] * 6
-    output, report = run(connect(), ids)
-    assert torch.equal(output, expected)
+    report = checked(connect(), expected, ids)
     assert (report.loaded_tokens, report.reason) == (96, "")
 
 
@@ -224,8 +210,7 @@ def test_blocks_without_checksums_are_loaded_as_they_are(
 
 def saves(reuse: KVReuse, ids: torch.Tensor) -> bool:
     """Generate, and return whether blocks were saved: not before the manager has looked at the pool."""
-    output, report = run(reuse, ids)
-    assert torch.equal(output, plain(ids))
+    report = checked(reuse, plain(ids), ids)
     return report.blocks_saved > 0
 
 
@@ -243,14 +228,12 @@ def test_tokens_are_reused_on_the_node_and_computed_elsewhere(
     with connected(manager, pool, instance_id) as reuse:
         until(lambda: saves(reuse, ids))
     with connected(manager, pool, instance_id) as reuse:
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert report.loaded_tokens == 96
         assert report.reason == ""
     monkeypatch.setenv("KVCM_NODE_ID", "node-b")
     with connected(manager, pool, instance_id) as reuse:
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert (report.matched_tokens, report.blocks_saved) == (0, 0)
 
 
@@ -265,7 +248,7 @@ def generate(manager: ManagerProcess, instance_id: str, kind: str, pool_blocks: 
 @pytest.mark.feature("transformers", "saves, and another process loads")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 def test_another_process_goes_on(manager: ManagerProcess, instance_id: str, kind: str) -> None:
-    ids, mask = batch()
+    ids, mask = BATCH
     expected = model_of(kind).generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False).tolist()
     first = generate(manager, instance_id, kind)
     assert first == {"tokens": expected, "loaded": [0, 0], "saved": 7 + 4, "reason": ""}

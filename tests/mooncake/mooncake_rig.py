@@ -143,7 +143,7 @@ class Site:
             self._network = os.open(f"/proc/{self._holder.popen.pid}/ns/net", os.O_RDONLY)
         self._ports = (50051, 50052) if self._network is not None else (free_port(), free_port())
         self._clients: list[Process] = []
-        self.master: subprocess.Popen[bytes] | None = None
+        self.master: subprocess.Popen[bytes]
         self.start_master()
 
     @property
@@ -171,7 +171,6 @@ class Site:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill_master(self) -> None:
-        assert self.master is not None
         self.master.kill()
         self.master.wait()
 

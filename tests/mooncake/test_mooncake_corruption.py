@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -75,9 +74,8 @@ def test_a_block_that_was_corrupt_is_saved_at_another_address_and_loads(
     assert set(loaded["failures"]) == {None}
 
 
-def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(new_site: Callable[[], Site]) -> None:
+def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(site: Site) -> None:
     """With checksums, and again after another process lends memory: misses in time, and then all is well."""
-    site = new_site()
     owner, engine = site.owner(32 << 20), site.client()
     uris, checksums = saved(engine)
     owner.kill()
@@ -97,8 +95,7 @@ def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(new_site: Ca
     assert engine.ask("load", uris=fresh, checksums=sums)["failures"] == [None] * BLOCKS
 
 
-def test_a_manager_forgets_what_changed_and_gives_other_addresses(new_site: Callable[[], Site], tmp_path: Path) -> None:
-    site = new_site()
+def test_a_manager_forgets_what_changed_and_gives_other_addresses(site: Site, tmp_path: Path) -> None:
     site.owner(64 << 20)
     program = str(Path(__file__).with_name("corruption_process.py"))
     assert site.run([sys.executable, program, json.dumps(site.spec), str(tmp_path)]) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from mooncake_rig import Process, Site, addresses, eventually, name_of
@@ -56,8 +55,7 @@ def test_an_object_of_another_size_is_never_taken_for_the_part(
     assert failure in {"lost", "error"}
 
 
-def test_an_object_without_its_end_is_a_miss(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_an_object_without_its_end_is_a_miss(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     [uri] = addresses(4096)
     assert owner.ask("raw_begin", name=name_of(uri), size_bytes=4096) == [0]
@@ -100,8 +98,7 @@ def test_more_than_fits_the_staging_memory_goes_through_it_in_turns(engine: Proc
     assert other_engine.ask("load", uris=uris)["equal"] == [True] * 12
 
 
-def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(site: Site) -> None:
     site.owner(16 << 20)
     engine = site.client()
     uris = [uri for _ in range(10) for uri in addresses(1 << 20, 4)]
@@ -120,8 +117,7 @@ def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callab
     assert loaded["equal"] == [failure is None for failure in loaded["failures"]]
 
 
-def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 8)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 8
@@ -137,8 +133,7 @@ def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(new_site: Cal
     eventually(lambda: engine.ask("load", uris=uris)["failures"] == ["lost"] * 8)
 
 
-def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 2)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 2
@@ -152,8 +147,7 @@ def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_i
     assert engine.ask("load", uris=fresh)["equal"] == [True] * 2
 
 
-def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(site: Site) -> None:
     site.owner(32 << 20)
     engine, late = site.client(), site.client()
     uris = addresses(64 << 10, 2)
@@ -170,11 +164,9 @@ def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(new_
     eventually(lambda: late.ask("load", uris=fresh, deadline=5.0)["equal"] == [True] * 2)
 
 
-def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096)
-    assert site.master is not None
     site.master.send_signal(signal.SIGSTOP)
     answer = engine.ask("save", uris=uris, deadline=1.0)
     assert set(answer["failures"]) <= {"error", "pending"}
@@ -185,12 +177,10 @@ def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds
     eventually(lambda: engine.ask("save", uris=uris, deadline=5.0)["failures"] == [None])
 
 
-def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096, 4)
     assert engine.ask("save", uris=addresses(4096))["failures"] == [None]
-    assert site.master is not None
     site.master.send_signal(signal.SIGSTOP)
     assert set(engine.ask("save", uris=uris, deadline=10.0)["failures"]) == {"error"}
     site.master.send_signal(signal.SIGCONT)

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 from mooncake_rig import AskedError, Process, Site, eventually
@@ -54,16 +53,15 @@ def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Proc
     eventually(lambda: manager.ask("delete", uris=uris) == [None])
 
 
-def test_a_probe_says_that_no_memory_is_lent(new_site: Callable[[], Site]) -> None:
-    manager = new_site().client()
+def test_a_probe_says_that_no_memory_is_lent(site: Site) -> None:
+    manager = site.client()
     manager.ask("open")
     with pytest.raises(AskedError, match=r"storage mc: .*no segment has room"):
         manager.ask("probe")
 
 
-def test_a_full_store_is_never_down_for_that(new_site: Callable[[], Site]) -> None:
+def test_a_full_store_is_never_down_for_that(site: Site) -> None:
     """What it holds can be read; a store that is hidden would never be read less, nor emptied."""
-    site = new_site()
     owner = site.owner(16 << 20)
     manager = site.client()
     manager.ask("open")
@@ -83,8 +81,7 @@ def _is_full(manager: Process) -> bool:
     return False
 
 
-def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(site: Site) -> None:
     site.kill_master()
     manager = site.client()
     manager.ask("open")
@@ -101,8 +98,7 @@ def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(new_site: Cal
     eventually(lambda: manager.ask("probe") is None)
 
 
-def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(site: Site) -> None:
     site.owner(32 << 20)
     manager, engine = site.client(), site.client()
     manager.ask("open")
@@ -117,7 +113,6 @@ def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(ne
     eventually(lambda: manager.ask("probe") is None)
     assert manager.ask("exists", uris=old) == [False] * 3, "the master's memory of objects is gone with it"
 
-    assert site.master is not None
     site.master.send_signal(signal.SIGSTOP)
     with pytest.raises(AskedError, match="does not answer"):
         manager.ask("probe")
@@ -125,8 +120,7 @@ def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(ne
     eventually(lambda: manager.ask("probe") is None)
 
 
-def test_a_client_that_is_killed_is_started_again_and_ends_with_the_storage(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_a_client_that_is_killed_is_started_again_and_ends_with_the_storage(site: Site) -> None:
     site.owner(32 << 20)
     manager = site.client()
     manager.ask("open")
