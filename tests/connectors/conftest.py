@@ -19,8 +19,10 @@ from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import MatchMode
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most tests here do without
-    from reuse_cases import Connect, Stored
+    import torch
+    from reuse_cases import Connect, Find, Stored
 
+    from kvcm.connectors.results import Location
     from kvcm.connectors.transformers import KVReuse
 
 
@@ -120,14 +122,31 @@ def connect(manager: ManagerProcess, instance_id: str) -> Iterator[Connect]:
 
 
 @pytest.fixture
-def stored(manager: ManagerProcess, instance_id: str) -> Iterator[Stored]:
+def client(manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]:
+    """Return a client of the test's instance."""
+    with ManagerClient(manager.address, instance_id) as client:
+        yield client
+
+
+@pytest.fixture
+def stored(client: ManagerClient) -> Stored:
     """Read what is stored for the blocks of some tokens."""
     from reuse_cases import read_block
 
-    with ManagerClient(manager.address, instance_id) as client:
+    def read(reuse: KVReuse, tokens: list[int]) -> list[bytes | None]:
+        locations = client.match(reuse.block_keys(tokens), MatchMode.BATCH, timeout_seconds=20).locations
+        return [None if location is None else read_block(location.uris["tp0"]) for location in locations]
 
-        def read(reuse: KVReuse, tokens: list[int]) -> list[bytes | None]:
-            locations = client.match(reuse.block_keys(tokens), MatchMode.BATCH, timeout_seconds=20).locations
-            return [None if location is None else read_block(location.uris["tp0"]) for location in locations]
+    return read
 
-        yield read
+
+@pytest.fixture
+def find(client: ManagerClient) -> Find:
+    """Return where the full blocks of some tokens are stored."""
+
+    def find(reuse: KVReuse, ids: torch.Tensor) -> list[Location]:
+        keys = reuse.block_keys(ids[0].tolist())
+        found = client.match(keys, MatchMode.BATCH, timeout_seconds=20).locations
+        return [location for location in found if location is not None]
+
+    return find

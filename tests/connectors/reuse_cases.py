@@ -10,6 +10,7 @@ import torch
 from manager_process import ManagerProcess
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
+from kvcm.connectors.results import Location
 from kvcm.connectors.transformers import GenerationReport, KVReuse, ReuseSettings
 from kvcm.model.uri import LocationUri
 
@@ -20,23 +21,24 @@ NEW = 24
 PATIENT = ReuseSettings(call_seconds=20.0, register_seconds=20.0)
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
     """Return a small Llama whose answers depend on their context."""
-    values = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**values | changes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 3, "head_dim": 16} | changes)).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
@@ -89,6 +91,7 @@ def checked(reuse: KVReuse, expected: torch.Tensor, *inputs: torch.Tensor, **arg
 
 Connect = Callable[..., KVReuse]
 Stored = Callable[[KVReuse, list[int]], list[bytes | None]]
+Find = Callable[[KVReuse, torch.Tensor], list[Location]]
 
 
 def read_block(uri: LocationUri) -> bytes:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from reuse_cases import MODEL, make_model
+from reuse_cases import MODEL, SIZES, make_model
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -33,18 +33,6 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 WINDOW = 40
 

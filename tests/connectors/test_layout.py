@@ -64,29 +64,6 @@ def test_iovec_covers_the_elements_in_order(tensors: list[torch.Tensor]) -> None
     assert b"".join(iovec(tensors)) == b"".join(raw(tensor) for tensor in tensors)
 
 
-@given(strided_tensors())
-def test_writing_the_iovec_writes_the_elements_and_nothing_else(tensor: torch.Tensor) -> None:
-    base = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    before = base.clone()
-    new = torch.randint(0, 255, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8).numpy().tobytes()
-    position = 0
-    for view in iovec([tensor]):
-        view[:] = new[position : position + len(view)]
-        position += len(view)
-    assert raw(tensor) == new
-    written = {(address - base.data_ptr()) // tensor.element_size() for address in _addresses(tensor)}
-    for index in range(base.numel() // tensor.element_size()):
-        if index not in written:
-            piece = slice(index * tensor.element_size(), (index + 1) * tensor.element_size())
-            assert torch.equal(base[piece], before[piece])
-
-
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    indices = torch.cartesian_prod(*(torch.arange(size) for size in tensor.shape)).reshape(-1, tensor.dim())
-    offsets = (indices * torch.tensor(tensor.stride())).sum(1) * tensor.element_size()
-    return [tensor.data_ptr() + int(offset) for offset in offsets]
-
-
 def test_adjacent_runs_become_one() -> None:
     memory = torch.arange(24.0)
     assert len(iovec([memory[:6], memory[6:12]])) == 1

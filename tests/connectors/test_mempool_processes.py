@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pool_parts import CAPACITY, MIB, PAGE_BYTES, access_at, load_one, mover_at, save_one
+from pool_parts import CAPACITY, MIB, access_at, load_one, mover_at, save_one
 from waiting import until
 
 from kvcm.connectors.transfer import Failure
 from kvcm.connectors.transfer.mempool import MemPoolMover
 from kvcm.connectors.transfer.pool_segment import PoolSegment, stamps_of
-from kvcm.model.storages import chunk_bytes
+from kvcm.model.storages import PAGE_BYTES, chunk_bytes
 
 pytestmark = pytest.mark.e2e
 

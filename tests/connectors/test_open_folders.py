@@ -20,13 +20,6 @@ DEADLINE = 30.0
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "store"
-    (root / "cluster" / "inst").mkdir(parents=True)
-    return root
-
-
 @pytest.fixture(params=[True, False], ids=["openat2", "without-openat2"])
 def folders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFolders]:
     """Open files as a kernel with and one without `openat2` does."""
@@ -35,6 +28,16 @@ def folders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     folders = OpenFolders(0o600, 0o700)
     yield folders
     folders.close()
+
+
+@pytest.fixture
+def folder(root: Path, folders: OpenFolders) -> Path:
+    """Return a folder that is open."""
+    folder = root / "cluster" / "inst"
+    folder.mkdir()
+    (folder / "f").write_bytes(b"1")
+    assert content(folders, root, "cluster/inst/f") == b"1"
+    return folder
 
 
 def content(folders: OpenFolders, root: Path, path: str) -> bytes:
@@ -58,31 +61,25 @@ def test_many_folders_at_once_are_opened_and_closed(folders: OpenFolders, root: 
     assert len(list(DESCRIPTORS.iterdir())) == before
 
 
-def test_a_link_in_an_open_folder_is_refused(folders: OpenFolders, root: Path, tmp_path: Path) -> None:
+def test_a_link_in_an_open_folder_is_refused(folders: OpenFolders, folder: Path, root: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"s")
-    (root / "cluster" / "inst" / "f").write_bytes(b"1")
-    (root / "cluster" / "inst" / "link").symlink_to(tmp_path / "secret")
-    assert content(folders, root, "cluster/inst/f") == b"1"
+    (folder / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError) as refused:
         content(folders, root, "cluster/inst/link")
     assert refused.value.errno == errno.ELOOP
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../../../secret", "a\0b"])
-def test_a_name_leads_nowhere_else_from_an_open_folder(folders: OpenFolders, root: Path, name: str) -> None:
+def test_a_name_leads_nowhere_else(folders: OpenFolders, folder: Path, root: Path, name: str) -> None:
     (root.parent / "secret").write_bytes(b"s")
-    (root / "cluster" / "inst" / "f").write_bytes(b"1")
-    content(folders, root, "cluster/inst/f")
     for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
         with pytest.raises((InvalidArgumentError, ValueError)):
             folders.open(str(root), f"{root}/cluster/inst/{name}", flags)
 
 
-def test_what_is_no_regular_file_is_refused_in_an_open_folder(folders: OpenFolders, root: Path) -> None:
-    (root / "cluster" / "inst" / "f").write_bytes(b"1")
-    (root / "cluster" / "inst" / "folder").mkdir()
-    os.mkfifo(root / "cluster" / "inst" / "pipe")
-    content(folders, root, "cluster/inst/f")
+def test_only_regular_files_are_opened(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
     before = len(list(DESCRIPTORS.iterdir()))
     for name in ("folder", "pipe"):
         with pytest.raises(InvalidArgumentError, match="not a regular file"):
@@ -90,10 +87,7 @@ def test_what_is_no_regular_file_is_refused_in_an_open_folder(folders: OpenFolde
     assert len(list(DESCRIPTORS.iterdir())) == before
 
 
-def test_a_folder_that_was_replaced_is_found_anew(folders: OpenFolders, root: Path) -> None:
-    folder = root / "cluster" / "inst"
-    (folder / "f").write_bytes(b"1")
-    content(folders, root, "cluster/inst/f")
+def test_a_folder_that_was_replaced_is_found_again(folders: OpenFolders, folder: Path, root: Path) -> None:
     (folder / "f").unlink()
     folder.rmdir()
     folder.mkdir()
@@ -101,10 +95,7 @@ def test_a_folder_that_was_replaced_is_found_anew(folders: OpenFolders, root: Pa
     assert content(folders, root, "cluster/inst/g") == b"2"
 
 
-def test_a_folder_that_is_gone_is_made_anew_by_a_save(folders: OpenFolders, root: Path) -> None:
-    folder = root / "cluster" / "inst"
-    (folder / "f").write_bytes(b"1")
-    content(folders, root, "cluster/inst/f")
+def test_a_lost_folder_is_made_again_by_a_save(folders: OpenFolders, folder: Path, root: Path) -> None:
     (folder / "f").unlink()
     folder.rmdir()
     os.close(folders.open(str(root), str(folder / "g"), os.O_WRONLY | os.O_CREAT))
@@ -112,9 +103,7 @@ def test_a_folder_that_is_gone_is_made_anew_by_a_save(folders: OpenFolders, root
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, root: Path) -> None:
-    (root / "cluster" / "inst" / "f").write_bytes(b"1")
-    content(folders, root, "cluster/inst/f")
+def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, folder: Path, root: Path) -> None:
     with pytest.raises(FileNotFoundError):
         content(folders, root, "cluster/inst/gone")
     root.rename(root.with_name("away"))
@@ -125,6 +114,7 @@ def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, root:
 def test_a_batch_keeps_its_folders_open_and_nothing_stays_behind_it(root: Path) -> None:
     mover = FileMover({STORAGE: str(root)})
     assert isinstance(mover, BatchingMover)
+    (root / "cluster" / "inst").mkdir()
     before = len(list(DESCRIPTORS.iterdir()))
     items = [
         TransferItem(LocationUri("file", STORAGE, f"{root}/cluster/inst/{name}", 1), [memoryview(bytearray(b"x"))])

@@ -261,12 +261,6 @@ def pool(manager: ManagerProcess, node: None) -> str:
 
 
 @pytest.fixture
-def client(manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]:
-    with ManagerClient(manager.address, instance_id) as client:
-        yield client
-
-
-@pytest.fixture
 def reporter(client: ManagerClient, pool_directory: Path) -> Iterator[PoolReporter]:
     """Closed before the directory is removed, in which its thread may just be making a pool."""
     reporter = PoolReporter(PoolReports(client), SECONDS)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pool_parts import CAPACITY, PAGE_BYTES, access_at
+from pool_parts import CAPACITY, access_at
 from waiting import until
 
 from kvcm.connectors.transfer.pool_segment import PoolSegment
+from kvcm.model.storages import PAGE_BYTES
 
 SECONDS = 30.0
 

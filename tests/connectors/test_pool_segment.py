@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def opened(path: Path, capacity: int = CAPACITY) -> PoolSegment:
     segment = open_segment(path, capacity)
     assert segment is not None
     return segment
+
+
+@pytest.fixture
+def path(pool_directory: Path) -> Path:
+    return pool_directory / "segment"
 
 
 @given(st.integers(1, 1 << 45))
@@ -79,8 +85,7 @@ def test_no_changed_byte_of_a_header_goes_unnoticed(data: st.DataObject) -> None
         SegmentHeader.decode(bytes(encoded))
 
 
-def test_a_new_segment_is_zeroed_whole_and_private(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_new_segment_is_zeroed_whole_and_private(path: Path, pool_directory: Path) -> None:
     make(path)
     segment = opened(path)
     assert segment.header.generation == 7
@@ -130,8 +135,9 @@ def _fifo(path: Path) -> None:
         (_fifo, "no regular file"),
     ],
 )
-def test_damaged_or_foreign_segments_are_refused(pool_directory: Path, spoil: Callable[[Path], None], why: str) -> None:
-    path = pool_directory / "segment"
+def test_damaged_or_foreign_segments_are_refused(
+    path: Path, pool_directory: Path, spoil: Callable[[Path], None], why: str
+) -> None:
     make(path)
     spoil(path)
     before = path.lstat()
@@ -144,16 +150,14 @@ def test_damaged_or_foreign_segments_are_refused(pool_directory: Path, spoil: Ca
     assert path.lstat().st_ino == before.st_ino
 
 
-def test_a_smaller_segment_is_refused_and_a_larger_one_is_used(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_smaller_segment_is_refused_and_a_larger_one_is_used(path: Path) -> None:
     make(path, 2 * MIB)
     with pytest.raises(StorageIOError, match=f"room for {2 * MIB} bytes, the storage's capacity_bytes is {4 * MIB}"):
         open_segment(path, 4 * MIB)
     assert opened(path, MIB).header.capacity_bytes == 2 * MIB
 
 
-def test_a_segment_of_another_boot_is_replaced(pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pool_directory / "segment"
+def test_a_segment_of_another_boot_is_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool_segment, "boot_id", lambda: b"an earlier boot!")
         make(path, generation=1)
@@ -162,8 +166,7 @@ def test_a_segment_of_another_boot_is_replaced(pool_directory: Path, monkeypatch
     assert opened(path).header.generation == 2
 
 
-def test_of_many_makers_one_makes(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_of_many_makers_one_makes(path: Path, pool_directory: Path) -> None:
     start = threading.Barrier(8)
     failures: list[str] = []
 
@@ -174,18 +177,14 @@ def test_of_many_makers_one_makes(pool_directory: Path) -> None:
         except StorageIOError as error:
             failures.append(str(error))
 
-    threads = [threading.Thread(target=maker, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(maker, range(1, 9)))
     assert all("another process is making it now" in failure for failure in failures)
     assert 1 <= opened(path, 4 * MIB).header.generation <= 8
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(path: Path, pool_directory: Path) -> None:
     draft = pool_directory / ".segment.new"
     draft.touch(0o600)
     with draft.open("r+b") as file:
@@ -195,8 +194,7 @@ def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(pool_dir
         assert draft.stat().st_size == 0
 
 
-def test_what_a_killed_maker_left_is_used_by_the_next(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_what_a_killed_maker_left_is_used_by_the_next(path: Path, pool_directory: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -212,8 +210,7 @@ create_segment(Path({str(path)!r}), {4 * MIB}, lambda: 1)
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_a_full_medium_is_said_at_once_and_keeps_nothing(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_full_medium_is_said_at_once_and_keeps_nothing(path: Path, pool_directory: Path) -> None:
     with pytest.raises(StorageIOError, match=r"needs \d+ bytes, .* has \d+ free of \d+: enlarge it"):
         make(path, 1 << 50)
     assert list(pool_directory.iterdir()) == []
@@ -378,43 +375,38 @@ def test_runs_that_fall_apart_have_a_run_for_each_part() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 2, 4])
-def test_one_part_of_a_run_that_is_gone_is_lost_alone(mover: MemPoolMover, changed: int) -> None:
-    size = 10 * PAGE_BYTES
-    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
-    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    assert save_one(mover, changed * size + 3 * PAGE_BYTES, PAGE_BYTES, STAMP + 1).ok
-    memory = bytearray(5 * size)
-    results = mover.load(rows(memoryview(memory), size), DEADLINE)
-    assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
-    for index in set(range(5)) - {changed}:
-        assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
-    assert memory[changed * size : (changed + 1) * size] == bytes(size)  # seen before it was copied
-
-
-@pytest.mark.parametrize("changed", [0, 2, 4])
-def test_one_part_that_is_overtaken_during_the_copy_of_its_run_is_lost_alone(
-    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch, changed: int
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "during the copy"])
+def test_one_part_of_a_run_that_is_overwritten_is_lost_alone(
+    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch, changed: int, is_late: bool
 ) -> None:
-    size = 10 * PAGE_BYTES
+    size, copied = 10 * PAGE_BYTES, list[int]()
     saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
     assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    other = mover_at(pool_directory)
-    segment = mover._access.find()
+    other, segment = mover_at(pool_directory), mover._access.find()
     assert segment is not None
-    copy_out, copied = segment.copy_out, []
+    copy_out = segment.copy_out
+
+    def overwrite() -> None:
+        assert save_one(other, changed * size + 3 * PAGE_BYTES, 1, STAMP + 1).ok
 
     def overtaken(offset: int, views: Sequence[memoryview]) -> None:
-        assert save_one(other, changed * size, 1, STAMP + 1).ok
+        overwrite()
         copied.append(sum(view.nbytes for view in views))
         copy_out(offset, views)
 
-    monkeypatch.setattr(segment, "copy_out", overtaken)
+    if is_late:
+        monkeypatch.setattr(segment, "copy_out", overtaken)
+    else:
+        overwrite()
     memory = bytearray(5 * size)
     results = mover.load(rows(memoryview(memory), size), DEADLINE)
-    assert copied == [5 * size]  # all were one piece
     assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
     for index in set(range(5)) - {changed}:
         assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
+    if is_late:
+        assert copied == [5 * size]  # all were one piece
+    else:
+        assert memory[changed * size : (changed + 1) * size] == bytes(size)  # seen before it was copied
 
 
 def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover) -> None:

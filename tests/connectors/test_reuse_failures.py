@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from manager_process import ManagerProcess
-from reuse_cases import Connect, checked, files_of, make_model, plain, prompt, run
+from reuse_cases import Connect, Find, checked, files_of, make_model, plain, prompt, run
 from transformers import DynamicCache
 from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import RegistrationState
-from kvcm.connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.transformers import ReuseSettings
 from kvcm.connectors.transformers.prefix_load import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 
@@ -25,28 +25,21 @@ from kvcm.model.errors import InvalidArgumentError
     "transformers", "blocks that fail to load: computed again", "block evicted between lookup and load"
 )
 @pytest.mark.parametrize("damage", ["remove", "truncate"])
-def test_lost_blocks_are_stored_again(connect: Connect, manager: ManagerProcess, instance_id: str, damage: str) -> None:
+def test_lost_blocks_are_stored_again(connect: Connect, find: Find, damage: str) -> None:
     reuse, ids = connect(), prompt(300)
     expected, report = run(reuse, ids)
     assert report.blocks_saved == 20
-    uri = _file_of_block(reuse, manager, instance_id, ids, 9)
+    path = Path(find(reuse, ids)[9].uris["tp0"].path)
     if damage == "remove":
-        uri.unlink()
+        path.unlink()
     else:
-        uri.write_bytes(uri.read_bytes()[:100])
+        path.write_bytes(path.read_bytes()[:100])
     report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens) == (288, 128)  # files hold eight blocks
     assert report.reason.startswith("block 8: ")
     assert report.blocks_saved == 8
     report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.reason) == (288, "")
-
-
-def _file_of_block(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor, block: int) -> Path:
-    with ManagerClient(manager.address, instance_id) as client:
-        location = client.match(reuse.block_keys(ids[0].tolist())).locations[block]
-        assert location is not None
-        return Path(location.uris["tp0"].path)
 
 
 @pytest.mark.parametrize("missing", ["root", "cluster"])

@@ -6,7 +6,7 @@ bytes, partial hits, parts that are gone. Longer than 400 lines because these st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from manager_process import ManagerProcess
-from reuse_cases import BLOCK, NEW, PATIENT, Connect, checked, make_model, plain, prompt, read_block, run
+from reuse_cases import BLOCK, NEW, PATIENT, Connect, Find, checked, make_model, plain, prompt, read_block, run
 from reuse_models import (
     HYBRIDS,
     KINDS,
@@ -34,7 +34,6 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.layout import tensors
-from kvcm.connectors.results import Location, MatchMode
 from kvcm.connectors.transformers import KVReuse
 from kvcm.connectors.transformers.model_kv import STATE, pack_state, probe_model
 from kvcm.model.errors import InvalidArgumentError
@@ -54,22 +53,6 @@ def _kinds() -> list[Any]:
 @pytest.fixture(params=_kinds())
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-Find = Callable[[KVReuse, torch.Tensor], list[Location]]
-
-
-@pytest.fixture
-def find(manager: ManagerProcess, instance_id: str) -> Iterator[Find]:
-    """Return where the full blocks of some tokens are stored."""
-    with ManagerClient(manager.address, instance_id) as client:
-
-        def find(reuse: KVReuse, ids: torch.Tensor) -> list[Location]:
-            keys = reuse.block_keys(ids[0].tolist())
-            found = client.match(keys, MatchMode.BATCH, timeout_seconds=20).locations
-            return [location for location in found if location is not None]
-
-        yield find
 
 
 def overwrite(uri: LocationUri, data: bytes) -> None:

@@ -12,7 +12,20 @@ import torch
 import xxhash
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
-from reuse_cases import BLOCK, MODEL, PATIENT, Connect, Stored, block_bytes, checked, plain, prompt, read_block, run
+from reuse_cases import (
+    BLOCK,
+    MODEL,
+    PATIENT,
+    Connect,
+    Find,
+    Stored,
+    block_bytes,
+    checked,
+    plain,
+    prompt,
+    read_block,
+    run,
+)
 from reuse_models import model_of
 from reuse_process import BATCH
 from script_process import run_script
@@ -21,7 +34,6 @@ from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.layout import tensors
-from kvcm.connectors.results import Location
 from kvcm.connectors.transformers import KVReuse, ReuseSettings
 from kvcm.model.uri import LocationUri
 
@@ -111,15 +123,8 @@ def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monk
     longer = torch.cat([output, prompt(30)], dim=1)
     run(reuse, longer, max_new_tokens=1)
     keys = reuse.block_keys(longer[0].tolist())
-    assert (
-        sent
-        == [
-            (keys[:3], None),  # the prompt
-            ([keys[3]], keys[2]),  # filled while tokens were generated
-            ([keys[4]], keys[3]),
-            (keys[5:7], keys[4]),  # the second prompt, behind what was loaded
-        ]
-    )
+    prompt_and_answer = [(keys[:3], None), ([keys[3]], keys[2]), ([keys[4]], keys[3])]
+    assert sent == [*prompt_and_answer, (keys[5:7], keys[4])]  # the last is the second prompt, behind what was loaded
 
 
 def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
@@ -141,12 +146,6 @@ def any_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
 
 
-def locations_of(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor) -> list[Location]:
-    with ManagerClient(manager.address, instance_id) as client:
-        found = client.match(reuse.block_keys(ids[0].tolist()), timeout_seconds=20).locations
-        return [location for location in found if location is not None]
-
-
 def flip(uri: LocationUri, byte: int) -> None:
     path = Path(uri.path)
     data = bytearray(path.read_bytes())
@@ -155,10 +154,10 @@ def flip(uri: LocationUri, byte: int) -> None:
 
 
 @pytest.mark.usefixtures("any_memory")
-def test_saved_blocks_have_their_checksums(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
+def test_saved_blocks_have_their_checksums(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, ids)
-    locations = locations_of(reuse, manager, instance_id, ids)
+    locations = find(reuse, ids)
     assert len(locations) == 6
     assert [location.checksums for location in locations] == [
         {"tp0": xxhash.xxh3_64_intdigest(read_block(location.uris["tp0"]))} for location in locations
@@ -167,40 +166,38 @@ def test_saved_blocks_have_their_checksums(connect: Connect, manager: ManagerPro
 
 @pytest.mark.feature("transformers", "changed bytes are found")
 @pytest.mark.usefixtures("any_memory")
-def test_a_corrupt_block_is_saved_again(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
+def test_a_corrupt_block_is_saved_again(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(300)
     expected, report = run(reuse, ids)
     assert torch.equal(expected, plain(ids))
     assert report.blocks_saved == 20
-    before = locations_of(reuse, manager, instance_id, ids)
+    before = find(reuse, ids)
     flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
     report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)
     assert report.reason.startswith("block 9: the bytes have checksum ")
     assert report.blocks_saved == 1  # its location was removed at the manager, and those behind it are right
-    after = locations_of(reuse, manager, instance_id, ids)
+    after = find(reuse, ids)
     assert [index for index in range(18) if before[index] != after[index]] == [9]
     assert after[9].checksums == before[9].checksums
     report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.reason) == (288, 0, "")
 
 
-def test_corrupt_blocks_are_reported_at_once(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
+def test_corrupt_blocks_are_reported_at_once(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(100)
     expected, _ = run(reuse, ids)
-    for location in locations_of(reuse, manager, instance_id, ids)[::2]:
+    for location in find(reuse, ids)[::2]:
         flip(location.uris["tp0"], 0)
     report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.blocks_saved) == (0, 3, 3)
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
-def test_blocks_without_checksums_are_loaded_as_they_are(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_blocks_without_checksums_are_loaded_as_they_are(connect: Connect, find: Find) -> None:
     without, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
     expected, _ = run(without, ids)
-    assert [each.checksums for each in locations_of(without, manager, instance_id, ids)] == [{}] * 6
+    assert [each.checksums for each in find(without, ids)] == [{}] * 6
     report = checked(connect(), expected, ids)
     assert (report.loaded_tokens, report.reason) == (96, "")
 

@@ -417,8 +417,12 @@ class Book:
         self.book.add(keys(*numbers), [place(number) for number in numbers], lease)
 
 
-def test_a_lease_is_given_back_when_its_last_page_is_loaded() -> None:
-    site = Book()
+@pytest.fixture
+def site() -> Book:
+    return Book()
+
+
+def test_a_lease_is_given_back_when_its_last_page_is_loaded(site: Book) -> None:
     site.enter("a", 1, 2, 3)
     first, rest = site.book.pop(keys(1, 2)), site.book.pop(keys(3))
     assert first.locations == (place(1), place(2))
@@ -428,8 +432,7 @@ def test_a_lease_is_given_back_when_its_last_page_is_loaded() -> None:
     assert site.released == ["a"]
 
 
-def test_only_leading_pages_are_taken() -> None:
-    site = Book()
+def test_only_leading_pages_are_taken(site: Book) -> None:
     site.enter("a", 1, 2, 4)
     found = site.book.pop(keys(1, 2, 3, 4))
     assert len(found.locations) == 2
@@ -441,8 +444,7 @@ def test_only_leading_pages_are_taken() -> None:
     assert site.released == ["a"]
 
 
-def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
-    site = Book()
+def test_a_page_that_is_found_again_is_under_the_newer_lease(site: Book) -> None:
     site.enter("a", 1, 2)
     site.enter("b", 1, 2, 3)
     assert site.released == ["a"]
@@ -452,8 +454,7 @@ def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
     assert site.released == ["a", "b"]
 
 
-def test_pages_are_dropped_when_their_lease_ends() -> None:
-    site = Book()
+def test_pages_are_dropped_when_their_lease_ends(site: Book) -> None:
     site.enter("a", 1, seconds=5)
     site.clock.time += 6
     assert site.book.pop(keys(1)).locations == ()

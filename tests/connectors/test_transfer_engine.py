@@ -74,6 +74,11 @@ def make() -> Iterator[Callable[..., Rig]]:
         rig.engine.close()
 
 
+@pytest.fixture
+def rig(make: Callable[..., Rig]) -> Rig:
+    return make()
+
+
 def test_a_storage_that_hangs_does_not_delay_another(make: Callable[..., Rig]) -> None:
     rig = make("s", "t")
     rig.storage.hold("/0")
@@ -83,8 +88,7 @@ def test_a_storage_that_hangs_does_not_delay_another(make: Callable[..., Rig]) -
     assert failures(hung.results()) == [PENDING, None, None]
 
 
-def test_nothing_is_begun_after_the_deadline(make: Callable[..., Rig]) -> None:
-    rig = make()
+def test_nothing_is_begun_after_the_deadline(rig: Rig) -> None:
     assert failures(rig.engine.load([item("/0"), item("/1")], -1.0)) == [CANCELLED] * 2
     assert failures(rig.engine.load([item("/0")], 0.0)) == [CANCELLED]
     assert rig.storage.begun == []
@@ -203,15 +207,13 @@ def test_a_failing_storage_is_left_alone_and_tried_again(make: Callable[..., Rig
 
 
 @pytest.mark.parametrize("failure", [Failure.LOST, Failure.REFUSED, Failure.CANCELLED, Failure.BUSY])
-def test_what_is_not_the_storages_fault_opens_nothing(make: Callable[..., Rig], failure: Failure) -> None:
-    rig = make()
+def test_what_is_not_the_storages_fault_opens_nothing(rig: Rig, failure: Failure) -> None:
     rig.storage.always = failure
     for _ in range(10):
         assert failures(rig.engine.load([item("/0")], DEADLINE)) == [failure]
 
 
-def test_a_storage_that_answers_for_some_items_is_not_left_alone(make: Callable[..., Rig]) -> None:
-    rig = make()
+def test_a_storage_that_answers_for_some_items_is_not_left_alone(rig: Rig) -> None:
     rig.storage.fails["/0"] = ERROR
     for _ in range(10):
         assert failures(rig.engine.load([item("/0"), item("/1")], DEADLINE)) == [ERROR, None]
@@ -251,8 +253,7 @@ def test_counters_add_up(make: Callable[..., Rig]) -> None:
     assert statistics.storages["s"].in_flight_bytes == statistics.storages["s"].waiting_bytes == 0
 
 
-def test_unknown_storages_are_refused_without_an_access(make: Callable[..., Rig]) -> None:
-    rig = make()
+def test_unknown_storages_are_refused_without_an_access(rig: Rig) -> None:
     [result] = rig.engine.load([item("/0", storage="unknown")], DEADLINE)
     assert (result.failure, "held://unknown" in result.reason) == (Failure.REFUSED, True)
     assert rig.engine.load([], DEADLINE) == []

@@ -37,9 +37,7 @@ def shared_site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def manager(shared_site: Site) -> Process:
-    manager = shared_site.client()
-    manager.ask("open")
-    return manager
+    return shared_site.manager()
 
 
 @pytest.fixture(scope="session")

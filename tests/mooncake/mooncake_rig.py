@@ -181,6 +181,12 @@ class Site:
         self._clients.append(client)
         return client
 
+    def manager(self) -> Process:
+        """Start a process that opens the store as a manager does."""
+        manager = self.client()
+        manager.ask("open")
+        return manager
+
     def owner(self, size_bytes: int) -> Process:
         """Start a process that lends memory to the store."""
         owner = self.client()

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from kvcm.connectors.transfer.engine import TransferEngine
 from kvcm.connectors.transfer.mooncake import MooncakeSettings
-from kvcm.connectors.transfer.mover import TransferItem
+from kvcm.connectors.transfer.mover import TransferItem, TransferResult
 from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
@@ -114,8 +115,7 @@ class Participant:
         results = self.engine.save(items, deadline)
         return {
             "seconds": time.monotonic() - began,
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "checksums": [result.checksum for result in results],
         }
 
@@ -132,8 +132,7 @@ class Participant:
         pairs = list(zip(items, results, strict=True))
         return {
             "seconds": time.monotonic() - began,
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "equal": [bytes_of(item) == content(str(item.uri), item.uri.size) for item, _ in pairs],
         }
 
@@ -152,8 +151,7 @@ class Participant:
             fill(items[-1], b"\xee" * count)
         results = self.engine.load(items, 20.0)
         return {
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "equal": [
                 bytes_of(item) == content(str(uri), uri.size)[start : start + count]
                 for item, (uri, start, count) in zip(items, wanted, strict=True)
@@ -196,6 +194,10 @@ class Participant:
         memory = np.zeros(size_bytes, np.uint8).data
         self.kept.append(memory)
         return memory
+
+
+def failures_of(results: Sequence[TransferResult]) -> dict[str, Any]:
+    return {"failures": [result.failure for result in results], "reasons": [result.reason for result in results]}
 
 
 def cut(memory: memoryview, size_bytes: int, pieces: int) -> list[memoryview]:

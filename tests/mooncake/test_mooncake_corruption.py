@@ -61,19 +61,6 @@ def test_a_changed_byte_is_a_miss_of_its_object_alone(
     assert loaded["seconds"] < 10
 
 
-def test_a_block_that_was_corrupt_is_saved_at_another_address_and_loads(
-    meddler: Process, manager: Process, engine: Process, other_engine: Process
-) -> None:
-    uris, checksums = saved(engine)
-    replaced(meddler, uris[1], bytes(SIZE))
-    assert other_engine.ask("load", uris=uris[1:2], checksums=checksums[1:2])["failures"] == ["corrupt"]
-    eventually(lambda: manager.ask("delete", uris=uris[1:2]) == [None])
-    assert other_engine.ask("load", uris=uris[1:2], checksums=checksums[1:2])["failures"] == ["lost"]
-    anew, sums = saved(engine)
-    loaded = other_engine.ask("load", uris=[*uris[2:], *anew], checksums=[*checksums[2:], *sums])
-    assert set(loaded["failures"]) == {None}
-
-
 def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(site: Site) -> None:
     """With checksums, and again after another process lends memory: misses in time, and then all is well."""
     owner, engine = site.owner(32 << 20), site.client()

@@ -34,6 +34,10 @@ def test_addresses_are_those_of_the_wire_below_the_deployment_with_a_name_per_lo
     ]
     other = manager.ask("allocate", keys=[1], size_bytes=1024, location_id="abd", instance_id="a/b c")
     assert other[0] != uris[0]
+    [foreign] = manager.ask("allocate", keys=[7], size_bytes=9, location_id="q", instance_id="ключ")
+    parsed = LocationUri.parse(foreign)
+    assert str(parsed) == foreign
+    assert (parsed.key or "").startswith("cluster/%")
 
 
 def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Process) -> None:
@@ -54,8 +58,7 @@ def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Proc
 
 
 def test_a_probe_says_that_no_memory_is_lent(site: Site) -> None:
-    manager = site.client()
-    manager.ask("open")
+    manager = site.manager()
     with pytest.raises(AskedError, match=r"storage mc: .*no segment has room"):
         manager.ask("probe")
 
@@ -63,8 +66,7 @@ def test_a_probe_says_that_no_memory_is_lent(site: Site) -> None:
 def test_a_full_store_is_never_down_for_that(site: Site) -> None:
     """What it holds can be read; a store that is hidden would never be read less, nor emptied."""
     owner = site.owner(16 << 20)
-    manager = site.client()
-    manager.ask("open")
+    manager = site.manager()
     eventually(lambda: manager.ask("probe") is None)
     owner.kill()  # the store is as good as full when nobody lends it memory
     eventually(lambda: _is_full(manager))
@@ -83,8 +85,7 @@ def _is_full(manager: Process) -> bool:
 
 def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(site: Site) -> None:
     site.kill_master()
-    manager = site.client()
-    manager.ask("open")
+    manager = site.manager()
     uris = allocated(manager, "away")
     began = time.monotonic()
     with pytest.raises(AskedError, match=r"StorageIOError: storage mc: mooncake master .* cannot be reached"):
@@ -100,8 +101,7 @@ def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(site: Site) -
 
 def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(site: Site) -> None:
     site.owner(32 << 20)
-    manager, engine = site.client(), site.client()
-    manager.ask("open")
+    manager, engine = site.manager(), site.client()
     manager.ask("probe")
     old = allocated(manager, "old")
     engine.ask("save", uris=old)
@@ -122,8 +122,7 @@ def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(si
 
 def test_a_client_that_is_killed_is_started_again_and_ends_with_the_storage(site: Site) -> None:
     site.owner(32 << 20)
-    manager = site.client()
-    manager.ask("open")
+    manager = site.manager()
     manager.ask("probe")
     [first] = manager.ask("children")
     os.kill(first, signal.SIGKILL)
@@ -159,11 +158,3 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.Monk
     spec = MooncakeStorageSpec("h", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")
     with pytest.raises(UnsupportedError, match=r"pip install 'kvcm\[mooncake\]'"):
         MooncakeStorage.open(StorageConfig("mc", spec), "cluster")
-
-
-def test_addresses_survive_being_read(manager: Process) -> None:
-    for uri in manager.ask("allocate", keys=[7], size_bytes=9, location_id="q", instance_id="ключ"):
-        parsed = LocationUri.parse(uri)
-        assert str(parsed) == uri
-        assert parsed.key is not None
-        assert parsed.key.startswith("cluster/%")

@@ -116,16 +116,6 @@ def test_it_hands_out_what_a_plain_model_says(steps: list[Callable[[World], obje
         world.take(pool, 100)
 
 
-def test_a_slot_whose_metadata_stays_is_lost_within_two_minutes_however_often_anybody_asks() -> None:
-    for asked_at in ([], [119], [100], [60, 119]):
-        world = World()
-        world.delete("a", {0})
-        for world.time in asked_at:
-            assert world.free.usable("a") == 1 or world.time > 60
-        world.time = 120
-        assert world.free.usable("a") == 0
-
-
 def freed(**files: int) -> World:
     """So many free slots in each file."""
     world = World()
