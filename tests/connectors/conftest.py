@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -109,16 +110,12 @@ def connect(manager: ManagerProcess, instance_id: str) -> Iterator[Connect]:
 
     from kvcm.connectors.transformers import KVReuse
 
-    opened: list[KVReuse] = []
-
     def connect(model: Any = MODEL, address: str = manager.address, **arguments: Any) -> KVReuse:
         arguments = {"block_tokens": BLOCK, "settings": PATIENT} | arguments
-        opened.append(KVReuse.connect(model, address, "default", instance_id, **arguments))
-        return opened[-1]
+        return opened.enter_context(KVReuse.connect(model, address, "default", instance_id, **arguments))
 
-    yield connect
-    for reuse in opened:
-        reuse.close()
+    with ExitStack() as opened:
+        yield connect
 
 
 @pytest.fixture

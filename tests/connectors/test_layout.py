@@ -168,27 +168,17 @@ def described(axes: Sequence[str], shape: Sequence[int], block_tokens: int | Non
 @pytest.mark.parametrize(
     ("axes", "sizes", "block_tokens", "shape", "strides"),
     [
-        (("block", "head", "token", "kv_dim"), (100, 4, 32, 64), None, (100, 2, 4, 32, 32), (8192, 32, 2048, 64, 1)),
-        (
-            ("kv", "block", "token", "head", "dim"),
-            (2, 100, 16, 8, 128),
-            None,
-            (100, 2, 8, 16, 128),
-            (16384, 1638400, 128, 1024, 1),
-        ),
-        (("slot", "head", "dim"), (160, 8, 128), 16, (10, 1, 8, 16, 128), (16384, 0, 128, 1024, 1)),
-        (("block", "token", "dim"), (10, 64, 576), None, (10, 1, 1, 64, 576), (36864, 0, 0, 576, 1)),
+        ("block head token kv_dim", (100, 4, 32, 64), None, (100, 2, 4, 32, 32), (8192, 32, 2048, 64, 1)),
+        ("kv block token head dim", (2, 99, 16, 8, 128), None, (99, 2, 8, 16, 128), (16384, 1622016, 128, 1024, 1)),
+        ("slot head dim", (160, 8, 128), 16, (10, 1, 8, 16, 128), (16384, 0, 128, 1024, 1)),
+        ("block token dim", (10, 64, 576), None, (10, 1, 1, 64, 576), (36864, 0, 0, 576, 1)),
     ],
     ids=["kv behind heads as in vLLM 0.32", "kv outermost as in older vLLM", "slots as in SGLang", "latent"],
 )
 def test_paged_kv_of_engines(
-    axes: Sequence[str],
-    sizes: Sequence[int],
-    block_tokens: int | None,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    axes: str, sizes: Sequence[int], block_tokens: int | None, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
-    paged = described(axes, sizes, block_tokens)
+    paged = described(axes.split(), sizes, block_tokens)
     assert (paged.shape, paged.strides) == (shape, strides)
 
 

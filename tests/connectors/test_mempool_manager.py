@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from uuid import uuid4
 
@@ -38,15 +39,12 @@ def pool(manager: ManagerProcess) -> str:
 
 @pytest.fixture
 def new_client(manager: ManagerProcess, instance_id: str) -> Iterator[Callable[[str], ManagerClient]]:
-    clients: list[ManagerClient] = []
-
     def new(node_id: str) -> ManagerClient:
-        clients.append(ManagerClient(manager.address, instance_id, ClientSettings(10.0, node_id=node_id)))
-        return clients[-1]
+        client = ManagerClient(manager.address, instance_id, ClientSettings(10.0, node_id=node_id))
+        return clients.enter_context(client)
 
-    yield new
-    for client in clients:
-        client.close()
+    with ExitStack() as clients:
+        yield new
 
 
 @pytest.fixture

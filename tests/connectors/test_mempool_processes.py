@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -35,32 +36,28 @@ class Worker:
     """A process of `pool_worker.py`."""
 
     def __init__(self, *arguments: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, str(WORKER), *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         assert self.line() == "ready"
 
     def tell(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
+        self._stdin.write(text + "\n")
+        self._stdin.flush()
 
     def line(self) -> str:
         """Return what the process says next."""
-        assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], SECONDS)[0], "the worker says nothing"
-        return self._process.stdout.readline().strip()
+        assert select.select([self._stdout], [], [], SECONDS)[0], "the worker says nothing"
+        return self._stdout.readline().strip()
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def end(self) -> str:
         """Close its stdin and return the last line."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stdin.close()
         line = self.line()
         assert self._process.wait(SECONDS) == 0
         return line
@@ -68,22 +65,19 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
 @pytest.fixture
 def new_worker() -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
-
     def start(*arguments: object) -> Worker:
-        workers.append(Worker(*arguments))
-        return workers[-1]
+        worker = Worker(*arguments)
+        workers.callback(worker.kill)
+        return worker
 
-    yield start
-    for worker in workers:
-        worker.kill()
+    with ExitStack() as workers:
+        yield start
 
 
 @pytest.fixture

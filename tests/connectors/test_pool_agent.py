@@ -204,13 +204,9 @@ def new_process(pool_directory: Path, closed_port: int) -> Iterator[NewProcess]:
         program = "import sys; from kvcm.connectors.pool_agent import main; sys.exit(main())"
         needed = ["--storage", STORAGE, "--capacity", "2M", "--manager", f"127.0.0.1:{closed_port}"]
         place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.1"]
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program, *needed, *place, *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
+        command = [sys.executable, "-W", "error", "-c", program, *needed, *place, *arguments]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
 
     yield start
     for process in processes:

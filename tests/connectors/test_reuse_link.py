@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import count
 
 import grpc
@@ -54,25 +56,16 @@ def bytes_of(key: int, part: str) -> bytes:
 
 @pytest.fixture
 def new_link(instance_id: str) -> Iterator[Link]:
-    links: list[ManagerLink] = []
-
     def make(address: str, model: str = "m") -> ManagerLink:
         client = ManagerClient(address, instance_id, ClientSettings(retry=RetrySettings(max_rounds=1)))
-        specs = InstanceSpecs(
-            "default",
-            16,
-            [LocationSpecInfo(name, PART_BYTES) for name in PARTS],
-            ModelDeployment(model, "float32", tp_size=1),
-            [LocationSpecGroup("all", PARTS), LocationSpecGroup("full", ("full",))],
-        )
-        links.append(
-            ManagerLink(client, specs, 2.0, lambda storages: TransferEngine.for_storages(storages, checksums=True))
-        )
-        return links[-1]
+        parts = [LocationSpecInfo(name, PART_BYTES) for name in PARTS]
+        groups = [LocationSpecGroup("all", PARTS), LocationSpecGroup("full", ("full",))]
+        specs = InstanceSpecs("default", 16, parts, ModelDeployment(model, "float32", tp_size=1), groups)
+        connect = partial(TransferEngine.for_storages, checksums=True)
+        return links.enter_context(closing(ManagerLink(client, specs, 2.0, connect)))
 
-    yield make
-    for link in links:
-        link.close()
+    with ExitStack() as links:
+        yield make
 
 
 @pytest.fixture
@@ -86,21 +79,14 @@ def engine_of(link: ManagerLink) -> TransferEngine:
     return engine
 
 
-def save(
-    link: ManagerLink, keys: Sequence[BlockKey], groups: Sequence[str] = (), parent: int | None = None
-) -> SavedBlocks:
+def save(link: ManagerLink, keys: Sequence[BlockKey], groups: Sequence[str] = ()) -> SavedBlocks:
     sessions = WriteSessions(link.client, SessionSettings())
-    above = None if parent is None else BlockKey(parent)
+
+    def source(index: int, part: str) -> Sequence[memoryview]:
+        return [memoryview(bytes_of(keys[index], part))]
+
     try:
-        return save_blocks(
-            sessions,
-            engine_of(link),
-            keys,
-            above,
-            lambda index, part: [memoryview(bytes_of(keys[index], part))],
-            SECONDS,
-            part_groups=groups,
-        )
+        return save_blocks(sessions, engine_of(link), keys, None, source, SECONDS, part_groups=groups)
     finally:
         assert sessions.count == 0
         sessions.close()
@@ -228,17 +214,15 @@ def is_open(manager: ManagerProcess, instance_id: str, lease_id: str) -> bool:
 
 @pytest.fixture
 def new_lookups() -> Iterator[NewLookups]:
-    made: list[Lookups] = []
-
     def make(link: ManagerLink, plan: LookupPlan | None = None, **settings: float) -> Lookups:
         plan = plan or LookupPlan(("full", "window"))
         patient = LookupSettings(**({"lookup_seconds": 5.0, "share_seconds": 0.0} | settings))  # type: ignore[arg-type]
-        made.append(Lookups(link, plan, patient, ReuseStatistics()))
-        return made[-1]
+        lookups = Lookups(link, plan, patient, ReuseStatistics())
+        made.callback(lookups.close, 1.0)
+        return lookups
 
-    yield make
-    for lookups in made:
-        lookups.close(1.0)
+    with ExitStack() as made:
+        yield make
 
 
 def test_a_lookup_finds_the_prefix_and_releases_its_lease(link: ManagerLink, new_lookups: NewLookups) -> None:

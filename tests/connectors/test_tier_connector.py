@@ -28,7 +28,6 @@ from kvcm.gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarS
 from kvcm.gpu_tier.pools.host_pool import HostKVPool
 from kvcm.gpu_tier.runtime import NullRuntime
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.storages import StorageConfig
 
 torch.set_num_threads(1)  # for tensors this small, threads mostly wait for each other
 
@@ -66,7 +65,6 @@ class TierEngine:
         group: str = "default",
         first_head: int = 0,
         settings: TierSettings = PATIENT,
-        **changes: Any,
     ) -> None:
         self.host = HostKVPool(geometry, PAGES, layout, NullRuntime())
         self.sidecar = sidecar
@@ -75,7 +73,7 @@ class TierEngine:
         kv = format_of(geometry, layout, first_head)
         self.connector = ManagerConnector.connect(manager, group, instance_id, kv, parts, settings=settings)
         spec = SidecarSpec(sidecar, SIDECAR_BYTES, is_required) if sidecar else None
-        self.store = PrefixStore(self.host, self.connector, self.connector.page_keys, spec, **changes)
+        self.store = PrefixStore(self.host, self.connector, self.connector.page_keys, spec)
 
     def serve(self, tokens: Sequence[int]) -> None:
         """Compute a prompt, publish it, and wait for that."""
@@ -292,11 +290,6 @@ class StuckMover:
         self._mover.close()
 
 
-def stuck(storages: Sequence[StorageConfig]) -> StuckMover | None:
-    mover = FileMover.for_storages(storages)
-    return None if mover is None else StuckMover(mover)
-
-
 class RegisteringMover(StuckMover):
     """A storage that wants to know the memory that it moves."""
 
@@ -327,7 +320,7 @@ def test_pages_are_held_while_a_storage_uses_them(
     new_engine().serve(TOKENS)
     monkeypatch.setattr(StuckMover, "free", threading.Event())
     monkeypatch.setattr(StuckMover, "began", threading.Event())
-    monkeypatch.setitem(MOVERS, "file", stuck)
+    monkeypatch.setitem(MOVERS, "file", lambda storages: StuckMover(FileMover.for_storages(storages)))
     settings = TierSettings(
         call_seconds=20.0, register_seconds=20.0, load_seconds=0.3 if ending == "deadline" else 50.0
     )

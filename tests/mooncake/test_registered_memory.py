@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -60,28 +60,12 @@ def test_batches_keep_the_order_fit_a_slot_and_leave_out_only_what_never_fits(si
     assert all(0 < sum(batch) <= 20 for batch in batches)
 
 
-def test_a_slot_belongs_to_one_thread_until_it_is_returned() -> None:
+def test_a_slot_is_lent_once_until_it_is_returned() -> None:
     staging = StagingMemory(4096)
-    lent, end = [], threading.Event()
-
-    def hold() -> None:
-        with staging.slot(lambda: 60.0) as slot:
-            assert slot is not None
-            lent.append(span_of(slot))
-            all_lent.release()
-            end.wait(60)
-
-    all_lent = threading.Semaphore(0)
-    threads = [threading.Thread(target=hold) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        assert all_lent.acquire(timeout=60)
-    assert {span.address for span in lent} == {staging.span.address + index * 1024 for index in range(4)}
-    with staging.slot(lambda: 0.0) as none:
-        assert none is None, "there is no fifth"
-    end.set()
-    for thread in threads:
-        thread.join()
+    with ExitStack() as lent:
+        slots = [lent.enter_context(staging.slot(lambda: 0.0)) for _ in range(4)]
+        addresses = {span_of(slot).address for slot in slots if slot is not None}
+        assert addresses == {staging.span.address + index * 1024 for index in range(4)}
+        assert lent.enter_context(staging.slot(lambda: 0.0)) is None, "there is no fifth"
     with staging.slot(lambda: 0.0) as slot:
         assert slot is not None
