@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from manager_process import ManagerProcess
-from transformers import Cache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcm.connectors.results import Location
 from kvcm.connectors.transformers import GenerationReport, KVReuse, ReuseSettings
@@ -98,12 +98,17 @@ def read_block(uri: LocationUri) -> bytes:
     return Path(uri.path).read_bytes()[uri.offset : uri.offset + uri.size]
 
 
+def overwrite(uri: LocationUri, data: bytes) -> None:
+    path = Path(uri.path)
+    whole = bytearray(path.read_bytes())
+    whole[uri.offset : uri.offset + uri.size] = data
+    path.write_bytes(whole)
+
+
+def damage(uri: LocationUri) -> None:
+    """Change a part, so that its checksum tells."""
+    overwrite(uri, bytes(byte ^ 0x5A for byte in read_block(uri)))
+
+
 def files_of(manager: ManagerProcess, instance_id: str) -> list[Path]:
     return [path for path in manager.files if f"/{instance_id}/" in str(path)]
-
-
-def block_bytes(cache: Cache, block: int) -> bytes:
-    """Return a block of a cache in the stored format, by plain indexing."""
-    tokens = slice(block * BLOCK, (block + 1) * BLOCK)
-    parts = [tensor[0, :, tokens] for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return torch.stack(parts).contiguous().numpy().tobytes()

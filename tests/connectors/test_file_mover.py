@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,20 +16,15 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
-from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem
+from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
 from kvcm.connectors.transfer.memory import MAX_PIECES
+from kvcm.connectors.transfer.mover import BatchingMover
+from kvcm.connectors.transfer.paths import OpenFolders
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
 STORAGE = "nfs_01"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "store"
-    path.mkdir()
-    return path
 
 
 @pytest.fixture
@@ -180,7 +175,6 @@ def test_absurd_offsets_are_refused(mover: FileMover, root: Path) -> None:
 
 
 def test_new_files_are_private_whatever_the_umask(mover: FileMover, root: Path) -> None:
-    (root / "cluster").mkdir()
     path = root / "cluster" / "d" / "f"
     previous = os.umask(0)
     try:
@@ -216,7 +210,7 @@ def test_a_storage_that_is_not_mounted_has_lost_nothing(tmp_path: Path, there: l
 def test_nothing_is_begun_after_the_deadline(mover: FileMover, root: Path) -> None:
     items = [TransferItem(uri(root / str(index), 1), [memoryview(b"1")]) for index in range(3)]
     assert failures(mover.save(items, -1.0)) == [Failure.CANCELLED] * 3
-    assert list(root.iterdir()) == []
+    assert list(root.iterdir()) == [root / "cluster"]
 
 
 @pytest.mark.parametrize("coalesce", [True, False])
@@ -261,12 +255,11 @@ def test_a_file_that_cannot_be_told_is_closed(mover: FileMover, root: Path, monk
     def is_stale(descriptor: int) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    descriptors = Path("/proc/self/fd")
-    before = len(list(descriptors.iterdir()))
+    before = len(list(DESCRIPTORS.iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", is_stale)
         results = [mover.load(items, DEADLINE)[0] for _ in range(50)]
-    assert len(list(descriptors.iterdir())) < before + 50
+    assert len(list(DESCRIPTORS.iterdir())) < before + 50
     assert failures(results) == [Failure.ERROR] * 50
 
 
@@ -294,3 +287,118 @@ def test_a_storage_with_an_unusable_root_refuses_its_uris_alone(root: Path, capl
             engine.close()
     assert len(caplog.records) == 1
     assert "root_path '/' of storage whole_disk" in caplog.text
+
+
+# ---- Folders that stay open for a batch: the same files as from the root, and nothing outside it ----
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+@pytest.fixture(params=[True, False], ids=["openat2", "without-openat2"])
+def folders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFolders]:
+    """Open files as a kernel with and one without `openat2` does."""
+    if not request.param:
+        monkeypatch.setattr(paths, "open_without_links", lambda *_: None)
+    folders = OpenFolders(0o600, 0o700)
+    yield folders
+    folders.close()
+
+
+@pytest.fixture
+def folder(root: Path, folders: OpenFolders) -> Path:
+    """Return a folder that is open."""
+    folder = root / "cluster" / "inst"
+    folder.mkdir()
+    (folder / "f").write_bytes(b"1")
+    assert content(folders, root, "cluster/inst/f") == b"1"
+    return folder
+
+
+def content(folders: OpenFolders, root: Path, path: str) -> bytes:
+    descriptor = folders.open(str(root), f"{root}/{path}", os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 100, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_many_folders_at_once_are_opened_and_closed(folders: OpenFolders, root: Path) -> None:
+    before = len(list(DESCRIPTORS.iterdir()))
+    for turn in range(2):
+        for index in range(40):
+            folder = root / "cluster" / str(index)
+            folder.mkdir(exist_ok=True)
+            (folder / "f").write_bytes(b"%d" % index)
+            assert content(folders, root, f"cluster/{index}/f") == b"%d" % index, turn
+    assert len(list(DESCRIPTORS.iterdir())) <= before + 16
+    folders.close()
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
+def test_a_link_in_an_open_folder_is_refused(folders: OpenFolders, folder: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError) as refused:
+        content(folders, root, "cluster/inst/link")
+    assert refused.value.errno == errno.ELOOP
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../../secret", "a\0b"])
+def test_a_name_leads_nowhere_else(folders: OpenFolders, folder: Path, root: Path, name: str) -> None:
+    (root.parent / "secret").write_bytes(b"s")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
+        with pytest.raises((InvalidArgumentError, ValueError)):
+            folders.open(str(root), f"{root}/cluster/inst/{name}", flags)
+
+
+def test_only_regular_files_are_opened(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    before = len(list(DESCRIPTORS.iterdir()))
+    for name in ("folder", "pipe"):
+        with pytest.raises(InvalidArgumentError, match="not a regular file"):
+            content(folders, root, f"cluster/inst/{name}")
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
+def test_a_folder_that_was_replaced_is_found_again(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "f").unlink()
+    folder.rmdir()
+    folder.mkdir()
+    (folder / "g").write_bytes(b"2")
+    assert content(folders, root, "cluster/inst/g") == b"2"
+
+
+def test_a_lost_folder_is_made_again_by_a_save(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "f").unlink()
+    folder.rmdir()
+    os.close(folders.open(str(root), str(folder / "g"), os.O_WRONLY | os.O_CREAT))
+    assert (folder / "g").exists()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, folder: Path, root: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        content(folders, root, "cluster/inst/gone")
+    root.rename(root.with_name("away"))
+    with pytest.raises(paths.NotMountedError):
+        content(folders, root, "cluster/inst/gone")
+
+
+def test_a_batch_keeps_its_folders_open_and_nothing_stays_behind_it(root: Path) -> None:
+    mover = FileMover({STORAGE: str(root)})
+    assert isinstance(mover, BatchingMover)
+    (root / "cluster" / "inst").mkdir()
+    before = len(list(DESCRIPTORS.iterdir()))
+    items = [
+        TransferItem(LocationUri("file", STORAGE, f"{root}/cluster/inst/{name}", 1), [memoryview(bytearray(b"x"))])
+        for name in ("a", "b", "c")
+    ]
+    with mover.batch() as batch:
+        for item in items:
+            assert batch.save([item], DEADLINE)[0].ok
+        assert len(list(DESCRIPTORS.iterdir())) == before + 1
+        (root / "cluster" / "inst" / "b").unlink()
+        found = [batch.load([item], DEADLINE)[0].failure for item in items]
+    assert found == [None, Failure.LOST, None]
+    assert len(list(DESCRIPTORS.iterdir())) == before

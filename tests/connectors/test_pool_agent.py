@@ -24,7 +24,7 @@ from kvcm.connectors.results import PoolReport
 from kvcm.connectors.transfer import TransferEngine
 from kvcm.connectors.transfer.mempool import AttachedPool
 from kvcm.connectors.transfer.pool_segment import PoolAccess, create_segment, open_segment, segment_path
-from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 
 MIB = 1 << 20
@@ -141,12 +141,6 @@ def test_a_report_is_repeated_until_a_manager_takes_it(
     assert "no manager took the report" in caplog.text
     managers.answers = True
     assert agent.tick()
-
-
-def test_a_start_without_memory_fails(path: Path, new_agent: NewAgent) -> None:
-    path.mkdir()
-    with pytest.raises(StorageIOError, match=r"memory pool .*irectory"):
-        new_agent()
 
 
 NEEDED = ["--storage", "pool", "--capacity", "1G", "--manager", "127.0.0.1:6381"]

@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool_parts import CAPACITY, DEADLINE, MIB, NODE, access_at, content, mover_at, save_one, uri
 from thoroughness import examples
+from waiting import until
 
 from kvcm.connectors.transfer import Failure, TransferItem, pool_segment
 from kvcm.connectors.transfer.mempool import ItemChecks, MemPoolMover, PoolRun, adjacent_runs
@@ -96,15 +100,10 @@ def test_a_new_segment_is_zeroed_whole_and_private(path: Path, pool_directory: P
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def _spoil_magic(path: Path) -> None:
+def _overwrite(path: Path, offset: int, byte: bytes) -> None:
     with path.open("r+b") as file:
-        file.write(b"\0")
-
-
-def _spoil_check(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(30)
-        file.write(b"\xff")
+        file.seek(offset)
+        file.write(byte)
 
 
 def _link(path: Path) -> None:
@@ -125,8 +124,8 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_spoil_magic, "does not begin as"),
-        (_spoil_check, "damaged"),
+        (lambda path: _overwrite(path, 0, b"\0"), "does not begin as"),
+        (lambda path: _overwrite(path, 30, b"\xff"), "damaged"),
         (lambda path: os.truncate(path, 3 * MIB), "its header says"),
         (lambda path: os.truncate(path, 20), "does not begin as"),
         (lambda path: path.chmod(0o644), "mode is 0644"),
@@ -425,32 +424,25 @@ def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_the_deadline_is_looked_at_between_runs(pool_directory: Path, direction: Direction) -> None:
-    now = [0.0]
-    access = access_at(pool_directory)
-    mover = MemPoolMover("pool", NODE, CAPACITY, access, clock=lambda: now[0])
-    memory = memoryview(bytearray(content(STAMP, 0, 20 * MIB)))
-    items = rows(memory, MIB)
+def test_the_deadline_is_looked_at_between_runs(
+    pool_directory: Path, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    access, clock, sizes = access_at(pool_directory), FakeClock(), list[int]()
+    mover, segment = MemPoolMover("pool", NODE, CAPACITY, access, clock=clock.now), access.find_or_create()
+    items = rows(memoryview(bytearray(content(STAMP, 0, 20 * MIB))), MIB)
     assert all(result.ok for result in mover.save(items, DEADLINE))
-    segment = access.find_or_create()
-    slow = _taking_a_second(segment, direction, now)
-    results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
-    assert slow == [8 * MIB, 8 * MIB]
-    assert [result.failure for result in results] == [None] * 16 + [Failure.CANCELLED] * 4
-
-
-def _taking_a_second(segment: PoolSegment, direction: Direction, now: list[float]) -> list[int]:
     name = "copy_out" if direction is Direction.LOAD else "copy_in"
-    copy: Callable[[int, Sequence[memoryview]], None] = getattr(segment, name)
-    sizes: list[int] = []
+    copy = getattr(segment, name)
 
-    def slow(offset: int, views: Sequence[memoryview]) -> None:
+    def take_a_second(offset: int, views: Sequence[memoryview]) -> None:
         copy(offset, views)
         sizes.append(sum(view.nbytes for view in views))
-        now[0] += 1.0
+        clock.time += 1.0
 
-    setattr(segment, name, slow)
-    return sizes
+    monkeypatch.setattr(segment, name, take_a_second)
+    results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
+    assert sizes == [8 * MIB, 8 * MIB]
+    assert [result.failure for result in results] == [None] * 16 + [Failure.CANCELLED] * 4
 
 
 layouts: st.SearchStrategy[Layout] = st.lists(
@@ -525,3 +517,99 @@ def test_any_memory_is_moved_as_part_by_part(pool_directory: Path, layout: Layou
         elif kind != "read-only":
             expected[place] = content(STAMP, item.uri.offset, size)
     assert memory == expected  # all bytes that are nobody's, too
+
+
+# ---- Locks of pages and processes that fork: a lock is its writer's, and ends with it, whatever was forked ----
+
+SECONDS = 30.0
+
+# Lives on in a child that was forked in the middle of a save, and until its stdin is closed.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvcm.connectors.transfer.pool_segment import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+with segment.write_lock() as lock:
+    assert lock.lock(0, 4096)
+    child = os.fork()
+    if child == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# Its child leaves the lock that it was forked in, and saves something itself; the parent's lock stays.
+OUTLIVED = """
+import os, sys
+from pathlib import Path
+from kvcm.connectors.transfer.pool_segment import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+with segment.write_lock() as spare:  # one that is free when it forks
+    pass
+locks = segment.write_lock()
+lock = locks.__enter__()
+assert lock.lock(0, 4096)
+child = os.fork()
+if child == 0:
+    locks.__exit__(None, None, None)
+    with segment.write_lock() as own:
+        assert not own.lock(0, 4096)
+        assert own.lock(4096, 4096)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+sys.stdin.read()
+locks.__exit__(None, None, None)
+with segment.write_lock() as lock:
+    assert lock.lock(0, 8192)
+"""
+
+
+@pytest.fixture
+def segment(pool_directory: Path) -> PoolSegment:
+    return access_at(pool_directory).find_or_create()
+
+
+@pytest.fixture
+def started(segment: PoolSegment, pool_directory: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(program: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, str(pool_directory / "segment"), str(CAPACITY)]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()  # closes stdin, which ends children, too
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], SECONDS)[0], "the process says nothing"
+    return process.stdout.readline().strip()
+
+
+def is_locked(segment: PoolSegment) -> bool:
+    with segment.write_lock() as lock:
+        return not lock.lock(0, PAGE_BYTES)
+
+
+def test_the_lock_of_a_killed_writer_ends(
+    segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    writer = started(KILLED)
+    child = int(line_of(writer))
+    assert writer.wait(SECONDS) == -signal.SIGKILL
+    until(lambda: not is_locked(segment), "the pages are free")
+    os.kill(child, 0)  # it is still there
+
+
+def test_a_child_leaves_its_parents_lock(segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]) -> None:
+    writer = started(OUTLIVED)
+    assert line_of(writer) == "0"
+    assert is_locked(segment)
+    writer.communicate()
+    assert writer.returncode == 0
+    assert not is_locked(segment)

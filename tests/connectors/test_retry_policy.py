@@ -143,7 +143,6 @@ def test_a_manager_that_sheds_is_alive(clock: ManualClock) -> None:
     [
         answer(ErrorCode.INVALID_ARGUMENT),
         answer(ErrorCode.INSTANCE_NOT_EXIST),
-        answer(ErrorCode.REACH_MAX_ENTITY_CAPACITY),
         answer(ErrorCode.IO_ERROR),
         status(grpc.StatusCode.UNIMPLEMENTED),
         status(grpc.StatusCode.UNAUTHENTICATED),

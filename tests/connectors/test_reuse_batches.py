@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from late_storage import use_late_storage
 from manager_process import ManagerProcess
-from reuse_cases import (
-    BLOCK,
-    MODEL,
-    NEW,
-    PATIENT,
-    Batch,
-    Connect,
-    Stored,
-    checked,
-    files_of,
-    padded,
-    plain,
-    prompt,
-    run,
-)
+from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, checked, files_of, padded, plain, prompt, run
 from reuse_models import KINDS, model_of
 from thoroughness import is_thorough
 
@@ -41,7 +28,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def without_us(model: Any, batch: Batch, **arguments: Any) -> torch.Tensor:
+def without_us(model: Any, batch: Sequence[torch.Tensor], **arguments: Any) -> torch.Tensor:
     arguments = {"max_new_tokens": NEW, "do_sample": False} | arguments
     output: torch.Tensor = model.generate(batch[0], attention_mask=batch[1], **arguments)
     return output

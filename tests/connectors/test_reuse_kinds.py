@@ -8,27 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from manager_process import ManagerProcess
-from reuse_cases import BLOCK, NEW, PATIENT, Connect, Find, checked, make_model, plain, prompt, read_block, run
-from reuse_models import (
-    HYBRIDS,
-    KINDS,
-    WINDOW,
-    WINDOWS,
-    bamba,
-    gemma3,
-    jamba,
-    llama4,
-    mamba2,
-    minimax,
-    mistral,
-    model_of,
-)
+from reuse_cases import BLOCK, NEW, PATIENT, Connect, Find, checked, damage, overwrite, plain, prompt, read_block, run
+from reuse_models import HYBRIDS, KINDS, REFUSED, WINDOW, WINDOWS, jamba, model_of
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -37,7 +23,6 @@ from kvcm.connectors.layout import tensors
 from kvcm.connectors.transformers import KVReuse
 from kvcm.connectors.transformers.model_kv import STATE, pack_state, probe_model
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.uri import LocationUri
 
 REPRESENTATIVES = {"llama", "gemma3", "mistral", "bamba"}  # full attention, windows beside it and alone, states
 REACH = 3  # blocks of 16 that a window of 40 tokens reaches into
@@ -53,18 +38,6 @@ def _kinds() -> list[Any]:
 @pytest.fixture(params=_kinds())
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def overwrite(uri: LocationUri, data: bytes) -> None:
-    path = Path(uri.path)
-    whole = bytearray(path.read_bytes())
-    whole[uri.offset : uri.offset + uri.size] = data
-    path.write_bytes(whole)
-
-
-def damage(uri: LocationUri) -> None:
-    """Change a part, so that its checksum tells."""
-    overwrite(uri, bytes(byte ^ 0x5A for byte in read_block(uri)))
 
 
 def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect, kind: str) -> None:
@@ -243,7 +216,7 @@ def test_a_window_alone_needs_its_last_blocks_only(connect: Connect, manager: Ma
     expected, _ = run(reuse, ids)
     with ManagerClient(manager.address, instance_id) as client:
         assert client.remove(reuse.block_keys(ids[0].tolist())[:5], timeout_seconds=20)
-    report = checked(connect(mistral(), publish=False), expected, ids)
+    report = checked(connect(KINDS["mistral"](), publish=False), expected, ids)
     assert (report.matched_tokens, report.loaded_tokens) == (192, 192)
 
 
@@ -312,21 +285,21 @@ def test_a_state_that_does_not_go_on_is_refused(dtype: torch.dtype, std: float) 
 
 @pytest.mark.feature("transformers", "refuses what it does not support")
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("kind", "reason"),
     [
-        (llama4, "chunked_attention"),
-        (mamba2, "no layer with attention"),
-        (minimax, "cannot compute with the cache of transformers: .*MiniMax uses cache of its own"),
+        ("llama4", "chunked_attention"),
+        ("mamba2", "no layer with attention"),
+        ("minimax", "cannot compute with the cache of transformers: .*MiniMax uses cache of its own"),
     ],
 )
-def test_other_kinds_are_refused_with_the_reason(make: Callable[[], Any], reason: str) -> None:
+def test_other_kinds_are_refused_with_the_reason(kind: str, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
-        KVReuse.connect(make(), "127.0.0.1:1", "default", "i")
+        KVReuse.connect(REFUSED[kind](), "127.0.0.1:1", "default", "i")
 
 
-@pytest.mark.parametrize("make", [make_model, gemma3, bamba])
-def test_half_precision(connect: Connect, make: Callable[[], Any]) -> None:
-    model, ids = make().to(torch.bfloat16), prompt(100)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "bamba"])
+def test_half_precision(connect: Connect, kind: str) -> None:
+    model, ids = KINDS[kind]().to(torch.bfloat16), prompt(100)
     reuse = connect(model)
     assert {part.layout.dtype for part in reuse.parts.kv} == {"bfloat16"}
     expected, report = run(reuse, ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -12,30 +11,23 @@ import torch
 import xxhash
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
-from reuse_cases import (
-    BLOCK,
-    MODEL,
-    PATIENT,
-    Connect,
-    Find,
-    Stored,
-    block_bytes,
-    checked,
-    plain,
-    prompt,
-    read_block,
-    run,
-)
+from reuse_cases import BLOCK, MODEL, PATIENT, Connect, Find, Stored, checked, damage, plain, prompt, read_block, run
 from reuse_models import model_of
 from reuse_process import BATCH
 from script_process import run_script
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.layout import tensors
 from kvcm.connectors.transformers import KVReuse, ReuseSettings
-from kvcm.model.uri import LocationUri
+
+
+def block_bytes(cache: Cache, block: int) -> bytes:
+    """Return a block of a cache in the stored format, by plain indexing."""
+    tokens = slice(block * BLOCK, (block + 1) * BLOCK)
+    parts = [tensor[0, :, tokens] for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return torch.stack(parts).contiguous().numpy().tobytes()
 
 
 @pytest.mark.feature("transformers", "the same bytes per block")
@@ -146,13 +138,6 @@ def any_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
 
 
-def flip(uri: LocationUri, byte: int) -> None:
-    path = Path(uri.path)
-    data = bytearray(path.read_bytes())
-    data[uri.offset + byte] ^= 0x10
-    path.write_bytes(data)
-
-
 @pytest.mark.usefixtures("any_memory")
 def test_saved_blocks_have_their_checksums(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(100)
@@ -172,7 +157,7 @@ def test_a_corrupt_block_is_saved_again(connect: Connect, find: Find) -> None:
     assert torch.equal(expected, plain(ids))
     assert report.blocks_saved == 20
     before = find(reuse, ids)
-    flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
+    damage(before[9].uris["tp0"])
     report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)
     assert report.reason.startswith("block 9: the bytes have checksum ")
@@ -188,7 +173,7 @@ def test_corrupt_blocks_are_reported_at_once(connect: Connect, find: Find) -> No
     reuse, ids = connect(), prompt(100)
     expected, _ = run(reuse, ids)
     for location in find(reuse, ids)[::2]:
-        flip(location.uris["tp0"], 0)
+        damage(location.uris["tp0"])
     report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.blocks_saved) == (0, 3, 3)
     assert run(reuse, ids)[1].loaded_tokens == 96

@@ -112,13 +112,8 @@ class TierEngine:
         self.connector.close()
 
 
-def tokens_of(pages: int, seed: int = 0) -> list[int]:
-    """Return a prompt of so many full pages, and the token that has to be computed."""
-    return [seed * 10_000 + position for position in range(pages * PAGE + 1)]
-
-
 DSA = dsa_spec(MHA, Layout.PAGE_FIRST)
-TOKENS = tokens_of(6)
+TOKENS = list(range(6 * PAGE + 1))  # six full pages, and the token that has to be computed
 
 
 NewEngine = Callable[..., TierEngine]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from thoroughness import examples
-from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, failures, item
+from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, Meter, failures, item
 from waiting import until
 
 from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
@@ -609,23 +609,17 @@ def test_loads_overtake_saves_and_equals_keep_their_order() -> None:
 
 
 def test_at_most_so_many_tasks_run_at_once() -> None:
-    pool = WorkerPool(3, "test")
+    pool, meter = WorkerPool(3, "test"), Meter()
     barrier = threading.Barrier(3, timeout=WAIT)  # passes only when all three threads work at the same time
-    lock, running, most = threading.Lock(), 0, 0
 
     def task() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        barrier.wait()
-        with lock:
-            running -= 1
+        with meter.counting([1]):
+            barrier.wait()
 
     futures = [pool.submit(PRIORITY_LOAD, task) for _ in range(9)]
     assert not wait(futures, WAIT).not_done
     assert all(future.exception() is None for future in futures)
-    assert most == 3
+    assert max(map(len, meter.most)) == 3
     pool.close()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool_parts import bytes_of
 from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
@@ -50,10 +51,6 @@ def item(path: Path, slot: int | None = None, size: int = SIZE, fill: int = 0) -
     )
 
 
-def content(part: TransferItem) -> bytes:
-    return b"".join(part.buffers)
-
-
 @pytest.mark.usefixtures("any_kernel")
 def test_one_damaged_file_among_hundreds_costs_only_its_own_items(engine: TransferEngine, root: Path) -> None:
     cluster = root / "cluster"
@@ -77,7 +74,9 @@ def test_one_damaged_file_among_hundreds_costs_only_its_own_items(engine: Transf
     assert results[13].failure in {Failure.REFUSED, Failure.ERROR}
     assert failures(results) == expected
     assert not (cluster / "inst" / "f7").exists()
-    assert all(content(got) == content(put) for got, put, result in zip(read, items, results, strict=True) if result.ok)
+    assert all(
+        bytes_of(got) == bytes_of(put) for got, put, result in zip(read, items, results, strict=True) if result.ok
+    )
 
 
 @given(
@@ -105,14 +104,14 @@ def test_neighbours_that_move_together_end_as_if_each_had_moved_alone(
             assert result.failure is Failure.LOST
             assert result.moved_bytes == len(wanted)
         else:
-            assert (result.ok, content(part)) == (True, wanted)
+            assert (result.ok, bytes_of(part)) == (True, wanted)
 
 
 def test_more_neighbours_than_one_system_call_takes(engine: TransferEngine, root: Path) -> None:
     slots = range(2 * os.sysconf("SC_IOV_MAX") + 3)
     items = [item(root / "cluster" / "packed", slot, 3, fill=slot) for slot in slots]
     assert all(result.ok for result in engine.save(items[::-1], DEADLINE))
-    assert (root / "cluster" / "packed").read_bytes() == b"".join(content(part) for part in items)
+    assert (root / "cluster" / "packed").read_bytes() == b"".join(bytes_of(part) for part in items)
 
 
 @pytest.mark.usefixtures("any_kernel")
@@ -161,8 +160,8 @@ def test_a_directory_that_is_swapped_for_a_link_is_safe(engine: TransferEngine, 
             part = item(inside / "f")
             [result] = engine.load([part], DEADLINE)
             found.add(result.failure)
-            assert not result.ok or content(part) == b"i" * SIZE
-            assert b"s" not in content(part)
+            assert not result.ok or bytes_of(part) == b"i" * SIZE
+            assert b"s" not in bytes_of(part)
             engine.save([item(inside / "f", fill=ord("i"))], DEADLINE)
     finally:
         stop.set()
@@ -184,7 +183,7 @@ def test_a_root_behind_a_link_may_be_moved_to_another_place(tmp_path: Path) -> N
         alias.symlink_to(tmp_path / name)
         part = item(alias / "cluster" / "f")
         assert failures(engine.load([part], DEADLINE)) == [None]
-        assert content(part) == name.encode()[:1] * SIZE
+        assert bytes_of(part) == name.encode()[:1] * SIZE
     engine.close()
 
 

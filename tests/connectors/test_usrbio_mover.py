@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pool_parts import bytes_of
 from transfer_parts import DEADLINE, failures
 
 from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
@@ -83,10 +84,6 @@ def emptied(saved: Sequence[TransferItem]) -> list[TransferItem]:
     return [TransferItem(item.uri, [memoryview(bytearray(item.uri.size))]) for item in saved]
 
 
-def content(item: TransferItem) -> bytes:
-    return b"".join(item.buffers)
-
-
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -96,14 +93,14 @@ def test_saved_items_are_loaded_in_batches_that_fit(root: Path, rings: PlainRing
     before = descriptors()
     saved = items(root, 300, 10, slot=2)
     assert failures(engine.save(saved, DEADLINE)) == [None] * 10
-    assert (root / "cluster" / "f3").read_bytes()[600:] == content(saved[3])
+    assert (root / "cluster" / "f3").read_bytes()[600:] == bytes_of(saved[3])
     loaded = emptied(saved)
     assert failures(engine.load(loaded, DEADLINE)) == [None] * 10
-    assert [content(item) for item in loaded] == [content(item) for item in saved]
+    assert [bytes_of(item) for item in loaded] == [bytes_of(item) for item in saved]
     assert max(rings.batches) <= ROOM // 300
     layer = TransferItem(saved[0].uri, [memoryview(bytearray(7))], 100)
     assert failures(engine.load([layer], DEADLINE)) == [None]
-    assert content(layer) == content(saved[0])[100:107]
+    assert bytes_of(layer) == bytes_of(saved[0])[100:107]
     assert descriptors() == before
     engine.close()
 
@@ -120,7 +117,7 @@ def test_items_fail_alone(root: Path, rings: PlainRings, mover: UsrbioMover) -> 
     rings.codes = {2: -errno.EIO}  # the third request: f5
     results = mover.load(loaded, DEADLINE)
     assert failures(results) == [None, Failure.LOST, Failure.LOST, Failure.REFUSED, Failure.REFUSED, Failure.ERROR]
-    assert content(loaded[0]) == content(saved[0])
+    assert bytes_of(loaded[0]) == bytes_of(saved[0])
     large = items(root, ROOM + 1, 1)
     assert failures(mover.save(large, DEADLINE)) == [Failure.REFUSED]
     mover.close()

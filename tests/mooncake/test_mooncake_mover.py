@@ -62,17 +62,11 @@ def test_an_object_without_its_end_is_a_miss(site: Site) -> None:
     assert engine.ask("load", uris=[uri])["failures"] == ["lost"]
 
 
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [
-        ("mooncake://mc/?size=10", "is not mooncake://<storage>/"),
-        ("mooncake://mc/?key=a&size=0", "both must be equal, > 0"),
-    ],
-)
-def test_an_item_that_is_wrong_itself_is_refused(engine: Process, uri: str, reason: str) -> None:
-    answer = engine.ask("save", uris=[uri])
-    assert answer["failures"] == ["refused"]
-    assert reason in answer["reasons"][0]
+def test_an_item_that_is_wrong_itself_is_refused(engine: Process) -> None:
+    answer = engine.ask("save", uris=["mooncake://mc/?size=10", "mooncake://mc/?key=a&size=0"])
+    assert answer["failures"] == ["refused"] * 2
+    assert "is not mooncake://<storage>/" in answer["reasons"][0]
+    assert "both must be equal, > 0" in answer["reasons"][1]
 
 
 def test_memory_that_is_too_large_for_staging_is_refused_and_moves_once_registered(engine: Process) -> None:
@@ -196,3 +190,45 @@ def test_a_closed_engine_answers_and_does_not_crash(shared_site: Site) -> None:
     assert engine.ask("save", uris=uris)["failures"] == [None]
     engine.ask("close_engine")
     assert engine.ask("load", uris=uris)["failures"] == ["cancelled"]
+
+
+# ---- Ranges of parts, for loads of some layers ----
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("registered", [False, True])
+def test_ranges_of_a_part_are_its_bytes(engine: Process, other_engine: Process, registered: bool, pieces: int) -> None:
+    uris = addresses(100_003, 20)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 20
+    ranges = [[0, 1000], [0, 100_003], [50_000, 20_011], [100_002 - 8, 9]]
+    loaded = other_engine.ask("load_ranges", uris=uris, ranges=ranges, pieces=pieces, registered=registered)
+    assert loaded["failures"] == [None] * 80, loaded["reasons"]
+    assert loaded["equal"] == [True] * 80
+    assert loaded["moved_bytes"] == [size for _, size in ranges] * 20
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_missing_object_is_the_only_miss(engine: Process, other_engine: Process, registered: bool) -> None:
+    uris = addresses(4096, 10)
+    engine.ask("save", uris=uris[:4] + uris[5:])
+    loaded = other_engine.ask("load_ranges", uris=uris, ranges=[[0, 8], [4000, 96]], registered=registered)
+    assert loaded["failures"] == [None] * 8 + ["lost"] * 2 + [None] * 10
+    assert loaded["equal"] == [True] * 8 + [False] * 2 + [True] * 10
+    whole = other_engine.ask("load", uris=uris[:4])  # nothing is left of the ranges that failed
+    assert whole["equal"] == [True] * 4
+
+
+def test_a_range_outside_the_part_is_refused(engine: Process) -> None:
+    uris = addresses(4096)
+    engine.ask("save", uris=uris)
+    answer = engine.ask("load_ranges", uris=uris, ranges=[[4090, 7], [0, 4096]])
+    assert answer["failures"] == ["refused", None]
+    assert "must be > 0 and end within the part's 4096" in answer["reasons"][0]
+
+
+def test_an_object_that_ends_before_the_range_is_a_miss(engine: Process, other_engine: Process) -> None:
+    [uri] = addresses(1000)
+    engine.ask("save", uris=[uri])
+    larger = uri.replace("size=1000", "size=9000")
+    answer = other_engine.ask("load_ranges", uris=[larger], ranges=[[900, 200]])
+    assert answer["failures"] == ["lost"]

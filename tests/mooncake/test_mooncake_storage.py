@@ -57,12 +57,6 @@ def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Proc
     eventually(lambda: manager.ask("delete", uris=uris) == [None])
 
 
-def test_a_probe_says_that_no_memory_is_lent(site: Site) -> None:
-    manager = site.manager()
-    with pytest.raises(AskedError, match=r"storage mc: .*no segment has room"):
-        manager.ask("probe")
-
-
 def test_a_full_store_is_never_down_for_that(site: Site) -> None:
     """What it holds can be read; a store that is hidden would never be read less, nor emptied."""
     owner = site.owner(16 << 20)

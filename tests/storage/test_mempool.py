@@ -34,7 +34,7 @@ from kvcm.model.storages import PAGE_BYTES, StorageConfig, StorageType, TairMemP
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import StoredObject, is_full, object_name
 from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.mempool import Extent, MempoolStorage, PoolChunk, PoolOpener
+from kvcm.storage.mempool import Extent, MempoolStorage, PoolChunk, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.store import RedisStore
@@ -178,21 +178,19 @@ async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: Memo
 
 
 @pytest.mark.parametrize(
-    ("wrong", "texts"),
+    ("wrong", "text"),
     [
-        (report(node_id="other"), ["node_id", "'other'", "'node-1'"]),
-        (report(0), ["generation is 0"]),
-        (report(capacity_bytes=MIB - 1), ["capacity_bytes", str(MIB - 1), str(MIB)]),
-        (report(valid_ms=-1), ["valid_ms is -1", ">= 0", "0 is as the last report said"]),
+        (report(node_id="other"), "node_id.*'other'.*'node-1'"),
+        (report(0), "generation is 0"),
+        (report(capacity_bytes=MIB - 1), f"capacity_bytes.*{MIB - 1}.*{MIB}"),
+        (report(valid_ms=-1), "valid_ms is -1.*>= 0.*0 is as the last report said"),
     ],
 )
 async def test_reports_of_others_are_refused(
-    table: MemoryTable, clock: FakeClock, wrong: object, texts: list[str]
+    table: MemoryTable, clock: FakeClock, wrong: PoolReport, text: str
 ) -> None:
-    pool = open_pool(table, clock)
-    with pytest.raises(InvalidArgumentError) as refused:
-        await pool.report(wrong)  # type: ignore[arg-type]
-    assert [text for text in texts if text not in str(refused.value)] == []
+    with pytest.raises(InvalidArgumentError, match=text):
+        await open_pool(table, clock).report(wrong)
     assert await table.all() == {}
 
 

@@ -127,26 +127,18 @@ def test_faster_media_have_lower_ranks(
 # Replacing.
 
 
-async def test_a_replacement_knows_what_the_old_one_knew(directory: StorageDirectory, tmp_path: Path) -> None:
+def test_a_replacement_knows_what_the_old_one_knew(directory: StorageDirectory, tmp_path: Path) -> None:
     old = opened(directory, file_config(tmp_path / "old", keys_per_file=8))
-    uris = await old.allocate(Allocation("i", "aa", [Part("kv", key, 8) for key in range(2)]))
+    uris = asyncio.run(old.allocate(Allocation("i", "aa", [Part("kv", key, 8) for key in range(2)])))
     path = Path(LocationUri.parse(uris[0]).path)
     new = opened(directory, file_config(tmp_path / "new", keys_per_file=8))
     assert new is not old
-    write_file(path)
-    assert await new.delete(uris[:1]) == [None]
-    assert exists(path)
-    assert await new.delete(uris[1:]) == [None]
-    assert not exists(path)
-
-
-def write_file(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x" * 16)
-
-
-def exists(path: Path) -> bool:
-    return path.exists()
+    assert asyncio.run(new.delete(uris[:1])) == [None]
+    assert path.exists()
+    assert asyncio.run(new.delete(uris[1:])) == [None]
+    assert not path.exists()
 
 
 def test_a_replacement_that_cannot_be_opened_changes_nothing(directory: StorageDirectory, tmp_path: Path) -> None:
