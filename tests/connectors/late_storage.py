@@ -50,9 +50,7 @@ def use_late_storage(monkeypatch: pytest.MonkeyPatch, blocks: int) -> list[LateS
     made: list[LateStorage] = []
 
     def make(configs: Sequence[StorageConfig]) -> LateStorage:
-        mover = FileMover.for_storages(configs)
-        assert mover is not None
-        made.append(LateStorage(mover, blocks))
+        made.append(LateStorage(FileMover.for_storages(configs), blocks))
         return made[-1]
 
     monkeypatch.setitem(MOVERS, "file", make)

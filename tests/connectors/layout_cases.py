@@ -89,8 +89,7 @@ class EngineCase:
 
     def stored_bytes(self, logical: np.ndarray, block_ids: Sequence[int], shard: Shard) -> np.ndarray:
         """Return the stored blocks, computed with plain indexing: [stored block, bytes]."""
-        layers = slice(shard.layers.first - self.shard.layers.first, shard.layers.end - self.shard.layers.first)
-        heads = slice(shard.heads.first - self.shard.heads.first, shard.heads.end - self.shard.heads.first)
+        layers, heads = self.inside(shard)
         blocks = []
         for start in range(0, len(block_ids), self.places):
             ids = list(block_ids[start : start + self.places])
@@ -98,6 +97,14 @@ class EngineCase:
             blocks.append(ordered(tokens, self.stored))
         row_bytes = self.stored.shard_bytes(shard)
         return np.stack(blocks) if blocks else np.empty((0, row_bytes), np.uint8)
+
+    def inside(self, shard: Shard) -> tuple[slice, slice]:
+        """Return where the layers and heads of a shard are among those of the rank."""
+        (first_layer, _), (first_head, _) = self.shard.layers, self.shard.heads
+        return (
+            slice(shard.layers.first - first_layer, shard.layers.end - first_layer),
+            slice(shard.heads.first - first_head, shard.heads.end - first_head),
+        )
 
     def _arranged(self, part: np.ndarray) -> np.ndarray:
         order = [element for axis in self.axes for element in PARTS_OF.get(axis, (axis,))]

@@ -9,7 +9,6 @@ import numpy as np
 from kvcm.connectors.transfer import TransferItem, TransferResult
 from kvcm.connectors.transfer.mempool import MemPoolMover
 from kvcm.connectors.transfer.pool_segment import PoolAccess
-from kvcm.model.storages import PAGE_BYTES
 from kvcm.model.uri import LocationUri
 
 STORAGE, NODE = "pool", "node-a"
@@ -61,22 +60,3 @@ def load_one(mover: MemPoolMover, offset: int, size: int, stamp: int) -> Transfe
     if result.ok:
         assert bytes_of(item) == content(stamp, offset, size)
     return result
-
-
-__all__ = [
-    "CAPACITY",
-    "DEADLINE",
-    "MIB",
-    "NODE",
-    "PAGE_BYTES",
-    "STORAGE",
-    "access_at",
-    "bytes_of",
-    "content",
-    "load_item",
-    "load_one",
-    "mover_at",
-    "save_item",
-    "save_one",
-    "uri",
-]

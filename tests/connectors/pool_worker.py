@@ -20,7 +20,9 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from pool_parts import CAPACITY, DEADLINE, PAGE_BYTES, bytes_of, content, load_item, mover_at, save_item
+from pool_parts import CAPACITY, DEADLINE, bytes_of, content, load_item, mover_at, save_item
+
+from kvcm.model.storages import PAGE_BYTES
 
 PUBLISHED = "published"
 SLOTS = 8

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from reuse_cases import MODEL, SIZES, make_model
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -31,18 +33,6 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 WINDOW = 40
 
@@ -126,12 +116,15 @@ def jamba(std: float = 0.16) -> Any:
 
 
 WINDOWS: dict[str, Callable[[], Any]] = {"gemma3": gemma3, "qwen2": qwen2, "mistral": mistral}
-HYBRIDS: dict[str, Callable[[], Any]] = {
-    "bamba": bamba,
-    "falcon_h1": falcon_h1,
-    "lfm2": lfm2,
-    "qwen3_next": qwen3_next,
-}
+HYBRIDS: dict[str, Callable[[], Any]] = {"bamba": bamba, "falcon_h1": falcon_h1, "lfm2": lfm2, "qwen3_next": qwen3_next}
+
+
+KINDS: dict[str, Callable[[], Any]] = {"llama": make_model} | WINDOWS | HYBRIDS
+
+
+@cache
+def model_of(kind: str) -> Any:
+    return MODEL if kind == "llama" else KINDS[kind]()
 
 
 def llama4() -> Any:
@@ -158,3 +151,6 @@ def mamba2() -> Any:
 def minimax() -> Any:
     """A cache of its own."""
     return filled(MiniMaxForCausalLM, MiniMaxConfig(**SIZES, num_hidden_layers=2, head_dim=16, num_local_experts=2))
+
+
+REFUSED: dict[str, Callable[[], Any]] = {"llama4": llama4, "mamba2": mamba2, "minimax": minimax}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blocking_client import BlockingClient
 from manager_process import ManagerProcess
+from waiting import until
 
 from kvcm.connectors.calls import RetrySettings
 from kvcm.connectors.client import AsyncManagerClient, ManagerClient
@@ -30,45 +32,25 @@ KEYS = [11, -12, 13, 1 << 62, -(1 << 63)]
 SETTINGS = ClientSettings(timeout_seconds=20.0)
 
 
-class AsyncAsSync:
-    """Calls an async client from a plain test."""
-
-    def __init__(self, addresses: str | list[str], instance_id: str) -> None:
-        self._runner = asyncio.Runner()
-        self._client = AsyncManagerClient(addresses, instance_id, SETTINGS)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        if not asyncio.iscoroutinefunction(method):
-            return method
-        return lambda *args, **kwargs: self._runner.run(method(*args, **kwargs))
-
-    def finish(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
+BOTH = pytest.mark.parametrize("kind", [ManagerClient, BlockingClient])
 
 
-def make_client(kind: str, addresses: str | list[str], instance_id: str) -> tuple[Any, Any]:
-    """Return a client and what closes it."""
-    if kind == "sync":
-        client = ManagerClient(addresses, instance_id, SETTINGS)
-        return client, client.close
-    wrapped = AsyncAsSync(addresses, instance_id)
-    return wrapped, wrapped.finish
-
-
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=[ManagerClient, BlockingClient])
 def client(request: pytest.FixtureRequest, manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]:
     """Return a client whose instance is registered."""
-    client, close = make_client(request.param, manager.address, instance_id)
-    assert client.register_instance("default", 16, SPECS, MODEL, spec_groups=GROUPS).ok
-    yield client
-    close()
+    with closing(request.param(manager.address, instance_id, SETTINGS)) as client:
+        assert client.register_instance("default", 16, SPECS, MODEL, spec_groups=GROUPS).ok
+        yield client
 
 
-def write(client: ManagerClient, keys: list[int], parent: int | None = None) -> None:
-    grant = client.start_write(keys, parent_block_key=parent)
+def granted(client: ManagerClient, keys: list[int], **options: Any) -> WriteGrant:
+    grant = client.start_write(keys, **options)
     assert grant is not None
+    return grant
+
+
+def write(client: ManagerClient, keys: list[int]) -> None:
+    grant = granted(client, keys)
     assert client.finish_write(grant.session_id, [True] * len(grant.locations))
 
 
@@ -104,8 +86,7 @@ def test_an_unknown_group_is_refused(manager: ManagerProcess, instance_id: str) 
 
 def test_what_was_written_is_found(client: ManagerClient) -> None:
     assert found(client.match(KEYS)) == []
-    grant = client.start_write(KEYS)
-    assert isinstance(grant, WriteGrant)
+    grant = granted(client, KEYS)
     assert grant.mask == (False,) * 5
     assert all(location.uris.keys() == {"tp0", "tp1"} for location in grant.locations)
     assert found(client.match(KEYS)) == []  # still being written
@@ -135,64 +116,33 @@ def test_modes_masks_and_parts(client: ManagerClient) -> None:
 
 
 def test_spec_groups(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2], spec_groups=["first", "both"])
-    assert grant is not None
+    grant = granted(client, KEYS[:2], spec_groups=["first", "both"])
     assert [sorted(location.uris) for location in grant.locations] == [["tp0"], ["tp0", "tp1"]]
     assert client.finish_write(grant.session_id, [True, True])
     assert found(client.match(KEYS[:2], spec_names=["tp0"])) == [True, True]
     assert found(client.match(KEYS[:2], spec_names=["tp0", "tp1"])) == []
 
 
-def test_existing_and_reserved_blocks_are_masked(client: ManagerClient) -> None:
-    write(client, KEYS[:2])
-    first = client.start_write(KEYS[:4])
-    assert first is not None
-    assert first.mask == (True, True, False, False)
-    second = client.start_write(KEYS)
-    assert second is not None
-    assert second.mask == (True, True, True, True, False)
-    assert len(second.locations) == 1
-
-
 def test_partial_success_publishes_only_what_succeeded(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.finish_write(grant.session_id, [True, True, False, True, False])
     assert found(client.match(KEYS, MatchMode.BATCH)) == [True, True, False, True, False]
 
 
 def test_an_aborted_session_can_be_repeated_at_once(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.abort_write(grant.session_id)
     assert found(client.match(KEYS)) == []
-    again = client.start_write(KEYS)
-    assert again is not None
-    assert again.mask == (False,) * 5
+    assert granted(client, KEYS).mask == (False,) * 5
     assert not client.finish_write(grant.session_id, [True] * 5)  # the old session has ended
-    assert client.finish_write(again.session_id, [True] * 5)
-
-
-def test_a_wrong_number_of_flags_does_not_end_the_session(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
-    assert not client.finish_write(grant.session_id, [True])
-    assert client.finish_write(grant.session_id, [True] * 5)
 
 
 def test_sessions_are_renewed(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS, session_seconds=30)
-    assert grant is not None
+    grant = granted(client, KEYS, session_seconds=30)
     assert client.renew_write(grant.session_id, 60)
     assert client.finish_write(grant.session_id, [True] * 5)
     assert not client.renew_write(grant.session_id, 60)
     assert client.counters()["renew_write"].ok == 1
-
-
-def test_a_tail_names_its_parent(client: ManagerClient) -> None:
-    write(client, KEYS[:2])
-    write(client, KEYS[2:], parent=KEYS[1])
-    assert found(client.match(KEYS)) == [True] * 5
 
 
 def test_read_leases(client: ManagerClient) -> None:
@@ -211,13 +161,9 @@ def test_removed_blocks_are_gone(client: ManagerClient) -> None:
 
 
 def test_a_hint_goes_with_the_finish(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS)
-    assert grant is not None
+    grant = granted(client, KEYS)
     assert client.finish_write(grant.session_id, [True] * 5, priority=-100, ttl_seconds=1)
-    deadline = time.monotonic() + 30
-    while client.match_length(KEYS):  # they go although there is room
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not client.match_length(KEYS), "they go although there is space")
 
 
 def test_pins_are_given_listed_and_ended(client: ManagerClient, manager: ManagerProcess) -> None:
@@ -234,16 +180,8 @@ def test_pins_are_given_listed_and_ended(client: ManagerClient, manager: Manager
     assert (nothing.id, nothing.blocks) == ("", 0)
 
 
-def test_a_pin_that_exceeds_the_budget_is_a_miss(client: ManagerClient, manager: ManagerProcess) -> None:
-    manager.allow_pins("default", 0)
-    write(client, KEYS)
-    assert client.pin_prefix(KEYS, "me", 60) is None
-    assert client.counters()["pin_prefix"].miss_on_error == 1
-
-
 def test_missing_parts_are_reported(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2])
-    assert grant is not None
+    grant = granted(client, KEYS[:2])
     first, second = sorted((location.uris["tp0"], key) for location, key in zip(grant.locations, KEYS, strict=False))
     assert first[0].path == second[0].path  # slots of one file, which ends before the second
     path = Path(first[0].path)
@@ -257,10 +195,9 @@ def test_missing_parts_are_reported(client: ManagerClient) -> None:
 
 
 def test_checksums_come_back_with_a_match_and_a_corrupt_part_is_forgotten(client: ManagerClient) -> None:
-    grant = client.start_write(KEYS[:2])
-    assert grant is not None
-    told = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
-    assert client.finish_write(grant.session_id, [True, True], checksums=told)
+    grant = granted(client, KEYS[:2])
+    checksums = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
+    assert client.finish_write(grant.session_id, [True, True], checksums=checksums)
     first, second = client.match(KEYS[:2]).locations
     assert first is not None
     assert second is not None
@@ -273,45 +210,22 @@ def test_checksums_come_back_with_a_match_and_a_corrupt_part_is_forgotten(client
     assert found(client.match(KEYS[:2], MatchMode.BATCH)) == [False, True]
 
 
-def test_wrong_checksums_raise(client: ManagerClient) -> None:
-    with pytest.raises(InvalidArgumentError, match="checksums has 1 entries, must have none, or one per location: 2"):
-        client.finish_write("s", [True, True], checksums=[{}])
-    with pytest.raises(InvalidArgumentError, match="a checksum is 18446744073709551616, must be 0 to"):
-        client.finish_write("s", [True], checksums=[{"tp0": 1 << 64}])
-    with pytest.raises(InvalidArgumentError, match="a checksum is 0, must be 1 to"):
-        client.report_missing([], corrupt=[(1, "file://s/p?size=1", 0)])
-    with pytest.raises(InvalidArgumentError, match=r"corrupt\[0\]"):
-        client.report_missing([], corrupt=[(1 << 63, "file://s/p?size=1", 1)])
-
-
-def test_wrong_arguments_of_hints_and_pins_raise(client: ManagerClient) -> None:
-    with pytest.raises(InvalidArgumentError, match="priority is 101"):
-        client.finish_write("s", [True], priority=101)
-    with pytest.raises(InvalidArgumentError, match="ttl_seconds is -1"):
-        client.finish_write("s", [True], ttl_seconds=-1)
-    with pytest.raises(InvalidArgumentError, match="ttl_seconds is -1"):
-        client.pin_prefix([1], "me", -1)
-    with pytest.raises(InvalidArgumentError, match="keys"):
-        client.report_missing([(1 << 63, "x")])
-
-
 def test_cluster_info(client: ManagerClient) -> None:
     info = client.cluster_info()
     assert info is not None
     assert info.self_node_id
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_dead_address_is_walked_over(kind: str, manager: ManagerProcess, instance_id: str, closed_port: int) -> None:
-    client, close = make_client(kind, [f"127.0.0.1:{closed_port}", manager.address], instance_id)
-    assert client.register_instance("default", 16, SPECS, MODEL).ok
-    assert client.counters()["register_instance"].retries == 1
-    write(client, KEYS)
-    assert client.counters()["start_write"].retries == 0  # the living one is remembered
-    close()
+@BOTH
+def test_a_dead_address_is_walked_over(kind: Any, manager: ManagerProcess, instance_id: str, closed_port: int) -> None:
+    with closing(kind([f"127.0.0.1:{closed_port}", manager.address], instance_id, SETTINGS)) as client:
+        assert client.register_instance("default", 16, SPECS, MODEL).ok
+        assert client.counters()["register_instance"].retries == 1
+        write(client, KEYS)
+        assert client.counters()["start_write"].retries == 0  # the living one is remembered
 
 
-@pytest.mark.parametrize("client", ["sync", pytest.param("async", marks=pytest.mark.ci)], indirect=True)
+@pytest.mark.parametrize("client", [ManagerClient, pytest.param(BlockingClient, marks=pytest.mark.ci)], indirect=True)
 def test_answers_beyond_the_default_limit_of_grpc_pass(client: ManagerClient) -> None:
     keys = list(range(30_000))  # about 5 MB of locations; gRPC's default limit is 4 MiB
     write(client, keys)
@@ -347,9 +261,10 @@ def elapsed(started: float) -> float:
     return time.monotonic() - started
 
 
-def test_a_refused_connection_is_a_miss(closed_port: int) -> None:
+@BOTH
+def test_a_refused_connection_is_a_miss(kind: Any, closed_port: int) -> None:
     settings = replace(PATIENT, timeout_seconds=0.1)
-    with ManagerClient(f"127.0.0.1:{closed_port}", "i", settings) as client:
+    with closing(kind(f"127.0.0.1:{closed_port}", "i", settings)) as client:
         for name, call in CALLS.items():
             started = time.monotonic()
             assert not call(client), name
@@ -357,10 +272,11 @@ def test_a_refused_connection_is_a_miss(closed_port: int) -> None:
         assert all(counters.ok == 0 for counters in client.counters().values())
 
 
-def test_a_silent_manager_costs_the_deadline(black_hole: int) -> None:
+@BOTH
+def test_a_silent_manager_costs_the_deadline(kind: Any, black_hole: int) -> None:
     settings = replace(PATIENT, timeout_seconds=0.1)
     for name, call in CALLS.items():
-        with ManagerClient(f"127.0.0.1:{black_hole}", "i", settings) as client:
+        with closing(kind(f"127.0.0.1:{black_hole}", "i", settings)) as client:
             started = time.monotonic()
             assert not call(client), name
             assert 0.08 < elapsed(started) < 0.1 + SLACK_SECONDS, name
@@ -399,36 +315,10 @@ def test_the_log_names_the_reason_once(closed_port: int, caplog: pytest.LogCaptu
     assert "UNAVAILABLE" in caplog.text
 
 
-async def test_the_async_client_behaves_alike(closed_port: int, black_hole: int) -> None:
-    async with AsyncManagerClient([f"127.0.0.1:{black_hole}", f"127.0.0.1:{closed_port}"], "i", PATIENT) as client:
-        started = time.monotonic()
-        results = await asyncio.gather(
-            client.match([1]), client.start_write([1]), client.match_length([1]), client.cluster_info()
-        )
-        assert elapsed(started) < 0.5 + SLACK_SECONDS
-        assert results[0].locations == ()
-        assert results[1:] == [None, 0, None]
-        assert not await client.finish_write("s", [True])
-        assert (await client.register_instance("default", 16, SPECS, MODEL)).state is RegistrationState.UNREACHABLE
-        for call in (
-            client.abort_write("s"),
-            client.renew_write("s", 1),
-            client.release_lease("l"),
-            client.remove([1]),
-            client.pin_prefix([1], "me", 60),
-            client.unpin("p"),
-            client.list_pins(),
-            client.report_missing([(1, "file://s/p?size=1")]),
-        ):
-            assert not await call
-        assert all(counters.ok == 0 for counters in client.counters().values())
-
-
 async def test_closed_clients_miss(closed_port: int) -> None:
-    client = ManagerClient(f"127.0.0.1:{closed_port}", "i")
+    client, async_client = (kind(f"127.0.0.1:{closed_port}", "i") for kind in (ManagerClient, AsyncManagerClient))
     client.close()
     assert client.match([1]).outcome is Outcome.MISS_ON_ERROR
-    async_client = AsyncManagerClient(f"127.0.0.1:{closed_port}", "i")
     await async_client.close()
     assert (await async_client.match([1])).outcome is Outcome.MISS_ON_ERROR
 
@@ -453,6 +343,21 @@ def test_addresses_are_checked(addresses: str | list[str]) -> None:
         (lambda c: c.start_write([1, 2], spec_groups=["g"]), "spec_groups has 1"),
         (lambda c: c.start_write([1], parent_block_key=-(1 << 63) - 1), "parent_block_key"),
         (lambda c: c.start_write([1], session_seconds=1 << 31), "session_seconds"),
+        (
+            lambda c: c.finish_write("s", [True] * 2, checksums=[{}]),
+            "checksums has 1 entries, must have none, or .*: 2",
+        ),
+        (lambda c: c.finish_write("s", [True], checksums=[{"tp0": 1 << 64}]), "checksum is 18446744073709551616, must"),
+        (lambda c: c.finish_write("s", [True], priority=101), "priority is 101"),
+        (lambda c: c.finish_write("s", [True], ttl_seconds=-1), "ttl_seconds is -1"),
+        (lambda c: c.pin_prefix([1], "me", -1), "ttl_seconds is -1"),
+        (lambda c: c.report_missing([(1 << 63, "x")]), "keys"),
+        (lambda c: c.report_missing([], corrupt=[(1, "file://s/p?size=1", 0)]), "a checksum is 0, must be 1 to"),
+        (lambda c: c.report_missing([], corrupt=[(1 << 63, "file://s/p?size=1", 1)]), r"corrupt\[0\]"),
+        (lambda c: c.report_pool("pool", "node", 0, 1), "generation is 0"),
+        (lambda c: c.report_pool("pool", "node", 1 << 64, 1), "generation is"),
+        (lambda c: c.report_pool("pool", "node", 1, 0), "capacity_bytes is 0"),
+        (lambda c: c.report_pool("pool", "node", 1, 1, valid_ms=-1), "valid_ms is -1"),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[[ManagerClient], object], message: str, closed_port: int) -> None:
@@ -477,21 +382,6 @@ def location(**uris: str) -> meta.CacheLocation:
 
 def match(*locations: meta.CacheLocation) -> meta.GetCacheLocationResponse:
     return meta.GetCacheLocationResponse(locations=locations)
-
-
-def test_uris_are_read() -> None:
-    (found,) = parse_match_locations(match(location(tp0=URI)), MatchMode.PREFIX, 1, ["tp0"])
-    assert found is not None
-    assert str(found.uris["tp0"]) == URI
-    assert (found.uris["tp0"].offset, found.uris["tp0"].size, found.storage_type) == (192, 64, meta.ST_NFS)
-
-
-def test_checksums_are_read_by_part_and_0_is_none() -> None:
-    message = location(tp0=URI, tp1=URI)
-    message.location_specs[1].checksum = 2**64 - 1
-    (found,) = parse_match_locations(match(message), MatchMode.PREFIX, 1, [])
-    assert found is not None
-    assert found.checksums == {"tp1": 2**64 - 1}
 
 
 def test_more_locations_than_keys_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,9 +11,10 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from authorities import Authority, Pair, dns
+from blocking_client import BlockingClient
 from manager_process import ManagerProcess, start_manager
 
-from kvcm.connectors.client import AsyncManagerClient, ManagerClient
+from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.credentials import ClientCredentials
 from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.pool_agent import parse_arguments
@@ -37,21 +37,22 @@ class Secure(NamedTuple):
     authority: Authority
     stub: Any
 
+    @property
+    def as_admin(self) -> tuple[tuple[str, str]]:
+        admin = (self.process.data_dir / "admin.key").read_text().strip()
+        return (("authorization", f"Bearer {admin}"),)
+
     def engine_key(self, name: str, **fields: Any) -> access.CreateKeyResponse:
         """Let an engine in."""
-        admin = (self.process.data_dir / "admin.key").read_text().strip()
         request = access.CreateKeyRequest(name=name, role="ROLE_ENGINE", instance_groups=["default"], **fields)
-        made = self.stub.CreateKey(request, timeout=SECONDS, metadata=(("authorization", f"Bearer {admin}"),))
+        made = self.stub.CreateKey(request, timeout=SECONDS, metadata=self.as_admin)
         assert made.header.status.code == 1, made
         return made
 
     def rotated(self, key_id: str) -> str:
         """Replace a key at once; return the text of the new one."""
-        admin = (self.process.data_dir / "admin.key").read_text().strip()
         request = access.RotateKeyRequest(key_id=key_id)
-        return str(
-            self.stub.RotateKey(request, timeout=SECONDS, metadata=(("authorization", f"Bearer {admin}"),)).secret
-        )
+        return str(self.stub.RotateKey(request, timeout=SECONDS, metadata=self.as_admin).secret)
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +78,7 @@ def pair(secure: Secure, instance_id: str) -> Pair:
     return secure.authority.issue(instance_id, [dns(f"{instance_id}.example")])
 
 
-class Blocking:
-    """Calls an async client from a plain test."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._runner = asyncio.Runner()
-        self._client = AsyncManagerClient(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        return lambda *args, **kwargs: self._runner.run(method(*args, **kwargs))
-
-    def close(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
-
-
-@pytest.fixture(params=[ManagerClient, Blocking])
+@pytest.fixture(params=[ManagerClient, BlockingClient])
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -156,7 +141,9 @@ def test_a_certificate_that_was_replaced_is_read_again(secure: Secure, kind: Any
 
 
 @pytest.mark.parametrize("flaw", ["no key", "wrong key", "no certificate", "other authority", "plain text"])
-def test_who_is_not_let_in_misses(secure: Secure, kind: Any, pair: Pair, instance_id: str, flaw: str) -> None:
+def test_a_client_that_is_not_admitted_misses(
+    secure: Secure, kind: Any, pair: Pair, instance_id: str, flaw: str
+) -> None:
     given: dict[str, Any] = {
         "no key": {},
         "wrong key": {"key": WRONG},

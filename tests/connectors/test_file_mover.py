@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import resource
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,29 +14,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
+from transfer_parts import DEADLINE, failures
 
-from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
+from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
 from kvcm.connectors.transfer.memory import MAX_PIECES
+from kvcm.connectors.transfer.mover import BatchingMover
+from kvcm.connectors.transfer.paths import OpenFolders
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
 STORAGE = "nfs_01"
-DEADLINE = 30.0
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "store"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
-def mover(root: Path) -> Iterator[FileMover]:
-    mover = FileMover({STORAGE: str(root) + "/"})
-    yield mover
-    mover.close()
+def mover(root: Path) -> FileMover:
+    return FileMover({STORAGE: str(root) + "/"})
 
 
 def uri(path: Path | str, size: int, blkid: int | None = None) -> LocationUri:
@@ -51,10 +43,6 @@ def cut(data: bytearray, lengths: Sequence[int]) -> list[memoryview]:
         pieces.append(view[position : position + length])
         position += length
     return pieces
-
-
-def failures(results: Sequence[TransferResult]) -> list[Failure | None]:
-    return [result.failure for result in results]
 
 
 lengths_of_pieces = st.lists(st.integers(0, 5000), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 0)
@@ -101,54 +89,6 @@ def test_more_pieces_than_one_system_call_takes(mover: FileMover, root: Path) ->
     assert back == data
 
 
-def test_many_files_keep_their_order(mover: FileMover, root: Path) -> None:
-    blocks = [bytearray([index]) * 50 for index in range(40)]
-    items = [TransferItem(uri(root / f"f{index % 13}", 50, index), [memoryview(b)]) for index, b in enumerate(blocks)]
-    assert all(result.ok for result in mover.save(items, DEADLINE))
-    read = [bytearray(50) for _ in blocks]
-    items = [TransferItem(item.uri, [memoryview(block)]) for item, block in zip(items, read, strict=True)]
-    assert all(result.ok for result in mover.load(items, DEADLINE))
-    assert read == blocks
-
-
-def test_missing_and_short_files_are_lost_and_the_others_load(mover: FileMover, root: Path) -> None:
-    cluster = root / "cluster"
-    cluster.mkdir()
-    (cluster / "whole").write_bytes(b"w" * 64)
-    (cluster / "short").write_bytes(b"s" * 100)
-    buffers = [bytearray(64) for _ in range(5)]
-    targets = [
-        uri(cluster / "whole", 64),
-        uri(cluster / "gone", 64),
-        uri(cluster / "short", 64, 0),
-        uri(cluster / "short", 64, 1),
-        uri(cluster / "instance" / "gone", 64),
-    ]
-    items = [TransferItem(target, [memoryview(buffer)]) for target, buffer in zip(targets, buffers, strict=True)]
-    results = mover.load(items, DEADLINE)
-    assert failures(results) == [None, Failure.LOST, None, Failure.LOST, Failure.LOST]
-    assert "ends at byte 100" in results[3].reason
-    assert not (cluster / "gone").exists()
-    assert buffers[0] == b"w" * 64
-
-
-def test_no_space_fails_only_what_did_not_fit(tmp_path: Path) -> None:
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs needs privileges")
-    mover = FileMover({STORAGE: str(mounted)})
-    try:
-        data = memoryview(bytearray(200_000))
-        results = mover.save([TransferItem(uri(mounted / name, 200_000), [data]) for name in ("a", "b")], DEADLINE)
-        assert failures(results) == [None, Failure.ERROR]
-        assert "No space left" in results[1].reason
-    finally:
-        mover.close()
-        subprocess.run(["umount", str(mounted)], check=True)
-
-
 def test_a_refused_write_is_never_a_success(mover: FileMover, root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -193,14 +133,6 @@ def test_percent_signs_are_literal(mover: FileMover, root: Path) -> None:
     assert (root / "Qwen%2FQwen3" / "%2E%2E").read_bytes() == b"abc"
 
 
-def test_a_root_that_is_a_link_is_the_operators_business(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "alias").symlink_to(root)
-    mover = FileMover({STORAGE: str(tmp_path / "alias")})
-    assert mover.save([TransferItem(uri(tmp_path / "alias" / "f", 1), [memoryview(b"1")])], DEADLINE)[0].ok
-    mover.close()
-    assert (root / "f").read_bytes() == b"1"
-
-
 def test_a_pipe_in_the_storage_does_not_hang(mover: FileMover, root: Path) -> None:
     os.mkfifo(root / "pipe")
     buffer = [memoryview(bytearray(1))]
@@ -218,7 +150,7 @@ def test_a_pipe_in_the_storage_does_not_hang(mover: FileMover, root: Path) -> No
         (10, [memoryview(bytearray(20))[::2]]),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(
+def test_buffers_of_another_size_are_refused(
     mover: FileMover, root: Path, size: int, buffers: list[memoryview]
 ) -> None:
     (root / "f").write_bytes(b"f" * 10)
@@ -243,7 +175,6 @@ def test_absurd_offsets_are_refused(mover: FileMover, root: Path) -> None:
 
 
 def test_new_files_are_private_whatever_the_umask(mover: FileMover, root: Path) -> None:
-    (root / "cluster").mkdir()
     path = root / "cluster" / "d" / "f"
     previous = os.umask(0)
     try:
@@ -274,13 +205,12 @@ def test_a_storage_that_is_not_mounted_has_lost_nothing(tmp_path: Path, there: l
     (root / "cluster").mkdir(parents=True)  # mounted
     assert failures(mover.load(items, DEADLINE)) == [Failure.LOST] * 2
     assert failures(mover.save(items, DEADLINE)) == [None] * 2
-    mover.close()
 
 
 def test_nothing_is_begun_after_the_deadline(mover: FileMover, root: Path) -> None:
     items = [TransferItem(uri(root / str(index), 1), [memoryview(b"1")]) for index in range(3)]
     assert failures(mover.save(items, -1.0)) == [Failure.CANCELLED] * 3
-    assert list(root.iterdir()) == []
+    assert list(root.iterdir()) == [root / "cluster"]
 
 
 @pytest.mark.parametrize("coalesce", [True, False])
@@ -295,13 +225,10 @@ def test_no_access_is_begun_after_the_deadline_within_one_file(root: Path, coale
     ]
     assert failures(mover.load(items, 3.5)) == [None] * 2 + [Failure.CANCELLED] * 4
     assert buffers == [b"p" * 10] * 2 + [bytes(10)] * 4
-    mover.close()
 
 
 @pytest.mark.parametrize("call", ["fstat", "preadv", "close"])
-def test_a_storage_whose_system_calls_time_out_has_failed_and_is_left_alone(
-    root: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_system_calls_that_time_out_open_the_breaker(root: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """A mount that gives up by itself says ETIMEDOUT, which is not the caller's deadline."""
     size = MAX_PIECES + 1
     (root / "f").write_bytes(bytes(size))
@@ -328,12 +255,11 @@ def test_a_file_that_cannot_be_told_is_closed(mover: FileMover, root: Path, monk
     def is_stale(descriptor: int) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    descriptors = Path("/proc/self/fd")
-    before = len(list(descriptors.iterdir()))
+    before = len(list(DESCRIPTORS.iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", is_stale)
         results = [mover.load(items, DEADLINE)[0] for _ in range(50)]
-    assert len(list(descriptors.iterdir())) < before + 50
+    assert len(list(DESCRIPTORS.iterdir())) < before + 50
     assert failures(results) == [Failure.ERROR] * 50
 
 
@@ -343,9 +269,7 @@ def test_roots_must_be_absolute(bad: str) -> None:
         FileMover({STORAGE: bad})
 
 
-def test_a_storage_with_an_unusable_root_refuses_only_its_own_uris(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_storage_with_an_unusable_root_refuses_its_uris_alone(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "c").mkdir()
     storages = [
         StorageConfig("whole_disk", NfsStorageSpec("/", 8)),
@@ -363,3 +287,118 @@ def test_a_storage_with_an_unusable_root_refuses_only_its_own_uris(
             engine.close()
     assert len(caplog.records) == 1
     assert "root_path '/' of storage whole_disk" in caplog.text
+
+
+# ---- Folders that stay open for a batch: the same files as from the root, and nothing outside it ----
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+@pytest.fixture(params=[True, False], ids=["openat2", "without-openat2"])
+def folders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFolders]:
+    """Open files as a kernel with and one without `openat2` does."""
+    if not request.param:
+        monkeypatch.setattr(paths, "open_without_links", lambda *_: None)
+    folders = OpenFolders(0o600, 0o700)
+    yield folders
+    folders.close()
+
+
+@pytest.fixture
+def folder(root: Path, folders: OpenFolders) -> Path:
+    """Return a folder that is open."""
+    folder = root / "cluster" / "inst"
+    folder.mkdir()
+    (folder / "f").write_bytes(b"1")
+    assert content(folders, root, "cluster/inst/f") == b"1"
+    return folder
+
+
+def content(folders: OpenFolders, root: Path, path: str) -> bytes:
+    descriptor = folders.open(str(root), f"{root}/{path}", os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 100, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_many_folders_at_once_are_opened_and_closed(folders: OpenFolders, root: Path) -> None:
+    before = len(list(DESCRIPTORS.iterdir()))
+    for turn in range(2):
+        for index in range(40):
+            folder = root / "cluster" / str(index)
+            folder.mkdir(exist_ok=True)
+            (folder / "f").write_bytes(b"%d" % index)
+            assert content(folders, root, f"cluster/{index}/f") == b"%d" % index, turn
+    assert len(list(DESCRIPTORS.iterdir())) <= before + 16
+    folders.close()
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
+def test_a_link_in_an_open_folder_is_refused(folders: OpenFolders, folder: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError) as refused:
+        content(folders, root, "cluster/inst/link")
+    assert refused.value.errno == errno.ELOOP
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../../secret", "a\0b"])
+def test_a_name_leads_nowhere_else(folders: OpenFolders, folder: Path, root: Path, name: str) -> None:
+    (root.parent / "secret").write_bytes(b"s")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
+        with pytest.raises((InvalidArgumentError, ValueError)):
+            folders.open(str(root), f"{root}/cluster/inst/{name}", flags)
+
+
+def test_only_regular_files_are_opened(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    before = len(list(DESCRIPTORS.iterdir()))
+    for name in ("folder", "pipe"):
+        with pytest.raises(InvalidArgumentError, match="not a regular file"):
+            content(folders, root, f"cluster/inst/{name}")
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
+def test_a_folder_that_was_replaced_is_found_again(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "f").unlink()
+    folder.rmdir()
+    folder.mkdir()
+    (folder / "g").write_bytes(b"2")
+    assert content(folders, root, "cluster/inst/g") == b"2"
+
+
+def test_a_lost_folder_is_made_again_by_a_save(folders: OpenFolders, folder: Path, root: Path) -> None:
+    (folder / "f").unlink()
+    folder.rmdir()
+    os.close(folders.open(str(root), str(folder / "g"), os.O_WRONLY | os.O_CREAT))
+    assert (folder / "g").exists()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lost_file_and_an_unmounted_storage_differ(folders: OpenFolders, folder: Path, root: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        content(folders, root, "cluster/inst/gone")
+    root.rename(root.with_name("away"))
+    with pytest.raises(paths.NotMountedError):
+        content(folders, root, "cluster/inst/gone")
+
+
+def test_a_batch_keeps_its_folders_open_and_nothing_stays_behind_it(root: Path) -> None:
+    mover = FileMover({STORAGE: str(root)})
+    assert isinstance(mover, BatchingMover)
+    (root / "cluster" / "inst").mkdir()
+    before = len(list(DESCRIPTORS.iterdir()))
+    items = [
+        TransferItem(LocationUri("file", STORAGE, f"{root}/cluster/inst/{name}", 1), [memoryview(bytearray(b"x"))])
+        for name in ("a", "b", "c")
+    ]
+    with mover.batch() as batch:
+        for item in items:
+            assert batch.save([item], DEADLINE)[0].ok
+        assert len(list(DESCRIPTORS.iterdir())) == before + 1
+        (root / "cluster" / "inst" / "b").unlink()
+        found = [batch.load([item], DEADLINE)[0].failure for item in items]
+    assert found == [None, Failure.LOST, None]
+    assert len(list(DESCRIPTORS.iterdir())) == before

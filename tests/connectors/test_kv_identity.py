@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -60,24 +57,6 @@ def test_a_chain_can_be_continued_from_any_key(tokens: list[int], blocks: int) -
     assert keys[:blocks] + CHAIN.keys(tokens[blocks * 4 :], parent) == keys
 
 
-@given(st.lists(int64, min_size=4, max_size=40), st.integers(0, 39))
-def test_a_changed_token_changes_its_key_and_all_that_follow(tokens: list[int], position: int) -> None:
-    position %= len(tokens) // 4 * 4
-    changed = [*tokens[:position], tokens[position] ^ 1, *tokens[position + 1 :]]
-    before, after = CHAIN.keys(tokens), CHAIN.keys(changed)
-    assert before[: position // 4] == after[: position // 4]
-    assert all(one != other for one, other in zip(before[position // 4 :], after[position // 4 :], strict=True))
-
-
-def test_keys_do_not_depend_on_the_process() -> None:
-    program = "from kvcm.connectors.keys import KeyChain; print(KeyChain(b'namespace', 4).keys([1, 2, 3, 4]))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    output = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True
-    )
-    assert output.stdout.strip() == str(CHAIN.keys([1, 2, 3, 4]))
-
-
 def test_block_size_is_checked() -> None:
     with pytest.raises(InvalidArgumentError, match="block_tokens is 0"):
         KeyChain(b"", 0)
@@ -121,16 +100,13 @@ def test_order_of_mappings_does_not_count() -> None:
     assert one.namespace == replace(BASE, extra={"b": "2", "a": "1"}).namespace
 
 
-@pytest.mark.parametrize("field", ["model", "weights", "engine", "dtype", "hashing", "formats"])
+@pytest.mark.parametrize(
+    "field", ["model", "weights", "engine", "dtype", "hashing", "formats", "tp_size", "pp_size", "cp_size"]
+)
 def test_an_empty_field_is_refused(field: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{field} is empty"):
-        replace(BASE, **{field: "" if field != "formats" else {}})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["tp_size", "pp_size", "cp_size"])
-def test_a_size_is_positive(field: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{field} is 0"):
-        replace(BASE, **{field: 0})  # type: ignore[arg-type]
+    empty = {} if field == "formats" else 0 if field.endswith("_size") else ""
+    with pytest.raises(InvalidArgumentError, match=f"{field} is (empty|0)"):
+        replace(BASE, **{field: empty})  # type: ignore[arg-type]
 
 
 @given(st.lists(st.binary(min_size=8, max_size=40), max_size=50), st.binary(max_size=20))
@@ -214,20 +190,6 @@ def test_what_the_operator_says_counts(tmp_path: Path, caplog: pytest.LogCapture
 # ---- Block keys from SGLang's page hashes, and which page comes before which ----
 
 _HASHES = [sha256(bytes([number])).hexdigest() for number in range(100)]
-
-
-def test_keys_are_the_first_64_bits_signed() -> None:
-    plain = PageKeys(b"")
-    mask = plain.keys(["0" * 64])[0]
-    for text, key in zip(_HASHES, plain.keys(_HASHES), strict=True):
-        assert (key ^ mask) & (2**64 - 1) == int(text[:16], 16)
-        assert -(2**63) <= key < 2**63
-
-
-def test_keys_of_different_namespaces_have_nothing_in_common() -> None:
-    keys = [PageKeys(namespace).keys(_HASHES) for namespace in (b"one", b"other")]
-    assert not set(keys[0]) & set(keys[1])
-    assert PageKeys(b"one").keys(_HASHES) == keys[0]
 
 
 def test_the_definition_does_not_change() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shards, spans
+from layout_cases import EngineCase, chosen_blocks, engine_cases, ordered, shards
 from thoroughness import examples
 
 from kvcm.connectors.layout import BlockLayout, contiguous_runs
@@ -27,7 +27,6 @@ from kvcm.connectors.layout.stored_format import (
     KV_PACKED,
     LAYER_FIRST,
     PAGE_HEAD,
-    ByteRange,
     IndexRange,
     Shard,
     StoredFormat,
@@ -35,7 +34,7 @@ from kvcm.connectors.layout.stored_format import (
     parse_format,
     rank_heads,
 )
-from kvcm.connectors.layout.tensors import StagingBuffers, dtype_name, iovec, run_count, sequence_block
+from kvcm.connectors.layout.tensors import StagingBuffers, dtype_name, iovec, run_count
 from kvcm.model.errors import InvalidArgumentError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -65,29 +64,6 @@ def test_iovec_covers_the_elements_in_order(tensors: list[torch.Tensor]) -> None
     assert b"".join(iovec(tensors)) == b"".join(raw(tensor) for tensor in tensors)
 
 
-@given(strided_tensors())
-def test_writing_the_iovec_writes_the_elements_and_nothing_else(tensor: torch.Tensor) -> None:
-    base = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    before = base.clone()
-    new = torch.randint(0, 255, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8).numpy().tobytes()
-    position = 0
-    for view in iovec([tensor]):
-        view[:] = new[position : position + len(view)]
-        position += len(view)
-    assert raw(tensor) == new
-    written = {(address - base.data_ptr()) // tensor.element_size() for address in _addresses(tensor)}
-    for index in range(base.numel() // tensor.element_size()):
-        if index not in written:
-            piece = slice(index * tensor.element_size(), (index + 1) * tensor.element_size())
-            assert torch.equal(base[piece], before[piece])
-
-
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    indices = torch.cartesian_prod(*(torch.arange(size) for size in tensor.shape)).reshape(-1, tensor.dim())
-    offsets = (indices * torch.tensor(tensor.stride())).sum(1) * tensor.element_size()
-    return [tensor.data_ptr() + int(offset) for offset in offsets]
-
-
 def test_adjacent_runs_become_one() -> None:
     memory = torch.arange(24.0)
     assert len(iovec([memory[:6], memory[6:12]])) == 1
@@ -107,19 +83,6 @@ def test_other_devices_are_refused() -> None:
 
 
 LAYOUT = BlockLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=5, dtype="float32")
-
-
-def test_block_format_is_layer_kv_head_token_dim() -> None:
-    pairs = [(torch.randn(3, 17, 4), torch.randn(3, 17, 4)) for _ in range(2)]
-    block = StagingBuffers(LAYOUT).host_block(sequence_block(pairs, 2, 5), 0)
-    stored = torch.frombuffer(bytearray(b"".join(block.buffers)), dtype=torch.float32).view(2, 2, 3, 5, 4)
-    for layer, pair in enumerate(pairs):
-        for part, tensor in enumerate(pair):
-            assert torch.equal(stored[layer, part], tensor[:, 10:15])
-    assert block.copies == ()
-    assert LAYOUT.block_bytes == 2 * 2 * 3 * 5 * 4 * 4
-    assert LAYOUT.layer_bytes * 2 == LAYOUT.block_bytes
-    assert LAYOUT.token_bytes * 5 == LAYOUT.block_bytes
 
 
 @given(st.sampled_from(DTYPES), st.permutations([0, 1, 2]), st.integers(0, 1))
@@ -148,18 +111,16 @@ def test_staged_blocks_are_the_same_bytes(dtype: torch.dtype, order: list[int], 
 
 def test_staged_blocks_are_limited_by_slots_and_direct_ones_are_not() -> None:
     direct = StagingBuffers(LAYOUT, slots=2)
-    pairs = [(torch.randn(3, 50, 4), torch.randn(3, 50, 4)) for _ in range(2)]
-    assert len(direct.host_blocks(sequence_block(pairs, index, 5) for index in range(10))) == 10
+    assert len(direct.host_blocks(list(torch.randn(4, 3, 5, 4)) for _ in range(10))) == 10
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=1100, dtype="float32")
-    scattered = [(torch.randn(1, 2, 4400).transpose(1, 2), torch.randn(1, 2, 4400).transpose(1, 2))]
-    staged = StagingBuffers(layout, slots=3)
-    blocks = staged.host_blocks(sequence_block(scattered, index, 1100) for index in range(4))
+    scattered = [list(torch.randn(2, 1, 2, 1100).transpose(2, 3)) for _ in range(4)]
+    blocks = StagingBuffers(layout, slots=3).host_blocks(scattered)
     assert len(blocks) == 3
     for block in blocks:
         block.gather()
-    for index, block in enumerate(blocks):  # slots do not overlap
-        assert b"".join(block.buffers) == b"".join(raw(p) for p in sequence_block(scattered, index, 1100))
+    for pieces, block in zip(scattered, blocks, strict=False):  # slots do not overlap
+        assert b"".join(block.buffers) == b"".join(raw(piece) for piece in pieces)
 
 
 def test_pieces_must_fit_the_layout() -> None:
@@ -204,28 +165,21 @@ def described(axes: Sequence[str], shape: Sequence[int], block_tokens: int | Non
     return PagedKv.named(axes, shape, strides, "float16", block_tokens)
 
 
-def test_kv_packed_behind_heads_as_in_vllm_0_32() -> None:
-    paged = described(("block", "head", "token", "kv_dim"), (100, 4, 32, 64))
-    assert paged.shape == (100, 2, 4, 32, 32)
-    assert paged.strides == (8192, 32, 2048, 64, 1)
-
-
-def test_kv_outermost_as_in_older_vllm() -> None:
-    paged = described(("kv", "block", "token", "head", "dim"), (2, 100, 16, 8, 128))
-    assert paged.shape == (100, 2, 8, 16, 128)
-    assert paged.strides == (16384, 1638400, 128, 1024, 1)
-
-
-def test_slots_of_tokens_as_in_sglang() -> None:
-    paged = described(("slot", "head", "dim"), (160, 8, 128), block_tokens=16)
-    assert paged.shape == (10, 1, 8, 16, 128)
-    assert paged.strides == (16384, 0, 128, 1024, 1)
-
-
-def test_latent_kv_has_one_head() -> None:
-    paged = described(("block", "token", "dim"), (10, 64, 576))
-    assert paged.shape == (10, 1, 1, 64, 576)
-    assert paged.strides == (36864, 0, 0, 576, 1)
+@pytest.mark.parametrize(
+    ("axes", "sizes", "block_tokens", "shape", "strides"),
+    [
+        ("block head token kv_dim", (100, 4, 32, 64), None, (100, 2, 4, 32, 32), (8192, 32, 2048, 64, 1)),
+        ("kv block token head dim", (2, 99, 16, 8, 128), None, (99, 2, 8, 16, 128), (16384, 1622016, 128, 1024, 1)),
+        ("slot head dim", (160, 8, 128), 16, (10, 1, 8, 16, 128), (16384, 0, 128, 1024, 1)),
+        ("block token dim", (10, 64, 576), None, (10, 1, 1, 64, 576), (36864, 0, 0, 576, 1)),
+    ],
+    ids=["kv behind heads as in vLLM 0.32", "kv outermost as in older vLLM", "slots as in SGLang", "latent"],
+)
+def test_paged_kv_of_engines(
+    axes: str, sizes: Sequence[int], block_tokens: int | None, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    paged = described(axes.split(), sizes, block_tokens)
+    assert (paged.shape, paged.strides) == (shape, strides)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +201,7 @@ def test_latent_kv_has_one_head() -> None:
         (("slot", "dim"), (12, 2), -3, "block_tokens is -3, must divide the 12 slots"),
     ],
 )
-def test_names_that_do_not_describe_paged_kv_are_refused(
-    axes: Sequence[str], shape: Sequence[int], block_tokens: int | None, text: str
-) -> None:
+def test_wrong_axes_are_refused(axes: Sequence[str], shape: Sequence[int], block_tokens: int | None, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         described(axes, shape, block_tokens)
 
@@ -264,11 +216,6 @@ def test_elements_that_share_memory_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="share memory"):
         PagedKv.named(axes, (2, 4, 8), (31, 8, 1), "float16")
     assert PagedKv.named(axes, (2, 4, 8), (99, 9, 1), "float16").token == Axis(4, 9)
-
-
-def test_unknown_types_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="dtype is 'int3', must be one of float64"):
-        PagedKv.named(("block", "token", "dim"), (2, 2, 2), (4, 2, 1), "int3")
 
 
 # ---- The stored format: which bytes a reader takes, for any sizes of the groups that wrote and read ----
@@ -336,59 +283,6 @@ def test_ranges_ascend_apart_from_each_other(stored: StoredFormat, data: st.Data
     assert ends[-1] <= spec.size_bytes
 
 
-@FIXED
-@given(stored_formats())
-def test_specs_cover_a_block_once(stored: StoredFormat) -> None:
-    """Every layer and head is in exactly one spec; their bytes are those of a block; names differ."""
-    held = np.zeros((stored.layers, stored.heads), int)
-    for spec in stored.specs:
-        held[spec.shard.layers.first : spec.shard.layers.end, spec.shard.heads.first : spec.shard.heads.end] += 1
-    assert (held == 1).all()
-    assert sum(spec.size_bytes for spec in stored.specs) == stored.shard_bytes(stored.model)
-    assert len({spec.name for spec in stored.specs}) == len(stored.specs)
-
-
-@FIXED
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
-def test_ranks_of_any_group_write_and_read_specs_of_one_head(heads: int, writers: int, readers: int) -> None:
-    """Stored per head, a block written by one group is complete, and each rank of another reads whole specs."""
-    stored = replace(FORMAT, layer_ends=(4,), heads=heads, head_shards=heads, order=PAGE_HEAD)
-    written = []
-    for rank in range(writers):
-        mine, replica = rank_heads(heads, rank, writers)
-        if replica == 0:
-            written += stored.specs_within(Shard(IndexRange(0, 4), mine))
-    assert sorted(written) == sorted(stored.specs)
-    for rank in range(readers):
-        mine = rank_heads(heads, rank, readers).heads
-        reads = stored.reads(Shard(IndexRange(0, 4), mine))
-        assert len(reads) == mine.size
-        assert all(read.ranges == (ByteRange(0, read.spec.size_bytes),) for read in reads)
-
-
-def test_half_of_a_larger_ranks_spec_is_one_range_when_heads_are_outermost() -> None:
-    """TP=2 wrote, TP=4 reads: one range of half a spec; layer first, it is one per layer and K and V."""
-    quarter = Shard(IndexRange(0, 16), rank_heads(8, 1, 4).heads)
-    by_head, by_layer = replace(FORMAT, order=PAGE_HEAD), FORMAT
-    (read,) = by_head.reads(quarter)
-    assert read.spec.name == "layers0-16.heads0-4"
-    assert read.ranges == (ByteRange(read.spec.size_bytes // 2, read.spec.size_bytes // 2),)
-    (read,) = by_layer.reads(quarter)
-    assert len(read.ranges) == 16 * 2
-
-
-@FIXED
-@given(spans(IndexRange(0, 16)))
-def test_layers_are_one_range_when_layers_are_outermost(layers: IndexRange) -> None:
-    """A rank that reads layer by layer reads one range each time, and one per head when heads are outermost."""
-    spec = FORMAT.specs[0]
-    layer_bytes = spec.size_bytes // 16
-    wanted = Shard(layers, spec.shard.heads)
-    assert FORMAT.byte_ranges(spec.shard, wanted) == (ByteRange(layers.first * layer_bytes, layers.size * layer_bytes),)
-    by_head = replace(FORMAT, order=PAGE_HEAD)
-    assert len(by_head.byte_ranges(spec.shard, wanted)) == (4 if layers.size < 16 else 1)
-
-
 def test_a_rank_writes_what_it_has_all_of() -> None:
     """A rank of a larger group than the specs are cut for has no whole spec and writes nothing."""
     assert [spec.name for spec in FORMAT.specs_within(Shard(IndexRange(0, 16), IndexRange(0, 8)))] == [
@@ -413,21 +307,6 @@ def test_shards_outside_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "expected"),
-    [
-        (8, 2, [(0, 4, 0), (4, 8, 0)]),
-        (2, 4, [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)]),
-        (1, 2, [(0, 1, 0), (0, 1, 1)]),
-        (3, 3, [(0, 1, 0), (1, 2, 0), (2, 3, 0)]),
-    ],
-)
-def test_heads_of_ranks(heads: int, ranks: int, expected: list[tuple[int, int, int]]) -> None:
-    """GQA with more ranks than heads, and MLA: neighbours have the same heads, one of them stores."""
-    found = [rank_heads(heads, rank, ranks) for rank in range(ranks)]
-    assert [(*mine.heads, mine.replica) for mine in found] == expected
-
-
-@pytest.mark.parametrize(
     ("heads", "rank", "ranks", "text"),
     [(8, 2, 2, "rank is 2, must be 0 to 1"), (8, 0, 3, "must divide the 8 KV heads"), (8, 0, 0, "must both be > 0")],
 )
@@ -441,13 +320,10 @@ def test_ranks_that_cannot_be_are_refused(heads: int, rank: int, ranks: int, tex
     [
         ("layer_ends", (), "layer_ends is"),
         ("layer_ends", (4, 4), "layer_ends is"),
-        ("layer_ends", (0, 4), "layer_ends is"),
         ("layer_ends", (1 << 21,), "layers is 2097152"),
         ("heads", 0, "heads is 0"),
         ("head_shards", 3, "head_shards is 3, must divide the 8 heads"),
-        ("head_shards", 0, "head_shards is 0"),
         ("kv_parts", 3, "kv_parts is 3, must be 2 for K and V or 1"),
-        ("head_dim", 0, "head_dim is 0"),
         ("block_tokens", -1, "block_tokens is -1"),
         ("dtype", "int3", "dtype is 'int3'"),
         ("order", "layer.kv.head.token", "order is"),
@@ -483,10 +359,7 @@ def test_text_of_a_format() -> None:
     ("old", "new", "text"),
     [
         ("heads=8", "heads=08", "must be as in"),
-        ("heads=8", "heads=+8", "must be as in"),
         ("heads=8", "heads=٨", "must be as in"),
-        ("heads=8", "heads=88888888", "must be as in"),
-        (" heads", "  heads", "must be as in"),
         ("token.dim", "token.dim\n", "must be as in"),
         ("token.dim", "token.dim extra=1", "must be as in"),
         (" kv_parts=2", "", "must be as in"),
@@ -535,8 +408,7 @@ def test_scattered_bytes_reach_the_named_blocks_and_no_others(case: EngineCase, 
     shard = data.draw(shards(case.shard))
     stored = torch.from_numpy(case.stored_bytes(source, ids, shard))
     scatter(case.engine(memory), ids, shard, stored)
-    layers = slice(shard.layers.first - case.shard.layers.first, shard.layers.end - case.shard.layers.first)
-    heads = slice(shard.heads.first - case.shard.heads.first, shard.heads.end - case.shard.heads.first)
+    layers, heads = case.inside(shard)
     for block in ids:
         target[layers, block, :, heads] = source[layers, block, :, heads]
     assert np.array_equal(memory, case.memory(target))
@@ -616,16 +488,7 @@ def test_memory_in_too_many_pieces_is_gathered() -> None:
     axes = ("block", "token", "head", "kv_dim")
     engine = EngineKv(stored, stored.model, [[torch.zeros(2, 256, 4, 4)]], axes)
     assert block_memory(engine, [0], stored.model) is None
-    by_token = StoredFormat(
-        (1,),
-        heads=4,
-        head_shards=1,
-        kv_parts=2,
-        head_dim=2,
-        block_tokens=256,
-        dtype="float32",
-        order="token.layer.head.kv.dim",
-    )
+    by_token = replace(stored, order="token.layer.head.kv.dim")
     assert block_memory(EngineKv(by_token, stored.model, [[torch.zeros(2, 256, 4, 4)]], axes), [0], stored.model)
 
 
@@ -678,10 +541,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         ([[good]] * 2, "layers has 2 entries, must be 3"),
         ([[good], [good], [good.double()]], "must all be float32"),
         ([[good], [good], [good[:, :2]]], "layer 2 is .* must be"),
-        ([[good], [good], [good[:9]]], "layer 2 is .* must be"),
         ([[good], [good], [good[..., :62]]], "layer 2 is .* must be"),
         ([[good], [good, good], [good]], "layer 1 has 2 tensors"),
-        ([[good], [], [good]], "layer 1 has 0 tensors"),
         ([[], [], []], "without tensors"),
         ([[good, good]] * 3, "layer 0 is .* must be"),
         ([[good], [good.to("meta")], [good]], "layer 1 is on meta"),
@@ -700,37 +561,16 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 # The interpreter is chosen when Triton is imported, for the whole process: hence one of its own.
 PROGRAM = """
-import numpy as np
+import sys
+
+import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from layout_cases import chosen_blocks, engine_cases, shards
-from thoroughness import examples
 
 from kvcm.connectors.layout import rows_triton
-from kvcm.connectors.layout.gather import gather, gather_rows_on, scatter, scatter_rows_on
+from kvcm.connectors.layout.gather import gather_rows_on, scatter_rows_on
 
 assert gather_rows_on(torch.device("cpu")) is rows_triton.gather_rows
 assert scatter_rows_on(torch.device("cpu")) is rows_triton.scatter_rows
-
-@settings(max_examples=examples(100), deadline=None, derandomize=True)
-@given(engine_cases(), st.data())
-def both_ways(case, data):
-    source, target = case.logical(seed=1), case.logical(seed=2)
-    ids = data.draw(chosen_blocks(case))
-    shard = data.draw(shards(case.shard))
-    memory = case.memory(target)
-    out = torch.full((len(ids) // case.places + 1, case.stored.shard_bytes(shard)), 0xAA, dtype=torch.uint8)
-    gather(case.engine(case.memory(source)), ids, shard, out[:-1])
-    assert np.array_equal(out[:-1].numpy(), case.stored_bytes(source, ids, shard))
-    assert (out[-1] == 0xAA).all()
-    scatter(case.engine(memory), ids, shard, out[:-1])
-    layers = slice(shard.layers.first - case.shard.layers.first, shard.layers.end - case.shard.layers.first)
-    heads = slice(shard.heads.first - case.shard.heads.first, shard.heads.end - case.shard.heads.first)
-    for block in ids:
-        target[layers, block, :, heads] = source[layers, block, :, heads]
-    assert np.array_equal(memory, case.memory(target))
-
-both_ways()
 
 # More elements than a tile has, of which the last one is not full.
 paged, packed = torch.randn(5, 2, 3, 7, 50), torch.zeros(2, 2, 3, 7, 50)
@@ -740,6 +580,8 @@ rows_triton.gather_rows(paged, ids, packed)
 assert torch.equal(packed, paged[ids])
 rows_triton.scatter_rows(back, ids, packed)
 assert torch.equal(back[ids], paged[ids]) and not back[[0, 2, 3]].any()
+
+sys.exit(pytest.main(["-q", "-k", "gathered_bytes or scattered_bytes", sys.argv[1]]))
 """
 
 # Triton's compiler needs no GPU, and accepts less than the interpreter does.
@@ -761,7 +603,7 @@ for to_paged in (False, True):
 @needs_triton
 @pytest.mark.ci
 def test_kernel_moves_the_same_bits_as_torch() -> None:
-    """Through the same functions and on the same layouts, types and shards as the reference is tested with."""
+    """In the tests of the reference, with their layouts, types and shards."""
     run(PROGRAM, interpret="1")
 
 
@@ -777,10 +619,10 @@ def run(program: str, interpret: str, **environment: str) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, __file__],
         env={**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": path, **environment},
         capture_output=True,
         check=False,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

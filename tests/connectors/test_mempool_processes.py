@@ -11,15 +11,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pool_parts import CAPACITY, MIB, PAGE_BYTES, access_at, load_one, mover_at, save_one
+from pool_parts import CAPACITY, MIB, access_at, load_one, mover_at, save_one
+from waiting import until
 
 from kvcm.connectors.transfer import Failure
 from kvcm.connectors.transfer.mempool import MemPoolMover
 from kvcm.connectors.transfer.pool_segment import PoolSegment, stamps_of
-from kvcm.model.storages import chunk_bytes
+from kvcm.model.storages import PAGE_BYTES, chunk_bytes
 
 pytestmark = pytest.mark.e2e
 
@@ -34,32 +36,28 @@ class Worker:
     """A process of `pool_worker.py`."""
 
     def __init__(self, *arguments: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, str(WORKER), *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         assert self.line() == "ready"
 
     def tell(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
+        self._stdin.write(text + "\n")
+        self._stdin.flush()
 
     def line(self) -> str:
         """Return what the process says next."""
-        assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], SECONDS)[0], "the worker says nothing"
-        return self._process.stdout.readline().strip()
+        assert select.select([self._stdout], [], [], SECONDS)[0], "the worker says nothing"
+        return self._stdout.readline().strip()
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def end(self) -> str:
         """Close its stdin and return the last line."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stdin.close()
         line = self.line()
         assert self._process.wait(SECONDS) == 0
         return line
@@ -67,22 +65,24 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
 @pytest.fixture
 def new_worker() -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
-
     def start(*arguments: object) -> Worker:
-        workers.append(Worker(*arguments))
-        return workers[-1]
+        worker = Worker(*arguments)
+        workers.callback(worker.kill)
+        return worker
 
-    yield start
-    for worker in workers:
-        worker.kill()
+    with ExitStack() as workers:
+        yield start
+
+
+@pytest.fixture
+def worker(pool_directory: Path, new_worker: Callable[..., Worker]) -> Worker:
+    return new_worker("told", pool_directory, LARGE_POOL)
 
 
 @pytest.fixture
@@ -94,20 +94,6 @@ def mover(pool_directory: Path) -> MemPoolMover:
 @pytest.fixture
 def segment(mover: MemPoolMover, pool_directory: Path) -> PoolSegment:
     return access_at(pool_directory, LARGE_POOL).find_or_create()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-
-
-def catch_in_a_copy(worker: Worker, segment: PoolSegment, number: signal.Signals, stamp: int) -> None:
-    """Send a signal as soon as a worker's save has put its stamps, which is before its copy."""
-    worker.tell(f"save 0 {LARGE} {stamp}")
-    stamps = stamps_of(stamp, LARGE)
-    wait_until(lambda: segment.has_stamps(0, stamps))
-    worker.send(number)
 
 
 def is_locked(segment: PoolSegment) -> bool:
@@ -123,9 +109,9 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
         stamp = 10 * round_number + 10
         worker = new_worker("told", pool_directory, LARGE_POOL)
         worker.tell(f"save 0 {LARGE} {stamp}")
-        wait_until(lambda stamp=stamp: segment.newest_stamp(0, PAGE_BYTES) == stamp)
-        until = time.monotonic() + draw.random() * 0.004
-        wait_until(lambda until=until: time.monotonic() >= until)
+        until(lambda stamp=stamp: segment.newest_stamp(0, PAGE_BYTES) == stamp)
+        moment = time.monotonic() + draw.random() * 0.004
+        until(lambda moment=moment: time.monotonic() >= moment)
         worker.kill()
         assert not is_locked(segment)
         offset, size = draw.randrange(LARGE // PAGE_BYTES) * PAGE_BYTES, 1
@@ -139,7 +125,10 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
 def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) -> int:
     """Stop a worker in its copy and return the stamp that it saves with; tries again when it was quicker."""
     for stamp in range(first_stamp, first_stamp + 50):
-        catch_in_a_copy(worker, segment, signal.SIGSTOP, stamp)
+        worker.tell(f"save 0 {LARGE} {stamp}")
+        stamps = stamps_of(stamp, LARGE)  # which are put before the copy
+        until(lambda stamps=stamps: segment.has_stamps(0, stamps))
+        worker.send(signal.SIGSTOP)
         if is_locked(segment):
             return stamp
         worker.send(signal.SIGCONT)
@@ -148,9 +137,8 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
 
 
 def test_nobody_writes_where_a_stopped_writer_may_come_back(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     newer = stamp + 1
     refused = save_one(mover, LARGE - PAGE_BYTES, 100, newer)
@@ -168,9 +156,8 @@ def test_nobody_writes_where_a_stopped_writer_may_come_back(
 
 
 def test_a_stopped_writer_that_is_killed_gives_its_pages_back(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     worker.kill()
     assert save_one(mover, 0, LARGE, stamp + 1).ok
@@ -178,9 +165,8 @@ def test_a_stopped_writer_that_is_killed_gives_its_pages_back(
 
 
 def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
-    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, new_worker: Callable[..., Worker]
+    mover: MemPoolMover, segment: PoolSegment, pool_directory: Path, worker: Worker
 ) -> None:
-    worker = new_worker("told", pool_directory, LARGE_POOL)
     stamp = stopped_in_a_copy(worker, segment, 100)
     (pool_directory / "segment").unlink()
     assert save_one(mover, 0, 100, stamp + 1).ok
@@ -192,19 +178,19 @@ def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
     assert worker.line() == "ok"
 
 
-def test_many_processes_that_write_over_each_other_never_read_wrong_bytes(
+def test_processes_that_overwrite_never_read_wrong_bytes(
     pool_directory: Path, new_worker: Callable[..., Worker]
 ) -> None:
     """Invariant 5 at its worst: extents of all sizes handed out over each other, with writers killed and stopped."""
     assert mover_at(pool_directory, CAPACITY).save([], 1.0) == []  # makes the pool
     draw = random.Random(2)
     workers = [new_worker("hammer", pool_directory, number) for number in range(4)]
-    until = time.monotonic() + 4.0
-    while time.monotonic() < until:
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
         victim = draw.randrange(1, len(workers))
         workers[victim].send(signal.SIGSTOP)
         pause = time.monotonic() + draw.random() * 0.05
-        wait_until(lambda pause=pause: time.monotonic() >= pause)
+        until(lambda pause=pause: time.monotonic() >= pause)
         if draw.random() < 0.1:
             workers[victim].kill()
             workers[victim] = new_worker("hammer", pool_directory, victim)

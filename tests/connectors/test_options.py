@@ -86,12 +86,6 @@ def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_names_of_others_are_passed_over() -> None:
-    assert parse_options(Options, {"manager": "a:1", "prefetch_threshold": 16}, {"prefetch_threshold"}) == Options(
-        "a:1"
-    )
-
-
 # ---- Options of the vLLM connector: what is not allowed is refused before an engine starts, and named ----
 
 _NEEDED = {"manager": "a:1", "instance_group": "g", "instance_id": "i"}

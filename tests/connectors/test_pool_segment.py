@@ -5,18 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool_parts import CAPACITY, DEADLINE, MIB, NODE, access_at, content, mover_at, save_one, uri
 from thoroughness import examples
+from waiting import until
 
 from kvcm.connectors.transfer import Failure, TransferItem, pool_segment
 from kvcm.connectors.transfer.mempool import ItemChecks, MemPoolMover, PoolRun, adjacent_runs
@@ -41,6 +46,11 @@ def opened(path: Path, capacity: int = CAPACITY) -> PoolSegment:
     segment = open_segment(path, capacity)
     assert segment is not None
     return segment
+
+
+@pytest.fixture
+def path(pool_directory: Path) -> Path:
+    return pool_directory / "segment"
 
 
 @given(st.integers(1, 1 << 45))
@@ -79,8 +89,7 @@ def test_no_changed_byte_of_a_header_goes_unnoticed(data: st.DataObject) -> None
         SegmentHeader.decode(bytes(encoded))
 
 
-def test_a_new_segment_is_zeroed_whole_and_private(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_new_segment_is_zeroed_whole_and_private(path: Path, pool_directory: Path) -> None:
     make(path)
     segment = opened(path)
     assert segment.header.generation == 7
@@ -91,42 +100,10 @@ def test_a_new_segment_is_zeroed_whole_and_private(pool_directory: Path) -> None
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_what_is_written_through_one_mapping_is_seen_through_another(pool_directory: Path) -> None:
-    make(pool_directory / "segment")
-    one, other = opened(pool_directory / "segment"), opened(pool_directory / "segment")
-    assert one.passes_check(b"token")
-    one.copy_in(PAGE_BYTES, [memoryview(b"abc"), memoryview(bytes(range(256)) * 512)])
-    three, rest = bytearray(3), bytearray(256 * 512)
-    other.copy_out(PAGE_BYTES, [memoryview(three), memoryview(rest)])
-    assert three == b"abc"
-    assert rest == bytes(range(256)) * 512
-
-
-def test_nothing_there_is_no_error(pool_directory: Path) -> None:
-    assert open_segment(pool_directory / "segment", CAPACITY) is None
-
-
-def _spoil_magic(path: Path) -> None:
+def _overwrite(path: Path, offset: int, byte: bytes) -> None:
     with path.open("r+b") as file:
-        file.write(b"\0")
-
-
-def _spoil_check(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(30)
-        file.write(b"\xff")
-
-
-def _cut(path: Path) -> None:
-    os.truncate(path, 3 * MIB)
-
-
-def _cut_header(path: Path) -> None:
-    os.truncate(path, 20)
-
-
-def _lend(path: Path) -> None:
-    path.chmod(0o644)
+        file.seek(offset)
+        file.write(byte)
 
 
 def _link(path: Path) -> None:
@@ -147,20 +124,19 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_spoil_magic, "does not begin as"),
-        (_spoil_check, "damaged"),
-        (_cut, "its header says"),
-        (_cut_header, "does not begin as"),
-        (_lend, "mode is 0644"),
+        (lambda path: _overwrite(path, 0, b"\0"), "does not begin as"),
+        (lambda path: _overwrite(path, 30, b"\xff"), "damaged"),
+        (lambda path: os.truncate(path, 3 * MIB), "its header says"),
+        (lambda path: os.truncate(path, 20), "does not begin as"),
+        (lambda path: path.chmod(0o644), "mode is 0644"),
         (_link, "is a link"),
         (_folder, "[Dd]irectory"),
         (_fifo, "no regular file"),
     ],
 )
-def test_what_is_not_whole_or_not_ours_is_refused_and_left_alone(
-    pool_directory: Path, spoil: Callable[[Path], None], why: str
+def test_damaged_or_foreign_segments_are_refused(
+    path: Path, pool_directory: Path, spoil: Callable[[Path], None], why: str
 ) -> None:
-    path = pool_directory / "segment"
     make(path)
     spoil(path)
     before = path.lstat()
@@ -173,18 +149,14 @@ def test_what_is_not_whole_or_not_ours_is_refused_and_left_alone(
     assert path.lstat().st_ino == before.st_ino
 
 
-def test_a_smaller_segment_is_refused_and_a_larger_one_is_used(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_smaller_segment_is_refused_and_a_larger_one_is_used(path: Path) -> None:
     make(path, 2 * MIB)
     with pytest.raises(StorageIOError, match=f"room for {2 * MIB} bytes, the storage's capacity_bytes is {4 * MIB}"):
         open_segment(path, 4 * MIB)
     assert opened(path, MIB).header.capacity_bytes == 2 * MIB
 
 
-def test_a_segment_of_another_boot_counts_as_missing_and_is_replaced(
-    pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = pool_directory / "segment"
+def test_a_segment_of_another_boot_is_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool_segment, "boot_id", lambda: b"an earlier boot!")
         make(path, generation=1)
@@ -193,15 +165,7 @@ def test_a_segment_of_another_boot_counts_as_missing_and_is_replaced(
     assert opened(path).header.generation == 2
 
 
-def test_a_segment_that_is_there_is_not_made_again(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
-    make(path, generation=1)
-    make(path, generation=2)
-    assert opened(path).header.generation == 1
-
-
-def test_of_many_makers_one_makes(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_of_many_makers_one_makes(path: Path, pool_directory: Path) -> None:
     start = threading.Barrier(8)
     failures: list[str] = []
 
@@ -212,18 +176,14 @@ def test_of_many_makers_one_makes(pool_directory: Path) -> None:
         except StorageIOError as error:
             failures.append(str(error))
 
-    threads = [threading.Thread(target=maker, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(maker, range(1, 9)))
     assert all("another process is making it now" in failure for failure in failures)
     assert 1 <= opened(path, 4 * MIB).header.generation <= 8
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(path: Path, pool_directory: Path) -> None:
     draft = pool_directory / ".segment.new"
     draft.touch(0o600)
     with draft.open("r+b") as file:
@@ -233,8 +193,7 @@ def test_while_one_process_makes_it_others_do_not_take_the_memory_twice(pool_dir
         assert draft.stat().st_size == 0
 
 
-def test_what_a_killed_maker_left_is_used_by_the_next(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_what_a_killed_maker_left_is_used_by_the_next(path: Path, pool_directory: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -250,8 +209,7 @@ create_segment(Path({str(path)!r}), {4 * MIB}, lambda: 1)
     assert [entry.name for entry in pool_directory.iterdir()] == ["segment"]
 
 
-def test_a_full_medium_is_said_at_once_and_keeps_nothing(pool_directory: Path) -> None:
-    path = pool_directory / "segment"
+def test_a_full_medium_is_said_at_once_and_keeps_nothing(path: Path, pool_directory: Path) -> None:
     with pytest.raises(StorageIOError, match=r"needs \d+ bytes, .* has \d+ free of \d+: enlarge it"):
         make(path, 1 << 50)
     assert list(pool_directory.iterdir()) == []
@@ -274,18 +232,8 @@ def test_a_missing_directory_is_named(pool_directory: Path) -> None:
 
 
 def test_names_of_other_clusters_and_storages_differ() -> None:
-    names = {
-        segment_path(Path("/dev/shm"), cluster, storage)
-        for cluster, storage in [
-            ("", "a-b"),
-            ("a", "b"),
-            ("", "b"),
-            ("a-b", "c"),
-            ("a", "b-c"),
-            ("../x", "c"),
-            ("a+b", "c"),
-        ]
-    }
+    pairs = [("", "a-b"), ("a", "b"), ("", "b"), ("a-b", "c"), ("a", "b-c"), ("../x", "c"), ("a+b", "c")]
+    names = {segment_path(Path("/dev/shm"), cluster, storage) for cluster, storage in pairs}
     assert len(names) == 7
     assert {path.parent for path in names} == {Path("/dev/shm")}
 
@@ -314,7 +262,6 @@ def test_a_dropped_segment_closes_its_descriptors(pool_directory: Path) -> None:
 # ---- Parts that are copied together: the same bytes and the same answers as one by one, whatever their memory i ----
 
 STAMP = 9
-LATE = (((0, STAMP), (1, STAMP)), ((0, STAMP), (1, STAMP + 2)))  # pages and stamps
 SMALL_CHUNK = 256 << 10  # of a pool 64 times as large
 Layout = list[tuple[int, int, int, str]]
 """Of each part: pages left free before it, size, bytes left free before its memory, and what that memory is like."""
@@ -373,18 +320,6 @@ def test_what_is_no_neighbour_in_memory_is_a_piece_of_its_own() -> None:
     assert shape(cut(items)) == [[[0], [1], [2], [3], [4], [5], [6], [7]]]
 
 
-def test_memory_the_other_way_round_is_not_joined() -> None:
-    items = rows(memoryview(bytearray(4 * PAGE_BYTES)), PAGE_BYTES)
-    backwards = [TransferItem(item.uri, other.buffers) for item, other in zip(items, reversed(items), strict=True)]
-    assert shape(cut(backwards)) == [[[0], [1], [2], [3]]]
-
-
-def test_parts_that_do_not_fill_their_pages_are_not_joined() -> None:
-    """Between them lie bytes of the pool that are nobody's."""
-    memory = memoryview(bytearray(4 * 5000))
-    assert shape(cut(rows(memory, 5000))) == [[[0], [1], [2], [3]]]
-
-
 @pytest.mark.parametrize("start", [0, PAGE_BYTES])
 def test_a_part_of_a_part_is_joined_to_nothing_behind_it(start: int) -> None:
     memory = memoryview(bytearray(6 * PAGE_BYTES))
@@ -439,56 +374,38 @@ def test_runs_that_fall_apart_have_a_run_for_each_part() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 2, 4])
-def test_one_part_of_a_run_that_is_gone_is_lost_alone(mover: MemPoolMover, changed: int) -> None:
-    size = 10 * PAGE_BYTES
-    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
-    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    assert save_one(mover, changed * size + 3 * PAGE_BYTES, PAGE_BYTES, STAMP + 1).ok
-    memory = bytearray(5 * size)
-    results = mover.load(rows(memoryview(memory), size), DEADLINE)
-    assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
-    for index in set(range(5)) - {changed}:
-        assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
-    assert memory[changed * size : (changed + 1) * size] == bytes(size)  # seen before it was copied
-
-
-@pytest.mark.parametrize("changed", [0, 2, 4])
-def test_one_part_that_is_overtaken_during_the_copy_of_its_run_is_lost_alone(
-    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch, changed: int
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "during the copy"])
+def test_one_part_of_a_run_that_is_overwritten_is_lost_alone(
+    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch, changed: int, is_late: bool
 ) -> None:
-    size = 10 * PAGE_BYTES
+    size, copied = 10 * PAGE_BYTES, list[int]()
     saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
     assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    other = mover_at(pool_directory)
-    segment = mover._access.find()
+    other, segment = mover_at(pool_directory), mover._access.find()
     assert segment is not None
-    copy_out, copied = segment.copy_out, []
+    copy_out = segment.copy_out
+
+    def overwrite() -> None:
+        assert save_one(other, changed * size + 3 * PAGE_BYTES, 1, STAMP + 1).ok
 
     def overtaken(offset: int, views: Sequence[memoryview]) -> None:
-        assert save_one(other, changed * size, 1, STAMP + 1).ok
+        overwrite()
         copied.append(sum(view.nbytes for view in views))
         copy_out(offset, views)
 
-    monkeypatch.setattr(segment, "copy_out", overtaken)
+    if is_late:
+        monkeypatch.setattr(segment, "copy_out", overtaken)
+    else:
+        overwrite()
     memory = bytearray(5 * size)
     results = mover.load(rows(memoryview(memory), size), DEADLINE)
-    assert copied == [5 * size]  # all were one piece
     assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
     for index in set(range(5)) - {changed}:
         assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
-
-
-def test_one_part_that_cannot_be_filled_is_refused_alone(mover: MemPoolMover) -> None:
-    size = 10 * PAGE_BYTES
-    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
-    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
-    memory = bytearray(5 * size)
-    items = rows(memoryview(memory), size)
-    items[2] = TransferItem(items[2].uri, [memoryview(memory).toreadonly()[2 * size : 3 * size]])
-    results = mover.load(items, DEADLINE)
-    assert [result.failure for result in results] == [None, None, Failure.REFUSED, None, None]
-    assert "read-only" in results[2].reason
-    assert memory == saved[: 2 * size] + bytes(size) + saved[3 * size :]
+    if is_late:
+        assert copied == [5 * size]  # all were one piece
+    else:
+        assert memory[changed * size : (changed + 1) * size] == bytes(size)  # seen before it was copied
 
 
 def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover) -> None:
@@ -504,39 +421,28 @@ def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover)
     expected, memory[:] = bytes(memory), bytes(len(memory))
     assert all(result.ok for result in mover.load(items, DEADLINE))
     assert memory == expected
-    for first in (0, 1):  # of pages with 9 and 10, in a run with one that may be written
-        late = [TransferItem(uri((first + at) * PAGE_BYTES, 1, stamp), [memoryview(b"x")]) for at, stamp in LATE[first]]
-        failures = [result.failure for result in mover.save(late, DEADLINE)]
-        assert failures == ([None, Failure.REFUSED] if first == 0 else [Failure.REFUSED, None])
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_the_deadline_is_looked_at_between_runs(pool_directory: Path, direction: Direction) -> None:
-    now = [0.0]
-    access = access_at(pool_directory)
-    mover = MemPoolMover("pool", NODE, CAPACITY, access, clock=lambda: now[0])
-    memory = memoryview(bytearray(content(STAMP, 0, 20 * MIB)))
-    items = rows(memory, MIB)
+def test_the_deadline_is_looked_at_between_runs(
+    pool_directory: Path, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    access, clock, sizes = access_at(pool_directory), FakeClock(), list[int]()
+    mover, segment = MemPoolMover("pool", NODE, CAPACITY, access, clock=clock.now), access.find_or_create()
+    items = rows(memoryview(bytearray(content(STAMP, 0, 20 * MIB))), MIB)
     assert all(result.ok for result in mover.save(items, DEADLINE))
-    segment = access.find_or_create()
-    slow = _taking_a_second(segment, direction, now)
-    results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
-    assert slow == [8 * MIB, 8 * MIB]
-    assert [result.failure for result in results] == [None] * 16 + [Failure.CANCELLED] * 4
-
-
-def _taking_a_second(segment: PoolSegment, direction: Direction, now: list[float]) -> list[int]:
     name = "copy_out" if direction is Direction.LOAD else "copy_in"
-    copy: Callable[[int, Sequence[memoryview]], None] = getattr(segment, name)
-    sizes: list[int] = []
+    copy = getattr(segment, name)
 
-    def slow(offset: int, views: Sequence[memoryview]) -> None:
+    def take_a_second(offset: int, views: Sequence[memoryview]) -> None:
         copy(offset, views)
         sizes.append(sum(view.nbytes for view in views))
-        now[0] += 1.0
+        clock.time += 1.0
 
-    setattr(segment, name, slow)
-    return sizes
+    monkeypatch.setattr(segment, name, take_a_second)
+    results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
+    assert sizes == [8 * MIB, 8 * MIB]
+    assert [result.failure for result in results] == [None] * 16 + [Failure.CANCELLED] * 4
 
 
 layouts: st.SearchStrategy[Layout] = st.lists(
@@ -582,9 +488,7 @@ def _memory(view: memoryview, kind: str) -> list[memoryview]:
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts, data=st.data())
-def test_any_memory_is_saved_and_loaded_as_part_by_part(
-    pool_directory: Path, layout: Layout, data: st.DataObject
-) -> None:
+def test_any_memory_is_moved_as_part_by_part(pool_directory: Path, layout: Layout, data: st.DataObject) -> None:
     (pool_directory / "segment").unlink(missing_ok=True)
     mover = mover_at(pool_directory, 64 * SMALL_CHUNK)
     some_order = st.one_of(st.just(list(range(len(layout)))), st.permutations(range(len(layout))))
@@ -613,3 +517,99 @@ def test_any_memory_is_saved_and_loaded_as_part_by_part(
         elif kind != "read-only":
             expected[place] = content(STAMP, item.uri.offset, size)
     assert memory == expected  # all bytes that are nobody's, too
+
+
+# ---- Locks of pages and processes that fork: a lock is its writer's, and ends with it, whatever was forked ----
+
+SECONDS = 30.0
+
+# Lives on in a child that was forked in the middle of a save, and until its stdin is closed.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvcm.connectors.transfer.pool_segment import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+with segment.write_lock() as lock:
+    assert lock.lock(0, 4096)
+    child = os.fork()
+    if child == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# Its child leaves the lock that it was forked in, and saves something itself; the parent's lock stays.
+OUTLIVED = """
+import os, sys
+from pathlib import Path
+from kvcm.connectors.transfer.pool_segment import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+with segment.write_lock() as spare:  # one that is free when it forks
+    pass
+locks = segment.write_lock()
+lock = locks.__enter__()
+assert lock.lock(0, 4096)
+child = os.fork()
+if child == 0:
+    locks.__exit__(None, None, None)
+    with segment.write_lock() as own:
+        assert not own.lock(0, 4096)
+        assert own.lock(4096, 4096)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+sys.stdin.read()
+locks.__exit__(None, None, None)
+with segment.write_lock() as lock:
+    assert lock.lock(0, 8192)
+"""
+
+
+@pytest.fixture
+def segment(pool_directory: Path) -> PoolSegment:
+    return access_at(pool_directory).find_or_create()
+
+
+@pytest.fixture
+def started(segment: PoolSegment, pool_directory: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(program: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, str(pool_directory / "segment"), str(CAPACITY)]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()  # closes stdin, which ends children, too
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], SECONDS)[0], "the process says nothing"
+    return process.stdout.readline().strip()
+
+
+def is_locked(segment: PoolSegment) -> bool:
+    with segment.write_lock() as lock:
+        return not lock.lock(0, PAGE_BYTES)
+
+
+def test_the_lock_of_a_killed_writer_ends(
+    segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    writer = started(KILLED)
+    child = int(line_of(writer))
+    assert writer.wait(SECONDS) == -signal.SIGKILL
+    until(lambda: not is_locked(segment), "the pages are free")
+    os.kill(child, 0)  # it is still there
+
+
+def test_a_child_leaves_its_parents_lock(segment: PoolSegment, started: Callable[[str], subprocess.Popen[str]]) -> None:
+    writer = started(OUTLIVED)
+    assert line_of(writer) == "0"
+    assert is_locked(segment)
+    writer.communicate()
+    assert writer.returncode == 0
+    assert not is_locked(segment)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,19 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from late_storage import use_late_storage
 from manager_process import ManagerProcess
-from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, plain, prompt
-from reuse_models import HYBRIDS, WINDOWS
+from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, checked, files_of, padded, plain, prompt, run
+from reuse_models import KINDS, model_of
 from thoroughness import is_thorough
 
-from kvcm.connectors.transformers import GenerationReport, KVReuse
+from kvcm.connectors.transformers import GenerationReport
 
-KINDS: dict[str, Callable[[], Any]] = {"llama": lambda: MODEL} | WINDOWS | HYBRIDS
 REPRESENTATIVES = {"llama", "gemma3", "bamba"}
-
-
-@cache
-def model_of(kind: str) -> Any:
-    return KINDS[kind]()
 
 
 @pytest.fixture(
@@ -35,68 +28,29 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def padded(prompts: Sequence[torch.Tensor]) -> Batch:
-    """Return the ids and the attention mask of a batch."""
-    columns = max(ids.shape[1] for ids in prompts)
-    ids = torch.zeros(len(prompts), columns, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(prompts):
-        ids[row, columns - tokens.shape[1] :] = tokens[0]
-        mask[row, columns - tokens.shape[1] :] = 1
-    return ids, mask
-
-
-def without_us(model: Any, batch: Batch, **arguments: Any) -> torch.Tensor:
+def without_us(model: Any, batch: Sequence[torch.Tensor], **arguments: Any) -> torch.Tensor:
     arguments = {"max_new_tokens": NEW, "do_sample": False} | arguments
     output: torch.Tensor = model.generate(batch[0], attention_mask=batch[1], **arguments)
     return output
-
-
-def run(reuse: KVReuse, batch: Batch, **arguments: Any) -> tuple[torch.Tensor, GenerationReport]:
-    arguments = {"max_new_tokens": NEW, "do_sample": False} | arguments
-    output = reuse.generate(batch[0], attention_mask=batch[1], **arguments)
-    assert reuse.last_report is not None
-    return output, reuse.last_report
 
 
 def loaded(report: GenerationReport) -> list[int]:
     return [row.loaded_tokens for row in report.rows]
 
 
-@pytest.mark.feature("transformers", "several requests at once")
-def test_each_row_loads_its_own_prefix(connect: Connect, kind: str) -> None:
-    model, prompts = model_of(kind), [prompt(100), prompt(37, 2), prompt(80, 3), prompt(5, 4)]
-    batch = padded(prompts)
-    expected = without_us(model, batch)
-    reuse = connect(model)
-    output, report = run(reuse, batch)
-    assert torch.equal(output, expected)
-    assert loaded(report) == [0, 0, 0, 0]
-    assert report.blocks_saved == sum((ids.shape[1] + NEW - 1) // BLOCK for ids in prompts)
-    output, report = run(connect(model), batch)
-    assert torch.equal(output, expected)
-    assert loaded(report) == [96, 32, 64, 0]
-    assert (report.prompt_tokens, report.new_tokens, report.reason) == (222, 4 * NEW, "")
-
-
 def test_rows_of_one_batch_serve_those_of_another(connect: Connect, kind: str) -> None:
     """Padding is no part of KV: a prompt in another row, with other padding, or alone is the same prompt."""
     model, first, second = model_of(kind), prompt(50), prompt(90, 2)
     reuse = connect(model)
-    run(reuse, padded([first, second]))
+    run(reuse, *padded([first, second]))
     for prompts in ([first], [second], [prompt(120, 3), second, first], [second, first[:, :40]]):
         batch = padded(prompts)
-        output, report = run(reuse, batch, max_new_tokens=6)
-        assert torch.equal(output, without_us(model, batch, max_new_tokens=6))
+        report = checked(reuse, without_us(model, batch, max_new_tokens=6), *batch, max_new_tokens=6)
     assert loaded(report)[0] == 80
     reuse = connect(model)
-    run(reuse, padded([prompt(60, 7)]))
+    run(reuse, *padded([prompt(60, 7)]))
     batch = padded([prompt(60, 7), prompt(61, 8)])
-    output, report = run(reuse, batch)
-    assert torch.equal(output, without_us(model, batch))
+    report = checked(reuse, without_us(model, batch), *batch)
     assert loaded(report) == [48, 0]
 
 
@@ -105,8 +59,7 @@ def test_padding_given_to_one_row(connect: Connect, kind: str) -> None:
     mask = (torch.arange(71) >= 11).long()[None]
     reuse, expected = connect(model), without_us(model, (ids, mask))
     for tokens in (0, 48):
-        output, report = run(reuse, (ids, mask))
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids, mask)
         assert report.loaded_tokens == tokens
 
 
@@ -129,8 +82,7 @@ def test_any_batch_gives_the_tokens_of_transformers(
     reuse = connect(model)
     expected = without_us(model, batch, max_new_tokens=new)
     for _ in range(2):
-        output, report = run(reuse, batch, max_new_tokens=new)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, *batch, max_new_tokens=new)
         assert report.reason == ""
     # A chain may break off where two rows store the same block: hybrids leave states where their own rows stop.
     assert loaded(report) == [(n - 1) // BLOCK * BLOCK for n in lengths]
@@ -140,7 +92,7 @@ def test_any_batch_gives_the_tokens_of_transformers(
 def test_stored_bytes_of_a_padded_row_are_those_of_the_prompt_alone(connect: Connect, stored: Stored) -> None:
     """What a batch of two computed differs in rounding from what one row computes, and is the same KV."""
     reuse, prompts = connect(), [prompt(100), prompt(64, 2)]
-    run(reuse, padded(prompts), max_new_tokens=1)
+    run(reuse, *padded(prompts), max_new_tokens=1)
     in_batch = stored(reuse, prompts[1][0].tolist())
     model_alone = connect(block_tokens=BLOCK, publish=False)
     ids, mask = padded([prompts[1]])
@@ -157,8 +109,8 @@ def test_stored_bytes_of_a_padded_row_are_those_of_the_prompt_alone(connect: Con
 def test_each_block_of_each_row_is_loaded_to_its_place(connect: Connect, stored: Stored) -> None:
     reuse, prompts = connect(), [prompt(100), prompt(37, 2), prompt(80, 3)]
     batch = padded(prompts)
-    run(reuse, batch, max_new_tokens=1)
-    output, report = run(reuse, batch, max_new_tokens=1, return_dict_in_generate=True)
+    run(reuse, *batch, max_new_tokens=1)
+    output, report = run(reuse, *batch, max_new_tokens=1, return_dict_in_generate=True)
     assert loaded(report) == [96, 32, 64]
     for row, ids in enumerate(prompts):
         padding = 100 - ids.shape[1]
@@ -169,53 +121,34 @@ def test_each_block_of_each_row_is_loaded_to_its_place(connect: Connect, stored:
             assert kv.numpy().tobytes() == data, (row, block)
 
 
-def test_loaded_rows_are_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
-    """Control: wrong bytes change the tokens of every row."""
-    reuse, batch = connect(settings=replace(PATIENT, checksums=False)), padded([prompt(100), prompt(37, 2)])
-    expected, _ = run(reuse, batch)
-    for path in files_of(manager, instance_id):
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
-        path.write_bytes(data.view(-1, 3, 2, 2 * BLOCK * 16).flip(2).contiguous().numpy().tobytes())
-    output, report = run(reuse, batch)
-    assert loaded(report) == [96, 32]
-    assert not torch.equal(output[0], expected[0])
-    assert not torch.equal(output[1], expected[1])
-
-
 @pytest.mark.feature("transformers", "blocks that fail to load: computed again")
 def test_a_row_that_fails_costs_only_that_row(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     prompts = [prompt(100), prompt(80, 2)]
     batch, reuse = padded(prompts), connect()
-    run(reuse, padded([prompts[0]]))
+    run(reuse, *padded([prompts[0]]))
     before = set(files_of(manager, instance_id))
-    run(reuse, padded([prompts[1]]))
+    run(reuse, *padded([prompts[1]]))
     gone = set(files_of(manager, instance_id)) - before
     assert gone
     for path in gone:
         path.unlink()
-    output, report = run(reuse, batch)
-    assert torch.equal(output, without_us(MODEL, batch))
+    report = checked(reuse, without_us(MODEL, batch), *batch)
     assert loaded(report) == [96, 0]
     assert [row.matched_tokens for row in report.rows] == [96, 64]
     assert report.reason
-    output, report = run(reuse, batch)
+    output, report = run(reuse, *batch)
     assert loaded(report) == [96, 64]
     assert torch.equal(output, without_us(MODEL, batch))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_memory_that_a_late_load_may_change_is_not_used(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_memory_of_a_late_load_is_not_used(connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model, batch = model_of(kind), padded([prompt(100), prompt(80, 2)])
-    expected, _ = run(connect(model), batch)
+    expected, _ = run(connect(model), *batch)
     storages = use_late_storage(monkeypatch, blocks=8)
     reuse = connect(model, settings=replace(PATIENT, transfer_threads=1))
-    handle = model.register_forward_pre_hook(lambda *_: storages[0].scribble())
-    try:
-        output, report = run(reuse, batch)
-    finally:
-        handle.remove()
+    with model.register_forward_pre_hook(lambda *_: storages[0].scribble()):
+        output, report = run(reuse, *batch)
     assert storages[0].late
     assert sum(loaded(report)) < 160
     assert torch.equal(output, expected)
@@ -228,7 +161,7 @@ def test_a_row_that_has_ended_publishes_no_padding(connect: Connect, stored: Sto
     assert end not in free[1, 100:].tolist()
     arguments = {"eos_token_id": end, "pad_token_id": 0, "max_new_tokens": 60}
     reuse = connect()
-    output, report = run(reuse, batch, **arguments)
+    output, report = run(reuse, *batch, **arguments)
     assert torch.equal(output, without_us(MODEL, batch, **arguments))
     assert report.new_tokens == 3 + 60
     assert [block is not None for block in stored(reuse, output[0].tolist())] == [True] * 6 + [False] * 4
@@ -237,38 +170,22 @@ def test_a_row_that_has_ended_publishes_no_padding(connect: Connect, stored: Sto
 
 def test_equal_rows_are_stored_once(connect: Connect) -> None:
     reuse, batch = connect(), padded([prompt(100)] * 3)
-    output, report = run(reuse, batch)
-    assert torch.equal(output, without_us(MODEL, batch))
+    report = checked(reuse, without_us(MODEL, batch), *batch)
     assert report.blocks_saved == 7
-    assert loaded(run(reuse, batch)[1]) == [96] * 3
-
-
-def test_a_batch_with_the_manager_away(connect: Connect, closed_port: int, black_hole: int) -> None:
-    batch = padded([prompt(100), prompt(37, 2), prompt(60, 3)])
-    expected = without_us(MODEL, batch)
-    for port in (closed_port, black_hole):
-        patience = replace(PATIENT, call_seconds=0.2, register_seconds=0.2)
-        reuse = connect(address=f"127.0.0.1:{port}", settings=patience)
-        output, report = run(reuse, batch)
-        assert torch.equal(output, expected)
-        assert report.load_seconds < 8.0  # less than `PATIENT.load_seconds`
-        assert report.reason
+    assert loaded(run(reuse, *batch)[1]) == [96] * 3
 
 
 def test_less_is_computed_than_without_reuse(connect: Connect) -> None:
     """Rows that are behind are computed by themselves, so that one unknown row does not cost the others their reuse."""
     known, unknown = prompt(160), prompt(150, 2)
     reuse = connect()
-    run(reuse, padded([known]), max_new_tokens=1)
+    run(reuse, *padded([known]), max_new_tokens=1)
     computed: list[int] = []
 
     def count(module: Any, arguments: Any, options: dict[str, Any]) -> None:
         computed.append(options["input_ids"].numel())
 
-    handle = MODEL.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        run(reuse, padded([known, unknown]), max_new_tokens=1)
-    finally:
-        handle.remove()
+    with MODEL.register_forward_pre_hook(count, with_kwargs=True):
+        run(reuse, *padded([known, unknown]), max_new_tokens=1)
     assert computed == [134, 2 * 16]  # the second row up to where the first one begins, then both
-    assert torch.equal(plain(known), run(reuse, padded([known]))[0])
+    assert torch.equal(plain(known), run(reuse, *padded([known]))[0])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -15,51 +11,30 @@ import torch
 import xxhash
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
-from reuse_cases import (
-    BLOCK,
-    MODEL,
-    NEW,
-    PATIENT,
-    Connect,
-    Stored,
-    block_bytes,
-    files_of,
-    plain,
-    prompt,
-    read_block,
-    run,
-)
-from reuse_process import batch, model_of
+from reuse_cases import BLOCK, MODEL, PATIENT, Connect, Find, Stored, checked, damage, plain, prompt, read_block, run
+from reuse_models import model_of
+from reuse_process import BATCH
 from script_process import run_script
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.layout import tensors
-from kvcm.connectors.results import Location
 from kvcm.connectors.transformers import KVReuse, ReuseSettings
-from kvcm.model.uri import LocationUri
 
 
-def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect) -> None:
-    reuse, ids = connect(), prompt(100)
-    expected = plain(ids)
-    first, report = run(reuse, ids)
-    assert torch.equal(first, expected)
-    # 124 tokens, of which the KV of 123 is computed: 7 full blocks
-    assert (report.loaded_tokens, report.blocks_saved, report.reason) == (0, 7, "")
-    assert report.bytes_saved == 7 * reuse.parts.block_bytes
-    second, report = run(reuse, ids)
-    assert torch.equal(second, expected)
-    assert (report.prompt_tokens, report.matched_tokens, report.loaded_tokens, report.new_tokens) == (100, 96, 96, NEW)
-    assert report.bytes_loaded == 6 * reuse.parts.block_bytes
-    assert (report.blocks_saved, report.bytes_saved) == (0, 0)
-    assert 0 < report.load_seconds < report.first_token_seconds < report.total_seconds
+def block_bytes(cache: Cache, block: int) -> bytes:
+    """Return a block of a cache in the stored format, by plain indexing."""
+    tokens = slice(block * BLOCK, (block + 1) * BLOCK)
+    parts = [tensor[0, :, tokens] for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return torch.stack(parts).contiguous().numpy().tobytes()
 
 
 @pytest.mark.feature("transformers", "the same bytes per block")
 def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, stored: Stored) -> None:
     reuse, ids = connect(), prompt(100)
-    output, _ = run(reuse, ids)
+    output, report = run(reuse, ids)
+    assert report.bytes_saved == 7 * reuse.parts.block_bytes
     cache = DynamicCache(config=MODEL.config)
     with torch.no_grad():  # as it was computed: the prompt at once, then token by token
         MODEL(ids, past_key_values=cache)
@@ -80,12 +55,11 @@ def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, st
     assert [block == block_bytes(cache, index) for index, block in enumerate(blocks)] == [True] * 10
 
 
-@pytest.mark.parametrize("most_pieces", [1024, 1])
-def test_each_block_is_loaded_to_its_place(
-    connect: Connect, stored: Stored, monkeypatch: pytest.MonkeyPatch, most_pieces: int
+def test_staged_blocks_are_loaded_to_their_places(
+    connect: Connect, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal tokens do not show it (see below): the cache that was used is compared with the store, block by block."""
-    monkeypatch.setattr(tensors, "_MAX_PIECES", most_pieces)  # with 1, blocks go through the staging buffer
+    """Equal tokens do not show it, since K carries its position: the cache is compared with the store."""
+    monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
     reuse, ids = connect(), prompt(300)
     run(reuse, ids)
     output, report = run(reuse, ids, return_dict_in_generate=True)
@@ -104,21 +78,6 @@ def test_generation_inside_inference_mode(connect: Connect) -> None:
     assert report.loaded_tokens == 96
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)
-
-
-def test_permuted_blocks_would_go_unnoticed_by_tokens(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
-    """Why bytes are compared too: K carries its position, and attention does not care where a block lies."""
-    reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
-    expected, _ = run(reuse, ids, max_new_tokens=1)
-    (path,) = files_of(manager, instance_id)
-    data = path.read_bytes()
-    size = reuse.parts.block_bytes
-    path.write_bytes(b"".join(data[start : start + size] for start in reversed(range(0, 6 * size, size))))
-    output, report = run(reuse, ids, max_new_tokens=1)
-    assert report.loaded_tokens == 96
-    assert torch.equal(output, expected)
 
 
 def test_sampling_with_the_same_seed_gives_the_same_tokens(connect: Connect) -> None:
@@ -142,18 +101,6 @@ def test_reading_without_publishing(connect: Connect) -> None:
     assert "start_write" not in reader.counters
 
 
-def test_long_answers_grow_the_cache(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.connectors.transformers.reuse._MAX_SPARE_TOKENS", 4)
-    reuse, ids = connect(), prompt(40)
-    output, report = run(reuse, ids, max_new_tokens=200)
-    assert torch.equal(output, plain(ids, max_new_tokens=200))
-    assert report.blocks_saved == 239 // BLOCK
-    longer = torch.cat([output, prompt(5)], dim=1)
-    again, report = run(reuse, longer)
-    assert torch.equal(again, plain(longer))
-    assert report.loaded_tokens == 239 // BLOCK * BLOCK
-
-
 def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[list[int], int | None]] = []
     start_write = ManagerClient.start_write
@@ -168,15 +115,8 @@ def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monk
     longer = torch.cat([output, prompt(30)], dim=1)
     run(reuse, longer, max_new_tokens=1)
     keys = reuse.block_keys(longer[0].tolist())
-    assert (
-        sent
-        == [
-            (keys[:3], None),  # the prompt
-            ([keys[3]], keys[2]),  # filled while tokens were generated
-            ([keys[4]], keys[3]),
-            (keys[5:7], keys[4]),  # the second prompt, behind what was loaded
-        ]
-    )
+    prompt_and_answer = [(keys[:3], None), ([keys[3]], keys[2]), ([keys[4]], keys[3])]
+    assert sent == [*prompt_and_answer, (keys[5:7], keys[4])]  # the last is the second prompt, behind what was loaded
 
 
 def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
@@ -198,26 +138,11 @@ def any_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(tensors, "_MAX_PIECES", 1)
 
 
-def locations_of(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor) -> list[Location]:
-    with ManagerClient(manager.address, instance_id) as client:
-        found = client.match(reuse.block_keys(ids[0].tolist()), timeout_seconds=20).locations
-        return [location for location in found if location is not None]
-
-
-def flip(uri: LocationUri, byte: int) -> None:
-    path = Path(uri.path)
-    data = bytearray(path.read_bytes())
-    data[uri.offset + byte] ^= 0x10
-    path.write_bytes(data)
-
-
 @pytest.mark.usefixtures("any_memory")
-def test_saved_blocks_have_the_checksums_of_their_bytes(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_saved_blocks_have_their_checksums(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, ids)
-    locations = locations_of(reuse, manager, instance_id, ids)
+    locations = find(reuse, ids)
     assert len(locations) == 6
     assert [location.checksums for location in locations] == [
         {"tp0": xxhash.xxh3_64_intdigest(read_block(location.uris["tp0"]))} for location in locations
@@ -226,55 +151,49 @@ def test_saved_blocks_have_the_checksums_of_their_bytes(
 
 @pytest.mark.feature("transformers", "changed bytes are found")
 @pytest.mark.usefixtures("any_memory")
-def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_a_corrupt_block_is_saved_again(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(300)
     expected, report = run(reuse, ids)
     assert torch.equal(expected, plain(ids))
     assert report.blocks_saved == 20
-    before = locations_of(reuse, manager, instance_id, ids)
-    flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    before = find(reuse, ids)
+    damage(before[9].uris["tp0"])
+    report = checked(reuse, expected, ids)
     assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)
     assert report.reason.startswith("block 9: the bytes have checksum ")
     assert report.blocks_saved == 1  # its location was removed at the manager, and those behind it are right
-    after = locations_of(reuse, manager, instance_id, ids)
+    after = find(reuse, ids)
     assert [index for index in range(18) if before[index] != after[index]] == [9]
     assert after[9].checksums == before[9].checksums
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.reason) == (288, 0, "")
 
 
-def test_several_corrupt_blocks_are_reported_at_once(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_corrupt_blocks_are_reported_at_once(connect: Connect, find: Find) -> None:
     reuse, ids = connect(), prompt(100)
     expected, _ = run(reuse, ids)
-    for location in locations_of(reuse, manager, instance_id, ids)[::2]:
-        flip(location.uris["tp0"], 0)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, expected)
+    for location in find(reuse, ids)[::2]:
+        damage(location.uris["tp0"])
+    report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.blocks_corrupt, report.blocks_saved) == (0, 3, 3)
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
-def test_blocks_that_were_saved_without_checksums_are_loaded_as_they_are(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
+def test_blocks_without_checksums_are_loaded_as_they_are(connect: Connect, find: Find) -> None:
     without, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
     expected, _ = run(without, ids)
-    assert [each.checksums for each in locations_of(without, manager, instance_id, ids)] == [{}] * 6
-    output, report = run(connect(), ids)
-    assert torch.equal(output, expected)
+    assert [each.checksums for each in find(without, ids)] == [{}] * 6
+    report = checked(connect(), expected, ids)
     assert (report.loaded_tokens, report.reason) == (96, "")
 
 
 # ---- Reuse through a memory pool: the connector maps it, tells the manager, and is found nothing on other nodes ----
 
-SECONDS = 30.0
+
+def saves(reuse: KVReuse, ids: torch.Tensor) -> bool:
+    """Generate, and return whether blocks were saved: not before the manager has looked at the pool."""
+    report = checked(reuse, plain(ids), ids)
+    return report.blocks_saved > 0
 
 
 def connected(manager: ManagerProcess, group: str, instance_id: str) -> KVReuse:
@@ -282,57 +201,22 @@ def connected(manager: ManagerProcess, group: str, instance_id: str) -> KVReuse:
 
 
 def test_tokens_are_reused_on_the_node_and_computed_elsewhere(
-    manager: ManagerProcess, instance_id: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerProcess, instance_id: str, node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = f"pool-{uuid4().hex[:8]}"
     manager.add_pool(pool, NODE, CAPACITY)
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
     ids = prompt(100)
     expected = plain(ids)
     with connected(manager, pool, instance_id) as reuse:
-        deadline = time.monotonic() + SECONDS
-        saved = 0
-        while not saved:  # the manager has yet to look at the pool that it was told of
-            assert time.monotonic() < deadline, reuse.last_report
-            output, report = run(reuse, ids)
-            assert torch.equal(output, expected)
-            saved = report.blocks_saved
+        until(lambda: saves(reuse, ids))
     with connected(manager, pool, instance_id) as reuse:
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert report.loaded_tokens == 96
         assert report.reason == ""
     monkeypatch.setenv("KVCM_NODE_ID", "node-b")
     with connected(manager, pool, instance_id) as reuse:
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
+        report = checked(reuse, expected, ids)
         assert (report.matched_tokens, report.blocks_saved) == (0, 0)
-
-
-def test_a_manager_that_lost_its_state_is_told_of_the_pool_again(
-    new_manager: Callable[..., ManagerProcess],
-    instance_id: str,
-    pool_directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
-    monkeypatch.setenv("KVCM_NODE_ID", NODE)
-    manager = new_manager()
-    manager.add_pool("pool", NODE, CAPACITY)
-    ids = prompt(100)
-    with connected(manager, "pool", instance_id) as reuse:
-
-        def publish() -> None:
-            deadline = time.monotonic() + SECONDS
-            while not run(reuse, ids)[1].blocks_saved:
-                assert time.monotonic() < deadline, reuse.last_report
-
-        publish()
-        manager.kill()
-        shutil.rmtree(manager.data_dir)
-        new_manager(manager.ports).add_pool("pool", NODE, CAPACITY)
-        publish()
 
 
 # ---- One process stores, another one loads: keys, registration and bytes mean the same in both ----
@@ -346,7 +230,7 @@ def generate(manager: ManagerProcess, instance_id: str, kind: str, pool_blocks: 
 @pytest.mark.feature("transformers", "saves, and another process loads")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 def test_another_process_goes_on(manager: ManagerProcess, instance_id: str, kind: str) -> None:
-    ids, mask = batch()
+    ids, mask = BATCH
     expected = model_of(kind).generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False).tolist()
     first = generate(manager, instance_id, kind)
     assert first == {"tokens": expected, "loaded": [0, 0], "saved": 7 + 4, "reason": ""}

@@ -12,14 +12,14 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_clock import FakeClock
 from host_pools import PAGE, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StrangePoolHost, slots
 from manager_process import ManagerProcess
+from waiting import until
 
 from kvcm.connectors import calls
 from kvcm.connectors.client import ManagerClient
@@ -46,19 +46,8 @@ class Opened(PageStore):
     pool: MHATokenToKVPoolHost
 
 
-class Open(Protocol):
-    """Opens the store of a rank; all are closed at the end of the test."""
-
-    def __call__(
-        self,
-        address: str | None = None,
-        *,
-        layout: str = "page_first",
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        **options: Any,
-    ) -> Opened:
-        """Open it."""
+Open = Callable[..., Opened]
+"""Opens the store of a rank; all are closed at the end of the test."""
 
 
 @pytest.fixture
@@ -116,20 +105,8 @@ def damage(uri: LocationUri | None) -> None:
         file.write(b"\xff\x00\xff")
 
 
-def _room_for(pages: int, store: Opened) -> int:
-    """Return a quota that holds so many pages and not one more, and of which they use too little to be reclaimed."""
-    return (pages + 1) * PageMemory(store.pool).page_bytes - 1
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("is_mla", [False, True])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 def test_pages_come_back_where_they_are_wanted(open_store: Open, layout: str, is_mla: bool) -> None:
     writer, reader = (open_store(layout=layout, is_mla=is_mla) for _ in range(2))
     saved = writer.save(_HASHES[:4], slots(3, 1, 0, 4))
@@ -255,9 +232,7 @@ def test_without_a_manager_everything_misses_at_once(open_store: Open, closed_po
     assert time.monotonic() - begun < 10
 
 
-def test_a_manager_that_hangs_holds_nobody_beyond_the_deadline(
-    open_store: Open, new_manager: Callable[..., ManagerProcess]
-) -> None:
+def test_a_manager_that_hangs_costs_the_deadline(open_store: Open, new_manager: Callable[..., ManagerProcess]) -> None:
     manager = new_manager()
     store = open_store(manager.address, call_seconds=0.3)
     store.save(_HASHES[:2], slots(0, 1))
@@ -272,12 +247,10 @@ def test_a_manager_that_hangs_holds_nobody_beyond_the_deadline(
     until(lambda: store.exists(_HASHES[:2]) == 2)
 
 
-def test_a_group_that_is_full_says_what_is_not_stored(
-    open_store: Open, new_manager: Callable[..., ManagerProcess]
-) -> None:
+def test_pages_beyond_the_quota_are_not_stored(open_store: Open, new_manager: Callable[..., ManagerProcess]) -> None:
     manager = new_manager()
     store = open_store(manager.address)
-    manager.set_quota("default", _room_for(2, store))
+    manager.set_quota("default", 3 * PageMemory(store.pool).page_bytes - 1)  # two pages use too little to be reclaimed
     assert store.save(_HASHES[:4], slots(0, 1, 2, 3)).flags == [True, True, False, False]
     assert store.exists(_HASHES[:4]) == 2
     assert store.save(_HASHES[4:6], slots(0, 1)).flags == [False, False]
@@ -311,10 +284,8 @@ def test_options_of_sglang_itself_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"instance_idd": "x"}, "option 'instance_idd' is unknown; did you mean 'instance_id'?"),
         ({"instance_id": ""}, "option 'instance_id' is empty"),
         ({"interface_v1": 0}, "option 'interface_v1' must be 1"),
-        ({"load_seconds": "soon"}, "option 'load_seconds' is 'soon', must be a number"),
         ({"load_seconds": 0}, "option 'load_seconds' is 0.0, must be > 0"),
         ({"save_seconds": 20}, "option 'save_seconds' is 20.0, must be <= 8 with call_seconds 1.0"),
         ({"lease_seconds": 601}, "option 'lease_seconds' is 601.0, must be <= 600.0"),
@@ -356,27 +327,6 @@ def test_pages_are_stored_in_the_documented_order(kind: type[MHATokenToKVPoolHos
     memory = PageMemory(pool)
     assert stored(memory, 3, 0, 4) == [expected(pool, page) for page in (3, 0, 4)]
     assert memory.page_bytes == len(expected(pool, 0))
-
-
-@pytest.mark.parametrize("layout", _LAYOUTS)
-@pytest.mark.parametrize("kind", _POOLS)
-def test_what_was_stored_of_one_pool_fills_another(kind: type[MHATokenToKVPoolHost], layout: str) -> None:
-    source, target = kind(layout), kind(layout, fill=10_000)
-    from_memory, to_memory = PageMemory(source), PageMemory(target)
-    untouched = stored(to_memory, 0, 2, 3, 4)
-    to_memory.fill(to_memory.pages(slots(1))[0], np.frombuffer(stored(from_memory, 3)[0], np.uint8))
-    assert stored(to_memory, 1) == stored(from_memory, 3)
-    assert stored(to_memory, 0, 2, 3, 4) == untouched
-
-
-def test_layers_apart_and_layers_together_are_the_same_stored_pages() -> None:
-    apart, together = MHATokenToKVPoolHost("layer_first"), MHATokenToKVPoolHost("page_first_direct")
-    for page in range(5):
-        tokens = slice(page * PAGE, (page + 1) * PAGE)
-        together.kv_buffer[:, page] = apart.kv_buffer[:, :, tokens]
-    one, other = PageMemory(apart), PageMemory(together)
-    assert stored(one, 0, 1, 4) == stored(other, 0, 1, 4)
-    assert one.format.text == other.format.text
 
 
 def test_other_orders_and_shapes_have_other_formats() -> None:
@@ -450,8 +400,12 @@ class Book:
         self.book.add(keys(*numbers), [place(number) for number in numbers], lease)
 
 
-def test_a_lease_is_given_back_when_its_last_page_is_loaded() -> None:
-    site = Book()
+@pytest.fixture
+def site() -> Book:
+    return Book()
+
+
+def test_a_lease_is_given_back_when_its_last_page_is_loaded(site: Book) -> None:
     site.enter("a", 1, 2, 3)
     first, rest = site.book.pop(keys(1, 2)), site.book.pop(keys(3))
     assert first.locations == (place(1), place(2))
@@ -461,8 +415,7 @@ def test_a_lease_is_given_back_when_its_last_page_is_loaded() -> None:
     assert site.released == ["a"]
 
 
-def test_only_leading_pages_are_taken() -> None:
-    site = Book()
+def test_only_leading_pages_are_taken(site: Book) -> None:
     site.enter("a", 1, 2, 4)
     found = site.book.pop(keys(1, 2, 3, 4))
     assert len(found.locations) == 2
@@ -474,8 +427,7 @@ def test_only_leading_pages_are_taken() -> None:
     assert site.released == ["a"]
 
 
-def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
-    site = Book()
+def test_a_page_that_is_found_again_is_under_the_newer_lease(site: Book) -> None:
     site.enter("a", 1, 2)
     site.enter("b", 1, 2, 3)
     assert site.released == ["a"]
@@ -485,18 +437,7 @@ def test_a_page_that_is_found_again_is_under_the_newer_lease() -> None:
     assert site.released == ["a", "b"]
 
 
-def test_a_lease_whose_pages_are_being_loaded_stays() -> None:
-    site = Book()
-    site.enter("a", 1)
-    found = site.book.pop(keys(1))
-    site.enter("b", 1)
-    assert site.released == []
-    site.book.release(found)
-    assert site.released == ["a"]
-
-
-def test_pages_are_dropped_when_their_lease_ends() -> None:
-    site = Book()
+def test_pages_are_dropped_when_their_lease_ends(site: Book) -> None:
     site.enter("a", 1, seconds=5)
     site.clock.time += 6
     assert site.book.pop(keys(1)).locations == ()

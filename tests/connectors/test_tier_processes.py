@@ -25,7 +25,7 @@ def answer(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("llama", "snapkv"), ("latent", "dsa")])
-def test_another_process_decodes_without_prefill(
+def test_another_process_needs_no_prefill(
     manager: ManagerProcess, instance_id: str, model: str, algorithm: str
 ) -> None:
     expected = continued(model, algorithm, TOKENS)
@@ -56,7 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {"retroinfer": {"iterations": 1}, "pqcache":
 
 @pytest.mark.parametrize("writer", ["nobody", "foreign"])
 @pytest.mark.parametrize("algorithm", OTHERS)
-def test_an_index_that_is_not_there_or_is_anothers_is_built(
+def test_a_missing_or_foreign_index_is_built(
     manager: ManagerProcess, instance_id: str, algorithm: str, writer: str
 ) -> None:
     changed = {**SHORT[algorithm]["algo"], **OTHERS[algorithm]}

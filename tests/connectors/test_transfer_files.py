@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool_parts import bytes_of
 from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
 from kvcm.connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
-from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
+from kvcm.connectors.transfer.engine import MOVERS
+from kvcm.model.storages import (
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri
 
 STORAGE = "nfs_01"
 SIZE = 512
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "store"
-    (root / "cluster").mkdir(parents=True)
-    return root
 
 
 @pytest.fixture
@@ -48,10 +49,6 @@ def item(path: Path, slot: int | None = None, size: int = SIZE, fill: int = 0) -
     return TransferItem(
         LocationUri("file", STORAGE, str(path), size, slot), [memoryview(bytearray(bytes([fill % 256]) * size))]
     )
-
-
-def content(part: TransferItem) -> bytes:
-    return b"".join(part.buffers)
 
 
 @pytest.mark.usefixtures("any_kernel")
@@ -76,7 +73,10 @@ def test_one_damaged_file_among_hundreds_costs_only_its_own_items(engine: Transf
     expected[13] = results[13].failure
     assert results[13].failure in {Failure.REFUSED, Failure.ERROR}
     assert failures(results) == expected
-    assert all(content(got) == content(put) for got, put, result in zip(read, items, results, strict=True) if result.ok)
+    assert not (cluster / "inst" / "f7").exists()
+    assert all(
+        bytes_of(got) == bytes_of(put) for got, put, result in zip(read, items, results, strict=True) if result.ok
+    )
 
 
 @given(
@@ -104,20 +104,18 @@ def test_neighbours_that_move_together_end_as_if_each_had_moved_alone(
             assert result.failure is Failure.LOST
             assert result.moved_bytes == len(wanted)
         else:
-            assert (result.ok, content(part)) == (True, wanted)
+            assert (result.ok, bytes_of(part)) == (True, wanted)
 
 
 def test_more_neighbours_than_one_system_call_takes(engine: TransferEngine, root: Path) -> None:
     slots = range(2 * os.sysconf("SC_IOV_MAX") + 3)
     items = [item(root / "cluster" / "packed", slot, 3, fill=slot) for slot in slots]
     assert all(result.ok for result in engine.save(items[::-1], DEADLINE))
-    assert (root / "cluster" / "packed").read_bytes() == b"".join(content(part) for part in items)
+    assert (root / "cluster" / "packed").read_bytes() == b"".join(bytes_of(part) for part in items)
 
 
 @pytest.mark.usefixtures("any_kernel")
-def test_links_below_the_root_lead_nowhere_whatever_the_kernel(
-    engine: TransferEngine, root: Path, tmp_path: Path
-) -> None:
+def test_links_below_the_root_lead_nowhere(engine: TransferEngine, root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"s" * SIZE)
@@ -134,9 +132,7 @@ def test_links_below_the_root_lead_nowhere_whatever_the_kernel(
 
 
 @pytest.mark.usefixtures("any_kernel")
-def test_a_directory_that_is_swapped_for_a_link_meanwhile_gives_nothing_away(
-    engine: TransferEngine, root: Path, tmp_path: Path
-) -> None:
+def test_a_directory_that_is_swapped_for_a_link_is_safe(engine: TransferEngine, root: Path, tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", root / "cluster" / "inst"
     outside.mkdir()
     inside.mkdir()
@@ -164,8 +160,8 @@ def test_a_directory_that_is_swapped_for_a_link_meanwhile_gives_nothing_away(
             part = item(inside / "f")
             [result] = engine.load([part], DEADLINE)
             found.add(result.failure)
-            assert not result.ok or content(part) == b"i" * SIZE
-            assert b"s" not in content(part)
+            assert not result.ok or bytes_of(part) == b"i" * SIZE
+            assert b"s" not in bytes_of(part)
             engine.save([item(inside / "f", fill=ord("i"))], DEADLINE)
     finally:
         stop.set()
@@ -187,7 +183,7 @@ def test_a_root_behind_a_link_may_be_moved_to_another_place(tmp_path: Path) -> N
         alias.symlink_to(tmp_path / name)
         part = item(alias / "cluster" / "f")
         assert failures(engine.load([part], DEADLINE)) == [None]
-        assert content(part) == name.encode()[:1] * SIZE
+        assert bytes_of(part) == name.encode()[:1] * SIZE
     engine.close()
 
 
@@ -199,15 +195,61 @@ def test_no_file_stays_open_and_no_mount_is_kept_busy(engine: TransferEngine, ro
     assert set(Path("/proc/self/fd").iterdir()) == before
 
 
-def test_storages_are_found_by_scheme_and_name(root: Path) -> None:
-    storages = [StorageConfig(STORAGE, NfsStorageSpec(f"{root}/", 8)), StorageConfig("other", MooncakeStorageSpec())]
-    engine = TransferEngine.for_storages(storages[:1])
-    path = root / "cluster" / "f"
-    items = [
-        item(path),
-        TransferItem(item(path).uri._replace(scheme="hf3fs"), item(path).buffers),
-        TransferItem(item(path).uri._replace(storage="other"), item(path).buffers),
+# ---- Storages of all types of directories: each by its own scheme ----
+
+SCHEMES = {"nfs": "file", "fs": "hf3fs", "vcns": "hf3fs"}
+
+
+@pytest.fixture
+def storages(tmp_path: Path) -> list[StorageConfig]:
+    (tmp_path / "r" / "cluster").mkdir(parents=True)
+    return [
+        StorageConfig("nfs", NfsStorageSpec(f"{tmp_path}/r")),
+        StorageConfig("fs", ThreeFSStorageSpec("", f"{tmp_path}/", "/r/")),
+        StorageConfig("vcns", VcnsThreeFSStorageSpec("", str(tmp_path), "r", 1, False, "host", 1, "redis://meta")),
     ]
-    assert failures(engine.save(items, DEADLINE)) == [None, Failure.REFUSED, Failure.REFUSED]
-    assert engine.statistics().misaddressed_items == 2
+
+
+@pytest.fixture
+def mover(storages: list[StorageConfig]) -> FileMover:
+    return FileMover.for_storages(storages)
+
+
+def part_of(tmp_path: Path, scheme: str, storage: str, content: bytes = b"12345678") -> TransferItem:
+    uri = LocationUri(scheme, storage, f"{tmp_path}/r/cluster/i/kv/{storage}.aa", 8)
+    return TransferItem(uri, [memoryview(bytearray(content))])
+
+
+@pytest.mark.parametrize("storage", SCHEMES)
+def test_a_scheme_of_another_type_is_refused(mover: FileMover, tmp_path: Path, storage: str) -> None:
+    """Also behind an item of the same file that is right."""
+    right = SCHEMES[storage]
+    wrong = "hf3fs" if right == "file" else "file"
+    items = [part_of(tmp_path, scheme, storage) for scheme in (right, wrong, "nfs")]
+    first, *others = mover.save(items, DEADLINE)
+    assert first.ok
+    assert [each.failure for each in others] == [Failure.REFUSED] * 2
+    assert f"begin with {right}://, not {wrong}://" in others[0].reason
+    assert [each.ok for each in mover.load(items, DEADLINE)] == [True, False, False]
+
+
+def test_an_engine_moves_what_lies_on_any_of_them(storages: list[StorageConfig], tmp_path: Path) -> None:
+    engine = TransferEngine.for_storages(storages)
+    items = [part_of(tmp_path, scheme, storage) for storage, scheme in SCHEMES.items()]
+    assert all(each.ok for each in engine.save(items, DEADLINE))
+    loaded = [part_of(tmp_path, scheme, storage, bytes(8)) for storage, scheme in SCHEMES.items()]
+    assert all(each.ok for each in engine.load(loaded, DEADLINE))
+    assert [bytes(each.buffers[0]) for each in loaded] == [b"12345678"] * 3
+    engine.close()
+
+
+def test_another_mover_of_mooncake_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster").mkdir()
+    mover = FileMover.for_storages([StorageConfig("other", NfsStorageSpec(str(tmp_path)))])
+    monkeypatch.setitem(MOVERS, "mooncake", lambda _: mover)
+    engine = TransferEngine.for_storages([StorageConfig("store", MooncakeStorageSpec())])
+    assert set(engine.statistics().storages) == {"store"}
+    uri = LocationUri("mooncake", "store", "/x", 1)
+    (result,) = engine.load([TransferItem(uri, [memoryview(bytearray(1))])], 5.0)
+    assert "is none of ['other']" in result.reason  # the other mover's word
     engine.close()

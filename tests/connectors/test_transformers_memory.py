@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcm.connectors.layout import BlockLayout
 from kvcm.connectors.transformers.cache import PreallocatedLayer, WindowLayer
-from kvcm.connectors.transformers.identity import _CHUNK_WORDS, _weights, tensor_checksum
+from kvcm.connectors.transformers.identity import _CHUNK_WORDS, tensor_checksum
 from kvcm.connectors.transformers.model_kv import KVPart, ModelParts, probe_model
 from kvcm.connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
 from kvcm.model.errors import InvalidArgumentError
@@ -115,8 +114,6 @@ def test_the_memory_is_there_once_and_never_more() -> None:
     tensors = [tensor for pair in pool.memory.values() for tensor in pair]
     assert sum(tensor.nbytes for tensor in tensors) == BLOCKS * parts(3).block_bytes
     assert pool.acquire(BLOCKS + 1) is None
-    assert sorted(pool.acquire(BLOCKS) or []) == list(range(BLOCKS))
-    assert pool.acquire(1) is None
 
 
 def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
@@ -137,18 +134,6 @@ def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
     more = pool.acquire(3)
     assert more is not None
     assert pool.find(keys(1, 2)) == first[:1]  # the end of a prefix goes first
-
-
-def test_what_two_calls_computed_is_kept_once() -> None:
-    pool = BlockPool(parts(), 4)
-    one, other = pool.acquire(1), pool.acquire(1)
-    assert one is not None
-    assert other is not None
-    pool.keep(keys(1, 1), one)
-    pool.keep(keys(1, 1), other)
-    pool.release(other)
-    pool.release(one)
-    assert pool.find(keys(1, 1)) == one
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -212,9 +197,7 @@ TestPool = PoolMachine.TestCase
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_a_paged_layer_behaves_like_the_layer_it_replaces(
-    paddings: list[int], steps: list[int], random: object
-) -> None:
+def test_a_paged_layer_behaves_like_a_dynamic_one(paddings: list[int], steps: list[int], random: object) -> None:
     columns, rows = sum(steps), len(paddings)
     pool = BlockPool(parts(1), 48)
     order = list(range(48))
@@ -302,12 +285,6 @@ def test_every_swap_of_two_rows_counts(dtype: torch.dtype) -> None:
         assert len(seen) == 64 * 63 // 2 + 1
 
 
-def test_lower_halves_of_the_weights_are_all_different() -> None:
-    weights = _weights(torch.device("cpu"))
-    assert (weights & 0xFFFF_FFFF).unique().numel() == _CHUNK_WORDS
-    assert (weights >> 32).unique().numel() == _CHUNK_WORDS
-
-
 def test_the_value_is_fixed() -> None:
     """Engines of different releases and machines must agree; another value needs another version of the keys."""
     assert tensor_checksum(torch.arange(5, dtype=torch.int16)).hex() == "0600040000000000865d94e0ef5ac42d"
@@ -320,10 +297,3 @@ def test_devices_agree() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tensor = random((1000, 1003), dtype)
         assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
-
-
-def test_a_gigabyte_takes_seconds_at_most() -> None:
-    tensor = torch.zeros(1 << 28, dtype=torch.uint8)  # a quarter of it
-    started = time.monotonic()
-    tensor_checksum(tensor)
-    assert time.monotonic() - started < 5.0  # 20 times what it takes, since other work may hold the processor

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pool_parts import bytes_of
 from transfer_parts import DEADLINE, failures
 
 from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
@@ -60,12 +61,6 @@ class PlainRings:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root" / "cluster").mkdir(parents=True)
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def rings() -> PlainRings:
     return PlainRings()
 
@@ -89,29 +84,23 @@ def emptied(saved: Sequence[TransferItem]) -> list[TransferItem]:
     return [TransferItem(item.uri, [memoryview(bytearray(item.uri.size))]) for item in saved]
 
 
-def content(item: TransferItem) -> bytes:
-    return b"".join(item.buffers)
-
-
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_was_saved_is_loaded_in_batches_that_fit_the_memory(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_saved_items_are_loaded_in_batches_that_fit(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     engine = TransferEngine({("hf3fs", STORAGE): mover})
     before = descriptors()
     saved = items(root, 300, 10, slot=2)
     assert failures(engine.save(saved, DEADLINE)) == [None] * 10
-    assert (root / "cluster" / "f3").read_bytes()[600:] == content(saved[3])
+    assert (root / "cluster" / "f3").read_bytes()[600:] == bytes_of(saved[3])
     loaded = emptied(saved)
     assert failures(engine.load(loaded, DEADLINE)) == [None] * 10
-    assert [content(item) for item in loaded] == [content(item) for item in saved]
+    assert [bytes_of(item) for item in loaded] == [bytes_of(item) for item in saved]
     assert max(rings.batches) <= ROOM // 300
     layer = TransferItem(saved[0].uri, [memoryview(bytearray(7))], 100)
     assert failures(engine.load([layer], DEADLINE)) == [None]
-    assert content(layer) == content(saved[0])[100:107]
+    assert bytes_of(layer) == bytes_of(saved[0])[100:107]
     assert descriptors() == before
     engine.close()
 
@@ -128,15 +117,13 @@ def test_items_fail_alone(root: Path, rings: PlainRings, mover: UsrbioMover) -> 
     rings.codes = {2: -errno.EIO}  # the third request: f5
     results = mover.load(loaded, DEADLINE)
     assert failures(results) == [None, Failure.LOST, Failure.LOST, Failure.REFUSED, Failure.REFUSED, Failure.ERROR]
-    assert content(loaded[0]) == content(saved[0])
+    assert bytes_of(loaded[0]) == bytes_of(saved[0])
     large = items(root, ROOM + 1, 1)
     assert failures(mover.save(large, DEADLINE)) == [Failure.REFUSED]
     mover.close()
 
 
-def test_memory_that_3fs_may_still_write_to_is_never_used_again(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_memory_that_3fs_may_write_to_is_not_reused(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     saved = items(root, 300, 6)
     mover.save(saved, DEADLINE)
     rings.fails = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -153,9 +140,7 @@ def test_nothing_is_begun_after_the_deadline(root: Path, rings: PlainRings, move
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_answers_of_another_number_end_the_use_of_the_rings(
-    root: Path, rings: PlainRings, mover: UsrbioMover, more: int
-) -> None:
+def test_missing_or_more_answers_end_the_use(root: Path, rings: PlainRings, mover: UsrbioMover, more: int) -> None:
     """Nobody knows which requests they are of, and which are still under way."""
     saved, before = items(root, 300, 3), descriptors()
     mover.save(saved, DEADLINE)
@@ -168,9 +153,7 @@ def test_answers_of_another_number_end_the_use_of_the_rings(
     mover.close()
 
 
-def test_files_that_cannot_be_taken_back_are_closed_all_the_same(
-    root: Path, rings: PlainRings, mover: UsrbioMover
-) -> None:
+def test_files_that_stay_registered_are_closed(root: Path, rings: PlainRings, mover: UsrbioMover) -> None:
     before = descriptors()
     rings.keeps = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     assert failures(mover.save(items(root, 300, 3), DEADLINE)) == [Failure.ERROR] * 3

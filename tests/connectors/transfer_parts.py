@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvcm.connectors.transfer import Failure, TransferItem, TransferResult
 from kvcm.connectors.transfer.mover import moved, not_moved
@@ -80,28 +81,16 @@ class Meter:
         self._lock = threading.Lock()
         self._now: list[list[int]] = []
 
-    def counting(self, sizes: list[int]) -> _Counting:
-        return _Counting(self, sizes)
-
-    def change(self, sizes: list[int], begins: bool) -> None:
+    @contextmanager
+    def counting(self, sizes: list[int]) -> Iterator[None]:
         with self._lock:
-            if begins:
-                self._now.append(sizes)
-                self.most.append([size for access in self._now for size in access])
-            else:
+            self._now.append(sizes)
+            self.most.append([size for access in self._now for size in access])
+        try:
+            yield
+        finally:
+            with self._lock:
                 self._now.remove(sizes)
-
-
-class _Counting:
-    def __init__(self, meter: Meter, sizes: list[int]) -> None:
-        self._meter = meter
-        self._sizes = sizes
-
-    def __enter__(self) -> None:
-        self._meter.change(self._sizes, begins=True)
-
-    def __exit__(self, *error: object) -> None:
-        self._meter.change(self._sizes, begins=False)
 
 
 class Background:

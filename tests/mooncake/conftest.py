@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from mooncake_rig import Process, Site, missing
@@ -18,17 +18,11 @@ def mooncake_is_here() -> None:
 
 
 @pytest.fixture
-def new_site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Site]]:
-    """Makes stores that are gone with the test."""
-    sites: list[Site] = []
-
-    def make() -> Site:
-        sites.append(Site(tmp_path_factory.mktemp("mooncake")))
-        return sites[-1]
-
-    yield make
-    for site in sites:
-        site.close()
+def site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Return a store that is gone with the test."""
+    site = Site(tmp_path_factory.mktemp("mooncake"))
+    yield site
+    site.close()
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +37,7 @@ def shared_site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def manager(shared_site: Site) -> Process:
-    manager = shared_site.client()
-    manager.ask("open")
-    return manager
+    return shared_site.manager()
 
 
 @pytest.fixture(scope="session")

@@ -41,12 +41,8 @@ class MooncakeMedium(Medium):
         self._client = client
 
     def config(self, name: str) -> admin_service_pb2.StorageConfig:
-        fields = {
-            "local_hostname": self._spec.local_hostname,
-            "metadata_connstring": self._spec.metadata_connstring,
-            "protocol": self._spec.protocol,
-            "master_service_entry": self._spec.master_service_entry,
-        }
+        names = ("local_hostname", "metadata_connstring", "protocol", "master_service_entry")
+        fields = {name: getattr(self._spec, name) for name in names}
         return admin_service_pb2.StorageConfig(global_unique_name=name, mooncake=fields)
 
     def peek(self, uri: LocationUri) -> bytes:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ with socket.socket() as any_socket:  # ifreq: name, flags UP and RUNNING
 print("ready", flush=True)
 sys.stdin.read()
 """
+
+
+_locations = count(1)
+
+
+def addresses(size_bytes: int, number: int = 1) -> list[str]:
+    """Return addresses of so many parts of one location that no other test uses."""
+    location = next(_locations)
+    return [f"mooncake://mc/?key=cluster/inst/tp{n % 2}/{n:x}.m{location}&size={size_bytes}" for n in range(number)]
+
+
+def name_of(uri: str) -> str:
+    """Return the name of a part's object."""
+    return uri.partition("key=")[2].partition("&")[0]
 
 
 def missing() -> str:
@@ -128,7 +143,7 @@ class Site:
             self._network = os.open(f"/proc/{self._holder.popen.pid}/ns/net", os.O_RDONLY)
         self._ports = (50051, 50052) if self._network is not None else (free_port(), free_port())
         self._clients: list[Process] = []
-        self.master: subprocess.Popen[bytes] | None = None
+        self.master: subprocess.Popen[bytes]
         self.start_master()
 
     @property
@@ -156,7 +171,6 @@ class Site:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill_master(self) -> None:
-        assert self.master is not None
         self.master.kill()
         self.master.wait()
 
@@ -166,6 +180,12 @@ class Site:
         client = Process([*self._inside(), *participant], self._log)
         self._clients.append(client)
         return client
+
+    def manager(self) -> Process:
+        """Start a process that opens the store as a manager does."""
+        manager = self.client()
+        manager.ask("open")
+        return manager
 
     def owner(self, size_bytes: int) -> Process:
         """Start a process that lends memory to the store."""

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,12 +20,12 @@ import numpy as np
 
 from kvcm.connectors.transfer.engine import TransferEngine
 from kvcm.connectors.transfer.mooncake import MooncakeSettings
-from kvcm.connectors.transfer.mover import TransferItem
+from kvcm.connectors.transfer.mover import TransferItem, TransferResult
 from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part, StoredObject
+from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.prober import Prober
@@ -38,17 +39,23 @@ def content(uri: str, size_bytes: int) -> bytes:
 
 
 class Participant:
-    """Answers one call after the other; each method is a call."""
+    """Answers one call after the other; each method is a call.
+
+    Attributes:
+        storage: once it is open.
+        registered: memory, once there is some.
+    """
+
+    storage: MooncakeStorage
+    registered: memoryview
 
     def __init__(self, spec: MooncakeStorageSpec) -> None:
         self.config = StorageConfig("mc", spec)
         self.spec = spec
         self.owned: MooncakeClient | None = None
-        self.storage: MooncakeStorage | None = None
         self.engine = TransferEngine.for_storages(
             [self.config], 4, checksums=True, mooncake=MooncakeSettings(staging_bytes=16 << 20)
         )
-        self.registered: memoryview | None = None
         self.kept: list[memoryview] = []  # of items that are pending: they may still change
 
     def own(self, size_bytes: int) -> str:
@@ -60,29 +67,20 @@ class Participant:
         self.storage = MooncakeStorage.open(self.config, cluster_id)
 
     def allocate(self, keys: list[int], size_bytes: int, location_id: str, instance_id: str = "in/st") -> list[str]:
-        assert self.storage is not None
         parts = [Part("tp0", key, size_bytes) for key in keys]
         return asyncio.run(self.storage.allocate(Allocation(instance_id, location_id, parts)))
 
     def delete(self, uris: list[str]) -> list[str | None]:
-        assert self.storage is not None
         return asyncio.run(self.storage.delete(uris))
 
-    def discard(self, uris: list[str]) -> list[str | None]:
-        assert self.storage is not None
-        return asyncio.run(self.storage.discard(uris))
-
     def exists(self, uris: list[str]) -> list[bool]:
-        assert self.storage is not None
         return asyncio.run(self.storage.exists(uris))
 
     def probe(self) -> None:
-        assert self.storage is not None
         asyncio.run(self.storage.probe())
 
     def state_after(self, probes: int) -> str:
         """Return what the manager makes of so many probes in a row."""
-        assert self.storage is not None
         storages = StorageDirectory("cluster")
         storages.install(self.config, self.storage)
         asyncio.run(self._watch(storages, probes))
@@ -98,24 +96,11 @@ class Participant:
             while storages.health("mc") is before:  # noqa: ASYNC110 - it is answered by another process
                 await asyncio.sleep(0.01)
 
-    def space(self) -> list[int]:
-        assert self.storage is not None
-        return list(asyncio.run(self.storage.space()))
-
-    def list_objects(self) -> None:
-        assert self.storage is not None
-        self.storage.objects("cluster")
-
-    def remove_objects(self) -> None:
-        assert self.storage is not None
-        asyncio.run(self.storage.remove_objects("cluster", [StoredObject("i/s/1.a", 1, 0.0)]))
-
     def children(self) -> list[int]:
         tasks = Path("/proc/self/task").iterdir()
         return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
     def close_storage(self) -> None:
-        assert self.storage is not None
         self.storage.close()
 
     def register(self) -> None:
@@ -130,8 +115,7 @@ class Participant:
         results = self.engine.save(items, deadline)
         return {
             "seconds": time.monotonic() - began,
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "checksums": [result.checksum for result in results],
         }
 
@@ -148,8 +132,7 @@ class Participant:
         pairs = list(zip(items, results, strict=True))
         return {
             "seconds": time.monotonic() - began,
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "equal": [bytes_of(item) == content(str(item.uri), item.uri.size) for item, _ in pairs],
         }
 
@@ -168,18 +151,13 @@ class Participant:
             fill(items[-1], b"\xee" * count)
         results = self.engine.load(items, 20.0)
         return {
-            "failures": [result.failure for result in results],
-            "reasons": [result.reason for result in results],
+            **failures_of(results),
             "equal": [
                 bytes_of(item) == content(str(uri), uri.size)[start : start + count]
                 for item, (uri, start, count) in zip(items, wanted, strict=True)
             ],
             "moved_bytes": [result.moved_bytes for result in results],
         }
-
-    def register_again(self) -> None:
-        assert self.registered is not None
-        self.engine.register_memory([self.registered[:10]])
 
     def raw_put(self, name: str, size_bytes: int) -> int:
         """Store something of another size under a name, past everything of ours."""
@@ -211,12 +189,15 @@ class Participant:
 
     def _memory(self, size_bytes: int, registered: bool) -> memoryview:
         if registered:
-            assert self.registered is not None
             assert size_bytes <= REGISTERED_BYTES
             return self.registered
         memory = np.zeros(size_bytes, np.uint8).data
         self.kept.append(memory)
         return memory
+
+
+def failures_of(results: Sequence[TransferResult]) -> dict[str, Any]:
+    return {"failures": [result.failure for result in results], "reasons": [result.reason for result in results]}
 
 
 def cut(memory: memoryview, size_bytes: int, pieces: int) -> list[memoryview]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from random import Random
 
 import pytest
-from mooncake_rig import Process, Site, eventually
+from mooncake_rig import Process, Site, addresses, eventually, name_of
 from participant import content
 
 pytestmark = pytest.mark.e2e
@@ -19,8 +17,6 @@ SIZE = 40_003
 EDGES = (0, 1, SIZE // 2, SIZE - 2, SIZE - 1)
 BLOCKS = 12
 
-_locations: Iterator[int] = count(1)
-
 
 @pytest.fixture(scope="session")
 def meddler(shared_site: Site) -> Process:
@@ -28,15 +24,6 @@ def meddler(shared_site: Site) -> Process:
     meddler = shared_site.client()
     meddler.ask("own", size_bytes=0)
     return meddler
-
-
-def addresses() -> list[str]:
-    location = next(_locations)
-    return [f"mooncake://mc/?key=cluster/inst/tp{n % 2}/{n:x}.c{location}&size={SIZE}" for n in range(BLOCKS)]
-
-
-def name_of(uri: str) -> str:
-    return uri.partition("key=")[2].partition("&")[0]
 
 
 def replaced(meddler: Process, uri: str, data: bytes) -> None:
@@ -51,7 +38,7 @@ def flipped(data: bytes, byte: int, bit: int) -> bytes:
 
 
 def saved(engine: Process) -> tuple[list[str], list[int]]:
-    uris = addresses()
+    uris = addresses(SIZE, BLOCKS)
     answer = engine.ask("save", uris=uris)
     assert answer["failures"] == [None] * BLOCKS, answer["reasons"]
     assert all(answer["checksums"])
@@ -74,52 +61,8 @@ def test_a_changed_byte_is_a_miss_of_its_object_alone(
     assert loaded["seconds"] < 10
 
 
-@pytest.mark.parametrize("what", ["zeros", "another part"])
-def test_other_bytes_of_the_same_length_are_a_miss(
-    meddler: Process, engine: Process, other_engine: Process, what: str
-) -> None:
-    uris, checksums = saved(engine)
-    replaced(meddler, uris[3], bytes(SIZE) if what == "zeros" else content(uris[4], SIZE))
-    loaded = other_engine.ask("load", uris=uris, checksums=checksums)
-    assert loaded["failures"] == ["corrupt" if index == 3 else None for index in range(BLOCKS)]
-
-
-def test_without_checksums_changed_bytes_are_served(meddler: Process, engine: Process, other_engine: Process) -> None:
-    """The limit of what the type finds out by itself (docs/storages.md, Which bytes are served)."""
-    uris, _ = saved(engine)
-    replaced(meddler, uris[0], flipped(content(uris[0], SIZE), 7, 0))
-    loaded = other_engine.ask("load", uris=uris)
-    assert loaded["failures"] == [None] * BLOCKS
-    assert loaded["equal"] == [False] + [True] * (BLOCKS - 1)
-
-
-@pytest.mark.parametrize("size_bytes", [1, SIZE - 1, SIZE + 1])
-def test_an_object_of_another_length_is_a_miss(
-    meddler: Process, engine: Process, other_engine: Process, size_bytes: int
-) -> None:
-    uris, checksums = saved(engine)
-    replaced(meddler, uris[5], (content(uris[5], SIZE) + b"?")[:size_bytes])
-    loaded = other_engine.ask("load", uris=uris, checksums=checksums)
-    assert loaded["failures"][5] in {"lost", "error", "corrupt"}
-    assert [failure for index, failure in enumerate(loaded["failures"]) if index != 5] == [None] * (BLOCKS - 1)
-
-
-def test_a_block_that_was_corrupt_is_saved_at_another_address_and_loads(
-    meddler: Process, manager: Process, engine: Process, other_engine: Process
-) -> None:
-    uris, checksums = saved(engine)
-    replaced(meddler, uris[1], bytes(SIZE))
-    assert other_engine.ask("load", uris=uris[1:2], checksums=checksums[1:2])["failures"] == ["corrupt"]
-    eventually(lambda: manager.ask("delete", uris=uris[1:2]) == [None])
-    assert other_engine.ask("load", uris=uris[1:2], checksums=checksums[1:2])["failures"] == ["lost"]
-    anew, sums = saved(engine)
-    loaded = other_engine.ask("load", uris=[*uris[2:], *anew], checksums=[*checksums[2:], *sums])
-    assert set(loaded["failures"]) == {None}
-
-
-def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(new_site: Callable[[], Site]) -> None:
+def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(site: Site) -> None:
     """With checksums, and again after another process lends memory: misses in time, and then all is well."""
-    site = new_site()
     owner, engine = site.owner(32 << 20), site.client()
     uris, checksums = saved(engine)
     owner.kill()
@@ -139,8 +82,7 @@ def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(new_site: Ca
     assert engine.ask("load", uris=fresh, checksums=sums)["failures"] == [None] * BLOCKS
 
 
-def test_a_manager_forgets_what_changed_and_gives_other_addresses(new_site: Callable[[], Site], tmp_path: Path) -> None:
-    site = new_site()
+def test_a_manager_forgets_what_changed_and_gives_other_addresses(site: Site, tmp_path: Path) -> None:
     site.owner(64 << 20)
     program = str(Path(__file__).with_name("corruption_process.py"))
     assert site.run([sys.executable, program, json.dumps(site.spec), str(tmp_path)]) == 0

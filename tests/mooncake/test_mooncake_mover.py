@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from itertools import count
 
 import pytest
-from mooncake_rig import Process, Site, eventually
+from mooncake_rig import Process, Site, addresses, eventually, name_of
 
 pytestmark = pytest.mark.e2e
-
-_locations: Iterator[int] = count(1)
-
-
-def addresses(size_bytes: int, number: int = 1) -> list[str]:
-    location = next(_locations)
-    return [f"mooncake://mc/?key=cluster/inst/tp0/{key:x}.m{location}&size={size_bytes}" for key in range(number)]
 
 
 @pytest.mark.parametrize("pieces", [1, 8])
@@ -59,32 +50,23 @@ def test_an_object_of_another_size_is_never_taken_for_the_part(
     [uri] = addresses(4096)
     raw = shared_site.client()
     raw.ask("own", size_bytes=0)
-    assert raw.ask("raw_put", name=uri.partition("key=")[2].partition("&")[0], size_bytes=stored_bytes) == 0
+    assert raw.ask("raw_put", name=name_of(uri), size_bytes=stored_bytes) == 0
     [failure] = engine.ask("load", uris=[uri], pieces=pieces, registered=registered)["failures"]
     assert failure in {"lost", "error"}
 
 
-def test_an_object_that_its_writer_never_finished_is_a_miss_and_does_not_count_as_stored(
-    new_site: Callable[[], Site],
-) -> None:
-    site = new_site()
+def test_an_object_without_its_end_is_a_miss(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     [uri] = addresses(4096)
-    assert owner.ask("raw_begin", name=uri.partition("key=")[2].partition("&")[0], size_bytes=4096) == [0]
+    assert owner.ask("raw_begin", name=name_of(uri), size_bytes=4096) == [0]
     assert engine.ask("load", uris=[uri])["failures"] == ["lost"]
 
 
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [
-        ("mooncake://mc/?size=10", "is not mooncake://<storage>/"),
-        ("mooncake://mc/?key=a&size=0", "both must be equal, > 0"),
-    ],
-)
-def test_an_item_that_is_wrong_itself_is_refused(engine: Process, uri: str, reason: str) -> None:
-    answer = engine.ask("save", uris=[uri])
-    assert answer["failures"] == ["refused"]
-    assert reason in answer["reasons"][0]
+def test_an_item_that_is_wrong_itself_is_refused(engine: Process) -> None:
+    answer = engine.ask("save", uris=["mooncake://mc/?size=10", "mooncake://mc/?key=a&size=0"])
+    assert answer["failures"] == ["refused"] * 2
+    assert "is not mooncake://<storage>/" in answer["reasons"][0]
+    assert "both must be equal, > 0" in answer["reasons"][1]
 
 
 def test_memory_that_is_too_large_for_staging_is_refused_and_moves_once_registered(engine: Process) -> None:
@@ -110,8 +92,7 @@ def test_more_than_fits_the_staging_memory_goes_through_it_in_turns(engine: Proc
     assert other_engine.ask("load", uris=uris)["equal"] == [True] * 12
 
 
-def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(site: Site) -> None:
     site.owner(16 << 20)
     engine = site.client()
     uris = [uri for _ in range(10) for uri in addresses(1 << 20, 4)]
@@ -130,10 +111,7 @@ def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callab
     assert loaded["equal"] == [failure is None for failure in loaded["failures"]]
 
 
-def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed_and_saves_find_another(
-    new_site: Callable[[], Site],
-) -> None:
-    site = new_site()
+def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 8)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 8
@@ -149,8 +127,7 @@ def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed_and_saves_fin
     eventually(lambda: engine.ask("load", uris=uris)["failures"] == ["lost"] * 8)
 
 
-def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 2)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 2
@@ -164,8 +141,7 @@ def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_i
     assert engine.ask("load", uris=fresh)["equal"] == [True] * 2
 
 
-def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(site: Site) -> None:
     site.owner(32 << 20)
     engine, late = site.client(), site.client()
     uris = addresses(64 << 10, 2)
@@ -182,11 +158,9 @@ def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(new_
     eventually(lambda: late.ask("load", uris=fresh, deadline=5.0)["equal"] == [True] * 2)
 
 
-def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096)
-    assert site.master is not None
     site.master.send_signal(signal.SIGSTOP)
     answer = engine.ask("save", uris=uris, deadline=1.0)
     assert set(answer["failures"]) <= {"error", "pending"}
@@ -197,12 +171,10 @@ def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds
     eventually(lambda: engine.ask("save", uris=uris, deadline=5.0)["failures"] == [None])
 
 
-def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(new_site: Callable[[], Site]) -> None:
-    site = new_site()
+def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096, 4)
     assert engine.ask("save", uris=addresses(4096))["failures"] == [None]
-    assert site.master is not None
     site.master.send_signal(signal.SIGSTOP)
     assert set(engine.ask("save", uris=uris, deadline=10.0)["failures"]) == {"error"}
     site.master.send_signal(signal.SIGCONT)
@@ -218,3 +190,45 @@ def test_a_closed_engine_answers_and_does_not_crash(shared_site: Site) -> None:
     assert engine.ask("save", uris=uris)["failures"] == [None]
     engine.ask("close_engine")
     assert engine.ask("load", uris=uris)["failures"] == ["cancelled"]
+
+
+# ---- Ranges of parts, for loads of some layers ----
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("registered", [False, True])
+def test_ranges_of_a_part_are_its_bytes(engine: Process, other_engine: Process, registered: bool, pieces: int) -> None:
+    uris = addresses(100_003, 20)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 20
+    ranges = [[0, 1000], [0, 100_003], [50_000, 20_011], [100_002 - 8, 9]]
+    loaded = other_engine.ask("load_ranges", uris=uris, ranges=ranges, pieces=pieces, registered=registered)
+    assert loaded["failures"] == [None] * 80, loaded["reasons"]
+    assert loaded["equal"] == [True] * 80
+    assert loaded["moved_bytes"] == [size for _, size in ranges] * 20
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_missing_object_is_the_only_miss(engine: Process, other_engine: Process, registered: bool) -> None:
+    uris = addresses(4096, 10)
+    engine.ask("save", uris=uris[:4] + uris[5:])
+    loaded = other_engine.ask("load_ranges", uris=uris, ranges=[[0, 8], [4000, 96]], registered=registered)
+    assert loaded["failures"] == [None] * 8 + ["lost"] * 2 + [None] * 10
+    assert loaded["equal"] == [True] * 8 + [False] * 2 + [True] * 10
+    whole = other_engine.ask("load", uris=uris[:4])  # nothing is left of the ranges that failed
+    assert whole["equal"] == [True] * 4
+
+
+def test_a_range_outside_the_part_is_refused(engine: Process) -> None:
+    uris = addresses(4096)
+    engine.ask("save", uris=uris)
+    answer = engine.ask("load_ranges", uris=uris, ranges=[[4090, 7], [0, 4096]])
+    assert answer["failures"] == ["refused", None]
+    assert "must be > 0 and end within the part's 4096" in answer["reasons"][0]
+
+
+def test_an_object_that_ends_before_the_range_is_a_miss(engine: Process, other_engine: Process) -> None:
+    [uri] = addresses(1000)
+    engine.ask("save", uris=[uri])
+    larger = uri.replace("size=1000", "size=9000")
+    answer = other_engine.ask("load_ranges", uris=[larger], ranges=[[900, 200]])
+    assert answer["failures"] == ["lost"]

@@ -58,12 +58,7 @@ def pool_config(name: str = "p", node_id: str = NODE, capacity_bytes: int = MIB)
 
 
 def open_pool(
-    table: Table,
-    clock: FakeClock,
-    config: StorageConfig | None = None,
-    *,
-    is_shared: bool = True,
-    seed: int = 0,
+    table: Table, clock: FakeClock, config: StorageConfig | None = None, *, is_shared: bool = True, seed: int = 0
 ) -> MempoolStorage:
     return PoolOpener(table, clock, Random(seed), is_shared=is_shared)(config or pool_config(), "cluster")
 

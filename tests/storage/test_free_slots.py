@@ -116,16 +116,6 @@ def test_it_hands_out_what_a_plain_model_says(steps: list[Callable[[World], obje
         world.take(pool, 100)
 
 
-def test_a_slot_whose_metadata_stays_is_lost_within_two_minutes_however_often_anybody_asks() -> None:
-    for asked_at in ([], [119], [100], [60, 119]):
-        world = World()
-        world.delete("a", {0})
-        for world.time in asked_at:
-            assert world.free.usable("a") == 1 or world.time > 60
-        world.time = 120
-        assert world.free.usable("a") == 0
-
-
 def freed(**files: int) -> World:
     """So many free slots in each file."""
     world = World()
@@ -172,15 +162,6 @@ def test_graces_that_are_over_end_some_at_a_time_and_whenever_something_is_delet
         world.free.forgotten(f"g{number}", [0])
     assert len(world.free._quarantine) == 500
     assert len(world.free.acquire(POOL, 5000)) == 4000
-
-
-def test_what_waits_for_its_grace_goes_with_its_file() -> None:
-    world = World()
-    for number in range(100):
-        world.free.deleted("a", POOL, [number])
-        world.free.forgotten("a", [number])
-        world.free.discard_file("a")
-    assert len(world.free._quarantine) == 0
 
 
 def test_a_term_forgets_what_was_free_in_another() -> None:

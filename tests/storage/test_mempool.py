@@ -13,7 +13,7 @@ import pytest
 from fake_clock import FakeClock
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pool_rig import (
     MIB,
     NODE,
@@ -32,9 +32,9 @@ from thoroughness import examples
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.storages import PAGE_BYTES, StorageConfig, StorageType, TairMemPoolStorageSpec, pool_bytes
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part, StoredObject, is_full, object_name
+from kvcm.storage.backend import StoredObject, is_full, object_name
 from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.mempool import Extent, MempoolStorage, PoolChunk, PoolOpener
+from kvcm.storage.mempool import Extent, MempoolStorage, PoolChunk, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.store import RedisStore
@@ -43,12 +43,17 @@ from kvcm.store.redis.uri import parse_redis_uri
 PAGES = MIB // PAGE_BYTES
 
 
-async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> MempoolStorage:
+async def reported(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> MempoolStorage:
     await pool.report(report(generation, valid_ms))
     return pool
 
 
-async def test_a_pool_that_nobody_told_of_hands_nothing_out_and_says_why(table: MemoryTable, clock: FakeClock) -> None:
+@pytest.fixture
+async def pool(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
+    return await reported(open_pool(table, clock))
+
+
+async def test_a_pool_without_a_report_hands_nothing_out(table: MemoryTable, clock: FakeClock) -> None:
     pool = open_pool(table, clock)
     for kind, call in ((StorageIOError, pool.probe()), (NotReadyError, pool.allocate(allocation([1])))):
         with pytest.raises(kind, match=r"storage p: no host agent has reported the pool on node 'node-1' yet"):
@@ -56,7 +61,7 @@ async def test_a_pool_that_nobody_told_of_hands_nothing_out_and_says_why(table: 
 
 
 async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: MemoryTable, clock: FakeClock) -> None:
-    first, second = await told(open_pool(table, clock), valid_ms=3000), open_pool(table, clock)
+    first, second = await reported(open_pool(table, clock), valid_ms=3000), open_pool(table, clock)
     clock.time += 3
     await second.probe()
     assert len(await second.allocate(allocation([1]))) == 1
@@ -66,32 +71,23 @@ async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: 
             await pool.probe()
         with pytest.raises(NotReadyError, match="for 4 s"):
             await pool.allocate(allocation([1]))
-    await told(second, valid_ms=3000)
+    await reported(second, valid_ms=3000)
     await first.probe()
 
 
-async def test_a_report_without_an_end_stays(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
-    clock.time += 1e9
-    await pool.probe()
-
-
-async def test_a_report_without_an_end_leaves_that_of_another_one_in_force(
-    table: MemoryTable, clock: FakeClock
-) -> None:
-    pool = await told(open_pool(table, clock), valid_ms=3000)
+async def test_a_report_without_an_end_leaves_another_in_force(table: MemoryTable, clock: FakeClock) -> None:
+    pool = await reported(open_pool(table, clock), valid_ms=3000)
     clock.time += 1
-    await told(pool)
+    await reported(pool)
     clock.time += 3
     with pytest.raises(StorageIOError, match="for 4 s"):
         await pool.probe()
-    await told(pool, generation=2)
+    await reported(pool, generation=2)
     clock.time += 1e9
     await pool.probe()
 
 
-async def test_the_documents_are_the_truth_after_a_restart(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_a_restart_reads_the_documents(pool: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
     uris = await pool.allocate(allocation([PAGE_BYTES] * 5))
     again = open_pool(table, clock, is_shared=False, seed=3)
     assert await again.exists(uris) == [True] * 5
@@ -101,10 +97,7 @@ async def test_the_documents_are_the_truth_after_a_restart(table: MemoryTable, c
         await again.allocate(allocation([1]))
 
 
-async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(
-    table: MemoryTable, clock: FakeClock
-) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(pool: MempoolStorage) -> None:
     await pool.allocate(allocation([PAGE_BYTES] * (PAGES - 3)))
     with pytest.raises(StorageIOError, match="the pool has no space for 4096 bytes") as caught:
         await pool.allocate(allocation([PAGE_BYTES] * 4))
@@ -122,7 +115,7 @@ async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(
 @pytest.mark.parametrize("is_shared", [True, False])
 async def test_room_that_another_manager_made_is_found(clock: FakeClock, is_shared: bool) -> None:
     table = SlowTable()
-    first = await told(open_pool(table, clock, is_shared=is_shared))
+    first = await reported(open_pool(table, clock, is_shared=is_shared))
     uris = await first.allocate(allocation([PAGE_BYTES] * PAGES))
     second = open_pool(table, clock, seed=1) if is_shared else first
     with pytest.raises(StorageIOError):
@@ -132,8 +125,7 @@ async def test_room_that_another_manager_made_is_found(clock: FakeClock, is_shar
     assert len(await second.allocate(allocation([1] * 7))) == 7
 
 
-async def test_a_chunk_that_is_all_free_serves_another_size(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_a_chunk_that_is_all_free_serves_another_size(pool: MempoolStorage) -> None:
     small = await pool.allocate(allocation([PAGE_BYTES] * PAGES))
     await pool.delete(small)
     large = await pool.allocate(allocation([4 * PAGE_BYTES] * (PAGES // 4)))
@@ -142,14 +134,12 @@ async def test_a_chunk_that_is_all_free_serves_another_size(table: MemoryTable, 
     assert await pool.exists(large) == [True] * (PAGES // 4)
 
 
-async def test_a_part_that_no_chunk_can_hold_is_refused(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_a_part_that_no_chunk_can_hold_is_refused(pool: MempoolStorage) -> None:
     with pytest.raises(StorageIOError, match="no space for 20480 bytes"):
         await pool.allocate(allocation([4 * PAGE_BYTES + 1]))
 
 
-async def test_stamps_grow_when_the_clock_stands_still_or_runs_backwards(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_stamps_grow_when_the_clock_stops_or_runs_backwards(pool: MempoolStorage, clock: FakeClock) -> None:
     seen: dict[int, int] = {}
     for seconds in (0, 0, -1000, 5):
         clock.time += seconds
@@ -162,7 +152,7 @@ async def test_stamps_grow_when_the_clock_stands_still_or_runs_backwards(table: 
 
 
 async def test_another_generation_empties_the_pool_and_is_to_be_purged(table: MemoryTable, clock: FakeClock) -> None:
-    first, second = await told(open_pool(table, clock)), open_pool(table, clock)
+    first, second = await reported(open_pool(table, clock)), open_pool(table, clock)
     uris = await second.allocate(allocation([PAGE_BYTES] * PAGES))
     assert not await first.report(report(1))
     assert await first.lost_stamp() == 0
@@ -179,7 +169,7 @@ async def test_another_generation_empties_the_pool_and_is_to_be_purged(table: Me
 
 
 async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: MemoryTable, clock: FakeClock) -> None:
-    fast = await told(open_pool(table, FakeClock(clock.time + 500), seed=1))
+    fast = await reported(open_pool(table, FakeClock(clock.time + 500), seed=1))
     uris = await fast.allocate(allocation([1]))
     slow = open_pool(table, clock)
     assert await slow.report(report(2))
@@ -188,21 +178,19 @@ async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: Memo
 
 
 @pytest.mark.parametrize(
-    ("wrong", "texts"),
+    ("wrong", "text"),
     [
-        (report(node_id="other"), ["node_id", "'other'", "'node-1'"]),
-        (report(0), ["generation is 0"]),
-        (report(capacity_bytes=MIB - 1), ["capacity_bytes", str(MIB - 1), str(MIB)]),
-        (report(valid_ms=-1), ["valid_ms is -1", ">= 0", "0 is as the last report said"]),
+        (report(node_id="other"), "node_id.*'other'.*'node-1'"),
+        (report(0), "generation is 0"),
+        (report(capacity_bytes=MIB - 1), f"capacity_bytes.*{MIB - 1}.*{MIB}"),
+        (report(valid_ms=-1), "valid_ms is -1.*>= 0.*0 is as the last report said"),
     ],
 )
-async def test_a_report_of_another_pool_is_refused(
-    table: MemoryTable, clock: FakeClock, wrong: object, texts: list[str]
+async def test_reports_of_others_are_refused(
+    table: MemoryTable, clock: FakeClock, wrong: PoolReport, text: str
 ) -> None:
-    pool = open_pool(table, clock)
-    with pytest.raises(InvalidArgumentError) as refused:
-        await pool.report(wrong)  # type: ignore[arg-type]
-    assert [text for text in texts if text not in str(refused.value)] == []
+    with pytest.raises(InvalidArgumentError, match=text):
+        await open_pool(table, clock).report(wrong)
     assert await table.all() == {}
 
 
@@ -214,7 +202,7 @@ def test_a_pool_without_a_node_cannot_be_opened(table: MemoryTable, clock: FakeC
 
 async def test_a_pool_of_another_size_begins_empty_with_larger_stamps(table: MemoryTable, clock: FakeClock) -> None:
     """It was removed and added again, as another one."""
-    uris = await (await told(open_pool(table, clock))).allocate(allocation([1]))
+    uris = await (await reported(open_pool(table, clock))).allocate(allocation([1]))
     other = open_pool(table, clock, pool_config(capacity_bytes=2 * MIB))
     assert await other.exists(uris) == [False]
     assert await taken_bytes(other) == 0
@@ -223,8 +211,7 @@ async def test_a_pool_of_another_size_begins_empty_with_larger_stamps(table: Mem
     assert len(by_offset) == 2 * PAGES
 
 
-async def test_only_its_own_deployment_lists_what_is_taken(table: MemoryTable, clock: FakeClock) -> None:
-    pool = await told(open_pool(table, clock))
+async def test_only_its_own_deployment_lists_what_is_taken(pool: MempoolStorage, clock: FakeClock) -> None:
     await pool.allocate(allocation([1, 2]))
     (page,) = [page async for page in pool.objects("cluster")]
     assert [(each.size_bytes, each.modified_at) for each in page.objects] == [(PAGE_BYTES, clock.time)] * 2
@@ -238,7 +225,7 @@ async def test_two_managers_over_redis_never_share_a_page(redis_standalone: obje
     stores = [RedisStore(RedisClient.of(parse_redis_uri(uri))) for _ in range(2)]
     try:
         pools = [open_pool(store.table("pools", 16), clock, seed=seed) for seed, store in enumerate(stores)]
-        await told(pools[0])
+        await reported(pools[0])
         answers = await asyncio.gather(*(pool.allocate(allocation([1] * 8)) for pool in pools * 8))
         uris = [uri for answer in answers for uri in answer]
         assert len({LocationUri.parse(uri).offset for uri in uris}) == len(uris) == 128
@@ -260,56 +247,43 @@ def test_a_pool_of_no_whole_pages_is_as_large_as_its_pages() -> None:
 # ── Documents of a removed pool are deleted ──
 
 
-def some(count: int) -> Allocation:
-    return Allocation("i", "l", [Part("kv", key, 4096) for key in range(count)])
-
-
-async def test_other_managers_find_out_and_stamps_go_on_growing() -> None:
-    table, clock = SlowTable(), FakeClock()
+async def test_other_managers_find_out_and_stamps_go_on_growing(table: MemoryTable, clock: FakeClock) -> None:
     pool, other = open_pool(table, clock), open_pool(table, clock)
     await pool.report(report(7))
-    before = [stamp_of(uri) for uri in await other.allocate(some(8))]
+    before = [stamp_of(uri) for uri in await other.allocate(allocation([PAGE_BYTES] * 8))]
     clock.time += 1
     await pool.forget(clock.time)
     assert await table.all() == {}
     assert not (await other.refresh()).generation
     await other.report(report(8))
-    uris = await other.allocate(some(8))
+    uris = await other.allocate(allocation([PAGE_BYTES] * 8))
     assert min(map(stamp_of, uris)) > max(before)
     assert await open_pool(table, clock).exists(uris) == [True] * 8  # invariant 5
 
 
-async def test_what_was_taken_of_a_pool_that_was_added_again_stays() -> None:
-    table, clock = SlowTable(), FakeClock()
-    pool = open_pool(table, clock)
-    await pool.report(report(7))
-    uris = await pool.allocate(some(8))
+async def test_a_pool_that_was_added_again_stays(pool: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
+    uris = await pool.allocate(allocation([PAGE_BYTES] * 8))
     await pool.forget(clock.time - 1)
     assert await open_pool(table, clock).exists(uris) == [True] * 8
     assert (await pool.refresh()).why_not_usable(NODE, clock.time) == ""
 
 
 @pytest.mark.parametrize("name", ["p", "p/0"])
-async def test_what_cannot_be_read_stays_and_holds_up_nobody(name: str) -> None:
-    table, clock = SlowTable(), FakeClock()
-    pool = open_pool(table, clock)
-    await pool.report(report(7))
-    await pool.allocate(some(1))
+async def test_unreadable_documents_stay(pool: MempoolStorage, table: MemoryTable, clock: FakeClock, name: str) -> None:
+    await pool.allocate(allocation([PAGE_BYTES] * 1))
     await table.replace(name, await table.get(name), b"of a later release")
     clock.time += 1
     await pool.forget(clock.time)
     assert await table.all() == {name: b"of a later release"}
 
 
-async def test_a_directory_forgets_pools_by_their_config_and_remembers_no_closed_one() -> None:
-    table, clock = SlowTable(), FakeClock()
+async def test_a_directory_forgets_removed_pools(table: MemoryTable, clock: FakeClock) -> None:
     opener = PoolOpener(table, clock, Random(0), is_shared=False)
     storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
     config = pool_config(capacity_bytes=MIB)
     storages.open(config)
     removed = storages.pools()["p"]
-    await removed.report(report(7))
-    await removed.allocate(some(8))
+    await (await reported(removed)).allocate(allocation([PAGE_BYTES] * 8))
     storages.close("p")
     clock.time += 1
     await storages.forget(config, clock.time)
@@ -336,15 +310,6 @@ def stored(chunk: PoolChunk) -> PoolChunk:
     return PoolChunk.decoded(chunk.encoded(), chunk.size_bytes, 0)
 
 
-def test_extents_are_taken_behind_the_last_ones_round_and_round() -> None:
-    chunk, held = CHUNK.allocate(PAGE_BYTES, 2, 1)
-    chunk, first = stored(chunk).allocate(PAGE_BYTES, 3, 1)
-    chunk, second = stored(chunk.free(first)).allocate(PAGE_BYTES, 10, 1)
-    assert (pages(held), pages(first), pages(second)) == ([0, 1], [2, 3, 4], [*range(5, 15)])
-    chunk, third = stored(chunk.free(held)).allocate(PAGE_BYTES, 4, 1)
-    assert pages(third) == [15, 0, 1, 2]
-
-
 def test_what_was_taken_last_is_known_when_all_is_free() -> None:
     chunk, taken = CHUNK.allocate(PAGE_BYTES, 3, 1)
     chunk, taken = stored(chunk.free(taken)).allocate(2 * PAGE_BYTES, 2, 1)
@@ -361,9 +326,7 @@ def test_documents_of_before_begin_at_the_beginning() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=40), st.randoms(use_true_random=False))
-def test_invariant_5_nothing_is_handed_out_twice_and_all_room_is_found(
-    steps: list[tuple[int, int]], random: Random
-) -> None:
+def test_invariant_5_no_page_is_handed_out_twice_nor_lost(steps: list[tuple[int, int]], random: Random) -> None:
     chunk, live, since = CHUNK, {}, 0
     for wanted, freed in steps:
         chunk, taken = stored(chunk).allocate(PAGE_BYTES, wanted, 1)
@@ -404,13 +367,11 @@ async def test_a_stopped_writer_does_not_keep_a_pool_from_taking_blocks(is_share
 
 @pytest.fixture
 async def old(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
-    pool = open_pool(table, clock, is_shared=False)
-    await pool.report(report())
-    return pool
+    return await reported(open_pool(table, clock, is_shared=False))
 
 
 @pytest.mark.parametrize("seconds", [0, 5], ids=["as it was", "another field"])
-async def test_invariant_5_both_see_what_either_does(
+async def test_invariant_5_both_see_each_other(
     old: MempoolStorage, table: MemoryTable, clock: FakeClock, seconds: int
 ) -> None:
     """What was freed is free, also where the other one has looked before it was taken."""
@@ -426,9 +387,7 @@ async def test_invariant_5_both_see_what_either_does(
     assert new.allocated_bytes == old.allocated_bytes == 0
 
 
-async def test_one_of_another_size_takes_nothing_over(
-    old: MempoolStorage, table: MemoryTable, clock: FakeClock
-) -> None:
+async def test_a_pool_of_another_size_takes_nothing(old: MempoolStorage, table: MemoryTable, clock: FakeClock) -> None:
     await old.allocate(allocation([1]))
     new = open_pool(table, clock, pool_config(capacity_bytes=2 * MIB), is_shared=False)
     new.take_over(old)
@@ -443,8 +402,8 @@ MANAGERS = st.integers(0, 1)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize()
-    def begin(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.loop = asyncio.new_event_loop()
         self.table = SlowTable()
         self.clock = FakeClock()
@@ -514,7 +473,6 @@ class PoolMachine(RuleBasedStateMachine):
         _, result = self.run(cancelled(), self.pools[1 - manager].allocate(allocation(other)))
         if not isinstance(result, StorageIOError):
             self.note(result)
-        self.run(*(asyncio.sleep(0) for _ in range(1)))
         for _ in range(400):  # what was taken for it is freed in the background
             self.run(asyncio.sleep(0))
 
@@ -568,15 +526,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_belongs_to_two(self) -> None:
-        if not hasattr(self, "live"):
-            return
         pages = [page for uri in self.live for page in pages_of(uri)]
         assert len(pages) == len(set(pages))
 
     @invariant()
     def what_is_taken_is_what_is_live(self) -> None:
-        if not hasattr(self, "live"):
-            return
         live_bytes = PAGE_BYTES * sum(len(pages_of(uri)) for uri in self.live)
         (taken,) = self.run(taken_bytes(self.pools[0]))
         assert taken >= live_bytes if self.may_leak else taken == live_bytes
@@ -585,8 +539,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert taken <= MIB
 
     def teardown(self) -> None:
-        if hasattr(self, "loop"):
-            self.loop.close()
+        self.loop.close()
 
 
 PoolMachine.TestCase.settings = settings(
