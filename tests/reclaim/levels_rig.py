@@ -257,11 +257,9 @@ class Levels:
         entries = await self.seen(keys, to)
         return [key for key, entry in zip(keys, entries, strict=True) if any(entry.values())]
 
-    async def seen(
-        self, keys: Sequence[int], to: str = "i", mode: MatchMode = MatchMode.BATCH_GET
-    ) -> list[dict[str, str]]:
+    async def seen(self, keys: Sequence[int], to: str = "i") -> list[dict[str, str]]:
         """Return per entry of an answer its uris by spec; this counts as no read."""
-        found = await self.manager.match(to, MatchQuery(mode, keys), peek=True)
+        found = await self.manager.match(to, MatchQuery(MatchMode.BATCH_GET, keys), peek=True)
         return _uris(found.chunks)
 
     async def places(self, key: int, to: str = "i") -> list[str]:

@@ -90,26 +90,6 @@ async def test_a_prefix_that_came_back_in_time_saves_what_is_behind(site: Deploy
     assert await site.serving() == {1, 2, 3, 5, 6, 7, 8, 9, 10}
 
 
-async def test_a_prefix_that_was_back_gives_a_new_grace(site: Deployment) -> None:
-    await site.store(CHAIN)
-    await site.remove([4])
-    await collect(site)
-    site.clock.time += GRACE_SECONDS / 2
-    await site.store(CHAIN)
-    await collect(site)
-    await site.remove([4])
-    await collect(site)
-    assert (await collect(site, after=GRACE_SECONDS - 1)).without_prefix == 0
-    assert (await collect(site, after=1)).without_prefix == 6
-
-
-async def test_more_than_a_step_of_blocks(site: Deployment) -> None:
-    await site.store(range(100))
-    await site.remove([1])
-    assert (await after_grace(site)).without_prefix == 98
-    assert [key for key, _ in site.marked] == list(range(99, 1, -1))
-
-
 async def test_a_pin_holds_its_block_and_what_is_before_it(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])

@@ -99,13 +99,6 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
             assert has_needs(before)
 
 
-async def test_an_unused_guarantee_of_ones_own_presses_nobody() -> None:
-    with levels([big("x", 95)], [instance("i", "x")]) as rig:
-        await rig.limit_storage("a", 100, 0.9)
-        await rig.write([1])
-        assert rig.woken == []
-
-
 @pytest.mark.parametrize("level", ["storage", "global"])
 async def test_a_shared_mark_leaves_room_for_the_largest_block_of_all_who_share_it(level: str) -> None:
     """Else the group of the large blocks is refused before anything is evicted for it."""
