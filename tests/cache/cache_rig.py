@@ -1,6 +1,6 @@
 """A CacheManager on memory and dummy storages, with time and ids injected."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -11,6 +11,8 @@ from fake_clock import FakeClock
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.quotas import Ledger
 from kvcm.cache.write_sessions import StartedWrite, WriteRequest
+from kvcm.index.backends.backend import IndexBackend
+from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -20,7 +22,7 @@ from kvcm.model.groups import (
     MetaIndexerConfig,
     QuotaConfig,
 )
-from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment, Placement
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
@@ -117,8 +119,11 @@ class ManagerCore:
         usage: what the manager counts with.
 
     Attributes:
+        new_backend: makes the backends of indexes; in memory by default.
         pressed: groups whose writes pressed.
     """
+
+    new_backend: Callable[[Placement], IndexBackend] = staticmethod(lambda _placement: MemoryBackend())
 
     def __init__(self, *, has_pools: bool = False, usage: Ledger | None = None) -> None:
         self.clock, self.tables = FakeClock(), MemoryStore()
@@ -134,11 +139,19 @@ class ManagerCore:
             self.storages,
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
+            self.new_backend,
             store=self.tables,
             usage=usage,
             on_pressure=self.pressed.append,
         )
         self.executor.serve(self.manager)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.time += seconds
+
+    async def record(self, key: int, instance_id: str = "i") -> BlockRecord | None:
+        (record,) = await self.manager.cache(instance_id).index.get([key])
+        return record
 
     async def statuses(self, keys: Sequence[int]) -> list[list[str]]:
         records = await self.manager.cache("i").index.get(keys)
@@ -156,9 +169,6 @@ class Rig(ManagerCore):
         now(self.registry.groups.create(configured))
         now(self.manager.register_instance(registered))
 
-    def wait(self, seconds: float) -> None:
-        self.clock.time += seconds
-
     def enable(self, storage: str, enabled: bool) -> None:
         now(self.registry.storages.set_enabled(storage, enabled=enabled))
 
@@ -170,10 +180,6 @@ class Rig(ManagerCore):
         started = await self.start(keys, **fields)
         await self.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)))
         return started
-
-    async def record(self, key: int) -> BlockRecord | None:
-        (record,) = await self.manager.cache("i").index.get([key])
-        return record
 
     @property
     def used_bytes(self) -> int:

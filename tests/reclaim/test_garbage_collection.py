@@ -407,17 +407,6 @@ async def test_a_missing_part_takes_what_is_useless_without_it(tmp_path: Path) -
         assert (await site.serving(), serving) == ({2}, [("a", "b")])
 
 
-async def test_what_a_writer_adds_keeps_the_rest(tmp_path: Path) -> None:
-    with deployed(Disk(tmp_path), specs=("a", "b"), groups={"a": ("a",), "ab": ("a", "b")}) as site:
-        await site.store([1], spec_groups=["a"])
-        await site.start([1], spec_groups=["ab"])
-        (path,) = [path for path in await site.paths(1) if "/a/" in str(path)]
-        path.unlink()
-        assert (await collect(site, check_bytes=True)).without_bytes == 1
-        statuses = {each.status for each in await site.locations(1)}
-        assert statuses == {LocationStatus.DELETING, LocationStatus.WRITING}
-
-
 async def test_what_is_being_written_may_complete_a_replica(tmp_path: Path) -> None:
     """`a` lies in two locations, one of which is lost, and `b` is on its way."""
     with deployed(Disk(tmp_path), specs=("a", "b")) as site:

@@ -148,7 +148,7 @@ async def test_a_mark_above_one_or_unset_is_off(mark: float) -> None:
         assert await rig.reclaim() == 0
         with pytest.raises(CapacityError):
             await rig.write([10])
-        assert rig.woken
+        assert rig.pressed
 
 
 @pytest.mark.parametrize(("hysteresis", "goes"), [(None, 3), (0.0, 1), (0.1, 11), (0.5, 51), (0.9, 81)])
@@ -177,9 +177,9 @@ async def test_a_write_that_crosses_a_mark_wakes(level: str, mark: float) -> Non
             await rig.registry.quotas.set(GlobalQuota("q", 100, mark))
         for key in range(10):
             await rig.write([key])
-            woken = bool(rig.woken)
+            woken = bool(rig.pressed)
             assert (await rig.reclaim() > 0) == woken, key
-            rig.woken.clear()
+            rig.pressed.clear()
             await rig.delete()
             if woken:
                 return
