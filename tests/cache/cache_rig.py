@@ -1,14 +1,18 @@
 """A CacheManager on memory and dummy storages, with time and ids injected."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 
 from at_once import now
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
+from kvcm.cache.quotas import Ledger
 from kvcm.cache.write_sessions import StartedWrite, WriteRequest
+from kvcm.index.backends.backend import IndexBackend
+from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -18,15 +22,16 @@ from kvcm.model.groups import (
     MetaIndexerConfig,
     QuotaConfig,
 )
-from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment, Placement
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.protocol import meta_service_pb2
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
-from kvcm.storage.directory import OPENERS, StorageDirectory
+from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
+from kvcm.storage.mempool import PoolOpener
 from kvcm.store.memory import MemoryStore
 
 SPECS = {"tp0": 10, "tp1": 10}
@@ -102,35 +107,67 @@ def location(
     return Location(location_id, storage, storage_type, status, tuple(specs), chunk, 10 * len(specs), 0.0)
 
 
-STAND_INS = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
+def _dummy_pool(config: StorageConfig, _cluster_id: str) -> DummyStorage:
+    return DummyStorage(config.global_unique_name, "/p/", 1)
 
 
-class Rig:
-    """The manager and everything around it."""
+class ManagerCore:
+    """A manager and everything around it, without storages, groups and instances.
 
-    def __init__(self, configured: InstanceGroup, registered: Instance) -> None:
-        self.clock = FakeClock()
-        self.storages = StorageDirectory("cluster", openers={**OPENERS, **STAND_INS})
+    Args:
+        has_pools: whether memory pools are real; else they stand in with dummy addresses.
+        usage: what the manager counts with.
+
+    Attributes:
+        new_backend: makes the backends of indexes; in memory by default.
+        pressed: groups whose writes pressed.
+    """
+
+    new_backend: Callable[[Placement], IndexBackend] = staticmethod(lambda _placement: MemoryBackend())
+
+    def __init__(self, *, has_pools: bool = False, usage: Ledger | None = None) -> None:
+        self.clock, self.tables = FakeClock(), MemoryStore()
+        pools = PoolOpener(self.tables.table("pools"), self.clock, Random(0), is_shared=False)
+        opener: Opener = pools if has_pools else _dummy_pool
+        self.storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
+        self.pressed: list[str] = []
         ids = iter(range(1, 1 << 30))
-        self.tables = MemoryStore()
         self.manager = CacheManager(
             self.registry,
             self.storages,
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
+            self.new_backend,
             store=self.tables,
+            usage=usage,
+            on_pressure=self.pressed.append,
         )
         self.executor.serve(self.manager)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.time += seconds
+
+    async def record(self, key: int, instance_id: str = "i") -> BlockRecord | None:
+        (record,) = await self.manager.cache(instance_id).index.get([key])
+        return record
+
+    async def statuses(self, keys: Sequence[int]) -> list[list[str]]:
+        records = await self.manager.cache("i").index.get(keys)
+        return [[place.status.name for place in record.locations] if record else [] for record in records]
+
+
+class Rig(ManagerCore):
+    """A manager with two storages of one type and one of another, a group and an instance."""
+
+    def __init__(self, configured: InstanceGroup, registered: Instance) -> None:
+        super().__init__()
         for name in ("slow", "slow2"):
             now(self.registry.storages.add(StorageConfig(name, DummyStorageSpec())))
         now(self.registry.storages.add(StorageConfig("pool", TairMemPoolStorageSpec(domain="d"))))
         now(self.registry.groups.create(configured))
         now(self.manager.register_instance(registered))
-
-    def wait(self, seconds: float) -> None:
-        self.clock.time += seconds
 
     def enable(self, storage: str, enabled: bool) -> None:
         now(self.registry.storages.set_enabled(storage, enabled=enabled))
@@ -144,14 +181,6 @@ class Rig:
         await self.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)))
         return started
 
-    async def record(self, key: int) -> BlockRecord | None:
-        (record,) = await self.manager.cache("i").index.get([key])
-        return record
-
-    async def statuses(self, keys: Sequence[int]) -> list[list[str]]:
-        records = await self.manager.cache("i").index.get(keys)
-        return [[place.status.name for place in record.locations] if record else [] for record in records]
-
     @property
     def used_bytes(self) -> int:
         return sum(self.manager.group_usage_bytes("group").values())
@@ -159,7 +188,7 @@ class Rig:
 
 @contextmanager
 def opened(configured: InstanceGroup | None = None, registered: Instance | None = None) -> Iterator[Rig]:
-    """A rig whose storage `pool`, of a kind this release cannot open, stands in with dummy addresses."""
+    """A rig, closed afterwards."""
     rig = Rig(configured or group(), registered or instance())
     try:
         yield rig

@@ -39,16 +39,16 @@ async def _no_pause(_seconds: float) -> None:
 
 
 class DrainWorld:
-    """A manager's core as `rooms` wires it, which can be restarted.
+    """A manager's core as `components` wires it, which can be restarted.
 
     Args:
         root: directory of the storages.
         names: storages of the group, best first.
         registered: the instance, by default with one spec.
         openers: open its storages.
+        clock: the time.
 
     Attributes:
-        clock: moves when told.
         instance: id of the only instance.
     """
 
@@ -59,8 +59,9 @@ class DrainWorld:
         *,
         registered: Instance | None = None,
         openers: Mapping[StorageType, Opener] = OPENERS,
+        clock: FakeClock | None = None,
     ) -> None:
-        self.clock = FakeClock()
+        self.clock = clock or FakeClock()
         self.names = names
         self.instance = "i"
         self._root = root
@@ -86,7 +87,7 @@ class DrainWorld:
         await self.manager.register_instance(self._registered)
 
     async def restart(self) -> None:
-        """Open the manager anew on what the last one left."""
+        """Open the manager again on what the last one left."""
         self.storages = StorageDirectory(CLUSTER, openers=self._openers)
         self.registry = Registry(self.storages, self._store.table("registry"))
         self.executor = DeletionExecutor(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cache_rig import instance
 from drain_world import BLOCK_BYTES, CLUSTER, DrainWorld, file_of, files_below, storage_of
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -63,6 +64,14 @@ async def opened(tmp_path: Path) -> AsyncIterator[Open]:
         world.close()
 
 
+@pytest.fixture
+async def world(opened: Open) -> DrainWorld:
+    """A manager with six blocks on the first of two storages."""
+    made = await opened()
+    await made.write(KEYS)
+    return made
+
+
 async def progress(world: DrainWorld) -> DrainProgress:
     (only,) = await world.drains.progress(is_leader=True)
     return only
@@ -81,10 +90,8 @@ async def finish_drain(world: DrainWorld) -> None:
 
 
 async def test_a_drained_storage_is_emptied_down_to_its_last_file_and_the_others_keep_theirs(
-    opened: Open, tmp_path: Path
+    world: DrainWorld, tmp_path: Path
 ) -> None:
-    world = await opened()
-    await world.write(KEYS)
     await world.drains.drain("a")
     assert await world.write([10, 11]) == ["b", "b"]
     assert await world.hits([*KEYS, 10, 11]) == [*KEYS, 10, 11]  # read until they are evicted
@@ -111,9 +118,7 @@ async def test_a_drained_storage_takes_no_write_although_it_is_the_only_one(open
     assert started.chunks == []
 
 
-async def test_what_serves_on_a_drained_storage_is_written_anew_elsewhere(opened: Open) -> None:
-    world = await opened()
-    await world.write(KEYS)
+async def test_what_serves_on_a_drained_storage_is_written_again_elsewhere(world: DrainWorld) -> None:
     await world.drains.drain("a")
     assert await world.write(KEYS) == ["b"] * len(KEYS)
     await finish_drain(world)
@@ -144,9 +149,7 @@ async def test_a_replica_that_is_being_written_is_left_to_its_writer(opened: Ope
     assert [place.status.name for place in await world.places("a")] == ["DELETING", "WRITING"]
 
 
-async def test_what_is_pinned_waits_for_the_end_of_its_pin(opened: Open) -> None:
-    world = await opened()
-    await world.write(KEYS)
+async def test_what_is_pinned_waits_for_the_end_of_its_pin(world: DrainWorld) -> None:
     pin = await world.manager.pin("i", PinRequest([0, 1], "somebody", 3600))
     assert pin is not None
     await world.drains.drain("a")
@@ -160,25 +163,7 @@ async def test_what_is_pinned_waits_for_the_end_of_its_pin(opened: Open) -> None
     assert (await progress(world)).is_done
 
 
-async def test_a_cancelled_drain_leaves_what_is_left(opened: Open) -> None:
-    world = await opened()
-    await world.write(KEYS)
-    pin = await world.manager.pin("i", PinRequest([0], "somebody", 5))
-    assert pin is not None
-    await world.drains.drain("a")
-    await world.drains.resume()
-    await world.drains.cancel("a")
-    await world.drains.cancel("a")
-    assert await world.drains.progress(is_leader=True) == []
-    for _ in range(4):
-        await world.pass_time(30.0)
-    assert await world.hits(KEYS) == [0]
-    assert await world.write([20]) == ["a"]
-
-
-async def test_a_drain_goes_on_after_a_restart_whatever_was_configured_meanwhile(opened: Open) -> None:
-    world = await opened()
-    await world.write(KEYS)
+async def test_a_drain_goes_on_after_a_restart_whatever_was_configured_meanwhile(world: DrainWorld) -> None:
     storages = world.registry.storages
     await world.drains.drain("a")
     await storages.set_enabled("a", enabled=False)
@@ -207,31 +192,23 @@ async def test_an_export_says_nothing_of_a_drain(opened: Open) -> None:
     assert storages == [world.config("a")]
 
 
-async def test_a_storage_that_nobody_knows_is_neither_drained_nor_cancelled(opened: Open) -> None:
-    world = await opened()
+async def test_an_unknown_storage_is_neither_drained_nor_cancelled_nor_removed(world: DrainWorld) -> None:
     for call in (world.drains.drain, world.drains.cancel, world.drains.remove):
         with pytest.raises(InvalidArgumentError, match="storage 'x' does not exist"):
             await call("x")
 
 
-async def test_parts_elsewhere_go_with_those_without_which_they_are_worth_nothing(opened: Open) -> None:
-    specs = {"tp0": BLOCK_BYTES, "tp1": BLOCK_BYTES}
-    world = await opened(registered=instance(specs))
+@pytest.mark.parametrize(("groups", "left"), [({}, []), ({"one": ("tp1",)}, [("tp1",)])])
+async def test_parts_elsewhere_stay_where_they_can_be_read_alone(
+    opened: Open, groups: dict[str, tuple[str, ...]], left: list[tuple[str, ...]]
+) -> None:
+    world = await opened(registered=instance({"tp0": BLOCK_BYTES, "tp1": BLOCK_BYTES}, groups))
     await _split(world)
     assert [place.spec_names for place in await world.places("b")] == [("tp1",)]
     await world.drains.drain("a")
-    await world.drains.resume()
-    assert await world.places("b", SERVING) == []
-
-
-async def test_parts_that_can_be_read_alone_stay(opened: Open) -> None:
-    specs = {"tp0": BLOCK_BYTES, "tp1": BLOCK_BYTES}
-    world = await opened(registered=instance(specs, {"one": ("tp1",)}))
-    await _split(world)
-    await world.drains.drain("a")
     await finish_drain(world)
-    assert [place.spec_names for place in await world.places("b", SERVING)] == [("tp1",)]
-    assert await world.hits([0]) == [0]
+    assert [place.spec_names for place in await world.places("b", SERVING)] == left
+    assert await world.hits([0]) == [0][: len(left)]
 
 
 async def _split(world: DrainWorld) -> None:
@@ -277,9 +254,7 @@ async def test_a_lap_is_slow_enough_for_requests_and_ends_with_the_leadership(op
     assert await world.places("a", SERVING) == []
 
 
-async def test_laps_that_find_nothing_to_mark_become_rare(opened: Open) -> None:
-    world = await opened()
-    await world.write(KEYS)
+async def test_laps_that_find_nothing_to_mark_become_rare(world: DrainWorld) -> None:
     assert await world.manager.pin("i", PinRequest(KEYS, "somebody", 3600)) is not None
     await world.drains.drain("a")
     laps = 0
@@ -305,17 +280,11 @@ PAGE = 256  # blocks that a lap looks at together
 
 
 @pytest.fixture
-async def full_world(tmp_path: Path) -> AsyncIterator[DrainWorld]:
-    """A manager with blocks on the first of two storages."""
-    full_world = DrainWorld(tmp_path)
-    await full_world.begin()
-    await full_world.write(range(BLOCKS))
-    yield full_world
-    full_world.close()
-
-
-async def _nothing() -> None:
-    await asyncio.sleep(0)
+async def full_world(opened: Open) -> DrainWorld:
+    """A manager with many blocks on the first of two storages."""
+    made = await opened()
+    await made.write(range(BLOCKS))
+    return made
 
 
 def drains_that(full_world: DrainWorld, end: Callable[[], Awaitable[None]], when: str) -> StorageDrains:
@@ -328,15 +297,13 @@ def drains_that(full_world: DrainWorld, end: Callable[[], Awaitable[None]], when
             is_over = True
             await end()
 
-    async def pause(_seconds: float) -> None:
-        await (once if when == "after a page" else _nothing)()
+    async def give_way() -> None:
+        await (once() if when == "during a page" else asyncio.sleep(0))
 
-    remover = Remover(full_world.clock, full_world.registry.groups.find)
-    give_way = once if when == "during a page" else _nothing
-    return StorageDrains(
-        *(full_world.registry, full_world.manager.open_caches, remover, full_world.clock),
-        **{"is_shared": False, "give_way": give_way, "pause": pause},
-    )
+    async def pause(_seconds: float) -> None:
+        await (once() if when == "after a page" else asyncio.sleep(0))
+
+    return paced(full_world, give_way=give_way, pause=pause)
 
 
 # ── ends during a lap ──
@@ -414,9 +381,7 @@ async def test_no_storage_is_forgotten_while_an_instance_cannot_be_read(full_wor
     assert await table.replace("instance/old", None, b"garbage")
     await full_world.registry.refresh()
     await full_world.drains.remove(name)
-    await full_world.pass_time(CANCEL_SECONDS)
-    for _ in range(6):
-        await full_world.pass_time(2.0)
+    await purge(full_world)
     (found,) = await full_world.drains.progress(is_leader=True)
     assert (found.remaining_bytes, found.is_done, found.unreadable) == (0, False, ["old"])
     assert not (await full_world.drains.progress(is_leader=False))[0].is_done
@@ -436,11 +401,11 @@ def pool(node_id: str) -> StorageConfig:
 
 
 async def test_of_a_pool_that_is_forgotten_the_store_keeps_nothing(tmp_path: Path) -> None:
-    """Else one of that name would count as there before its host told of it, with memory that nobody frees."""
+    """Else one of that name would count as there before its host reports it, with memory that is never freed."""
     table = MemoryTable()
-    full_world: DrainWorld
-    opener = PoolOpener(table, _Clock(lambda: full_world.clock.now()), Random(0), is_shared=False)
-    full_world = DrainWorld(tmp_path, openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
+    clock = FakeClock()
+    opener = PoolOpener(table, clock, Random(0), is_shared=False)
+    full_world = DrainWorld(tmp_path, openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener}, clock=clock)
     await full_world.begin()
     await full_world.registry.storages.add(pool("n"))
     await full_world.storages.pools()["p"].report(PoolReport("n", 7, 4 * MIB))
@@ -457,70 +422,25 @@ async def test_of_a_pool_that_is_forgotten_the_store_keeps_nothing(tmp_path: Pat
     full_world.close()
 
 
-class _Clock:
-    """A clock that is set later."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-
-
 # ── Removed storages ──
-
-
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[DrainWorld]:
-    """A manager with six blocks on the first of two storages."""
-    world = DrainWorld(tmp_path)
-    await world.begin()
-    await world.write(KEYS)
-    yield world
-    world.close()
 
 
 async def purge(world: DrainWorld) -> None:
     """Let everything pass that a removal takes."""
     await world.pass_time(CANCEL_SECONDS)
-    for _ in range(6):
-        await world.pass_time(2.0)
+    await finish_drain(world)
 
 
 async def test_usage_returns_and_the_bytes_stay(world: DrainWorld, tmp_path: Path) -> None:
     await world.drains.remove("a")
     assert await world.hits(KEYS) == []
-    assert world.used_bytes("a") == len(KEYS) * BLOCK_BYTES
+    found = await progress(world)
+    assert (found.drain.is_removal, found.has_started) == (True, False)
+    assert found.remaining_bytes == world.used_bytes("a") == len(KEYS) * BLOCK_BYTES
     await purge(world)
     assert (world.used_bytes("a"), await world.records()) == (0, {})  # invariant 4
     assert len(files_below(tmp_path / "a")) == len(KEYS)
     assert world.registry.storages.drains() == []
-
-
-async def test_a_removal_goes_on_after_a_restart(world: DrainWorld) -> None:
-    await world.drains.remove("a")
-    world.close()
-    await world.restart()
-    (found,) = await world.drains.progress(is_leader=True)
-    assert (found.drain.is_removal, found.remaining_bytes, found.has_started) == (True, len(KEYS) * BLOCK_BYTES, False)
-    await purge(world)
-    assert await world.records() == {}
-
-
-async def test_added_again_soon_as_it_was_it_has_all_its_blocks(world: DrainWorld) -> None:
-    await world.drains.remove("a")
-    await world.pass_time(CANCEL_SECONDS - 0.1)
-    await world.registry.storages.add(world.config("a"))
-    await purge(world)
-    assert await world.hits(KEYS) == KEYS
-    assert world.registry.storages.drains() == []
-
-
-async def test_added_again_late_it_has_what_is_left(world: DrainWorld) -> None:
-    await world.drains.remove("a")
-    await world.pass_time(CANCEL_SECONDS)  # marked, and the delay is not over
-    await world.registry.storages.add(world.config("a"))
-    assert await world.hits(KEYS) == []
-    assert await world.write([20]) == ["a"]
-    await purge(world)
-    assert (await world.hits([20]), world.used_bytes("a")) == ([20], BLOCK_BYTES)
 
 
 async def test_the_name_is_not_given_to_another_medium_while_blocks_are_left(world: DrainWorld, tmp_path: Path) -> None:
@@ -600,14 +520,6 @@ async def test_a_write_that_began_before_a_removal_gets_no_addresses(tmp_path: P
         await writing
     assert await world.places("a", LocationStatus.WRITING, LocationStatus.SERVING) == []
     world.close()
-
-
-async def test_a_removal_ends_a_drain(world: DrainWorld) -> None:
-    await world.drains.drain("a")
-    await world.drains.remove("a")
-    assert [each.is_removal for each in world.registry.storages.drains()] == [True]
-    await world.registry.storages.add(world.config("a"))
-    assert await world.write([20]) == ["a"]
 
 
 # ── Storage drains machine ──

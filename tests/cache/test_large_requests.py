@@ -208,27 +208,6 @@ def open_ids(rig: Rig) -> list[str]:
     return [each.instance_id for each in rig.manager.indexes()]
 
 
-async def test_instances_are_open_from_their_registration_until_the_end_of_their_removal(rig: Rig) -> None:
-    assert open_ids(rig) == ["i"]
-    await rig.manager.register_instance(replace(instance(), instance_id="j"))
-    assert open_ids(rig) == ["i", "j"]
-    await rig.store([1])
-    await rig.manager.remove_instance("i")
-    assert sorted(open_ids(rig)) == ["i", "j"]
-    rig.wait(60)
-    await rig.executor.run_due()
-    await rig.manager.purge_removed()
-    assert open_ids(rig) == ["j"]
-
-
-async def test_another_registration_of_an_id_is_beside_the_one_that_is_being_removed(rig: Rig) -> None:
-    await rig.store([1])
-    await rig.manager.remove_instance("i")
-    await rig.manager.register_instance(instance())
-    assert open_ids(rig) == ["i", "i"]
-    assert len({each.uid for each in rig.manager.indexes()}) == 2
-
-
 async def test_what_is_opened_for_a_removal_that_is_over_does_not_stay(rig: Rig) -> None:
     """Another manager may have ended it while this one was on its way to it."""
     await rig.store([1])

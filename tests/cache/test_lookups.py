@@ -368,16 +368,6 @@ async def test_a_match_counts_what_it_hit_unless_it_only_peeks(rig: Rig, peek: b
     assert await index.accesses([1, 2, 3]) == expected
 
 
-async def test_reads_of_blocks_that_are_gone_leave_no_trace() -> None:
-    recorder, (cache, _) = AccessRecorder(FakeClock()), new_cache(1)
-    await cache.index.put({1: BlockRecord(None, 0, (location("a"),))})
-    recorder.record(cache, [1, 2])
-    await cache.index.delete([1])
-    await recorder.drain()
-    assert await cache.index.accesses([1, 2]) == [None, None]
-    assert cache.index.key_count == 0
-
-
 class Revisits:
     """Keeps what it is told."""
 
@@ -435,62 +425,6 @@ async def test_a_lease_keeps_the_bytes_and_nothing_else() -> None:
         assert await left(rig, [1, 2, 3]) == []
 
 
-async def test_a_renewed_lease_keeps_them_longer() -> None:
-    with opened(group(delay_ms=0)) as rig:
-        await rig.store([1])
-        held = await lease(rig, [1], 5_000)
-        await rig.manager.remove("i", [1], NO_MASK)
-        assert await left(rig, [1]) == [1]
-        rig.wait(4)
-        assert (await rig.manager.renew_lease("i", held.id, 10_000)).deadline == rig.clock.now() + 10
-        rig.wait(9)
-        assert await left(rig, [1]) == [1]
-        rig.wait(2)
-        assert await left(rig, [1]) == []
-
-
-async def test_the_last_of_several_leases_counts() -> None:
-    with opened(group(delay_ms=0)) as rig:
-        await rig.store([1])
-        first, second = await lease(rig, [1], 30_000), await lease(rig, [1], 5_000)
-        await rig.manager.remove("i", [1], NO_MASK)
-        await rig.manager.release_lease("i", first.id)
-        assert await left(rig, [1]) == [1]
-        await rig.manager.release_lease("i", second.id)
-        rig.wait(5)
-        assert await left(rig, [1]) == []
-
-
-async def test_a_released_lease_holds_nothing() -> None:
-    with opened(group(delay_ms=1000)) as rig:
-        await rig.store([1])
-        held = await lease(rig, [1], 60_000)
-        await rig.manager.remove("i", [1], NO_MASK)
-        await rig.manager.release_lease("i", held.id)
-        rig.wait(1)
-        assert await left(rig, [1]) == []
-
-
-async def test_releasing_again_is_fine(rig: Rig) -> None:
-    """The answer to the first release may have been lost."""
-    await rig.store([1])
-    held = await lease(rig, [1], 60_000)
-    for _ in range(2):
-        await rig.manager.release_lease("i", held.id)
-    await rig.manager.release_lease("i", "never-acquired")
-
-
-@pytest.mark.parametrize("swept", [True, False])
-async def test_releasing_an_expired_lease_is_fine(rig: Rig, swept: bool) -> None:
-    """It has ended already, whether or not anybody has looked since."""
-    await rig.store([1])
-    held = await lease(rig, [1], 5_000)
-    rig.wait(5)
-    if swept:
-        await rig.manager.expire()
-    await rig.manager.release_lease("i", held.id)
-
-
 async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end() -> None:
     """The executor looked while the lease was open; what was pinned for minutes must go soon after the release."""
     with opened(group(delay_ms=1000)) as rig:
@@ -502,27 +436,6 @@ async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end
         await rig.manager.release_lease("i", held.id)
         rig.wait(1)
         assert await left(rig, [1]) == []
-
-
-async def test_only_the_own_instance_may_renew_or_release(rig: Rig) -> None:
-    await rig.store([1])
-    await rig.manager.register_instance(replace(rig.manager.cache("i").instance, instance_id="other"))
-    held = await lease(rig, [1], 5_000)
-    for call in (
-        rig.manager.release_lease("other", held.id),
-        rig.manager.renew_lease("other", held.id, 1),
-    ):
-        with pytest.raises(InvalidArgumentError, match="read_lease_id"):
-            await call
-    await rig.manager.release_lease("i", held.id)
-
-
-async def test_an_expired_lease_is_unknown(rig: Rig) -> None:
-    await rig.store([1])
-    held = await lease(rig, [1], 5_000)
-    rig.wait(5)
-    with pytest.raises(InvalidArgumentError, match="expired"):
-        await rig.manager.renew_lease("i", held.id, 5_000)
 
 
 @pytest.mark.parametrize("lease_ms", [0, -1, MAX_LEASE_MS + 1])
@@ -546,12 +459,6 @@ async def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> 
             await lease(rig, [1], 1_000)
         rig.wait(1)
         await lease(rig, [1], 1_000)
-
-
-async def test_a_lease_on_nothing_pins_nothing(rig: Rig) -> None:
-    held = await lease(rig, [1], 1_000)
-    assert held.locations == ()
-    assert len(held.id) == 32
 
 
 async def test_pinned_locations_are_bounded_over_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:

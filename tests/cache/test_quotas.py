@@ -34,13 +34,12 @@ from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig,
 from kvcm.registry.registry import Registry
 from kvcm.registry.storages import ClosedStorages
 
-# ── Usage rooms ──
+# ── Free space ──
 
 
 NFS = StorageKey("nfs", StorageType.ST_NFS)
 NFS2 = StorageKey("nfs2", StorageType.ST_NFS)
 FS = StorageKey("fs", StorageType.ST_3FS)
-POOL = StorageKey("pool", StorageType.ST_TAIRMEMPOOL)
 UID = 1
 
 
@@ -69,35 +68,6 @@ def reserve(
     return reservation
 
 
-def test_usage_is_counted_by_group_and_place() -> None:
-    ledger = UsageLedger()
-    here, again, there = ledger.listener("group", 1)(), ledger.listener("group", 2)(), ledger.listener("other", 3)()
-    here({NFS: 10}, 1)
-    again({NFS: 5, FS: 3}, 1)
-    there({NFS: 100}, 1)
-    here({NFS: -2}, 0)
-    assert dict(ledger.used("group")) == {NFS: 13, FS: 3}
-    assert dict(ledger.used("other")) == {NFS: 100}
-    assert dict(ledger.used("unknown")) == {}
-    assert [sum(ledger.bytes_on_storage(name).values()) for name in ("nfs", "fs", "pool")] == [113, 3, 0]
-    assert [ledger.bytes_on_storage("nfs").get(name, 0) for name in ("group", "other", "unknown")] == [13, 100, 0]
-
-
-@pytest.mark.parametrize(
-    ("size", "refused_by"),
-    [(0, None), (7, None), (8, "30 bytes on file"), (18, "30 bytes on file"), (19, "capacity of 50")],
-)
-def test_the_room_is_exact_to_the_byte(size: int, refused_by: str | None) -> None:
-    """Group: 32 of 50 used. Files: 23 of 30 used."""
-    ledger = UsageLedger()
-    ledger.listener("group", UID)()({NFS: 23, FS: 9}, 2)
-    limit = room(ledger, group(capacity=50, quotas={NFS.storage_type: 30})).limit(NFS, size)
-    assert (limit is None) == (refused_by is None)
-    if refused_by is not None:
-        assert refused_by in str(limit)
-        assert "'group' is full" in str(limit)
-
-
 def test_what_a_plan_takes_is_gone_for_the_rest_of_it() -> None:
     ledger = UsageLedger()
     offered = room(ledger, group(capacity=50, quotas={NFS.storage_type: 30}))
@@ -118,57 +88,6 @@ async def test_reserved_keys_count_until_they_end() -> None:
     await index.read_modify_write([1], lambda _key, _old: BlockRecord(None, 0, (location("a"),)), reserved=True)
     ledger.settle(reservation, index)
     assert room(ledger, configured, index).free_keys == 4
-
-
-def test_two_storages_of_one_type_share_the_quota_of_the_type() -> None:
-    ledger = UsageLedger()
-    ledger.listener("group", UID)()({NFS: 20, NFS2: 5}, 2)
-    offered = room(ledger, group(quotas={NFS.storage_type: 30}))
-    assert offered.limit(NFS2, 5) is None
-    assert "uses 25 of its quota of 30 bytes on file" in str(offered.limit(NFS2, 6))
-
-
-# Storages, guarantees and global quotas.
-
-
-def test_the_capacity_of_a_storage_counts_over_all_groups() -> None:
-    ledger = UsageLedger()
-    ledger.listener("other", 2)()({NFS: 70}, 1)
-    limits = Limits(group(), {"nfs": StorageLimit(100, {})})
-    offered = room(ledger, limits)
-    assert offered.limit(NFS, 30) is None
-    assert str(offered.limit(NFS, 31)) == "storage 'nfs' is full: 70 of its capacity_bytes of 100 are used"
-    assert offered.limit(NFS2, 1000) is None, "another storage of that type"
-    offered.add_planned(NFS, 20)
-    assert offered.limit(NFS, 10) is None
-    assert offered.limit(NFS, 11) is not None
-
-
-@pytest.mark.parametrize(("used_by_other", "free"), [(0, 60), (10, 60), (40, 60), (70, 30)])
-def test_what_another_group_is_guaranteed_is_kept_for_it(used_by_other: int, free: int) -> None:
-    ledger = UsageLedger()
-    ledger.listener("other", 2)()({NFS: used_by_other}, 1)
-    limits = Limits(group(), {"nfs": StorageLimit(100, {"other": 40, "group": 90})})
-    offered = room(ledger, limits)
-    assert offered.limit(NFS, free) is None
-    refusal = str(offered.limit(NFS, free + 1))
-    assert ("guaranteed to other groups" in refusal) == (used_by_other < 40)
-    assert "capacity_bytes of 100" in refusal
-
-
-def test_reservations_of_other_groups_count_towards_storages_and_global_quotas() -> None:
-    ledger, other = UsageLedger(), replace(group(), name="other")
-    reservation = reserve(ledger, other, {NFS: 60})
-    shared = SharedQuota(GlobalQuota("all", 80), ("group", "other"))
-    limits = Limits(group(), {"nfs": StorageLimit(70, {})}, shared)
-    offered = room(ledger, limits)
-    assert offered.limit(NFS, 10) is None
-    assert "storage 'nfs' is full" in str(offered.limit(NFS, 11))
-    assert offered.limit(FS, 20) is None
-    refusal = "global quota 'all' is full: its groups use 60 of its capacity_bytes of 80"
-    assert str(offered.limit(FS, 21)) == refusal
-    ledger.settle(reservation, INDEX)
-    assert room(ledger, limits).limit(FS, 80) is None
 
 
 async def test_limits_are_those_that_are_configured_right_now() -> None:
@@ -299,21 +218,6 @@ def add_group(rig: Rig, name: str, **fields: object) -> None:
 
 async def start(rig: Rig, name: str, keys: Sequence[int]) -> StartedWrite:
     return await rig.manager.start_write(name, WriteRequest(keys))
-
-
-async def test_a_full_storage_makes_way_for_the_next_and_a_full_group_for_nobody() -> None:
-    with opened(group(capacity=5 * BLOCK)) as rig:
-        limit_storage(rig, 2)
-        started = await rig.start(range(1, 8))
-        assert (len(started.chunks), started.rejected) == (5, 2)
-        assert "group 'group' is full" in started.rejection
-        records = await rig.manager.cache("i").index.get(range(1, 6))
-        assert [each.locations[0].storage for each in records if each] == ["slow"] * 2 + ["slow2"] * 3
-        assert {place.storage: size for place, size in rig.manager.usage.used("group").items()} == {
-            "slow": 2 * BLOCK,
-            "slow2": 3 * BLOCK,
-        }
-        assert sum(rig.manager.usage.bytes_on_storage("slow").values()) == 2 * BLOCK
 
 
 Limiter = Callable[[Rig, int], None]

@@ -5,33 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from random import Random
 
 import pytest
-from at_once import now
-from cache_rig import STAND_INS, Rig, group, instance, opened, uris
-from fake_clock import FakeClock
+from cache_rig import ManagerCore, Rig, group, instance, opened, uris
 
-from kvcm.cache.manager import CacheManager, GarbageSource
+from kvcm.cache.manager import GarbageSource
 from kvcm.cache.pins import PinRequest
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.removal import MissingPart, MissingReport, PoolPurges, Remover
 from kvcm.cache.write_sessions import LocationChecksums, StartedWrite, WriteRequest
-from kvcm.model.errors import CapacityError, InvalidArgumentError, StorageIOError, UnknownInstanceError
+from kvcm.model.errors import InvalidArgumentError, StorageIOError, UnknownInstanceError
 from kvcm.model.keys import NO_MASK, BlockMask
-from kvcm.model.locations import LocationStatus, decode_chunk
-from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
-from kvcm.model.uri import LocationUri
-from kvcm.reclaim.deletion_executor import DeletionExecutor
+from kvcm.model.locations import decode_chunk
+from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
-from kvcm.registry.registry import Registry
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.file import FileStorage
-from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
-from kvcm.store.memory import MemoryStore
+from kvcm.storage.mempool import MempoolStorage, PoolReport
 
 # ── Removal delays ──
 
@@ -51,56 +41,18 @@ async def test_a_removed_key_vanishes_at_once_and_is_freed_after_the_delay() -> 
         assert (rig.used_bytes, await rig.statuses([1, 2])) == (20, [[], ["SERVING"]])
 
 
-async def test_a_block_can_be_rewritten_while_its_old_bytes_wait(rig: Rig) -> None:
-    old = await rig.store([1])
-    await rig.manager.remove("i", [1], NO_MASK)
-    new = await rig.store([1])
-    assert new.chunks != old.chunks
-    assert await rig.statuses([1]) == [["DELETING", "SERVING"]]
-    rig.wait(2)
-    await rig.executor.run_due()
-    found = await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, [1]))
-    assert list(found.chunks) == list(new.chunks)
-    assert await rig.statuses([1]) == [["SERVING"]]
-
-
-async def test_removing_twice_counts_once(rig: Rig) -> None:
-    await rig.store([1])
-    assert await rig.manager.remove("i", [1, 1], NO_MASK) == 1
-    assert await rig.manager.remove("i", [1], NO_MASK) == 0
-    rig.wait(2)
-    assert await rig.executor.run_due() == 1
-
-
-async def test_masked_keys_are_not_removed(rig: Rig) -> None:
-    await rig.store([1, 2, 3])
-    assert await rig.manager.remove("i", [1, 2, 3], BlockMask(flags=(True, False, True))) == 1
-    assert await rig.statuses([1, 2, 3]) == [["SERVING"], ["DELETING"], ["SERVING"]]
-
-
-async def test_what_is_being_written_is_deleted_when_its_session_is_over() -> None:
-    """Before that its writer could put the bytes back."""
-    with opened(group(delay_ms=0)) as rig:
-        await rig.start([1], timeout_seconds=20)
-        await rig.manager.remove("i", [1], NO_MASK)
-        rig.wait(19)
-        await rig.executor.run_due()
-        assert await rig.statuses([1]) == [["DELETING"]]
-        rig.wait(1)
-        await rig.executor.run_due()
-        assert await rig.statuses([1]) == [[]]
-
-
-async def test_what_is_being_written_waits_for_a_renewed_session_too() -> None:
-    """The writer renews because it still writes: bytes that it puts down later must not stay for ever."""
+@pytest.mark.parametrize("seconds", [20, 120])
+async def test_what_is_being_written_is_deleted_when_its_session_is_over(seconds: int) -> None:
+    """Before that its writer, who may renew it, could put the bytes back."""
     with opened(group(delay_ms=0)) as rig:
         started = await rig.start([1], timeout_seconds=20)
         await rig.manager.remove("i", [1], NO_MASK)
-        await rig.manager.renew_write("i", started.session.id, 100)
-        rig.wait(20)
+        if seconds > 20:
+            await rig.manager.renew_write("i", started.session.id, seconds)
+        rig.wait(seconds - 1)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [["DELETING"]]
-        rig.wait(80)
+        rig.wait(1)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [[]]
 
@@ -133,21 +85,6 @@ async def test_trim_of_metadata_leaves_the_bytes(rig: Rig) -> None:
     assert (rig.used_bytes, await rig.executor.run_due()) == (0, 0)
     finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
     assert (finished.served, finished.vanished) == (0, 1)
-
-
-async def test_trim_by_write_time_is_half_open(rig: Rig) -> None:
-    begin = rig.clock.now()
-    for key in range(4):
-        await rig.store([key])
-        rig.wait(10)
-    assert await rig.manager.trim_written_between("i", begin + 10, begin + 30) == 2
-    assert await rig.statuses(range(4)) == [["SERVING"], ["DELETING"], ["DELETING"], ["SERVING"]]
-
-
-@pytest.mark.parametrize(("begin", "end"), [(10.0, 10.0), (11.0, 10.0)])
-async def test_an_empty_range_is_refused(rig: Rig, begin: float, end: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="begin_timestamp"):
-        await rig.manager.trim_written_between("i", begin, end)
 
 
 async def test_without_its_group_an_instance_still_has_a_delay() -> None:
@@ -241,44 +178,67 @@ async def test_metas_show_what_is_visible_best_first(storage: str) -> None:
         assert meta.locations == ()
 
 
-# ── Missing parts ──
+# ── Missing and corrupt parts ──
+
+
+FIRST, SECOND = 2**64 - 1, 7
+DAMAGES = pytest.mark.parametrize("damage", ["missing", "corrupt"])
+
+
+async def store(rig: Rig, keys: Sequence[int], **fields: object) -> StartedWrite:
+    """Write blocks whose parts have checksums."""
+    started = await rig.start(keys, **fields)
+    checksums = [LocationChecksums([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
+    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(checksums)), reported=checksums)
+    return started
 
 
 async def parts_of(rig: Rig, key: int) -> list[MissingPart]:
-    """The parts of a block, those of older locations first."""
+    """The parts of a block with their checksums, those of older locations first."""
     record = await rig.record(key)
     assert record is not None
-    return [MissingPart(key, spec.uri) for place in record.locations for spec in decode_chunk(place.chunk).specs]
+    specs = [spec for place in record.locations for spec in decode_chunk(place.chunk).specs]
+    return [MissingPart(key, spec.uri, spec.checksum) for spec in specs]
 
 
-async def lose(rig: Rig, *parts: MissingPart, storage: str = "slow") -> None:
-    """Let bytes vanish behind the manager's back."""
-    backend = rig.storages.backend(storage)
+async def lose(rig: Rig, *parts: MissingPart) -> list[MissingPart]:
+    """Let bytes vanish behind the manager's back; return what their reader reports."""
+    backend = rig.storages.backend("slow")
     assert backend is not None
     await backend.delete([part.uri for part in parts])
+    return [part._replace(mismatched_checksum=0) for part in parts]
+
+
+async def spoil(rig: Rig, damage: str, *parts: MissingPart) -> list[MissingPart]:
+    """Let bytes vanish, or be others than were written; return what their reader reports."""
+    return await lose(rig, *parts) if damage == "missing" else list(parts)
 
 
 async def report(rig: Rig, *parts: MissingPart) -> MissingReport:
     return await rig.manager.report_missing("i", parts)
 
 
-async def test_a_location_with_a_missing_part_goes_as_a_whole() -> None:
+@DAMAGES
+async def test_a_location_with_a_part_that_is_lost_goes_as_a_whole(damage: str) -> None:
     with opened(group(delay_ms=2000)) as rig:
-        await rig.store([1, 2])
+        await store(rig, [1, 2])
         first, second = await parts_of(rig, 1)
-        await lose(rig, first)
-        assert await report(rig, first) == MissingReport(1, 0)
+        assert (first.mismatched_checksum, second.mismatched_checksum) == (FIRST, SECOND)
+        (lost,) = await spoil(rig, damage, first)
+        assert await report(rig, lost, lost) == MissingReport(1, 0)
+        assert await report(rig, lost, second) == MissingReport(0, 2), "it changes nothing, and counts once"
         assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
+        assert rig.manager.missing.mismatches == ({("group", "slow"): 1} if damage == "corrupt" else {})
         found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2]))
         assert list(found.keys) == [2]
-        backend = rig.storages.backend("slow")
-        assert backend is not None
+        assert len((await rig.start([1])).chunks) == 1, "it can be written again at once"
         assert await rig.executor.run_due() == 0  # a reader may still be reading the other part (invariant 6)
         rig.wait(2)
         await rig.executor.run_due()
-        assert await rig.statuses([1, 2]) == [[], ["SERVING"]]
+        assert await rig.statuses([1, 2]) == [["WRITING"], ["SERVING"]]
+        backend = rig.storages.backend("slow")
+        assert backend is not None
         assert await backend.exists([second.uri]) == [False]
-        assert rig.used_bytes == 20
 
 
 async def test_parts_that_are_there_are_not_believed_to_be_missing(rig: Rig) -> None:
@@ -289,43 +249,27 @@ async def test_parts_that_are_there_are_not_believed_to_be_missing(rig: Rig) -> 
     assert await rig.statuses([1, 2]) == [["SERVING"], ["DELETING"]]
 
 
-async def test_parts_that_nobody_names_are_unconfirmed(rig: Rig) -> None:
+async def test_parts_of_no_serving_location_are_unconfirmed(rig: Rig) -> None:
     """Made-up uris, unknown blocks, the right uri with the wrong block, what is written or deleted meanwhile."""
-    await rig.store([1, 2])
+    await store(rig, [1, 2])
     started = await rig.start([3])
-    await rig.store([4])
-    deleted = (await parts_of(rig, 4))[0]
+    await store(rig, [4])
+    deleted, of_two = (await parts_of(rig, 4))[0], (await parts_of(rig, 2))[0]
     await rig.manager.remove("i", [4], NO_MASK)
-    written = MissingPart(3, next(iter(uris(started.chunks)[0].values())))
-    of_another = MissingPart(1, (await parts_of(rig, 2))[0].uri)
-    parts = [
-        MissingPart(1, "file://x/y?size=1"),
-        MissingPart(1, ""),
-        MissingPart(9, ""),
-        of_another,
-        written,
-        deleted,
-    ]
-    for part in parts:
-        await lose(rig, part)
+    written = MissingPart(3, next(iter(uris(started.chunks)[0].values())), FIRST)
+    made_up = [MissingPart(1, "file://x/y?size=1", FIRST), MissingPart(1, "", FIRST), MissingPart(9, "", FIRST)]
+    parts = [*made_up, of_two._replace(key=1), written, deleted]
     assert await report(rig, *parts) == MissingReport(0, 6)
+    assert await report(rig, *await lose(rig, *parts)) == MissingReport(0, 6)
     assert await rig.statuses([1, 2, 3, 4]) == [["SERVING"], ["SERVING"], ["WRITING"], ["DELETING"]]
 
 
-async def test_reporting_again_changes_nothing(rig: Rig) -> None:
-    await rig.store([1])
-    part, _ = await parts_of(rig, 1)
-    await lose(rig, part)
-    assert await report(rig, part) == MissingReport(1, 0)
-    assert await report(rig, part) == MissingReport(0, 1)
-
-
-async def test_a_replica_stays(rig: Rig) -> None:
-    await rig.store([1])
+@DAMAGES
+async def test_a_replica_stays(rig: Rig, damage: str) -> None:
+    await store(rig, [1])
     (lost, *_) = await parts_of(rig, 1)
-    await rig.store([1], min_replica_count=2)
-    await lose(rig, lost)
-    assert await report(rig, lost) == MissingReport(1, 0)
+    await store(rig, [1], min_replica_count=2)
+    assert await report(rig, *await spoil(rig, damage, lost)) == MissingReport(1, 0)
     assert await rig.statuses([1]) == [["DELETING", "SERVING"]]
 
 
@@ -342,12 +286,13 @@ async def test_spec_groups_that_have_nothing_in_common_live_apart() -> None:
         assert await rig.statuses([1]) == [["DELETING", "SERVING"]]
 
 
-async def test_the_rest_that_makes_up_a_spec_group_stays() -> None:
+@DAMAGES
+async def test_the_rest_that_makes_up_a_spec_group_stays(damage: str) -> None:
     with opened(registered=instance(groups=GROUPS)) as rig:
-        await rig.store([1, 2], spec_groups=["first", "first"])
-        await rig.store([1, 2])
+        await store(rig, [1, 2], spec_groups=["first", "first"])
+        await store(rig, [1, 2])
         (_, second), (other, _) = await parts_of(rig, 1), await parts_of(rig, 2)
-        await lose(rig, second, other)
+        second, other = await spoil(rig, damage, second, other)
         assert await report(rig, second) == MissingReport(1, 0)
         assert await rig.statuses([1]) == [["SERVING", "DELETING"]]  # `first` alone is a spec group
         assert await report(rig, other) == MissingReport(2, 0)
@@ -387,19 +332,21 @@ async def test_a_storage_that_cannot_be_asked_loses_nothing(error: Exception) ->
         faulty.error = error
         config = next(each for each in rig.registry.storages.all() if each.global_unique_name == "pool")
         rig.storages.install(config, faulty)
-        await rig.store([1])
+        await store(rig, [1])
         rig.enable("pool", enabled=False)
-        await rig.store([2])
-        on_pool, on_slow = (await parts_of(rig, 1))[0], (await parts_of(rig, 2))[0]
-        await lose(rig, on_slow)
+        await store(rig, [2])
+        (corrupt, *_), (on_slow, *_) = await parts_of(rig, 1), await parts_of(rig, 2)
+        (on_slow,), on_pool = await lose(rig, on_slow), corrupt._replace(mismatched_checksum=0)
         with pytest.raises(StorageIOError, match="storage 'pool' is not available"):
             await report(rig, on_slow, on_pool)
         assert faulty.asked == 0, "what is down may hang"
         rig.enable("pool", enabled=True)
         with pytest.raises(StorageIOError, match=f"storage 'pool' cannot be asked: {error}"):
             await report(rig, on_slow, on_pool)
-        assert faulty.asked == 1
         assert await rig.statuses([1, 2]) == [["SERVING"], ["SERVING"]]
+        assert await report(rig, corrupt) == MissingReport(1, 0)
+        assert faulty.asked == 1, "of corrupt parts it is not asked"
+        assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
 
 
 async def test_a_storage_that_is_not_open_loses_nothing(rig: Rig) -> None:
@@ -426,157 +373,30 @@ async def test_pinned_blocks_go_too_when_their_bytes_are_gone() -> None:
         assert await report(rig, part) == MissingReport(1, 0)
 
 
-@pytest.mark.parametrize("damage", ["removed", "cut short"])
-async def test_files_are_looked_for_on_the_disk(tmp_path: Path, damage: str) -> None:
-    with opened(group(storages=("disk",))) as rig:
-        now(rig.registry.storages.add(StorageConfig("disk", NfsStorageSpec(str(tmp_path / "disk"), 1))))
-        started = await rig.store([1, 2])
-        for location in uris(started.chunks):
-            for uri in map(LocationUri.parse, location.values()):
-                path = Path(uri.path)
-                await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
-                await asyncio.to_thread(path.write_bytes, bytes(uri.size))
-        assert isinstance(rig.storages.backend("disk"), FileStorage)
-        (lost, _), (there, _) = await parts_of(rig, 1), await parts_of(rig, 2)
-        path = Path(LocationUri.parse(lost.uri).path)
-        if damage == "removed":
-            await asyncio.to_thread(path.unlink)
-        else:
-            await asyncio.to_thread(path.write_bytes, bytes(9))
-        assert await report(rig, lost, there) == MissingReport(1, 1)
-        await asyncio.to_thread((tmp_path / "disk").rename, tmp_path / "unmounted")
-        with pytest.raises(StorageIOError, match="cannot be asked"):
-            await report(rig, there)
-        assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
-
-
-# ── Corrupt parts ──
-
-
-FIRST, SECOND = 2**64 - 1, 7
-
-
-async def store(rig: Rig, keys: Sequence[int], **fields: object) -> None:
-    """Write blocks of two parts, each with a checksum."""
-    started = await rig.start(keys, **fields)
-    told = [LocationChecksums([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
-    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)), reported=told)
-
-
-async def checked_parts_of(rig: Rig, key: int) -> list[MissingPart]:
-    """The parts of a block with their checksums, those of older locations first."""
-    record = await rig.record(key)
-    assert record is not None
-    specs = [spec for place in record.locations for spec in decode_chunk(place.chunk).specs]
-    return [MissingPart(key, spec.uri, spec.checksum) for spec in specs]
-
-
-async def test_a_location_with_a_corrupt_part_goes_as_a_whole_though_its_bytes_are_there() -> None:
-    with opened(group(delay_ms=2000)) as rig:
-        await store(rig, [1, 2])
-        first, second = await checked_parts_of(rig, 1)
-        assert (first.mismatched_checksum, second.mismatched_checksum) == (FIRST, SECOND)
-        assert await report(rig, second) == MissingReport(1, 0)
-        assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
-        found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2]))
-        assert list(found.keys) == [2]
-        assert await rig.executor.run_due() == 0  # another reader may still be reading it (invariant 6)
-        rig.wait(2)
-        await rig.executor.run_due()
-        assert await rig.statuses([1, 2]) == [[], ["SERVING"]]
-        assert rig.manager.missing.mismatches == {("group", "slow"): 1}
-
-
-async def test_the_block_is_written_anew_at_once(rig: Rig) -> None:
-    await store(rig, [1])
-    await report(rig, *await checked_parts_of(rig, 1))
-    assert len((await rig.start([1])).chunks) == 1
-
-
 @pytest.mark.parametrize("told", [1, SECOND, 2**63])
 async def test_another_checksum_than_the_recorded_one_is_not_believed(rig: Rig, told: int) -> None:
-    """Somebody wrote anew since, or made it up."""
+    """It was written again since, or is made up."""
     await store(rig, [1])
-    first, _ = await checked_parts_of(rig, 1)
+    first, _ = await parts_of(rig, 1)
     assert await report(rig, first._replace(mismatched_checksum=told)) == MissingReport(0, 1)
     assert await rig.statuses([1]) == [["SERVING"]]
     assert rig.manager.missing.mismatches == {}
 
 
-async def test_without_a_recorded_checksum_nobody_can_tell(rig: Rig) -> None:
+async def test_without_a_recorded_checksum_no_part_is_corrupt(rig: Rig) -> None:
     await rig.store([1])
-    first, _ = await checked_parts_of(rig, 1)
+    first, _ = await parts_of(rig, 1)
     assert first.mismatched_checksum == 0
     assert await report(rig, first._replace(mismatched_checksum=FIRST)) == MissingReport(0, 1)
     assert await rig.statuses([1]) == [["SERVING"]]
 
 
-async def test_parts_of_other_blocks_and_of_what_does_not_serve_are_unconfirmed(rig: Rig) -> None:
-    await store(rig, [1, 2, 3])
-    await rig.manager.remove("i", [3], BlockMask(offset=0))
-    (of_two, *_), (deleted, *_) = await checked_parts_of(rig, 2), await checked_parts_of(rig, 3)
-    await rig.start([4])
-    assert await report(rig, of_two._replace(key=1), deleted, MissingPart(4, "", FIRST)) == MissingReport(0, 3)
-    assert await rig.statuses([1, 2, 3, 4]) == [["SERVING"], ["SERVING"], ["DELETING"], ["WRITING"]]
-
-
-async def test_reporting_again_changes_nothing_and_counts_once(rig: Rig) -> None:
-    await store(rig, [1])
-    first, second = await checked_parts_of(rig, 1)
-    assert await report(rig, first, first) == MissingReport(1, 0)
-    assert await report(rig, first) == MissingReport(0, 1)
-    assert await report(rig, second) == MissingReport(0, 1)
-    assert rig.manager.missing.mismatches == {("group", "slow"): 1}
-
-
-async def test_a_replica_of_a_corrupt_part_stays(rig: Rig) -> None:
-    await store(rig, [1])
-    (corrupt, *_) = await checked_parts_of(rig, 1)
-    await store(rig, [1], min_replica_count=2)
-    assert await report(rig, corrupt) == MissingReport(1, 0)
-    assert await rig.statuses([1]) == [["DELETING", "SERVING"]]
-
-
-async def test_the_rest_of_a_block_goes_when_it_is_of_no_use() -> None:
-    with opened(registered=instance(groups={"both": ("tp0", "tp1"), "first": ("tp0",)})) as rig:
-        for groups in (["first"], []):
-            started = await rig.start([1], spec_groups=groups)
-            told = [LocationChecksums([], FIRST)]
-            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), reported=told)
-        (first, _) = await checked_parts_of(rig, 1)
-        assert await report(rig, first) == MissingReport(2, 0)
-        assert await rig.statuses([1]) == [["DELETING", "DELETING"]]  # tp1 alone is no spec group
-
-
 async def test_missing_and_corrupt_parts_come_in_one_report(rig: Rig) -> None:
     await store(rig, [1, 2, 3])
-    (missing, *_), (corrupt, *_), (there, *_) = [await checked_parts_of(rig, key) for key in (1, 2, 3)]
-    backend = rig.storages.backend("slow")
-    assert backend is not None
-    await backend.delete([missing.uri])
-    parts = [missing._replace(mismatched_checksum=0), corrupt, there._replace(mismatched_checksum=0)]
+    (missing, *_), (corrupt, *_), (there, *_) = [await parts_of(rig, key) for key in (1, 2, 3)]
+    parts = [*await lose(rig, missing), corrupt, there._replace(mismatched_checksum=0)]
     assert await report(rig, *parts) == MissingReport(2, 1)
     assert await rig.statuses([1, 2, 3]) == [["DELETING"], ["DELETING"], ["SERVING"]]
-
-
-class Mute(DummyStorage):
-    """A storage that must not be asked what is there."""
-
-    async def exists(self, uris: Sequence[str]) -> list[bool]:
-        raise StorageIOError("not mounted")
-
-
-async def test_the_storage_is_not_asked_of_corrupt_parts() -> None:
-    with opened(group(storages=("pool",))) as rig:
-        config = next(each for each in rig.registry.storages.all() if each.global_unique_name == "pool")
-        rig.storages.install(config, Mute("pool", "/p/", 1))
-        await store(rig, [1, 2])
-        (corrupt, *_), (missing, *_) = await checked_parts_of(rig, 1), await checked_parts_of(rig, 2)
-        with pytest.raises(StorageIOError, match="cannot be asked"):
-            await report(rig, corrupt, missing._replace(mismatched_checksum=0))
-        assert await rig.statuses([1, 2]) == [["SERVING"], ["SERVING"]]
-        assert await report(rig, corrupt) == MissingReport(1, 0)
-        assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
 
 
 # ── Lost memory ──
@@ -586,31 +406,15 @@ MIB = 1 << 20
 PAGE = 4096
 
 
-class PoolRig:
-    """A manager with a pool on node `n` and a storage for everybody."""
+class PoolRig(ManagerCore):
+    """A manager with a pool on node `n` and a storage of every node."""
 
     def __init__(self) -> None:
-        self.clock, self.store = FakeClock(), MemoryStore()
-        pools = PoolOpener(self.store.table("pools"), self.clock, Random(0), is_shared=False)
-        openers = {**OPENERS, **STAND_INS, StorageType.ST_TAIRMEMPOOL: pools}
-        self.storages = StorageDirectory("cluster", openers=openers)
-        self.registry = Registry(self.storages)
-        ids = iter(range(1, 1 << 30))
-        self.pressed: list[str] = []
-        self.manager = CacheManager(
-            self.registry,
-            self.storages,
-            self.clock,
-            lambda length: f"{next(ids):0{length}x}",
-            store=self.store,
-            on_pressure=self.pressed.append,
-        )
-        self.executor = DeletionExecutor(self.storages, self.clock)
-        self.executor.serve(self.manager)
+        super().__init__(has_pools=True)
         remover = Remover(self.clock, self.registry.groups.find)
         self.purges = PoolPurges(self.storages.pools, self.manager.open_caches, remover, self.clock)
-        custody = GarbageSource(self.manager, self.registry, self.store)
-        scrubber = StorageScrubber(custody, self.storages, self.clock, "cluster")
+        source = GarbageSource(self.manager, self.registry, self.tables)
+        scrubber = StorageScrubber(source, self.storages, self.clock, "cluster")
         self.leaks = PoolLeaks(self.storages.pools, self.used, scrubber, self.clock)
 
     def used(self, storage: str) -> int:
@@ -626,10 +430,6 @@ class PoolRig:
     async def store_blocks(self, keys: Sequence[int], instance_id: str = "i") -> None:
         started = await self.start(keys, instance_id)
         await self.manager.finish_write(instance_id, started.session.id, BlockMask(offset=len(started.chunks)))
-
-    async def statuses(self, keys: Sequence[int]) -> list[list[LocationStatus]]:
-        records = await self.manager.cache("i").index.get(keys)
-        return [[place.status for place in record.locations] if record else [] for record in records]
 
 
 @pytest.fixture
@@ -651,17 +451,17 @@ async def test_a_write_that_was_under_way_is_found_by_the_second_look(pool_rig: 
     await pool_rig.manager.cache("i").index.delete([3])
     await pool_rig.pool.report(PoolReport("n", 2, MIB))
     await pool_rig.purges.resume()
-    assert await pool_rig.statuses([1, 2]) == [[LocationStatus.DELETING]] * 2
+    assert await pool_rig.statuses([1, 2]) == [["DELETING"]] * 2
     assert record is not None
     await pool_rig.manager.cache("i").index.put({3: record})
     pool_rig.clock.time += 59
     await pool_rig.purges.resume()
     assert await pool_rig.pool.lost_stamp()
-    assert await pool_rig.statuses([3]) == [[LocationStatus.WRITING]]
+    assert await pool_rig.statuses([3]) == [["WRITING"]]
     pool_rig.clock.time += 2
     await pool_rig.purges.resume()
     assert await pool_rig.pool.lost_stamp() == 0
-    assert await pool_rig.statuses([3]) == [[LocationStatus.DELETING]]
+    assert await pool_rig.statuses([3]) == [["DELETING"]]
     await pool_rig.manager.endings.expire()
     pool_rig.clock.time += 60
     await pool_rig.executor.run_due()
@@ -676,7 +476,7 @@ async def test_a_manager_that_no_longer_leads_does_not_say_that_it_is_done(pool_
         await pool_rig.purges.resume(lambda: False)
         pool_rig.clock.time += 100
     assert await pool_rig.pool.lost_stamp()
-    assert await pool_rig.statuses([1]) == [[LocationStatus.SERVING]]
+    assert await pool_rig.statuses([1]) == [["SERVING"]]
 
 
 async def test_the_second_generation_while_the_first_is_being_purged_is_purged_too(pool_rig: PoolRig) -> None:
@@ -687,8 +487,8 @@ async def test_the_second_generation_while_the_first_is_being_purged_is_purged_t
     pool_rig.clock.time += 61
     await pool_rig.pool.report(PoolReport("n", 3, MIB))
     await pool_rig.purges.resume()
-    assert await pool_rig.statuses([2]) == [[LocationStatus.DELETING]]
-    assert await pool_rig.pool.lost_stamp(), "the newer floor has had its first look only"
+    assert await pool_rig.statuses([2]) == [["DELETING"]]
+    assert await pool_rig.pool.lost_stamp(), "the newer generation has been purged once only"
     pool_rig.clock.time += 61
     await pool_rig.purges.resume()
     assert await pool_rig.pool.lost_stamp() == 0
@@ -705,7 +505,7 @@ async def test_memory_of_a_manager_that_died_is_found_and_freed_once_it_is_old(p
     pool_rig.clock.time += 3600
     await pool_rig.leaks.check()
     assert pool_rig.pool.allocated_bytes == pool_rig.used("p") == 2 * PAGE
-    assert await pool_rig.statuses([1, 2]) == [[LocationStatus.SERVING]] * 2
+    assert await pool_rig.statuses([1, 2]) == [["SERVING"]] * 2
 
 
 async def test_a_pool_without_leaks_is_not_scrubbed(pool_rig: PoolRig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -739,18 +539,6 @@ async def test_parts_that_are_not_whole_pages_are_no_leak_and_hide_none(
     assert pool_rig.pool.allocated_bytes == 50 * PAGE
     assert await scrubs_within(20) == 0
     assert await scrubs_within(10) == 1, "once a day it looks whether that is still so"
-
-
-async def test_a_write_for_which_there_is_no_memory_after_all_presses_and_goes_elsewhere(pool_rig: PoolRig) -> None:
-    await pool_rig.pool.allocate(Allocation("i", "x", [Part("tp0", key, PAGE) for key in range(MIB // PAGE - 1)]))
-    started = await pool_rig.start([1, 2])
-    assert [decode_chunk(chunk).storage_type for chunk in started.chunks] == [StorageType.ST_DUMMY] * 2
-    assert pool_rig.pressed == ["group"]
-    assert pool_rig.pool.allocated_bytes == MIB - PAGE, "all or nothing"
-    assert pool_rig.used("p") == 0
-    pool_rig.storages.set_enabled("d", enabled=False)
-    with pytest.raises(CapacityError, match="no space for 4096 bytes: retry shortly"):
-        await pool_rig.start([3, 4])
 
 
 async def test_the_pool_itself_limits_what_groups_may_use(pool_rig: PoolRig) -> None:

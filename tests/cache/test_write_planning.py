@@ -10,19 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 import pytest
-from cache_rig import Rig, TableView, group, instance, location, opened, uris
-from fake_clock import FakeClock
+from cache_rig import ManagerCore, Rig, TableView, group, instance, location, opened, uris
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone
 from thoroughness import examples
 
 from kvcm.cache.instance_cache import BATCH_KEYS
-from kvcm.cache.manager import CacheManager
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.quotas import (
     FreeSpace,
@@ -32,7 +29,6 @@ from kvcm.cache.quotas import (
     SharedQuota,
     StorageLimit,
     TakenBytes,
-    UsageLedger,
 )
 from kvcm.cache.write_plan import Specs, WritePlan, WritePlanner, candidates, missing_specs, plan_write
 from kvcm.cache.write_sessions import StartedWrite, WriteRequest
@@ -43,13 +39,9 @@ from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey, decode_chunk
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec, ThreeFSStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.deletion_executor import DeletionExecutor
-from kvcm.registry.registry import Registry
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome, StorageHealth
-from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
-from kvcm.store.memory import MemoryStore
+from kvcm.storage.mempool import MempoolStorage, PoolReport
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.uri import parse_redis_uri
@@ -374,15 +366,6 @@ def test_every_strategy_against_the_rule(strategy: CachePreferStrategy) -> None:
         assert chosen(names, strategy) == preferred + others
 
 
-@pytest.mark.parametrize("strategy", [s for s in CachePreferStrategy if s.is_exclusive])
-def test_always_allows_nothing_else(strategy: CachePreferStrategy) -> None:
-    assert chosen(["nfs"], strategy) == []
-
-
-def test_prefer_without_such_a_storage_keeps_the_groups_order() -> None:
-    assert chosen(["nfs", "mc"], CachePreferStrategy.CPS_PREFER_3FS) == ["nfs", "mc"]
-
-
 def test_disabled_and_unregistered_storages_count_as_absent() -> None:
     disabled = TableView({"nfs": 1, "mc": 1}, TYPES)
     names = ["never-registered", "fs", "nfs", "mc"]
@@ -406,37 +389,15 @@ VALID_MS = 3000
 HOUR_MS = 3_600_000
 
 
-class World:
+class World(ManagerCore):
     """A manager with pools `p` and `q` on node `n`, files `f`, and files `m` that the manager makes itself."""
 
-    def __init__(self, root: Path, usage: Ledger) -> None:
-        self.clock, self.store, self.root = FakeClock(), MemoryStore(), root
-        self.pool_table = self.store.table("pools")
-        pools = PoolOpener(self.pool_table, self.clock, Random(0), is_shared=False)
-        self.storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: pools})
-        self.registry = Registry(self.storages)
-        ids = iter(range(1, 1 << 30))
-        self.pressed: list[str] = []
-        self.manager = CacheManager(
-            self.registry,
-            self.storages,
-            self.clock,
-            lambda length: f"{next(ids):0{length}x}",
-            store=self.store,
-            usage=usage,
-            on_pressure=self.pressed.append,
-        )
-        self.executor = DeletionExecutor(self.storages, self.clock)
-        self.executor.serve(self.manager)
+    def __init__(self, root: Path, usage: Ledger | None = None) -> None:
+        super().__init__(has_pools=True, usage=usage)
+        self.root = root
 
     async def begin(self, *candidates: str, blocks: int = 1 << 20, limits: dict[str, int] | None = None) -> None:
-        """Let a group have these candidates.
-
-        Args:
-            candidates: best first.
-            blocks: that its quota has room for.
-            limits: the same of single storages.
-        """
+        """Let a group have these candidates, best first; limits are in blocks, too."""
         for name in candidates:
             limit = (limits or {}).get(name, 0) * PAGE
             await self.registry.storages.add(StorageConfig(name, self._spec(name), capacity_bytes=limit))
@@ -470,7 +431,8 @@ class World:
         self.clock.time += VALID_MS / 1000 + 1
 
     async def damage(self, name: str = "p") -> None:
-        assert await self.pool_table.replace(name, await self.pool_table.get(name), b"garbage")
+        table = self.tables.table("pools")
+        assert await table.replace(name, await table.get(name), b"garbage")
 
     async def start(self, keys: Sequence[int]) -> StartedWrite:
         return await self.manager.start_write("i", WriteRequest(keys, node_id="n"))
@@ -491,7 +453,7 @@ def storage_of(chunk: bytes) -> str:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path, UsageLedger())
+    made = World(tmp_path)
     yield made
     made.storages.close_all()
 
@@ -667,18 +629,6 @@ async def test_reads_skip_what_is_down_and_find_it_again_when_it_is_back(rig: Ri
     assert await hosts(rig) == ["slow"] * 3
 
 
-async def test_of_two_copies_the_one_that_can_be_read_is_named(rig: Rig) -> None:
-    await rig.store(KEYS)
-    rig.enable("slow", False)
-    await rig.store(KEYS)
-    rig.enable("slow", True)
-    down(rig)
-    assert await hosts(rig) == ["slow2"] * 3
-    up(rig)
-    down(rig, "slow2")
-    assert await hosts(rig) == ["slow"] * 3
-
-
 async def test_blocks_on_what_is_down_are_written_to_the_next_candidate_and_both_copies_serve_afterwards(
     rig: Rig,
 ) -> None:
@@ -708,15 +658,6 @@ async def test_what_is_full_is_read_and_written_to_last(rig: Rig) -> None:
     assert await hosts(rig, [5]) == ["slow"], "it may have been emptied a moment ago"
 
 
-async def test_a_session_on_a_storage_that_went_down_is_finished_as_ever(rig: Rig) -> None:
-    started = await rig.start(KEYS)
-    down(rig)
-    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=3))
-    assert await hosts(rig) == []
-    up(rig)
-    assert await hosts(rig) == ["slow"] * 3
-
-
 async def test_usage_and_deletions_do_not_depend_on_it() -> None:
     with opened(group(delay_ms=0)) as rig:
         await rig.store(KEYS)
@@ -736,6 +677,8 @@ async def test_with_no_candidate_left_the_caller_is_told_so(rig: Rig) -> None:
         await hosts(rig)
     with pytest.raises(NotReadyError, match="no storage of group 'group' is available"):
         await rig.start([7])
+    assert rig.manager.endings.open_count == 0
+    assert (await rig.start([])).chunks == []
     up(rig, "slow2")
     assert await hosts(rig) == []
     assert len((await rig.start([7])).chunks) == 1

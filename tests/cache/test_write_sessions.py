@@ -39,7 +39,7 @@ from kvcm.cache.write_sessions import (
 )
 from kvcm.components import Metadata, open_metadata
 from kvcm.config import Settings
-from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError, UnknownInstanceError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, StorageIOError, UnknownInstanceError
 from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
 from kvcm.model.principals import CallContext, Principal, Verb, call_context
@@ -77,69 +77,10 @@ async def test_ids_of_sessions_and_locations_are_long(rig: Rig) -> None:
     assert (len(session.id), len(session.location_id)) == (32, 12)
 
 
-async def test_an_expired_session_cannot_be_finished_even_if_nobody_swept(rig: Rig) -> None:
-    started = await rig.start([1], timeout_seconds=5)
-    rig.wait(5)
-    with pytest.raises(InvalidArgumentError, match="write_session_id"):
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
-    assert await rig.statuses([1]) == [["DELETING"]]
-
-
-async def test_a_session_is_finished_once(rig: Rig) -> None:
-    started = await rig.start([1, 2])
-    finished = await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(True, False)))
-    assert finished == FinishedWrite(served=1, dropped=1, vanished=0)
-    with pytest.raises(InvalidArgumentError):
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
-    assert await rig.statuses([1, 2]) == [["SERVING"], ["DELETING"]]
-
-
-@pytest.mark.parametrize(
-    ("mask", "named"),
-    [
-        (BlockMask(offset=3), "offset is 3, must be from 0 to 2"),
-        (BlockMask(offset=-1), "offset is -1, must be from 0 to 2"),
-        (BlockMask(flags=(True,)), "has 1 entries.* 2"),
-        (BlockMask(flags=(True, True, True)), "has 3 entries.* 2"),
-        (NO_MASK, "has 0 entries.* 2"),
-    ],
-)
-async def test_a_wrong_mask_leaves_the_session_open(rig: Rig, mask: BlockMask, named: str) -> None:
-    started = await rig.start([1, 2])
-    with pytest.raises(InvalidArgumentError, match=named):
-        await rig.manager.finish_write("i", started.session.id, mask)
-    assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2)) == FinishedWrite(2, 0, 0)
-
-
 @pytest.mark.parametrize("mask", [NO_MASK, BlockMask(offset=0), BlockMask(flags=())])
 async def test_a_session_without_blocks_takes_any_empty_mask(rig: Rig, mask: BlockMask) -> None:
     started = await rig.start([])
     assert await rig.manager.finish_write("i", started.session.id, mask) == FinishedWrite(0, 0, 0)
-
-
-async def test_positions_of_the_mask_are_those_of_the_returned_locations(rig: Rig) -> None:
-    """Blocks 1 and 3 exist: position 0 is block 2, position 1 is block 4."""
-    await rig.store([1])
-    await rig.store([3])
-    started = await rig.start([1, 2, 3, 4])
-    assert started.mask == BlockMask(flags=(True, False, True, False))
-    await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(False, True)))
-    assert await rig.statuses([2, 4]) == [["DELETING"], ["SERVING"]]
-
-
-async def test_a_finish_never_revives_a_removed_block(rig: Rig) -> None:
-    started = await rig.start([1, 2])
-    await rig.manager.remove("i", [1], NO_MASK)
-    finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
-    assert finished == FinishedWrite(served=1, dropped=0, vanished=1)
-    assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
-
-
-async def test_a_writer_is_masked_by_another_and_not_by_one_who_gave_up(rig: Rig) -> None:
-    first = await rig.start([1, 2])
-    assert (await rig.start([1, 2, 3])).mask == BlockMask(offset=2)
-    await rig.manager.finish_write("i", first.session.id, BlockMask(offset=1))
-    assert (await rig.start([1, 2])).mask == BlockMask(offset=1)
 
 
 async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
@@ -157,57 +98,12 @@ async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
         assert again.mask == BlockMask(offset=2)
 
 
-@pytest.mark.parametrize("groups", [("light",), ("light", "light", "light"), ("light", "unknown")])
-async def test_spec_groups_that_do_not_fit_are_refused(groups: tuple[str, ...]) -> None:
-    registered = instance({"kv": 10, "state": 30}, {"light": ("kv",)})
-    with opened(registered=registered) as rig:
-        with pytest.raises(InvalidArgumentError, match="location_spec_group_names"):
-            await rig.start([1, 2], spec_groups=groups)
-        assert rig.manager.endings.open_count == 0
-
-
-async def test_parents_and_depths_are_recorded(rig: Rig) -> None:
-    await rig.start([1, 2])
-    await rig.start([3], parent_key=2)
-    await rig.start([4], parent_key=99)
-    records = [await rig.record(key) for key in (1, 2, 3, 4)]
-    assert [(r.parent, r.depth) for r in records if r] == [(None, 0), (1, 1), (2, 2), (99, 0)]
-    assert await rig.manager.cache("i").index.children(2) == [3]
-
-
 async def test_replicas_go_to_whoever_asks_for_them(rig: Rig) -> None:
     await rig.store([1])
     assert (await rig.start([1], min_replica_count=1)).mask == BlockMask(offset=1)
     await rig.store([1], min_replica_count=2)
     assert await rig.statuses([1]) == [["SERVING", "SERVING"]]
     assert (await rig.start([1], min_replica_count=2)).mask == BlockMask(offset=1)
-
-
-async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
-    with opened(group(capacity=50)) as rig:
-        started = await rig.start([1, 2, 3, 4])
-        assert (started.mask, started.rejected) == (BlockMask(flags=(False, False, True, True)), 2)
-        assert "50 bytes" in started.rejection
-        assert rig.used_bytes == 40
-        with pytest.raises(CapacityError, match=r"quota\.capacity"):
-            await rig.start([5])
-        assert rig.manager.endings.open_count == 1
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
-        with pytest.raises(CapacityError):
-            await rig.start([5])
-        await rig.executor.run_due()
-        assert rig.used_bytes == 20
-        assert (await rig.start([5])).mask == BlockMask(offset=0)
-
-
-async def test_no_available_storage_refuses_only_what_has_to_be_written() -> None:
-    with opened(group(storages=("slow",))) as rig:
-        await rig.store([1])
-        rig.enable("slow", enabled=False)
-        with pytest.raises(NotReadyError, match="slow"):
-            await rig.start([1])
-        assert rig.manager.endings.open_count == 0
-        assert (await rig.start([])).chunks == []
 
 
 async def test_a_removed_group_refuses_writes(rig: Rig) -> None:
@@ -264,13 +160,6 @@ async def test_sessions_that_cannot_be_ended_do_not_hide_those_behind_them(rig: 
     await rig.manager.expire()
     await rig.manager.expire()
     assert await rig.statuses([1]) == [["DELETING"]]
-
-
-async def test_a_chain_that_would_follow_itself_is_refused(rig: Rig) -> None:
-    """It would have no end, and nothing of it could be evicted (invariant 7)."""
-    with pytest.raises(InvalidArgumentError, match="parent_block_key is 3"):
-        await rig.start([1, 2, 3], parent_key=3)
-    assert rig.used_bytes == 0
 
 
 # ── Ends of runs ──
@@ -390,6 +279,7 @@ async def test_a_session_that_its_deadline_ended_is_unknown_as_ever(rig: Rig, ma
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
             await rig.manager.finish_write("i", started.session.id, mask)
+    assert await rig.statuses([1, 2, 3]) == [["DELETING"]] * 3
 
 
 @pytest.mark.parametrize("mask", [BlockMask(offset=0), ALL_THREE])
@@ -614,15 +504,6 @@ async def test_checksums_are_kept_by_the_name_of_the_spec(rig: Rig) -> None:
     ]
 
 
-async def test_blocks_of_one_session_may_have_different_parts() -> None:
-    with opened(registered=instance(groups=GROUPS)) as rig:
-        started = await rig.start([1, 2, 3], spec_groups=["first", "both", "second"])
-        await finish_with_checksums(
-            rig, started, [LocationChecksums([("tp0", 1)]), of_both(2, 3), LocationChecksums([("tp1", 4)])]
-        )
-        assert await recorded(rig, [1, 2, 3]) == [{"tp0": 1}, {"tp0": 2, "tp1": 3}, {"tp1": 4}]
-
-
 async def test_the_checksum_of_a_location_is_that_of_its_only_part() -> None:
     """It counts where the part's own is 0, and nowhere where there are two parts."""
     with opened(registered=instance(groups=GROUPS)) as rig:
@@ -678,22 +559,24 @@ async def test_what_is_told_of_blocks_that_were_not_written_does_not_count(rig: 
     assert await recorded(rig, [2]) == [{"tp0": 3, "tp1": 4}]
 
 
-@pytest.mark.parametrize("carried_out_by", ["expiry", "the same finish", "a finish that tells nothing"])
-async def test_whoever_carries_a_decision_out_writes_its_checksums_invariant_3(rig: Rig, carried_out_by: str) -> None:
+@pytest.mark.parametrize("carried_out_by", ["expiry", "the same finish", "a finish without checksums"])
+async def test_a_decision_is_carried_out_with_its_checksums_and_hint_invariant_3(rig: Rig, carried_out_by: str) -> None:
     """The manager that decided died between the decision and the blocks; what it stored counts, and nothing else."""
     started = await rig.start([1, 2])
-    session = started.session
-    told = await checksums_of([of_both(1, 2), of_both(3, MOST)], (True, True), ("tp0", "tp1"))
-    decided = replace(session, decision=(True, True), checksums=told)
+    session, keep_until = started.session, rig.clock.now() + 60
+    checksums = await checksums_of([of_both(1, 2), of_both(3, MOST)], (True, True), ("tp0", "tp1"))
+    decided = replace(session, decision=(True, True), checksums=checksums, priority=9, keep_until=keep_until)
     table = rig.tables.table("sessions")
     assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
+    rig.wait(5)
     if carried_out_by == "expiry":
-        rig.wait(5)
         await rig.manager.expire()
     else:
-        later = [] if carried_out_by == "a finish that tells nothing" else [of_both(9, 9)] * 2
-        assert await finish_with_checksums(rig, started, later) == FinishedWrite(2, 0, 0)
+        later = [] if carried_out_by == "a finish without checksums" else [of_both(9, 9)] * 2
+        finished = await rig.manager.finish_write("i", session.id, BOTH, Retention(-9, 600), later)
+        assert finished == FinishedWrite(2, 0, 0)
     assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}, {"tp0": 3, "tp1": MOST}]
+    assert await hints(rig, [1, 2]) == [(9, 55)] * 2
     assert await table.all() == {}
 
 
@@ -705,36 +588,32 @@ async def test_a_removed_block_takes_no_checksums_and_stays_removed(rig: Rig) ->
     assert await recorded(rig, [2]) == [{"tp0": 1, "tp1": 2}]
 
 
-async def test_hint_and_checksums_go_together(rig: Rig) -> None:
-    started = await rig.start([1])
-    hint = Retention(-7, 60)
-    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), hint, [of_both(1, 2)])
-    assert await recorded(rig, [1]) == [{"tp0": 1, "tp1": 2}]
-    record = await rig.record(1)
-    assert record is not None
-    assert (record.locations[0].priority, record.due) == (-7, rig.clock.now() + 60)
-
-
 # ── How they are stored ──────────────────────────────────────────────────────────────────────────────────────────────
 
 SESSION = WriteSession("s", 7, 12.5, "l", (1, -2), (True, False))
 TOLD = asyncio.run(checksums_of([of_both(1, MOST), of_both(2, 3)], SESSION.decision or (), ("tp0", "tp1")))
 
 
-def test_they_are_stored_with_the_session() -> None:
-    for checked in (replace(SESSION, checksums=TOLD), replace(SESSION, checksums=TOLD, priority=3, keep_until=9.5)):
-        document = checked.encoded()
-        assert WriteSession.decoded("s", document) == checked
-        assert WriteSession.decoded("s", document).encoded() == document  # it is found by comparing every byte
+@pytest.mark.parametrize("decision", [None, SESSION.decision])
+@pytest.mark.parametrize("checksums", [NO_CHECKSUMS, TOLD])
+@pytest.mark.parametrize("hint", [(0, 0.0), (-3, 0.0), (0, 99.5), (3, 9.5)])
+def test_decision_checksums_and_hint_are_stored_with_the_session(
+    decision: tuple[bool, ...] | None, checksums: Checksums, hint: tuple[int, float]
+) -> None:
+    session = replace(SESSION, decision=decision, checksums=checksums, priority=hint[0], keep_until=hint[1])
+    document = session.encoded()
+    assert WriteSession.decoded("s", document) == session
+    assert WriteSession.decoded("s", document).encoded() == document  # it is found by comparing every byte
 
 
-def test_a_session_without_checksums_is_stored_as_ever() -> None:
+def test_a_session_without_hint_and_checksums_is_read_and_written_as_ever() -> None:
+    """Its document is replaced by comparing every byte: a longer one would never be found again."""
     old = msgspec.msgpack.encode([1, 7, 12.5, "l", b"\1" + b"\0" * 7 + b"\xfe" + b"\xff" * 7, b"\1\0"])
+    assert WriteSession.decoded("s", old) == SESSION
     assert SESSION.encoded() == old
-    told_nothing = asyncio.run(checksums_of([LocationChecksums([("tp0", 0)])] * 2, (True, True), ("tp0", "tp1")))
-    assert told_nothing is NO_CHECKSUMS
-    hinted = replace(SESSION, priority=1)
-    assert len(msgspec.msgpack.decode(hinted.encoded())) == 8
+    without = asyncio.run(checksums_of([LocationChecksums([("tp0", 0)])] * 2, (True, True), ("tp0", "tp1")))
+    assert without is NO_CHECKSUMS
+    assert len(msgspec.msgpack.decode(replace(SESSION, priority=1).encoded())) == 8
 
 
 def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
@@ -829,51 +708,6 @@ async def test_any_time_that_a_message_can_carry_fits(rig: Rig) -> None:
     assert all(0 < left <= 1_000_000_000 for _, left in await hints(rig, [1, 2]))
 
 
-async def test_whoever_carries_a_decision_out_applies_its_hint_invariant_3(rig: Rig) -> None:
-    """The manager that decided died; the hint is in what it stored."""
-    started = await rig.start([1, 2])
-    session = started.session
-    decided = replace(session, decision=(True, True), priority=9, keep_until=rig.clock.now() + 60)
-    table = rig.tables.table("sessions")
-    assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
-    rig.wait(5)
-    await rig.manager.expire()
-    assert await hints(rig, [1, 2]) == [(9, 55), (9, 55)]
-    assert await table.all() == {}
-
-
-async def test_the_finish_that_decided_counts_invariant_3(rig: Rig) -> None:
-    """The same finish asked again, later and with another hint, carries the first one out."""
-    started = await rig.start([1, 2])
-    session = started.session
-    decided = replace(session, decision=(True, True), priority=9, keep_until=rig.clock.now() + 60)
-    table = rig.tables.table("sessions")
-    assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
-    rig.wait(2)
-    await finish_with_hint(rig, started, Retention(-9, 600))
-    assert await hints(rig, [1, 2]) == [(9, 58), (9, 58)]
-    assert await table.all() == {}
-
-
-async def test_an_overdue_session_takes_no_hint(rig: Rig) -> None:
-    started = await rig.start([1, 2], timeout_seconds=5)
-    rig.wait(5)
-    with pytest.raises(InvalidArgumentError, match="expired"):
-        await finish_with_hint(rig, started, Retention(9, 60))
-
-
-def test_a_hint_is_stored_with_the_session() -> None:
-    for hinted in (replace(SESSION, priority=-3), replace(SESSION, keep_until=99.5), replace(SESSION, decision=None)):
-        assert WriteSession.decoded("s", hinted.encoded()) == hinted
-
-
-def test_a_session_of_before_the_hint_is_read_and_written_as_ever() -> None:
-    """Its document is replaced by comparing every byte: a longer one would never be found again."""
-    old = msgspec.msgpack.encode([1, 7, 12.5, "l", b"\1" + b"\0" * 7 + b"\xfe" + b"\xff" * 7, b"\1\0"])
-    assert WriteSession.decoded("s", old) == SESSION
-    assert SESSION.encoded() == old
-
-
 # ── Deadline table ──
 
 
@@ -913,16 +747,8 @@ def test_the_table_is_what_a_dict_would_be(steps: list[tuple[str, str, int]]) ->
             due = {key: entry for key, entry in expected.items() if entry.deadline <= now}
             popped = table.pop_due(now)
             assert {entry.id: entry for entry in popped} == due
-            assert len(popped) == len(due)
+            assert [entry.deadline for entry in popped] == sorted(entry.deadline for entry in due.values())
             expected = {key: entry for key, entry in expected.items() if key not in due}
         assert len(table) == len(expected)
         assert sorted(entry.id for entry in table.values()) == sorted(expected)
         assert [table.get(key) for key in "abcde"] == [expected.get(key) for key in "abcde"]
-
-
-def test_entries_fall_due_in_order_of_their_deadlines() -> None:
-    table: DeadlineTable[Entry] = DeadlineTable()
-    for entry in (Entry("c", 3.0), Entry("a", 1.0), Entry("b", 2.0)):
-        table.put(entry)
-    assert [entry.id for entry in table.pop_due(3.0)] == ["a", "b", "c"]
-    assert table.pop_due(100.0) == []

@@ -1,23 +1,24 @@
-"""A cache of several groups with its reclaimer and its deletions, wired as in `rooms`, with time and ids injected."""
+"""A cache of several groups with its reclaimer and its deletions, wired as the product does it, with time injected."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from at_once import now
-from fake_clock import FakeClock
 
-from kvcm.cache.manager import CacheManager
+sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
+from cache_rig import ManagerCore, uris
+
 from kvcm.cache.pins import PinRequest
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.write_sessions import NO_HINT, Retention, WriteRequest
-from kvcm.index.backends.backend import IndexBackend
-from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -35,18 +36,12 @@ from kvcm.model.instances import (
     LocationSpecInfo,
     LocationSpecKind,
     ModelDeployment,
-    Placement,
 )
 from kvcm.model.keys import BlockMask
-from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
+from kvcm.model.locations import LocationStatus, decode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageSpec, StorageType, TairMemPoolStorageSpec
-from kvcm.protocol import meta_service_pb2
-from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.needs import Limits, WatermarkCheck
 from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer
-from kvcm.registry.registry import Registry
-from kvcm.storage.directory import OPENERS, StorageDirectory
-from kvcm.storage.dummy import DummyStorage
 
 __all__ = ["BLOCK", "LEVELS_POOL", "Levels", "group", "instance", "levels"]
 
@@ -55,8 +50,6 @@ BLOCK = 10
 
 LEVELS_POOL = "pool"
 """A storage of another type than the rest."""
-
-_STAND_INS = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
 
 
 def group(
@@ -104,16 +97,12 @@ def instance(
     return Instance("", group_name, name, 16, infos, ModelDeployment("m", "bf16"), spec_groups)
 
 
-class Levels:
+class Levels(ManagerCore):
     """Groups, instances, storages `a` and `b` of one type and `pool` of another, the reclaimer, the deletions.
 
     Attributes:
-        new_backend: makes the backends of indexes; in memory by default.
-        evicted: everything that the reclaimer told.
-        woken: groups whose writes pressed.
+        evicted: everything that the reclaimer reported.
     """
-
-    new_backend: Callable[[Placement], IndexBackend] = staticmethod(lambda _placement: MemoryBackend())
 
     def __init__(
         self,
@@ -122,24 +111,10 @@ class Levels:
         storages: Sequence[StorageConfig] = (),
         quotas: Sequence[GlobalQuota] = (),
     ) -> None:
-        self.clock = FakeClock()
-        self.storages = StorageDirectory("cluster", openers={**OPENERS, **_STAND_INS})
-        self.registry = Registry(self.storages)
-        self.executor = DeletionExecutor(self.storages, self.clock)
+        super().__init__()
         self.evicted: list[EvictionRecord] = []
-        self.woken: list[str] = []
-        ids = iter(range(1, 1 << 30))
-        self.manager = CacheManager(
-            self.registry,
-            self.storages,
-            self.clock,
-            lambda length: f"{next(ids):0{length}x}",
-            self.new_backend,
-            on_pressure=self.woken.append,
-        )
         self.pressure = WatermarkCheck(self.registry, self.manager.usage, self.manager.open_caches.key_counts)
         self.manager.set_watermark_check(self.pressure.is_above_watermark)
-        self.executor.serve(self.manager)
         self.reclaimer = self.new_reclaimer()
         specs: dict[str, StorageSpec] = {name: DummyStorageSpec() for name in ("a", "b")}
         specs[LEVELS_POOL] = TairMemPoolStorageSpec(domain="d")
@@ -180,7 +155,7 @@ class Levels:
         started = await self.manager.start_write(to, WriteRequest(keys, **fields))
         count = len(started.chunks)
         await self.manager.finish_write(to, started.session.id, BlockMask(offset=count), retention)
-        return _uris(started.chunks)
+        return uris(started.chunks)
 
     async def write_each(self, keys: Sequence[int], to: str = "i", seconds: float = 1.0, **fields: Any) -> None:
         """Write blocks that are no chain, one after the other."""
@@ -223,10 +198,6 @@ class Levels:
         await write()
         await self.registry.storages.set_enabled(storage, enabled=True)
 
-    def wait(self, seconds: float) -> None:
-        """Let time pass."""
-        self.clock.time += seconds
-
     # What the leader does.
 
     async def reclaim(self, after: float = 0.0) -> int:
@@ -257,22 +228,16 @@ class Levels:
         entries = await self.seen(keys, to)
         return [key for key, entry in zip(keys, entries, strict=True) if any(entry.values())]
 
-    async def seen(
-        self, keys: Sequence[int], to: str = "i", mode: MatchMode = MatchMode.BATCH_GET
-    ) -> list[dict[str, str]]:
+    async def seen(self, keys: Sequence[int], to: str = "i") -> list[dict[str, str]]:
         """Return per entry of an answer its uris by spec; this counts as no read."""
-        found = await self.manager.match(to, MatchQuery(mode, keys), peek=True)
-        return _uris(found.chunks)
+        found = await self.manager.match(to, MatchQuery(MatchMode.BATCH_GET, keys), peek=True)
+        return uris(found.chunks)
 
     async def places(self, key: int, to: str = "i") -> list[str]:
         """Return the storages where a block serves."""
         record = await self.record(key, to)
         locations = record.locations if record is not None else ()
         return [each.storage for each in locations if each.status is LocationStatus.SERVING]
-
-    async def record(self, key: int, to: str = "i") -> BlockRecord | None:
-        (record,) = await self.manager.cache(to).index.get([key])
-        return record
 
     def used(self, group_name: str = "g") -> int:
         """Return the bytes of a group, marked ones included."""
@@ -305,11 +270,6 @@ class Levels:
         backend = self.storages.backend(storage)
         assert backend is not None
         return await backend.exists(uris)
-
-
-def _uris(chunks: Sequence[bytes]) -> list[dict[str, str]]:
-    answer = meta_service_pb2.GetCacheLocationResponse.FromString(b"".join(chunks))
-    return [{spec.name: spec.uri for spec in each.location_specs} for each in answer.locations]
 
 
 @contextmanager

@@ -29,29 +29,10 @@ def rig() -> Rig:
     return Rig()
 
 
-async def test_bytes_go_before_metadata_and_usage(rig: Rig) -> None:
-    uris = await rig.block(1)
-    rig.storages.faults["a"].outage = OSError("down")
-    await rig.run_due()
-    assert (await rig.left(), sum(rig.index.usage_bytes.values())) == ([1], 16)
-    rig.storages.faults["a"].outage = None
-    await rig.run_due(after=1)
-    assert (await rig.left(), sum(rig.index.usage_bytes.values())) == ([], 0)
-    assert rig.storages.faults["a"].deleted == list(uris)
-
-
 async def test_what_is_due_first_is_deleted_first(rig: Rig) -> None:
     uris = {key: await rig.block(key, after_seconds=due) for key, due in ((0, 4), (1, 1), (2, 2), (3, 3), (4, 0))}
     await rig.run_due(after=10)
     assert rig.storages.faults["a"].deleted == [uri for key in (4, 1, 2, 3, 0) for uri in uris[key]]
-
-
-async def test_more_than_a_batch_goes_in_one_round(rig: Rig) -> None:
-    """As many as lie in a few batches; a round never has more of an index than that at once."""
-    for key in range(2500):
-        await rig.block(key)
-    assert await rig.run_due() == 2500
-    assert await rig.left() == []
 
 
 async def test_every_index_is_looked_at(rig: Rig) -> None:
@@ -234,20 +215,6 @@ def is_gone(rig: Rig, *keys: int) -> bool:
     return not any(key in rig.backend._blocks for key in keys)
 
 
-async def test_what_is_due_is_deleted_at_once(rig: Rig) -> None:
-    async with running(rig):
-        await rig.block(1)
-        assert await rig.turns(lambda: is_gone(rig, 1))
-
-
-async def test_what_is_due_later_waits(rig: Rig) -> None:
-    async with running(rig):
-        await rig.block(1, after_seconds=100)
-        assert not await rig.turns(lambda: is_gone(rig, 1))
-        rig.clock.time += 100
-        assert await rig.turns(lambda: is_gone(rig, 1))
-
-
 async def test_only_the_leader_deletes() -> None:
     rig, leads = Rig(), False
     await rig.block(1)
@@ -291,19 +258,6 @@ async def test_a_hanging_storage_is_asked_once_and_goes_on_where_it_stopped(rig:
         assert storage.attempts == 4
         storage.open_gate.set()
         assert await rig.turns(lambda: is_gone(rig, *range(8)))
-
-
-async def test_a_failed_deletion_is_tried_again_by_the_loop(rig: Rig) -> None:
-    rig.storages.faults["a"].outage = OSError("down")
-    async with running(rig):
-        await rig.block(1)
-        for attempt in range(1, 4):
-            assert await rig.turns(lambda attempt=attempt: rig.storages.faults["a"].attempts == attempt)
-            assert await rig.turns(lambda attempt=attempt: rig.executor.backlog("a").failures == attempt)
-            rig.clock.time += 60
-        rig.storages.faults["a"].outage = None
-        rig.clock.time += 60
-        assert await rig.turns(lambda: is_gone(rig, 1))
 
 
 async def test_what_was_held_is_looked_at_again_by_the_loop(rig: Rig) -> None:
@@ -479,21 +433,6 @@ async def test_more_is_taken_up_as_deletions_are_done_without_waiting_for_the_ne
     task = asyncio.create_task(rig.executor.run(3600.0))
     assert await rig.turns(lambda: rig.index.key_count == 0, most=3000)
     task.cancel()
-
-
-async def test_a_new_executor_goes_on_where_the_last_one_died(rig: Rig) -> None:
-    for key in range(600):
-        await rig.block(key, "ab"[key % 2])
-    rig.storages.faults["a"].open_gate.clear()
-    async with running(rig):
-        assert await rig.turns(lambda: rig.index.key_count == 300, most=3000)
-    rig.storages.faults["a"].open_gate.set()
-    rig.executor = rig.new_executor()
-    await rig.run_due()
-    assert (await rig.left(), rig.index.usage_bytes.total()) == ([], 0)  # type: ignore[attr-defined]
-    for storage in rig.storages.faults.values():
-        assert len(storage.deleted) == len(set(storage.deleted)) == 600
-        assert storage.twice == set()
 
 
 async def test_failures_of_one_pause_make_it_no_longer() -> None:
@@ -740,17 +679,6 @@ async def test_it_stays_readable_for_the_delay_and_is_deleted_then(rig: Rig) -> 
     assert await rig.run_due(after=4.9) == 0
     await rig.run_due(after=0.1)
     assert (await rig.left(), rig.storages.faults["a"].deleted) == ([], list(uris))
-
-
-async def test_a_pin_moves_its_time_to_the_end_of_the_pin(rig: Rig) -> None:
-    await rig.block(1, status=LocationStatus.SERVING, after_seconds=10, pinned_seconds=30)
-    await rig.run_due(after=10)
-    pinned = await place(rig)
-    assert pinned is not None
-    assert (pinned.status, pinned.deadline) == (LocationStatus.SERVING, pinned.pinned_until)
-    assert await rig.run_due(after=19.9) == 0
-    await rig.run_due(after=0.1)
-    assert await rig.left() == []
 
 
 async def test_a_read_lease_holds_the_bytes_of_what_expired(rig: Rig) -> None:

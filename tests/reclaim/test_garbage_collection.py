@@ -90,26 +90,6 @@ async def test_a_prefix_that_came_back_in_time_saves_what_is_behind(site: Deploy
     assert await site.serving() == {1, 2, 3, 5, 6, 7, 8, 9, 10}
 
 
-async def test_a_prefix_that_was_back_gives_a_new_grace(site: Deployment) -> None:
-    await site.store(CHAIN)
-    await site.remove([4])
-    await collect(site)
-    site.clock.time += GRACE_SECONDS / 2
-    await site.store(CHAIN)
-    await collect(site)
-    await site.remove([4])
-    await collect(site)
-    assert (await collect(site, after=GRACE_SECONDS - 1)).without_prefix == 0
-    assert (await collect(site, after=1)).without_prefix == 6
-
-
-async def test_more_than_a_step_of_blocks(site: Deployment) -> None:
-    await site.store(range(100))
-    await site.remove([1])
-    assert (await after_grace(site)).without_prefix == 98
-    assert [key for key, _ in site.marked] == list(range(99, 1, -1))
-
-
 async def test_a_pin_holds_its_block_and_what_is_before_it(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])
@@ -425,17 +405,6 @@ async def test_a_missing_part_takes_what_is_useless_without_it(tmp_path: Path) -
         assert (await collect(site, check_bytes=True)).without_bytes == 3
         serving = [each.spec_names for each in await site.locations(2) if each.status is LocationStatus.SERVING]
         assert (await site.serving(), serving) == ({2}, [("a", "b")])
-
-
-async def test_what_a_writer_adds_keeps_the_rest(tmp_path: Path) -> None:
-    with deployed(Disk(tmp_path), specs=("a", "b"), groups={"a": ("a",), "ab": ("a", "b")}) as site:
-        await site.store([1], spec_groups=["a"])
-        await site.start([1], spec_groups=["ab"])
-        (path,) = [path for path in await site.paths(1) if "/a/" in str(path)]
-        path.unlink()
-        assert (await collect(site, check_bytes=True)).without_bytes == 1
-        statuses = {each.status for each in await site.locations(1)}
-        assert statuses == {LocationStatus.DELETING, LocationStatus.WRITING}
 
 
 async def test_what_is_being_written_may_complete_a_replica(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_clock import FakeClock
-from garbage_rig import DAY_SECONDS, NFS, SIZE, Deployment, Disk, deployed, files_below, put
+from garbage_rig import DAY_SECONDS, NFS, Deployment, Disk, deployed, files_below, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reclaim_rig import Rig
@@ -82,16 +82,8 @@ async def test_young_files_stay(site: Deployment) -> None:
     report = await scrub(site)
     assert (report.orphans, report.too_young, files_below(site.disk.root)) == (0, len(before), before)
     assert (await scrub(site, min_age_seconds=3600)).too_young == len(before)
-    site.clock.time += 1
-    assert (await scrub(site)).deleted == len(before)
+    assert (await scrub(site, min_age_seconds=3599)).deleted == len(before)
     assert files_below(site.disk.root) == set()
-
-
-async def test_another_age_can_be_asked_for(site: Deployment) -> None:
-    await site.store([1, 2, 3, 4], age_seconds=50)
-    await site.forget([1, 2, 3, 4])
-    assert (await scrub(site, min_age_seconds=51)).deleted == 0
-    assert (await scrub(site, min_age_seconds=50)).deleted > 0
 
 
 async def test_two_deployments_on_one_directory(tmp_path: Path) -> None:
@@ -138,14 +130,11 @@ async def test_blocks_that_came_from_a_dead_deployment_stay(tmp_path: Path) -> N
         await live.assert_readable(kept)
 
 
-async def test_the_own_cluster_id_is_refused(site: Deployment) -> None:
-    with pytest.raises(InvalidArgumentError, match="cluster_id 'cluster-1' is this deployment's own"):
-        await scrub(site, cluster_id="cluster-1")
-
-
 async def test_refusals_name_what_is_wrong(site: Deployment) -> None:
     with pytest.raises(InvalidArgumentError, match="storage_unique_name 'other' is not an open storage"):
         await site.scrubber.scrub("other", dry_run=True)
+    with pytest.raises(InvalidArgumentError, match="cluster_id 'cluster-1' is this deployment's own"):
+        await scrub(site, cluster_id="cluster-1")
     with pytest.raises(InvalidArgumentError, match="min_age_seconds is -1"):
         await scrub(site, min_age_seconds=-1)
 
@@ -532,20 +521,6 @@ async def test_what_never_served_keeps_its_session_to_the_end_however_often_it_i
     assert await reusing.index().get([2]) == before
 
 
-async def test_a_manager_that_was_restarted_hands_out_nothing_of_before(reusing: Deployment) -> None:
-    await reusing.store([1, 2, 3, 4])
-    freed = await places(reusing, [1, 2])
-    await reusing.remove([1, 2])
-    again = await Deployment.restarted(reusing)
-    hand_out_again(again)
-    again.clock.time += GRACE_SECONDS
-    await again.store([5, 6])
-    assert not await places(again, [5, 6]) & freed
-    await again.remove([3, 4, 5, 6])
-    assert files_below(reusing.disk.root) == set()
-    again.close()
-
-
 # ── the scrub ──
 
 
@@ -585,19 +560,3 @@ async def test_a_file_that_a_slot_is_handed_out_of_is_too_young_for_the_scrub(re
     (reason,) = await reusing.storages.open_backends()[NFS].remove_objects("cluster-1", listed)
     assert reason == "it changed since it was listed"
     assert path.exists()
-
-
-async def test_a_file_that_the_scrub_removed_is_handed_out_no_more(reusing: Deployment) -> None:
-    await reusing.store([1, 2, 3, 4])
-    (path,) = await reusing.paths(1)
-    await reusing.remove([1, 2])
-    await reusing.forget([3, 4])
-    reusing.clock.time += GRACE_SECONDS
-    for each in (path, path.with_name(path.name + ".deleted")):
-        assert each.exists()
-    listed = await objects_of(reusing)
-    assert await reusing.storages.open_backends()[NFS].remove_objects("cluster-1", listed) == [None]
-    await reusing.store([101, 102])
-    assert await reusing.paths(101) != [path]
-    await reusing.assert_readable([101, 102])
-    assert sum(each.size_bytes for each in listed) >= 2 * SIZE
