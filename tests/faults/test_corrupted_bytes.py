@@ -79,14 +79,6 @@ def test_a_changed_byte_is_a_miss_of_its_part_alone_and_is_saved_anew(site: Bloc
         site.assert_found_out(KEYS, corrupt(parts), before)
 
 
-@pytest.mark.parametrize("byte", EDGES)
-@pytest.mark.parametrize("medium", ["file-8", "pool"], indirect=True)
-def test_every_edge_of_a_part_is_looked_at(site: BlockSite, byte: int) -> None:
-    before = saved(site)
-    site.medium.flip(site.places(before)[5, "tp0"], byte, 0x80)
-    site.assert_found_out(KEYS, corrupt([(5, "tp0")]), before)
-
-
 @pytest.mark.parametrize("medium", MEDIA, indirect=True)
 def test_parts_full_of_zeros_are_misses(site: BlockSite) -> None:
     """As a file system leaves what it lost, or a hole that was punched in the wrong place."""
@@ -164,51 +156,6 @@ def test_a_file_that_was_cut_is_a_miss_from_there_on(site: BlockSite, left_bytes
         assert set(site.load(before).values()) == {None}
         return
     site.assert_found_out(KEYS, expected, before)
-
-
-@pytest.mark.parametrize("medium", FILES, indirect=True)
-def test_a_file_that_was_cut_and_grew_again_is_a_miss_from_there_on(site: BlockSite) -> None:
-    """As a crash leaves it where lengths are kept better than bytes."""
-    before = saved(site)
-    file, left_bytes = _file_of(site, before), PART_BYTES // 2
-    expected = [part for part, uri in site.places(before).items() if _is_in(site, uri, file) and _end(uri) > left_bytes]
-    length = file.stat().st_size
-    os.truncate(file, left_bytes)
-    os.truncate(file, length)
-    site.assert_found_out(KEYS, corrupt(expected), before)
-
-
-@pytest.mark.parametrize("medium", FILES, indirect=True)
-def test_a_file_in_place_of_another_is_a_miss(site: BlockSite) -> None:
-    """Renamed over it, by whoever restored the wrong one."""
-    before = saved(site)
-    one, other = _file_of(site, before, 1), _file_of(site, before, 12)
-    assert one != other
-    expected = [part for part, uri in site.places(before).items() if _is_in(site, uri, one)]
-    data = other.read_bytes()
-    one.write_bytes(data + bytes(one.stat().st_size - len(data)))
-    site.assert_found_out(KEYS, corrupt(expected), before)
-
-
-@pytest.mark.parametrize("medium", FILES, indirect=True)
-def test_a_file_that_is_gone_is_lost_with_its_blocks(site: BlockSite) -> None:
-    before = saved(site)
-    file = _file_of(site, before)
-    expected = {part: Failure.LOST for part, uri in site.places(before).items() if _is_in(site, uri, file)}
-    file.unlink()
-    site.assert_found_out(KEYS, expected, before)
-
-
-@pytest.mark.parametrize("medium", [ON_MOUNT], indirect=True)
-def test_bytes_that_change_on_the_way_are_a_miss_until_they_do_not(site: BlockSite, fault_mount: FaultMount) -> None:
-    before = saved(site)
-    fault_mount.inject("read", path=BLOCKS, flip_at=3 * PART_BYTES + 5)
-    failures = site.load(before)
-    hit = {part for part, uri in site.places(before).items() if uri.offset <= 3 * PART_BYTES + 5 < _end(uri)}
-    assert {part for part, failure in failures.items() if failure} == hit
-    assert {failures[part] for part in hit} == {Failure.CORRUPT}
-    fault_mount.clear()
-    until(lambda: set(site.load(before).values()) == {None}, "the bytes are right again")
 
 
 FAULTS: list[dict[str, Any]] = [

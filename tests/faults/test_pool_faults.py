@@ -106,23 +106,6 @@ def test_memory_that_is_cut_is_an_error_until_it_is_removed(site: BlockSite, pat
     assert_begins_anew(site, before)
 
 
-def test_memory_that_grew_is_used_as_before(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    os.truncate(path, path.stat().st_size + 4096)
-    assert set(site.load(before).values()) == {None}
-
-
-def test_memory_that_was_cut_and_grew_again_is_corrupt_from_there_on(site: BlockSite, path: Path) -> None:
-    """Its stamps stand before the data and are as they were."""
-    before = saved(site)
-    places = site.places(before)
-    last = max(places, key=lambda part: places[part].offset)
-    whole = path.stat().st_size
-    os.truncate(path, mapped(path).header.data_offset + places[last].offset)
-    os.truncate(path, whole)
-    site.assert_found_out(KEYS, {last: Failure.CORRUPT}, before)
-
-
 CUT_IN_A_COPY = """
 import os, sys
 from pathlib import Path
@@ -185,17 +168,6 @@ def test_the_largest_stamp_keeps_writers_away_until_the_memory_is_made_anew(site
     assert site.try_to_save([77], 10.0) == []
     path.unlink()
     assert_begins_anew(site, before)
-
-
-def test_all_memory_that_is_wiped_is_a_miss_and_is_written_again(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    segment = mapped(path)
-    segment.write_stamps(0, bytes(segment.header.pages * 8))
-    segment.data[:] = 0
-    assert set(site.load(before).values()) == {Failure.LOST}
-    others = [key + 100 for key in KEYS]
-    assert site.save(others) == others
-    site.assert_all_load(others)
 
 
 LOCK = """

@@ -100,23 +100,6 @@ def slot(uri: str) -> tuple[str, int | None]:
     return place.path, place.blkid
 
 
-async def test_a_reader_by_an_old_answer_misses_and_all_others_load(world: SlotWorld, engine: Engine) -> None:
-    stayed, gone, after = await handed_on(world, engine)
-    assert engine.failures(gone) == [Failure.CORRUPT] * len(gone)
-    assert engine.failures([*stayed, *after]) == [None] * BLOCKS
-
-
-async def test_without_checksums_a_reader_by_an_old_answer_is_given_another_blocks_bytes(
-    world: SlotWorld, engine: Engine
-) -> None:
-    """The limit that docs/storages.md tells: make the grace longer than any reader takes, or use checksums."""
-    _, gone, after = await handed_on(world, engine)
-    owner = {slot(uri): uri for uri in after}
-    for uri, (failure, data) in zip(gone, engine.load(gone, checksums=False), strict=True):
-        assert failure is None
-        assert data == content(owner[slot(uri)], len(data))
-
-
 async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_nothing_else(
     world: SlotWorld, engine: Engine
 ) -> None:
