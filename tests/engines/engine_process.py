@@ -133,16 +133,6 @@ class EngineProcess:
             raise EngineRefusedError(f"{answer['error']}\n{self._tail()}")
         return answer["value"]
 
-    def wait_until_said(self, text: str, *, seconds: float = _ANSWER_SECONDS) -> None:
-        """Wait until the engine has printed something."""
-        deadline = time.monotonic() + seconds
-        while text not in self.printed():
-            if time.monotonic() > deadline:
-                raise EngineTimeoutError(f"{self.kind.name} did not print {text!r} in {seconds} s{self._tail()}")
-            if not self.alive:
-                raise self._died()
-            time.sleep(0.05)
-
     def printed(self) -> str:
         """Return all that its processes have printed."""
         return self.log.read_text(errors="replace")

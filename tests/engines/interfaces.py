@@ -10,41 +10,7 @@ __all__ = ["ATTRIBUTES", "CALLS", "OVERRIDES"]
 
 _VLLM_CALLS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": """
-        __init__(self, vllm_config, role, kv_cache_config)
-        register_kv_caches(self, kv_caches)
-        bind_connector_metadata(self, connector_metadata)
-        clear_connector_metadata(self)
-        start_load_kv(self, forward_context, **kwargs)
-        wait_for_layer_load(self, layer_name)
-        save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs)
-        wait_for_save(self)
-        handle_preemptions(self, kv_connector_metadata)
-        get_finished(self, finished_req_ids)
-        get_transfer_results(self, finished_req_ids)
-        get_block_ids_with_load_errors(self)
-        build_connector_worker_meta(self)
-        shutdown(self)
-        get_num_new_matched_tokens(self, request, num_computed_tokens)
-        update_state_after_alloc(self, request, blocks, num_external_tokens)
-        build_connector_meta(self, scheduler_output)
-        on_new_request(self, request)
-        update_connector_output(self, connector_output)
-        request_finished(self, request, block_ids)
-        bind_gpu_block_pool(self, gpu_block_pool)
-        has_pending_block_frees(self)
-        take_events(self)
-        reset_cache(self)
-        get_finished_count(self)
-        get_kv_connector_stats(self)
-        build_kv_connector_stats(data=…)
-        build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        get_external_cache_hit_sources(self, request, num_external_tokens)
-        get_required_kvcache_layout(vllm_config)
-        requires_piecewise_for_cudagraph(extra_config)
         _get_connector_metadata(self)
-    """,
-    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": """
-        request_finished_all_groups(self, request, block_ids)
     """,
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata": """
         aggregate(self, other)
@@ -88,24 +54,6 @@ _VLLM_CALLS = {
     """,
 }
 _SGLANG_CALLS = {
-    "sglang.srt.mem_cache.hicache_storage:HiCacheStorage": """
-        register_mem_pool_host(self, mem_pool_host)
-        register_mem_host_pool_v2(self, host_pool, host_pool_name)
-        on_host_pools_registered(self)
-        batch_exists(self, keys, extra_info=…)
-        batch_get_v1(self, keys, host_indices, extra_info=…)
-        batch_set_v1(self, keys, host_indices, extra_info=…)
-        batch_exists_v2(self, keys, pool_transfers=…, extra_info=…)
-        batch_get_v2(self, transfers, extra_info=…)
-        batch_set_v2(self, transfers, extra_info=…)
-        get(self, key, target_location=…, target_sizes=…)
-        batch_get(self, keys, target_locations=…, target_sizes=…)
-        set(self, key, value=…, target_location=…, target_sizes=…)
-        batch_set(self, keys, values=…, target_locations=…, target_sizes=…)
-        exists(self, key)
-        clear(self)
-        get_stats(self)
-    """,
     "sglang.srt.mem_cache.hicache_storage": """
         HiCacheStorageExtraInfo(prefix_keys=…, extra_info=…)
         PoolTransferResult(kv_hit_pages, extra_pool_hit_pages, restorable_prefix_pages=…)
@@ -170,7 +118,15 @@ CALLS = {"vllm": _VLLM_CALLS, "sglang": _SGLANG_CALLS, "transformers": _TRANSFOR
 
 ATTRIBUTES = {
     "vllm": {
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "requires_kv_delivery role",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": """
+            requires_kv_delivery role register_kv_caches start_load_kv wait_for_layer_load save_kv_layer wait_for_save
+            get_transfer_results get_block_ids_with_load_errors build_connector_worker_meta shutdown
+            get_num_new_matched_tokens update_state_after_alloc build_connector_meta on_new_request
+            update_connector_output request_finished bind_gpu_block_pool take_events reset_cache
+            get_kv_connector_stats build_kv_connector_stats build_prom_metrics get_external_cache_hit_sources
+            requires_piecewise_for_cudagraph
+        """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "request_finished_all_groups",
         "vllm.v1.request:Request": """
             request_id block_hashes num_tokens num_computed_tokens num_in_flight_tokens all_token_ids lora_request
             cache_salt skip_reading_prefix_cache
@@ -208,6 +164,10 @@ ATTRIBUTES = {
         "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DEVICE HOST DISK EXTERNAL_UNSPECIFIED",
     },
     "sglang": {
+        "sglang.srt.mem_cache.hicache_storage:HiCacheStorage": """
+            register_mem_host_pool_v2 on_host_pools_registered batch_exists batch_get_v1 batch_set_v1 batch_exists_v2
+            batch_get_v2 batch_set_v2 get batch_get set batch_set exists clear get_stats
+        """,
         "sglang.srt.mem_cache.hicache_storage:HiCacheStorageConfig": """
             tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size dp_rank is_mla_model is_storage_writer
             enable_storage_metrics is_page_first_layout model_name should_split_heads extra_config
@@ -232,7 +192,7 @@ ATTRIBUTES = {
     },
 }
 
-# A class of ours and the class of the engine that calls its methods.
+# A class of ours and the class of the engine that calls its methods: parameters of both are compared.
 OVERRIDES = {
     "vllm": [
         (

@@ -34,25 +34,6 @@ def processes_of(engine: EngineProcess) -> list[str]:
     return [row[2] for row in rows if row[0] == str(engine.process.pid) and not row[1].startswith("Z")]
 
 
-def test_vllm_short_of_memory_preempts_and_answers_the_same(
-    new_engine: StartEngine, tiny_llama: Path, truth: list[list[int]]
-) -> None:
-    engine = new_engine(VLLM, tiny_llama, num_gpu_blocks_override=26, max_num_batched_tokens=64, max_model_len=512)
-    assert tokens_of(engine) == truth
-    assert engine.ask("metrics")["vllm:num_preemptions"] > 0
-
-
-def test_vllm_makes_steps_and_drops_requests(new_engine: StartEngine, tiny_llama: Path, truth: list[list[int]]) -> None:
-    engine = new_engine(VLLM, tiny_llama)
-    for number in (0, 1):
-        engine.ask("add_request", request_id=f"r{number}", prompt=_PROMPTS[number], max_tokens=_NEW)
-    begun = engine.ask("step_until", request_ids=["r0", "r1"], tokens=3)
-    assert begun["r0"]["tokens"] == truth[0][: len(begun["r0"]["tokens"])]
-    engine.ask("abort", request_ids=["r0"])
-    assert engine.ask("unfinished") == 1
-    assert engine.ask("step_until", request_ids=["r1"])["r1"]["tokens"] == truth[1]
-
-
 @pytest.mark.parametrize("kind", [VLLM, SGLANG], ids=lambda kind: kind.name)
 def test_two_ranks_answer_the_same_and_die_together(
     kind: EngineKind, new_engine: StartEngine, tiny_llama: Path, truth: list[list[int]]

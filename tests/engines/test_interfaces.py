@@ -92,23 +92,3 @@ def test_methods_of_ours_take_what_the_engine_gives_them(engine: str, pair: tupl
     assert methods, f"{engine}: {pair[0]} or {pair[1]} cannot be imported, or they have no method in common"
     different = {name: both for name, both in methods.items() if both[0] != both[1]}
     assert not different, f"{engine}: {pair[0]} takes other parameters than {pair[1]}: {different}"
-
-
-def test_a_change_is_seen(tmp_path: Path) -> None:
-    name = "transformers.cache_utils:DynamicLayer"
-    request = {
-        "callables": ["json:loads", "json:no_such_function", "no_such_module:function"],
-        "classes": [name],
-        "overrides": [
-            ("collections:UserDict", "_collections_abc:MutableMapping"),
-            ("collections:Gone", "builtins:dict"),
-        ],
-    }
-    found = asked(TRANSFORMERS, request, tmp_path)
-    assert found["callables"]["json:loads"].startswith("(s, *, cls=…")
-    assert found["callables"]["json:no_such_function"] is None
-    assert found["callables"]["no_such_module:function"] is None
-    assert "no_such_attribute" not in found["classes"][name]
-    ours = found["overrides"]["collections:UserDict _collections_abc:MutableMapping"]
-    assert ours["__contains__"] == ["(self, key)"] * 2
-    assert found["overrides"]["collections:Gone builtins:dict"] is None
