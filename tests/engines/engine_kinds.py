@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CONNECTED", "FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "TWO_RANKS", "VLLM", "EngineKind"]
-
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 

@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,21 +22,12 @@ from typing import Any, Protocol, Self
 
 from engine_kinds import FOLDER, ROOT, EngineKind
 
-__all__ = [
-    "EngineDiedError",
-    "EngineProcess",
-    "EngineRefusedError",
-    "EngineTimeoutError",
-    "Generated",
-    "StartEngine",
-    "start_engine",
-]
-
 _START_SECONDS = 180.0
 _ANSWER_SECONDS = 120.0
 _CLOSE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5  # a process that ended may have left children that hold the pipe open
 _TAIL_LINES = 40
+_WAIT_SECONDS = 30.0
 
 
 class EngineDiedError(RuntimeError):
@@ -187,6 +179,16 @@ class EngineProcess:
     def _tail(self) -> str:
         lines = self.printed().splitlines()[-_TAIL_LINES:]
         return "\n".join([f"\n--- the end of {self.log} ---", *lines])
+
+
+def until(condition: Callable[[], Any], seconds: float = _WAIT_SECONDS) -> Any:
+    """Wait until something is so, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {seconds} s: {condition}")
+        time.sleep(0.02)
+    return found
 
 
 class StartEngine(Protocol):

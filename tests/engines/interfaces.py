@@ -6,8 +6,6 @@ and a default is `=…`. What is listed under `module:Class` are its methods.
 
 from __future__ import annotations
 
-__all__ = ["ATTRIBUTES", "CALLS", "OVERRIDES"]
-
 _VLLM_CALLS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": """
         _get_connector_metadata(self)

@@ -12,8 +12,6 @@ from enum import StrEnum
 
 from ports import free_port
 
-__all__ = ["Manner", "TcpProxy"]
-
 _LOOK_SECONDS = 0.05
 
 

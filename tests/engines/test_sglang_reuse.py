@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import StartEngine
+from engine_process import StartEngine, until
 from manager_process import ManagerProcess
-from sglang_rig import PAGE_TOKENS, Rig, storage_config, until
+from sglang_rig import PAGE_TOKENS, Rig, storage_config
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import StartEngine
+from engine_process import StartEngine, until
 from manager_process import ManagerProcess
 from safetensors.torch import load_file, save_file
-from sglang_rig import Rig, storage_config, until
+from sglang_rig import Rig, storage_config
 from tiny_models import prompt_tokens
 
 

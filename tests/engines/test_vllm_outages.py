@@ -5,59 +5,35 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, Generated, StartEngine
+from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess, start_manager
 from ports import free_port
 from tcp_proxy import Manner, TcpProxy
-from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, forget, sessions_open, settle, until
+from vllm_rig import FaultySite, Rig, connected, forget, new_prompt
 
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-_SEEDS = count(1000)
 
 
 @dataclass
-class _Site:
+class _Site(FaultySite):
     """An engine, and a manager behind a proxy."""
 
-    rig: Rig
     proxy: TcpProxy
-    plain: EngineProcess
-
-    def is_right(self, prompt: list[int], answer: Generated) -> bool:
-        truth = self.plain.generate([prompt], 16)[0]
-        return (answer.tokens, answer.finish_reason) == (truth.tokens, "length")
 
     def serves(self) -> None:
         """New requests, a known one, and several at once are answered right."""
         for _ in range(3):
-            prompt = prompt_tokens(100, seed=next(_SEEDS))
+            prompt = new_prompt(100)
             assert self.is_right(prompt, self.rig.fresh(prompt))
             assert self.is_right(prompt, self.rig.generate(prompt))
-        prompts = [prompt_tokens(100, seed=next(_SEEDS)) for _ in range(4)]
+        prompts = [new_prompt(100) for _ in range(4)]
         for prompt, answer in zip(prompts, self.rig.engine.generate(prompts, 16), strict=True):
             assert self.is_right(prompt, answer)
-
-    def recovers(self, known: list[int]) -> None:
-        """What was stored before is loaded again, and new blocks are stored."""
-        until(lambda: self.rig.fresh(known).cached_tokens == len(known) // 32 * 32, 60)
-        assert self.is_right(known, self.rig.fresh(known))
-        self.known_prompt()
-        settle(self.rig.engine)
-        until(lambda: sessions_open(self.rig.manager) == 0, 60)
-
-    def known_prompt(self) -> list[int]:
-        """Return a prompt that is stored, which may take several attempts after an outage."""
-        prompt = prompt_tokens(170, seed=next(_SEEDS))
-        keys = self.rig.keys(prompt)
-        until(lambda: self.rig.fresh(prompt) and self.rig.stored_blocks(keys) == len(keys), 60)
-        return prompt
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +44,7 @@ def site(
     proxy = TcpProxy(manager.ports["rpc_port"])
     instance_id = f"outages-{uuid4().hex[:8]}"
     engine = shared_engines(VLLM, tiny_llama, **connected(proxy.address, instance_id, lookup_seconds=0.25))
-    yield _Site(Rig(engine, manager, instance_id), proxy, plain_vllm)
+    yield _Site(Rig(engine, manager, instance_id), plain_vllm, proxy)
     engine.close()
     proxy.close()
     manager.stop()
@@ -95,7 +71,7 @@ def test_a_manager_that_does_not_answer_as_it_should(site: _Site, manner: Manner
 def test_a_manager_that_stops_answering_while_blocks_are_on_their_way(site: _Site) -> None:
     known = site.known_prompt()
     for manner in (Manner.SILENT, Manner.CLOSED):
-        prompt = prompt_tokens(300, seed=next(_SEEDS))
+        prompt = new_prompt(300)
         forget(site.rig.engine)
         site.rig.engine.ask("add_request", request_id=f"r-{manner}", prompt=prompt, max_tokens=100)
         site.rig.engine.ask("step_until", request_ids=[f"r-{manner}"], tokens=40)
@@ -118,7 +94,7 @@ def test_a_manager_that_is_killed_and_started_again(
         VLLM, tiny_llama, **connected(f"127.0.0.1:{ports['rpc_port']}", instance_id, lookup_seconds=0.25)
     )
     absent = ManagerProcess(Path("/nowhere"), ports, engine.process)
-    mine = _Site(Rig(engine, absent, instance_id), site.proxy, site.plain)
+    mine = _Site(Rig(engine, absent, instance_id), site.plain, site.proxy)
     mine.serves()
     manager = mine.rig.manager = new_manager(ports)
     known = mine.known_prompt()

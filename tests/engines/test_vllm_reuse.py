@@ -13,11 +13,11 @@ from uuid import uuid4
 import numpy as np
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle
 
 _SHAPE = (4, 4, BLOCK_TOKENS, 2, 32)  # of a stored block: layers, heads, tokens, K and V, elements
 

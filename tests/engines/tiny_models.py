@@ -29,8 +29,6 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-__all__ = ["WRITERS", "prompt_tokens", "write_large_llama"]
-
 _VOCABULARY = 1024
 _WINDOW_TOKENS = 64  # two blocks of the smallest size that vLLM takes on CPUs
 _STD = 0.08

@@ -15,8 +15,6 @@ from kvcm.connectors.transfer.pool_segment import open_segment, segment_path
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2
 
-__all__ = ["NODE", "PATH_SPECS", "POOL_BYTES", "Medium", "PathMedium", "PoolMedium"]
-
 NODE = "node-a"
 POOL_BYTES = 64 << 20
 

@@ -27,8 +27,6 @@ from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
-__all__ = ["Place", "main"]
-
 _SPEC = LocationSpecInfo("kv", 4096)
 _SECONDS = 20.0
 Place = Mapping[str, str]
