@@ -40,8 +40,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 _DELAY_MS = 1000  # longer than any engine takes between a question and its load
 _GROUP, _INSTANCE = "away-first", "own"
 _SPEC = LocationSpecInfo("kv", 4096)
-_PINNED, _WRITTEN = range(100, 108), range(200, 208)
-_PIN_BYTES = 1 << 20
+_BLOCKS, _WRITTEN = range(100, 108), range(200, 208)
 
 
 class World:
@@ -181,7 +180,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 def _group(name: str, candidates: list[str]) -> str:
     group = GroupPlan(name, (), 1 << 33, delay_ms=_DELAY_MS).group
     group.storage_candidates[:] = candidates
-    group.pin_budget_bytes = _PIN_BYTES
     group.cache_config.reclaim_strategy.storage_unique_name = candidates[0]
     return json_format.MessageToJson(group)
 
@@ -221,40 +219,14 @@ def test_a_drain_under_load_goes_on_after_a_kill_and_can_be_ended(world: World) 
     _assert_undisturbed({phase: figures for phase, figures in seen.items() if phase != "killed"})
 
 
-def test_a_drain_that_is_ended_in_the_middle_leaves_the_rest_where_it_is(world: World) -> None:
-    world.finish(_PINNED, world.start(_PINNED))
-    pin = world.client.pin_prefix(_PINNED, "test", 600, timeout_seconds=10)
-    assert pin is not None
-    assert pin.blocks == len(_PINNED)
-    world.kvcm("drain", AWAY)
-    world.enter("draining")
-    pinned_bytes = len(_PINNED) * _SPEC.size
-    until(lambda: world.used()[AWAY] == pinned_bytes, "all but what is pinned is gone")
-    found = world.drain()
-    assert found is not None
-    assert (found["state"], found["left_bytes"]) == ("DRAIN_RUNNING", pinned_bytes)
-    assert "pinned" in found["reason"]
-    world.enter("cancelling")
-    world.kvcm("drain", "--cancel", AWAY)
-    assert world.watcher.ask("drain", storage=AWAY) is None
-    world.enter("cancelled")
-    world.work(AWAY, STAYS)
-    assert world.client.unpin(pin.id, timeout_seconds=10)
-    assert world.load(_PINNED) == [_content(key) for key in _PINNED]
-    seen = _ended(world)
-    assert world.used()[AWAY] > pinned_bytes
-    assert seen["draining"].accepted.get(AWAY, 0) == 0
-    _assert_undisturbed(seen)
-
-
 def test_a_storage_that_is_removed_under_load_takes_nothing_else_along(world: World) -> None:
-    world.finish(_PINNED, world.start(_PINNED))
-    assert world.load(_PINNED) == [_content(key) for key in _PINNED]
+    world.finish(_BLOCKS, world.start(_BLOCKS))
+    assert world.load(_BLOCKS) == [_content(key) for key in _BLOCKS]
     world.enter("removing")
     before = world.files(AWAY)
     world.watcher.ask("remove", storage=AWAY)
     world.enter("removed")
-    assert world.load(_PINNED) == [None] * len(_PINNED)
+    assert world.load(_BLOCKS) == [None] * len(_BLOCKS)
     begin = time.monotonic()
     until(lambda: not world.used().get(AWAY, 0), "its blocks are forgotten")
     assert time.monotonic() - begin > CANCEL_SECONDS / 2, "nobody could have taken the removal back"

@@ -157,23 +157,6 @@ def test_pages_whose_files_are_gone_are_computed_and_stored_anew(rig: Rig) -> No
     assert rig.generate(prompt).details["storage"] == 192
 
 
-@pytest.mark.feature("sglang", "refuses what it does not support")
-def test_an_engine_with_another_page_size_is_refused_and_serves(
-    rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    prompt = prompt_tokens(200, seed=11)
-    computed = rig.store(prompt)
-    config = storage_config(rig.manager.address, rig.instance_id, tmp_path / "record")
-    stranger = Rig(
-        new_engine(SGLANG, tiny_llama, storage=config, page_size=32), tmp_path / "record", rig.manager, rig.instance_id
-    )
-    assert "refuses to register" in stranger.engine.printed()
-    assert stranger.generate(prompt).tokens == computed.tokens
-    stranger.forget()
-    again = stranger.generate(prompt)
-    assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
-
-
 @pytest.mark.feature("sglang", "chunked prefill")
 def test_a_prompt_that_is_computed_in_chunks(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path

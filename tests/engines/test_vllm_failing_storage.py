@@ -15,7 +15,7 @@ from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine, until
 from fault_mount import FaultMount, why_no_mounts
 from manager_process import ManagerProcess, start_manager
-from vllm_rig import BLOCK_TOKENS, FaultySite, Rig, connected, forget, manager_metric, new_prompt, sessions_open, settle
+from vllm_rig import FaultySite, Rig, connected, forget, manager_metric, new_prompt, sessions_open, settle
 
 from kvcm.connectors.client import ManagerClient
 
@@ -112,16 +112,6 @@ def test_reads_that_hang(site: _Site, operation: str) -> None:
         assert time.monotonic() - begun < 30
     site.mount.clear()
     site.recovers(known[0])
-
-
-def test_reads_that_are_slow_are_waited_for(site: _Site) -> None:
-    known = site.known_prompt()
-    site.mount.inject("read", path=_KV, delay_seconds=0.05)
-    answer = site.rig.fresh(known)
-    assert site.is_right(known, answer)
-    assert answer.cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
-    site.mount.clear()
-    site.recovers(known)
 
 
 @pytest.mark.feature("vllm", "storage fails")

@@ -87,16 +87,6 @@ def test_a_block_that_one_rank_cannot_load_is_computed_on_all(
 
 
 @pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
-def test_a_file_of_one_rank_that_is_gone(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
-    prompt = prompt_tokens(200, seed=990)
-    rigs[0].store(prompt)
-    Path(rigs[0].uris(rigs[0].keys(prompt), _PARTS[1])[0].path).unlink()
-    assert rigs[1].fresh(prompt).tokens == _truth(plain_vllm, prompt)
-    rigs[1].until_stored(prompt)
-    assert rigs[0].fresh(prompt).tokens == _truth(plain_vllm, prompt)
-
-
-@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 def test_both_engines_at_the_same_time(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
     prompts = [prompt_tokens(200, seed=950 + number) for number in range(5)]
     truth = [answer.tokens for answer in plain_vllm.generate(prompts, 40)]

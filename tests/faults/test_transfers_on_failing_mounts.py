@@ -169,20 +169,6 @@ def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers
     transfers.until_all_load(uris)
 
 
-# The kernel makes one file of a directory after the other: one that is late holds up all.
-@pytest.mark.e2e
-@pytest.mark.parametrize(("operation", "times"), [("open", 4), ("create", 1)])
-def test_a_stall_of_five_seconds_costs_hits_and_then_is_over(transfers: Transfers, operation: str, times: int) -> None:
-    """It ends by itself: every thread that waits in it comes back."""
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject(operation, path="/cluster/inst/*", delay_seconds=5.0, times=times)
-    moved = transfers.load(uris, 1.0) if operation == "open" else transfers.save(transfers.uris("b"), 1.0)
-    assert not all(moved.ok)
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("c"))
-
-
 def test_a_stall_shorter_than_the_deadline_is_waited_for(transfers: Transfers) -> None:
     uris = transfers.uris("a", packed_files=1, files=0)
     transfers.mount.inject("read", "create", path="*-p0", delay_seconds=1.0, times=2)

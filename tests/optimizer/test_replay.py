@@ -25,14 +25,6 @@ def test_prefix_hits_of_the_hand_sized_trace(run, policy: str, hits: tuple[int, 
     assert tuple(run(HAND, spec, each).hits.prefix_blocks for each in (4, 5, 6, 8)) == hits
 
 
-@pytest.mark.parametrize("spec", parse_policies("all"), ids=lambda spec: spec.label)
-def test_a_cache_for_all_blocks_evicts_none(spec) -> None:
-    found = reference_replay(HAND, spec, 8, keep_requests=True)
-    assert found.hits == Hits(18, 20 + 35 + 28 + 30 + 20 + 35, 18, 4)
-    assert found.request_hits.tolist() == [0, 2, 0, 4, 3, 3, 2, 4]
-    assert found.request_resident.tolist() == [4, 5, 7, 7, 7, 8, 8, 8]
-
-
 WITHOUT_AGE = parse_policies("lru,leaf_lru,belady,belady:forced,lfu,fifo,sieve,s3fifo,s3fifo:warmup,random_lru")
 MODES: tuple[Mode, ...] = ("block", "request")
 
@@ -47,13 +39,6 @@ def unlimited_hits(trace: Trace) -> list[int]:
         if trace.writes[request]:
             seen.update(blocks)
     return hits
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(trace=prefix_traces(), capacity=st.integers(1, 32), mode=st.sampled_from(MODES))
-def test_belady_finds_no_block_without_its_prefix(trace: Trace, capacity: int, mode: Mode) -> None:
-    hits = replay(trace, parse_policy("belady"), capacity, mode=mode).hits
-    assert hits.prefix_blocks == hits.object_blocks
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -125,14 +110,6 @@ def test_one_job_that_cannot_be_done_keeps_all_from_beginning() -> None:
     with pytest.raises(OptionError, match="capacity_blocks"):
         replay_all(HAND, [Job(LRU, 4), Job(LRU, -1)], progress=lambda done, total: steps.append(done))
     assert not steps
-
-
-def test_outcomes_of_requests_are_kept_only_if_asked_for() -> None:
-    assert replay(HAND, LRU, 8).request_hits is None
-    kept = replay(HAND, LRU, 8, keep_requests=True)
-    assert kept.request_hits.tolist() == [0, 2, 0, 4, 3, 3, 2, 4]
-    assert kept.request_resident.tolist() == [4, 5, 7, 7, 7, 8, 8, 8]
-    assert kept.accesses == HAND.accesses
 
 
 def test_tokens_are_counted_in_the_blocks_of_each_instance_and_no_more_than_the_prompt_has() -> None:
