@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_kinds import CONNECTED, FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
-from interfaces import ATTRIBUTES, CALLS, OVERRIDES
+from interfaces import ATTRIBUTES, OVERRIDES
 
 _KINDS = {kind.name: kind for kind in (VLLM, SGLANG, TRANSFORMERS)}
 _SECONDS = 120
@@ -22,15 +21,6 @@ _FEATURE = "has the interface that the connector was written for"
 def by_engine(named: list[tuple[str, Any]]) -> list[Any]:
     """Return the cases of a test, each as a sign that its engine has its interface."""
     return [pytest.param(engine, name, marks=pytest.mark.feature(engine, _FEATURE)) for engine, name in named]
-
-
-def calls_of(engine: str) -> dict[str, str]:
-    """Return the parameters that are expected, by name."""
-    found = {}
-    for owner, lines in CALLS[engine].items():
-        for name, parameters in re.findall(r"(\w+)(\([^)]*\))", " ".join(lines.split())):
-            found[f"{owner}{'.' if ':' in owner else ':'}{name}"] = parameters
-    return found
 
 
 def asked(kind: EngineKind, request: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -54,23 +44,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def ask(engine: str) -> dict[str, Any]:
-        request = {
-            "callables": list(calls_of(engine)),
-            "classes": list(ATTRIBUTES[engine]),
-            "overrides": OVERRIDES[engine],
-        }
+        request = {"classes": list(ATTRIBUTES[engine]), "overrides": OVERRIDES[engine]}
         return asked(_KINDS[engine], request, tmp_path_factory.mktemp(engine))
 
     return ask
-
-
-@pytest.mark.parametrize(
-    ("engine", "name"), by_engine([(engine, name) for engine in CALLS for name in calls_of(engine)])
-)
-def test_calls_take_what_they_did(engine: str, name: str, installed: Any) -> None:
-    found = installed(engine)["callables"][name]
-    wanted = calls_of(engine)[name]
-    assert found == wanted, f"{engine}: {name} is now {found}; the connector was written for {wanted}"
 
 
 @pytest.mark.parametrize(

@@ -102,17 +102,6 @@ def test_parts_that_changed_places_are_misses(site: BlockSite) -> None:
 
 
 @pytest.mark.parametrize("medium", MEDIA, indirect=True)
-def test_without_checksums_changed_bytes_are_served(site: BlockSite) -> None:
-    """The limit of what every type finds out by itself (docs/storages.md, Which bytes are served)."""
-    before = saved(site)
-    places, part = site.places(before), (7, "tp1")
-    site.medium.flip(places[part], 9)
-    assert site.medium.peek(places[part]) != site.content(part)
-    assert set(site.load(before, checksums=False).values()) == {None}
-    assert site.load(before)[part] is Failure.CORRUPT
-
-
-@pytest.mark.parametrize("medium", MEDIA, indirect=True)
 def test_bytes_that_change_under_readers_are_never_served(site: BlockSite) -> None:
     """Many readers while bytes change and change back: what counts as loaded is right, which every load asserts."""
     before = saved(site)

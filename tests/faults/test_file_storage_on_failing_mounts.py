@@ -105,26 +105,6 @@ async def test_notes_that_could_not_be_removed_go_with_the_next_try(fault_mount:
     assert kept_notes(fault_mount) == []
 
 
-async def test_notes_of_slots_that_nobody_wrote_go_with_the_last_one(fault_mount: FaultMount) -> None:
-    """Some of a session's addresses were never handed out, and to the others nobody wrote."""
-    (fault_mount.directory / "cluster").mkdir()
-    backend = FILE_8.open(fault_mount.path)
-    uris = await backend.allocate(allocation({"kv": SIZE}, range(8)))
-    assert await backend.discard(uris[:3]) == [None] * 3
-    assert await backend.delete(uris[3:]) == [None] * 5
-    assert kept_notes(fault_mount) == []
-
-
-@pytest.mark.parametrize("error", ERRORS)
-async def test_one_file_that_fails_keeps_no_other(fault_mount: FaultMount, error: str) -> None:
-    written = await written_to(fault_mount, FILE_1)
-    bad = written.path(5)
-    fault_mount.inject("unlink", path=f"*/{bad.name}", error=error)
-    reasons = await written.backend.delete(written.uris)
-    assert [reason is not None for reason in reasons] == [index == 5 for index in range(16)]
-    assert [path.name for path in kept(fault_mount)] == [bad.name]
-
-
 @pytest.mark.parametrize("error", ERRORS)
 async def test_notes_of_deleted_slots_that_cannot_be_read_are_an_error(fault_mount: FaultMount, error: str) -> None:
     written = await written_to(fault_mount, FILE_8)
@@ -271,21 +251,3 @@ async def test_a_mount_whose_server_died_fails_until_it_is_back(fault_mount: Fau
     written.assert_intact(range(16))
     assert await written.backend.delete(written.uris) == [None] * 16
     assert kept(fault_mount) == []
-
-
-async def test_a_mount_that_went_away_deletes_nothing_and_misses_nothing(
-    fault_mount: FaultMount, written: Written
-) -> None:
-    objects, _ = await listed(written.backend)
-    fault_mount.close()
-    assert all(await written.backend.delete(written.uris))
-    for question in (
-        written.backend.exists(written.uris),
-        written.backend.remove_objects("cluster", objects),
-        listed(written.backend),
-    ):
-        with pytest.raises(StorageIOError):
-            await question
-    assert list(fault_mount.path.iterdir()) == []
-    fault_mount.mount()
-    written.assert_intact(range(16))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_clock import FakeClock
 from fault_mount import FaultMount
-from storage_rig import FILE_8, Written, allocation, files_below
+from storage_rig import FILE_8, Written, allocation
 
 from kvcm.model.errors import StorageIOError
 from kvcm.storage.backend import StorageBackend
@@ -41,11 +41,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 def backend(fault_mount: FaultMount) -> StorageBackend:
     (fault_mount.directory / "cluster").mkdir()
     return FILE_8.open(fault_mount.path)
-
-
-async def test_a_probe_of_a_sound_storage_leaves_nothing(fault_mount: FaultMount, backend: StorageBackend) -> None:
-    await backend.probe()
-    assert files_below(fault_mount.directory) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 from fault_mount import FaultMount
 from transfers_on_mount import BLOCK_BYTES, Transfers
 
-from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
-from kvcm.model.storages import NfsStorageSpec, StorageConfig
-from kvcm.model.uri import LocationUri
+from kvcm.connectors.transfer import Failure
 
 DEADLINE_SECONDS = 1.0
 
@@ -64,19 +61,6 @@ def test_a_write_that_fails_is_refused(transfers: Transfers, operation: str, err
     uris = transfers.uris("after")
     transfers.until_all_save(uris)
     transfers.until_all_load(uris)
-
-
-def test_a_storage_that_failed_for_long_is_tried_again(transfers: Transfers) -> None:
-    """It may have been left alone for a while; that ends without anybody's doing."""
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject("open", "create", path="/cluster/inst/*", error="EIO")
-    for number in range(20):
-        assert not any(transfers.load(uris).ok)
-        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
-    transfers.mount.clear()
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("after"))
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EROFS"])
@@ -169,13 +153,6 @@ def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers
     transfers.until_all_load(uris)
 
 
-def test_a_stall_shorter_than_the_deadline_is_waited_for(transfers: Transfers) -> None:
-    uris = transfers.uris("a", packed_files=1, files=0)
-    transfers.mount.inject("read", "create", path="*-p0", delay_seconds=1.0, times=2)
-    assert all(transfers.save(uris, 30.0).ok)
-    assert all(transfers.load(uris, 30.0).ok)
-
-
 def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: Transfers) -> None:
     packed = transfers.uris("a", packed_files=1, files=0)
     assert all(transfers.save(packed[:1] + packed[2:]).ok)
@@ -184,31 +161,6 @@ def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: 
     transfers.mount.until_waiting()
     transfers.mount.clear()
     transfers.until_all_load(packed[:1] + packed[2:])
-
-
-def test_one_file_that_hangs_does_not_keep_the_others(transfers: Transfers) -> None:
-    uris = transfers.uris("a", packed_files=0, files=12)
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject("read", path="*-s0", hang=True)
-    loaded = transfers.load(uris, 3.0)
-    assert loaded.ok == [False] + [True] * 11
-
-
-def test_a_storage_that_hangs_does_not_keep_another(fault_mount: FaultMount, tmp_path: Path) -> None:
-    """Both in one call, and in calls after it."""
-    roots = {"bad": fault_mount.path, "good": tmp_path / "good"}
-    for root in roots.values():
-        (root / "cluster").mkdir(parents=True)
-    engine = TransferEngine.for_storages([StorageConfig(name, NfsStorageSpec(str(roots[name]), 1)) for name in roots])
-    uris = [LocationUri("file", name, f"{roots[name]}/cluster/{n}", BLOCK_BYTES) for n in range(8) for name in roots]
-    items = [TransferItem(uri, [memoryview(bytearray(BLOCK_BYTES))]) for uri in uris]
-    assert all(result.ok for result in engine.save(items, 20.0))
-    fault_mount.inject("read", "open", path="/cluster/*", hang=True)
-    for _ in range(3):
-        results = engine.load(items, DEADLINE_SECONDS)
-        assert [result.ok for result in results] == [uri.storage == "good" for uri in uris]
-    fault_mount.clear()
-    engine.close()
 
 
 @pytest.mark.parametrize("hidden", ["/cluster/inst/kv/*", "/cluster/inst/kv", "/cluster/inst"])

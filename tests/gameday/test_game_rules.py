@@ -17,7 +17,6 @@ from game_ledger import Found, Judgement, blocks_of, gone_of, judged
 from game_network import HOSTS, Network
 from game_plan import KINDS, LEAST_QUIET, Step, hosts_of, made, parts_of
 from game_processes import GameProcess, waited_for
-from game_prompts import TURNS, prompt
 from game_storages import KEYS_PER_FILE, Spoiled
 from game_watch import Observation, whole_since
 from hypothesis import given
@@ -30,10 +29,6 @@ SECONDS = st.floats(60.0, 3600.0)
 
 def _windows(steps: list[Step]) -> list[Window]:
     return [Window(each.number, each.kind, each.at, each.at + each.seconds, each.recovery_seconds) for each in steps]
-
-
-def test_other_seeds_make_other_plans() -> None:
-    assert len({tuple(made(seed, 120.0)) for seed in range(20)}) == 20
 
 
 @given(SEEDS, SECONDS)
@@ -54,11 +49,6 @@ def test_faults_that_overlap_are_about_different_things(seed: int, seconds: floa
         for other in steps:
             if one.number < other.number and other.at < one.until:
                 assert not parts_of(one.target) & parts_of(other.target), (one, other)
-
-
-def test_some_faults_overlap() -> None:
-    steps = [made(seed, 600.0) for seed in range(5)]
-    assert any(after.at < before.at + before.seconds for plan in steps for before, after in itertools.pairwise(plan))
 
 
 @given(SEEDS)
@@ -257,13 +247,6 @@ def test_managers_are_whole_when_all_are_ready_and_agree() -> None:
 
 def test_hits_are_counted_in_tokens() -> None:
     assert hit_rate([{"loaded_tokens": 30, "prompt_tokens": 40}, {"raised": "x"}, {"prompt_tokens": 20}]) == 50.0
-
-
-def test_a_turn_begins_with_the_one_before() -> None:
-    turns = [prompt(5, turn) for turn in range(TURNS)]
-    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(turns))
-    assert prompt(1, 0)[:128] == prompt(5, 0)[:128]
-    assert prompt(1, 0) != prompt(5, 0)
 
 
 _WAIT_SECONDS = 30.0

@@ -133,22 +133,6 @@ def test_the_model_request_by_request(trace: Trace, deployment: Deployment) -> N
     assert max(nets) >= 0
 
 
-@settings(max_examples=examples(80), deadline=None)
-@given(prefix_traces(most_requests=12), deployments, st.sampled_from([1.0, 1.5, 4.0]))
-def test_more_capacity_and_more_bandwidth_never_need_more_nodes(
-    trace: Trace, deployment: Deployment, times: float
-) -> None:
-    deployment = replace(deployment, profile=None)
-    slow = returns(replays_of(trace), trace, deployment)
-    wider = replace(deployment, bandwidth_bytes_per_second=times * deployment.bandwidth_bytes_per_second)
-    fast = returns(replays_of(trace), trace, wider)
-    tolerance = 1e-12 * (1 + slow.nodes_without)
-    assert (np.diff(slow.nodes) <= tolerance).all()
-    assert (np.diff(slow.node_seconds_saved) >= -tolerance).all()
-    assert (fast.nodes <= slow.nodes + tolerance).all()
-    assert (slow.nodes <= slow.nodes_without + tolerance).all()
-
-
 def test_a_link_as_slow_as_the_prefill_saves_nothing() -> None:
     equal = replace(SMALL, bandwidth_bytes_per_second=100 * 10)
     for deployment in (equal, replace(equal, bandwidth_bytes_per_second=500)):

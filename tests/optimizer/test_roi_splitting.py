@@ -110,15 +110,6 @@ def test_blocks_without_a_common_size_have_a_bound(curves: list[list[float]], bu
     assert sum(share.stored_bytes for share in found.shares) <= budget * (1 + 1e-9)
 
 
-def test_a_cliff_is_jumped_where_steps_up_to_it_gain_nothing() -> None:
-    # Three blocks give nothing to the first, the fourth all; the second gains a little from each.
-    cliff, slope = service("cliff", [0, 0, 0, 0, 10]), service("slope", [0, 3, 6, 9, 12])
-    for budget, cliffs, total in ((3, 0, 9), (4, 0, 12), (5, 4, 13), (8, 4, 22)):
-        found = split_budget([cliff, slope], budget)
-        assert (found.shares[0].capacity_blocks, found.net_per_hour) == (cliffs, total)
-    assert split_budget([cliff, slope], 5).method == "grid"
-
-
 @pytest.mark.parametrize("budget", [-1.0, math.nan])
 def test_what_cannot_be_split_is_refused(budget: float) -> None:
     with pytest.raises(OptionError, match=f"budget_bytes: {budget:.15g}; allowed: from 0"):

@@ -138,12 +138,6 @@ def test_unlimited_hits_are_those_of_a_cache_for_all_blocks(trace: Trace) -> Non
     assert unlimited_hits(trace) == replayed.hits.object_blocks
 
 
-def test_the_seed_says_all() -> None:
-    first, again, other = (sampled(CHAINS, PolicySpec("lru"), rate=0.3, seed=seed) for seed in (1, 1, 2))
-    assert np.array_equal(first.hit_rates, again.hit_rates)
-    assert not np.array_equal(first.hit_rates, other.hit_rates)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
