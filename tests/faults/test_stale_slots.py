@@ -110,17 +110,6 @@ async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_
     assert engine.failures(stayed) == [None] * len(stayed)
 
 
-async def test_a_slot_that_was_deleted_and_is_nobodys_is_a_miss(world: SlotWorld, engine: Engine) -> None:
-    """Its bytes are a hole, which reads as zeros."""
-    before = await world.allocate(BLOCKS)
-    engine.save(before)
-    assert await world.storage.delete(before[:5]) == [None] * 5
-    assert set(engine.failures(before[:5])) <= {Failure.CORRUPT, Failure.LOST}
-    assert engine.failures(before[5:]) == [None] * (BLOCKS - 5)
-    assert await world.storage.delete(before[5:]) == [None] * (BLOCKS - 5)
-    assert engine.failures(before) == [Failure.LOST] * BLOCKS
-
-
 async def test_readers_by_old_and_by_new_answers_while_slots_change_hands(world: SlotWorld, engine: Engine) -> None:
     """Random histories: whatever uri is loaded, its own bytes or a miss; what is live always loads."""
     known: list[str] = []

@@ -124,36 +124,6 @@ def test_tokens_are_counted_in_the_blocks_of_each_instance_and_no_more_than_the_
     assert (hits.prefix_blocks, hits.prefix_tokens, hits.full_requests) == (6, 19 + 8 + 7, 3)
 
 
-def test_lookups_insert_nothing_and_writes_count_nothing() -> None:
-    requests = ([1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3])
-    writes = [False, True, False, True, False]
-    trace = trace_of(requests, read_blocks=[2, 0, 3, 0, 2], writes=writes)
-    found = replay(trace, LRU, 3, keep_requests=True)
-    assert found.request_hits.tolist() == [0, 0, 2, 0, 2]
-    assert (found.hits.object_blocks, found.hits.full_requests) == (4, 1)
-    assert (found.totals.requests, found.totals.blocks) == (3, 7)
-
-
-def test_a_lookup_renews_what_it_finds() -> None:
-    trace = trace_of([[1], [2], [1], [3], [1, 2]], writes=[True, True, False, True, False])
-    found = replay(trace, LRU, 2, keep_requests=True)
-    assert found.request_hits.tolist() == [0, 0, 1, 0, 1]
-
-
-def test_age_is_counted_in_the_time_of_requests() -> None:
-    trace = trace_of([[1], [1], [1], [1]], times_seconds=[0, 2, 4, 6.000001])
-    for policy, hits in (("ttl:seconds=2", [0, 1, 1, 0]), ("ttl:seconds=2:fixed", [0, 1, 0, 0])):
-        found = replay(trace, parse_policy(policy), 5, keep_requests=True)
-        assert found.request_hits.tolist() == hits
-
-
-def test_columns_that_cannot_be_written_are_replayed_as_they_are() -> None:
-    blocks = HAND.blocks.copy()
-    blocks.flags.writeable = False
-    assert replay(replace(HAND, blocks=blocks), LRU, 5).hits == replay(HAND, LRU, 5).hits
-    assert HAND.blocks.flags.writeable
-
-
 def test_prompts_too_short_for_a_block_are_part_of_what_tokens_are_relative_to() -> None:
     trace = trace_of([[1], [], [1]], input_tokens=[10, 7, 10])
     found = replay(trace, LRU, 1)
