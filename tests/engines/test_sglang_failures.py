@@ -104,16 +104,6 @@ def test_a_manager_that_comes_later(
     until(lambda: _reused(rig, computed.tokens) == 192)
 
 
-def test_a_manager_that_lost_its_state(rig: Rig, new_manager: NewManager) -> None:
-    computed = rig.store(_PROMPT)
-    rig.manager.stop()
-    for path in rig.manager.data_dir.iterdir():
-        if path.name != "nfs":
-            path.rename(path.with_name(f"{path.name}.lost"))
-    rig.manager = new_manager(rig.manager.ports)
-    until(lambda: _reused(rig, computed.tokens) == 192)
-
-
 @pytest.mark.feature("sglang", "engine killed while it saves")
 def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(new_rig: Callable[..., Rig], tmp_path: Path) -> None:
     hold = tmp_path / "hold"

@@ -109,19 +109,6 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig) -> None:
     assert rig.generate(conversation).tokens == last.tokens
 
 
-@pytest.mark.feature("sglang", "several requests at once")
-def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig) -> None:
-    base = prompt_tokens(160, seed=8)
-    prompts = [base + prompt_tokens(40, seed=80 + number) for number in range(4)]
-    rig.forget()
-    computed = [answer.tokens for answer in rig.engine.generate(prompts, 16)]
-    until(lambda: len({page.key for page in rig.pages("save")}) >= 10 + 4 * 3)
-    rig.forget()
-    reused = rig.engine.generate(prompts, 16)
-    assert [answer.tokens for answer in reused] == computed
-    assert all(answer.cached_tokens >= 160 for answer in reused)
-
-
 @pytest.mark.feature("sglang", "changed bytes are found")
 def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=9)
@@ -214,6 +201,7 @@ def test_a_request_that_is_aborted_while_it_loads(rig: Rig) -> None:
     assert [answer.details["storage"] for answer in answers] == [192, 192]
 
 
+@pytest.mark.feature("sglang", "several requests at once")
 def test_two_engines_compute_and_store_the_same_at_once(rig: Rig, other_rig: Rig) -> None:
     prompts = [prompt_tokens(250, seed=seed) for seed in range(20, 24)]
     rigs = (rig, other_rig)

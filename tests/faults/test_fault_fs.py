@@ -29,10 +29,9 @@ def opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
 
 @pytest.fixture
 def file(fault_mount: FaultMount) -> Path:
-    """Return a file on the mount, beside an empty directory."""
+    """Return a file on the mount."""
     path = fault_mount.path / "folder" / "file"
     path.parent.mkdir()
-    path.with_name("empty").mkdir()
     path.write_bytes(BYTES)
     return path
 

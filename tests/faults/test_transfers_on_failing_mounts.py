@@ -6,7 +6,7 @@ What holds for every single call is asserted where the calls are made (transfers
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
@@ -161,20 +161,6 @@ def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: 
     transfers.mount.until_waiting()
     transfers.mount.clear()
     transfers.until_all_load(packed[:1] + packed[2:])
-
-
-@pytest.mark.parametrize("hidden", ["/cluster/inst/kv/*", "/cluster/inst/kv", "/cluster/inst"])
-def test_a_block_that_is_seen_late_is_lost_until_then(new_fault_mount: Callable[[], FaultMount], hidden: str) -> None:
-    """Written by one host, and not yet there for another: a miss, and neither an error nor an empty block."""
-    writer, reader = new_fault_mount(), new_fault_mount()
-    reader.hide(hidden)
-    there, here = Transfers(writer), Transfers(reader)
-    assert all(there.save(there.uris("a")).ok)
-    assert here.load(here.uris("a")).failures == {Failure.LOST}
-    reader.clear()
-    here.until_all_load(here.uris("a"))
-    for each in (there, here):
-        each.engine.close()
 
 
 @pytest.mark.parametrize("gone", ["cluster/inst", "cluster"])

@@ -291,19 +291,6 @@ def test_events(tmp_path: Path) -> None:
     ]
 
 
-def test_turns_of_a_schema(tmp_path: Path) -> None:
-    turn = {"instance_id": "a", "trace_id": "t", "tokens": [], "keys": [1, 2], "input_len": 32, "output_len": 16}
-    lines = [
-        turn | {"timestamp_us": 1, "total_keys": [1, 2, 3]},
-        turn | {"timestamp_us": 2, "total_keys": [1, 2, 4], "keys": [1, 2, 4]},
-    ]
-    rows = rows_of(tmp_path, config(trace_type="optimizer_schema"), *lines)
-    assert [(row[0], row[1], row[6], row[9], row[11]) for row in rows["a"]] == [
-        ("1", "3", "2", "0", "0"),
-        ("2", "4", "3", "2", "0.666667"),
-    ]
-
-
 @pytest.mark.parametrize(("ours", "theirs"), [("lru", "lru"), ("leaf_lru", "leaf_aware_lru")])
 def test_precise_eviction_is_mode_request(
     tmp_path: Path, real_trace: Callable[[str], Trace], ours: str, theirs: str
