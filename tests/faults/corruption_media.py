@@ -41,7 +41,6 @@ class PathSpec(NamedTuple):
 PATH_SPECS = {
     "file-1": PathSpec("nfs", 1),
     "file-8": PathSpec("nfs", 8),
-    "hf3fs-1": PathSpec("threefs", 1),
     "hf3fs-8": PathSpec("threefs", 8, makes_files=True),
     "vcns-8": PathSpec("vcnsthreefs", 8, more=_VCNS),
 }

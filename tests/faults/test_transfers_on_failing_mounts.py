@@ -163,22 +163,6 @@ def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: 
     transfers.until_all_load(packed[:1] + packed[2:])
 
 
-@pytest.mark.parametrize("gone", ["cluster/inst", "cluster"])
-def test_blocks_whose_directory_is_gone_are_a_miss_until_it_is_back(transfers: Transfers, gone: str) -> None:
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    place = transfers.mount.directory / gone
-    place.rename(transfers.mount.directory / "aside")
-    for _ in range(5):
-        loaded = transfers.load(uris)
-        assert not any(loaded.ok)
-        # Without its first directory the storage is not there, and then nothing counts as lost.
-        assert gone != "cluster" or Failure.LOST not in loaded.failures
-    (transfers.mount.directory / "aside").rename(place)
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("b"))
-
-
 def test_a_mount_whose_server_died_fails_until_it_is_back(transfers: Transfers) -> None:
     uris = transfers.uris("a")
     assert all(transfers.save(uris).ok)

@@ -75,14 +75,6 @@ def test_csv_has_the_same_rows(hand_file: Path, tmp_path: Path) -> None:
     assert {row["capacity_blocks"] for row in read} == {"4", "3"}
 
 
-def test_rows_of_several_traces_name_theirs(hand_file: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_bytes(hand_file.read_bytes())
-    run(hand_file, other, "--block-tokens", 10, "--policies", "fifo", "--capacities", 4, "--json", "a.json")
-    rows = json.loads((tmp_path / "a.json").read_text())
-    assert [(next(iter(row)), row["trace"]) for row in rows] == [("trace", "hand.jsonl"), ("trace", "other.jsonl")]
-
-
 def test_traces_of_one_name_are_told_apart(hand_file: Path, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     other = tmp_path / "below" / hand_file.name

@@ -161,12 +161,6 @@ def test_keys_of_two_instances_are_two_blocks() -> None:
     assert trace.instances.tolist() == [0, 1, 0]
 
 
-def test_keys_of_many_instances_are_as_many_blocks() -> None:
-    keys = list(range(50))
-    trace = of(*(lookup(at, keys, source=f"{at % 300}") for at in range(600)))
-    assert trace.blocks.tolist() == [*range(50 * 300)] * 2
-
-
 class TestTokens:
     def test_keys_are_computed_from_tokens_where_there_are_none(self) -> None:
         tokens = list(range(1, 10))

@@ -1,4 +1,4 @@
-"""Real traces: counts and returns that others or plain numbers worked out.
+"""Real traces: counts that others worked out.
 
 The counts of `exact_counts.json` are, by trace, policy and capacity: prefix hits in blocks and in tokens, object hits,
 and requests that were hit in full. They were counted in plain Python, with ordered dictionaries, linked lists and heaps
@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from libcachesim import S3FIFO, Belady, Request
 
-from kvcm.optimizer.curves import CURVES, lru_curve
+from kvcm.optimizer.curves import CURVES
 from kvcm.optimizer.options import PolicySpec, parse_policy
 from kvcm.optimizer.replay import Job, replay, replay_all
 from kvcm.optimizer.results import Replay
-from kvcm.optimizer.roi import PRESETS, returns
 from kvcm.optimizer.trace import Trace
 
 Counts = list[int]
@@ -78,25 +77,3 @@ def test_hits_of_objects_are_those_of_libcachesim(name: str, policy: str, real_t
             request.obj_id, request.next_access_vtime = block + 1, following
             hits += cache.get(request)
         assert replay(trace, parse_policy(policy), capacity).hits.object_blocks == hits
-
-
-RealTrace = Callable[[str], Trace]
-
-
-def test_conversations_on_deepseek(real_trace: RealTrace) -> None:
-    trace = real_trace("mooncake_conversation")
-    curve, deployment = lru_curve(trace), PRESETS["deepseek_v3"]
-    result = returns(curve, trace, deployment)
-    offered = int(trace.input_tokens.sum()) / trace.span_seconds
-    total = int(trace.input_tokens.sum())
-    best, most = 0, 0.0
-    for capacity, tokens in enumerate(curve.prefix_tokens.tolist()):
-        share = tokens / total
-        nodes = max(offered * (1 - share) / 32_200, offered * share * 70_272 / 20e9)
-        net = 8 * (offered / 32_200 - nodes) * 2.0 - capacity * 512 * 70_272 / 2**30 * 0.1 / 730
-        if net > most:
-            best, most = capacity, net
-    assert result.best == best
-    assert result.net_per_hour[best] == pytest.approx(most)
-    assert result.hit_share[-1] == pytest.approx(0.3736, abs=5e-5)
-    assert result.saturated is None

@@ -78,14 +78,6 @@ def test_requests_that_only_read_are_replayed_in_miniature() -> None:
     assert estimate.hit_rates[-1] == pytest.approx(0.6)
 
 
-def test_samples_of_even_chains_are_exact_in_steps_of_chains() -> None:
-    spec = PolicySpec("lru")
-    estimate = sampled(CHAINS, spec, points=30)
-    true = object_rates(CHAINS, spec, estimate)
-    assert sum(abs(a - b) < 1e-9 for a, b in zip(estimate.hit_rates, true, strict=True)) > 20
-    assert estimate.hit_rates[-1] == pytest.approx(0.6)
-
-
 def test_bars_end_where_all_is_held() -> None:
     held = sampled(CHAINS, PolicySpec("belady"), capacities=[CHAINS.unique_blocks, 5000])
     assert held.errors.tolist() == [0, 0]

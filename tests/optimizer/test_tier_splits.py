@@ -140,12 +140,6 @@ def test_a_budget_stops_where_more_room_is_of_no_use() -> None:
     assert best_of(once, [dear], 1e6).capacities == (1,)
 
 
-def test_what_is_free_is_taken_whole() -> None:
-    best = best_of(split_curve(HAND), [Tier("gpu", 2), Tier("host", 0, price_per_gib_month=2**30 / BLOCK_BYTES)], 3.0)
-    assert best.capacities == (2, 3)
-    assert best.price_per_month == 3.0
-
-
 def test_a_prefix_that_loads_slower_than_it_computes_saves_nothing() -> None:
     curve = split_curve(HAND)
     assert best_of(curve, [Tier("tape", 8, bandwidth_bytes_per_second=0.001)], 1.0).saved_seconds == 0.0

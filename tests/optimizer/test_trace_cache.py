@@ -74,12 +74,6 @@ def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path:
     assert read(path).unique_blocks == 6
 
 
-def test_a_copy_with_other_times_takes_what_is_kept(path: Path) -> None:
-    read(path)
-    os.utime(path, ns=(1, 1))
-    assert is_from_cache(path)
-
-
 def test_other_options_are_read_anew(path: Path) -> None:
     read(path)
     assert read(path, block_tokens=11).block_tokens == 11
