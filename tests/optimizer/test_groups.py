@@ -99,8 +99,3 @@ def test_tokens_are_those_that_need_not_be_computed(asked: dict[str, Any], token
     assert replay_group(trace, PolicySpec("lru"), 10).hits.prefix_tokens == tokens
     named = replace(trace, specs={0: ("tp0",), 1: ("tp1",)})  # blocks are stored and read whole
     assert replay_group(named, PolicySpec("lru"), 10).hits.prefix_tokens == tokens
-
-
-def test_an_empty_trace_counts_nothing() -> None:
-    found = replay_group(trace_of_steps([]), PolicySpec("lru"), 10)
-    assert (found.accesses, found.hits.prefix_blocks, found.block_hit_rate) == (0, 0, 0)

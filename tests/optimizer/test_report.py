@@ -134,7 +134,6 @@ def test_local_caches_and_pool_have_the_same_room(hand: Study) -> None:
         (amounts.percent(0.3664), "36.6 %"),
         (amounts.money(-1234.5, 2), "−$1,234.50"),
         (display_name("a.b.jsonl.gz"), "a.b"),
-        (display_name(".jsonl"), ".jsonl"),
     ],
 )
 def test_amounts_are_written_with_units(text: str, expected: str) -> None:
