@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -35,8 +35,6 @@ _AFTER_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
 _WHOLE_SECONDS = 15.0
 _CLEAR_CODES = {pb.OK, pb.IO_ERROR, pb.SERVICE_NOT_READY}
-
-Break = Callable[[], AsyncIterator[None]]
 
 
 @dataclass(slots=True)

@@ -49,11 +49,6 @@ class SiteOperator:
         answer = _answer(self._capacity.GetUsage, capacity_pb.GetUsageRequest())
         return {each.storage_unique_name: each.usage.used_bytes for each in answer.storages}
 
-    def used_by_groups(self) -> int:
-        """Return the bytes that all groups use."""
-        answer = _answer(self._capacity.GetUsage, capacity_pb.GetUsageRequest())
-        return sum(each.total.used_bytes for each in answer.groups)
-
     def evicted(self) -> int:
         """Return how many blocks the manager evicted for the marks of storages, since it was started."""
         answer = _answer(self._admin.GetMetrics, pb.GetMetricsRequest())
@@ -68,10 +63,6 @@ class SiteOperator:
         answer = _answer(self._storages.ListDrain, storage_pb.ListDrainRequest())
         found = [each for each in answer.drains if each.storage_unique_name == storage]
         return {"state": storage_pb.DrainState.Name(found[0].state), "reason": found[0].reason} if found else None
-
-    def remove(self, storage: str) -> None:
-        """Remove a storage."""
-        _answer(self._admin.RemoveStorage, pb.RemoveStorageRequest(storage_unique_name=storage))
 
 
 def _answer(call: Any, request: Any) -> Any:

@@ -24,7 +24,6 @@ def test_nobody_is_given_another_hosts_memory_whatever_fails(tmp_path: Path) -> 
     if reason:
         pytest.skip(reason)
     report = run_hosts(tmp_path, seconds=2.0, slowness=_SLOWNESS)
-    print(_figures(report))
     _assert_right(report.all())
     assert report.wrong == []
     assert report.all().lookups > 3000
@@ -67,9 +66,3 @@ def _assert_at_rest(report: HostsReport) -> None:
         for phase in _AUDITS:
             assert (name, phase, report.of(name, phase).unmoved) == (name, phase, {})
         assert report.of(name, *_AUDITS).served
-
-
-def _figures(report: HostsReport) -> str:
-    seen = report.all()
-    served = sum(seen.served.values())
-    return f"{seen.lookups} lookups, {seen.places} addresses, {served} blocks compared, {report.seconds}"

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from failing_storages import run_outage
 from reclaim_handover import take_over
 from reclaim_rounds import evict_and_kill, eviction_rig
 from redis_servers import Standalone
@@ -15,31 +14,16 @@ from shared_directory import share_directory
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("fsync", ["always", "everysec"])
-def test_a_manager_killed_while_it_evicts_leaves_nothing_behind_in_rocksdb(tmp_path: Path, fsync: str) -> None:
-    with eviction_rig(tmp_path, "", seed=5, fsync=fsync) as rig:
-        asyncio.run(evict_and_kill(rig, kills=3, audit_every=3))
-    assert rig.report.wrong == []
-    assert rig.report.checked_blocks > 0
-
-
-def test_a_manager_killed_while_it_evicts_leaves_nothing_behind_in_redis(
-    tmp_path: Path, redis_standalone: Standalone
+@pytest.mark.parametrize("store", ["rocksdb, always synced", "rocksdb, synced every second", "redis"])
+def test_a_manager_killed_while_it_evicts_leaves_nothing_behind(
+    tmp_path: Path, redis_standalone: Standalone, store: str
 ) -> None:
-    with eviction_rig(tmp_path, redis_standalone.uri("reclaim-kills"), seed=6) as rig:
+    uri = redis_standalone.uri("reclaim-kills") if store == "redis" else ""
+    fsync = "everysec" if store.endswith("second") else "always"
+    with eviction_rig(tmp_path, uri, seed=5, fsync=fsync) as rig:
         asyncio.run(evict_and_kill(rig, kills=3, audit_every=3))
     assert rig.report.wrong == []
     assert rig.report.checked_blocks > 0
-
-
-@pytest.mark.parametrize("name", ["deletes fail", "deletes hang"])
-def test_a_storage_that_cannot_delete_holds_up_no_other(tmp_path: Path, name: str) -> None:
-    report = asyncio.run(run_outage(tmp_path, name, 2.0))
-    assert report.wrong == []
-    assert report.meanwhile > 0
-    assert report.backlog > 0
-    assert (report.failures > 0) == (name == "deletes fail")
-    assert report.drain_seconds < 10.0
 
 
 def test_two_deployments_share_a_directory(tmp_path: Path) -> None:

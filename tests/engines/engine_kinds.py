@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CONNECTED", "FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "TWO_RANKS", "VLLM", "EngineKind"]
-
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 
@@ -59,12 +57,4 @@ SGLANG = EngineKind(
     environment=_QUIET | {"SGLANG_USE_CPU_ENGINE": "1"},
 )
 TRANSFORMERS = EngineKind("transformers", Path(sys.executable), "transformers_engine.py", environment=_QUIET)
-# Options and variables of an engine on two ranks. Each has a core: on a shared one they wait for each other spinning.
-TWO_RANKS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
-    "vllm": (
-        {"tensor_parallel_size": 2},
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ),
-    "sglang": ({"tp_size": 2}, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
-}
 CONNECTED = tuple(kind for kind in (VLLM, SGLANG, TRANSFORMERS) if (ROOT / "connectors" / kind.name).is_dir())

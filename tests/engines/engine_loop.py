@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Engine", "serve"]
-
 
 class Engine(Protocol):
     """Every public method is a command."""

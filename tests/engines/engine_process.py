@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,21 +22,12 @@ from typing import Any, Protocol, Self
 
 from engine_kinds import FOLDER, ROOT, EngineKind
 
-__all__ = [
-    "EngineDiedError",
-    "EngineProcess",
-    "EngineRefusedError",
-    "EngineTimeoutError",
-    "Generated",
-    "StartEngine",
-    "start_engine",
-]
-
 _START_SECONDS = 180.0
 _ANSWER_SECONDS = 120.0
 _CLOSE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5  # a process that ended may have left children that hold the pipe open
 _TAIL_LINES = 40
+_WAIT_SECONDS = 30.0
 
 
 class EngineDiedError(RuntimeError):
@@ -133,16 +125,6 @@ class EngineProcess:
             raise EngineRefusedError(f"{answer['error']}\n{self._tail()}")
         return answer["value"]
 
-    def wait_until_said(self, text: str, *, seconds: float = _ANSWER_SECONDS) -> None:
-        """Wait until the engine has printed something."""
-        deadline = time.monotonic() + seconds
-        while text not in self.printed():
-            if time.monotonic() > deadline:
-                raise EngineTimeoutError(f"{self.kind.name} did not print {text!r} in {seconds} s{self._tail()}")
-            if not self.alive:
-                raise self._died()
-            time.sleep(0.05)
-
     def printed(self) -> str:
         """Return all that its processes have printed."""
         return self.log.read_text(errors="replace")
@@ -197,6 +179,16 @@ class EngineProcess:
     def _tail(self) -> str:
         lines = self.printed().splitlines()[-_TAIL_LINES:]
         return "\n".join([f"\n--- the end of {self.log} ---", *lines])
+
+
+def until(condition: Callable[[], Any], seconds: float = _WAIT_SECONDS) -> Any:
+    """Wait until something is so, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {seconds} s: {condition}")
+        time.sleep(0.02)
+    return found
 
 
 class StartEngine(Protocol):

@@ -2,9 +2,9 @@
 
     interface_report.py REQUEST ANSWER
 
-REQUEST is a JSON file with lists of names, `module:object.attribute`: of `callables`, of `classes`, and pairs
-`overrides` of a class of ours and the one that it extends. ANSWER gets, by name, the parameters, the attributes, and
-for each pair the parameters of the methods that both have. What cannot be found is null.
+REQUEST is a JSON file with names of `classes`, `module:object.attribute`, and pairs `overrides` of a class of ours and
+the one that it extends. ANSWER gets, by name, the attributes, and for each pair the parameters of the methods that both
+have. What cannot be found is null.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 def report(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request."""
     return {
-        "callables": {name: _found(name, parameters) for name in request.get("callables", [])},
-        "classes": {name: _found(name, attributes) for name in request.get("classes", [])},
-        "overrides": {f"{ours} {theirs}": overrides(ours, theirs) for ours, theirs in request.get("overrides", [])},
+        "classes": {name: _found(name) for name in request["classes"]},
+        "overrides": {f"{ours} {theirs}": overrides(ours, theirs) for ours, theirs in request["overrides"]},
     }
 
 
@@ -85,9 +84,9 @@ def _source(owner: type) -> str:
         return ""
 
 
-def _found(name: str, describe: Any) -> Any:
+def _found(name: str) -> list[str] | None:
     try:
-        return describe(_resolved(name))
+        return attributes(_resolved(name))
     except (ImportError, AttributeError):
         return None
 

@@ -16,8 +16,6 @@ from kvcm.connectors.reuse.statistics import merged
 from kvcm.connectors.vllm.connector import identity_of
 from kvcm.connectors.vllm.options import VllmOptions
 
-__all__ = ["block_keys", "counts", "namespace", "plain"]
-
 
 def namespace(worker: Any) -> str:
     """Return what all block keys depend on, in hex; runs in a worker."""

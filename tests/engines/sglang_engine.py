@@ -95,10 +95,6 @@ class SglangEngine:
         multiprocess.MultiProcessCollector(registry)
         return generate_latest(registry).decode()
 
-    def metrics(self) -> dict[str, Any]:
-        """Return what the scheduler says about itself."""
-        return dict(self._engine.get_server_info()["internal_states"][0])
-
     def close(self) -> None:
         """Shut down."""
         self._engine.shutdown()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess, Generated
+from engine_process import EngineProcess, Generated, until
 from manager_process import ManagerProcess
 from stored_parts import read_part
 
@@ -18,10 +16,7 @@ from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import Location, MatchMode
 from kvcm.model.uri import LocationUri
 
-__all__ = ["PAGE_TOKENS", "Page", "Rig", "storage_config", "until"]
-
 PAGE_TOKENS = 16
-_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +27,6 @@ class Page:
     key: int
     ok: bool
     digest: str
-
-
-def until(condition: Callable[[], Any], seconds: float = _SECONDS) -> Any:
-    """Wait until something is so, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {seconds} s: {condition}")
-        time.sleep(0.02)
-    return found
 
 
 def storage_config(address: str, instance_id: str, record: Path, **options: Any) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from kvcm.model.uri import LocationUri
 
-__all__ = ["overwrite", "read_part", "swapped_halves"]
-
 
 def read_part(uri: LocationUri) -> bytes:
     """Return the bytes of a part."""

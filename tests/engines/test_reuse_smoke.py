@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_kinds import CONNECTED, TRANSFORMERS, EngineKind
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, settle
+from vllm_rig import Rig, connected, settle
 
 _PROMPTS = [prompt_tokens(count, seed) for seed, count in enumerate((200, 330))]
 _NEW = 16
 _FEATURE = "saves, and another process loads"
-_SAVED_SECONDS = 30.0
 _PACKAGE, _OLD_PACKAGE = "kvcm.connectors", "connectors"  # the old name goes on for one release
 
 
 def vllm_options(manager: str, instance_id: str, package: str) -> dict[str, Any]:
-    transfer = {
-        "kv_connector": "KVCMConnector",
-        "kv_connector_module_path": f"{package}.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "manager": manager,
-            "instance_group": "default",
-            "instance_id": instance_id,
-            "lookup_seconds": 10.0,  # a busy machine is no miss
-        },
-    }
-    return {"kv_transfer_config": transfer}
+    return connected(manager, instance_id, package=package, lookup_seconds=10.0)  # a busy machine is no miss
 
 
 def sglang_options(manager: str, instance_id: str, package: str) -> dict[str, Any]:
@@ -56,15 +42,8 @@ def sglang_options(manager: str, instance_id: str, package: str) -> dict[str, An
 
 def transformers_options(manager: str, instance_id: str, _package: str) -> dict[str, Any]:
     settings = {"call_seconds": 10.0, "register_seconds": 20.0}
-    return {
-        "reuse": {
-            "manager": manager,
-            "instance_group": "default",
-            "instance_id": instance_id,
-            "block_tokens": 32,
-            "settings": settings,
-        }
-    }
+    place = {"manager": manager, "instance_group": "default", "instance_id": instance_id}
+    return {"reuse": {**place, "block_tokens": 32, "settings": settings}}
 
 
 _OPTIONS: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
@@ -75,14 +54,10 @@ _OPTIONS: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
 _BLOCK_TOKENS = {"vllm": 32, "sglang": 16, "transformers": 32}
 
 
-def wait_until_saved(engine: EngineProcess, loadable: list[int]) -> None:
-    """Wait until SGLang finds all in the storage again: when it ends, it does not wait for what it saves."""
-    deadline = time.monotonic() + _SAVED_SECONDS
-    while True:
-        engine.ask("flush_cache")
-        if answered(engine)[1] == loadable:
-            return
-        assert time.monotonic() < deadline, "not all was saved"
+def is_saved(engine: EngineProcess, loadable: list[int]) -> bool:
+    """Return whether SGLang finds all in the storage again: when it ends, it does not wait for what it saves."""
+    engine.ask("flush_cache")
+    return answered(engine)[1] == loadable
 
 
 def loadable_tokens(kind: EngineKind) -> list[int]:
@@ -121,7 +96,7 @@ def test_the_next_process_loads_and_answers_the_same(
             Rig(engine, manager, instance_id).until_ready()
         assert answered(engine) == (truth, [0, 0])
         if kind.name == "sglang":
-            wait_until_saved(engine, loadable)
+            until(lambda: is_saved(engine, loadable))
         if kind.name == "vllm":
             settle(engine)
     options = _OPTIONS[kind.name](manager.address, instance_id, _OLD_PACKAGE)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import EngineDiedError, EngineRefusedError, StartEngine
+from engine_process import EngineDiedError, EngineRefusedError, StartEngine, until
 from manager_process import ManagerProcess
 from ports import free_port
-from sglang_rig import Page, Rig, storage_config, until
+from sglang_rig import Page, Rig, storage_config
 from tiny_models import prompt_tokens
 
 from kvcm.connectors.client import ManagerClient
@@ -28,11 +28,28 @@ def _quick(address: str, instance_id: str, record: Path, **options: object) -> d
 
 
 @pytest.fixture
-def rig(new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path) -> Rig:
-    """An engine and a manager that the test may kill."""
-    manager = new_manager()
-    engine = new_engine(SGLANG, tiny_llama, storage=_quick(manager.address, instance_id, tmp_path / "record"))
-    return Rig(engine, tmp_path / "record", manager, instance_id)
+def new_rig(
+    new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
+) -> Callable[..., Rig]:
+    """Start an engine, with a manager that the test may kill unless one is given."""
+
+    def start(
+        manager: ManagerProcess | None = None,
+        record: str = "record",
+        environment: dict[str, str] | None = None,
+        **options: object,
+    ) -> Rig:
+        running = manager or new_manager()
+        config = _quick(running.address, instance_id, tmp_path / record, **options)
+        engine = new_engine(SGLANG, tiny_llama, storage=config, environment=environment)
+        return Rig(engine, tmp_path / record, running, instance_id)
+
+    return start
+
+
+@pytest.fixture
+def rig(new_rig: Callable[..., Rig]) -> Rig:
+    return new_rig()
 
 
 @pytest.mark.feature("sglang", "manager killed and restarted")
@@ -87,42 +104,25 @@ def test_a_manager_that_comes_later(
     until(lambda: _reused(rig, computed.tokens) == 192)
 
 
-def test_a_manager_that_lost_its_state(rig: Rig, new_manager: NewManager) -> None:
-    computed = rig.store(_PROMPT)
-    rig.manager.stop()
-    for path in rig.manager.data_dir.iterdir():
-        if path.name != "nfs":
-            path.rename(path.with_name(f"{path.name}.lost"))
-    rig.manager = new_manager(rig.manager.ports)
-    until(lambda: _reused(rig, computed.tokens) == 192)
-
-
 @pytest.mark.feature("sglang", "engine killed while it saves")
-def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(
-    new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
-) -> None:
-    manager, hold = new_manager(), tmp_path / "hold"
+def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(new_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
     hold.touch()
-    config = _quick(manager.address, instance_id, tmp_path / "record", hold=str(hold), session_seconds=2)
-    rig = Rig(new_engine(SGLANG, tiny_llama, storage=config), tmp_path / "record", manager, instance_id)
+    rig = new_rig(hold=str(hold), session_seconds=2)
     computed = rig.generate(_PROMPT)
     held = [int(key) for key in until(lambda: hold.read_text()).split()]
     assert not _may_write(rig, held)
     rig.engine.kill()
     until(lambda: _may_write(rig, held))
-    config = _quick(manager.address, instance_id, tmp_path / "next")
-    heir = Rig(new_engine(SGLANG, tiny_llama, storage=config), tmp_path / "next", manager, instance_id)
+    heir = new_rig(rig.manager, "next")
     until(lambda: _reused(heir, computed.tokens) == 192)
 
 
 @pytest.mark.feature("sglang", "storage fails")
-def test_a_storage_that_hangs(
-    new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
-) -> None:
+def test_a_storage_that_hangs(new_rig: Callable[..., Rig], tmp_path: Path) -> None:
     """It costs deadlines, the cache can be flushed meanwhile, and what is read late reaches no page."""
-    manager, hang = new_manager(), tmp_path / "hang"
-    config = _quick(manager.address, instance_id, tmp_path / "record", hang=str(hang), load_seconds=1, save_seconds=1)
-    rig = Rig(new_engine(SGLANG, tiny_llama, storage=config), tmp_path / "record", manager, instance_id)
+    hang = tmp_path / "hang"
+    rig = new_rig(hang=str(hang), load_seconds=1, save_seconds=1)
     prompts = [_PROMPT, *(prompt_tokens(300, seed) for seed in range(2, 5))]
     computed = [rig.store(prompt).tokens for prompt in prompts]
     saved = {page.key: page.digest for page in _all_pages(rig) if page.what == "save"}
@@ -145,13 +145,9 @@ def test_a_storage_that_hangs(
     assert all(page.digest == saved[page.key] for page in loaded)
 
 
-def test_random_failures_and_delays_of_the_backend_change_no_token(
-    new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
-) -> None:
-    manager = new_manager()
-    config = _quick(manager.address, instance_id, tmp_path / "record")
+def test_random_failures_and_delays_of_the_backend_change_no_token(new_rig: Callable[..., Rig]) -> None:
     faults = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3"}
-    engine = new_engine(SGLANG, tiny_llama, storage=config, environment=faults)
+    engine = new_rig(environment=faults).engine
     prompts = [prompt_tokens(150 + 10 * number, seed=number) for number in range(6)]
     computed = [answer.tokens for answer in engine.generate(prompts, 16)]
     reused = 0

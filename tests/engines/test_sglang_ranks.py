@@ -7,9 +7,9 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import StartEngine
+from engine_process import StartEngine, until
 from manager_process import ManagerProcess
-from sglang_rig import PAGE_TOKENS, Rig, storage_config, until
+from sglang_rig import PAGE_TOKENS, Rig, storage_config
 from stored_parts import overwrite
 from tiny_models import prompt_tokens
 
@@ -62,13 +62,3 @@ def test_a_page_that_one_rank_cannot_load_ends_the_prefix_of_both(rig: Rig, rank
     until(lambda: page.key in {found.key for found in rig.pages("save", rank)})
     rig.forget()
     assert rig.generate(prompt).details["storage"] == 192
-
-
-def test_ranks_do_not_share_with_a_single_one(
-    rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    config = storage_config(rig.manager.address, rig.instance_id, tmp_path / "record")
-    alone = new_engine(SGLANG, tiny_llama, storage=config)
-    assert "refuses to register" in alone.printed()
-    prompt = prompt_tokens(200, seed=5)
-    assert alone.generate([prompt], 16)[0].tokens == rig.store(prompt).tokens

@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import StartEngine
+from engine_process import StartEngine, until
 from manager_process import ManagerProcess
-from sglang_rig import PAGE_TOKENS, Rig, storage_config, until
+from sglang_rig import PAGE_TOKENS, Rig, storage_config
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
 
@@ -70,15 +70,6 @@ def test_another_process_with_another_layout_loads_the_same_bytes(rig: Rig, othe
     assert loaded.items() <= saved.items()
 
 
-def test_what_the_other_layout_stores_is_loaded_here(rig: Rig, other_rig: Rig) -> None:
-    prompt = prompt_tokens(150, seed=3)
-    computed = other_rig.store(prompt)
-    rig.forget()
-    reused = rig.generate(prompt)
-    assert reused.tokens == computed.tokens
-    assert reused.details["storage"] == 144
-
-
 @pytest.mark.feature("sglang", "changed bytes, when not looked for, change the tokens")
 def test_the_answer_depends_on_what_was_loaded(rig: Rig, other_rig: Rig) -> None:
     """If it did not, equal tokens would prove nothing."""
@@ -118,19 +109,6 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig) -> None:
     assert rig.generate(conversation).tokens == last.tokens
 
 
-@pytest.mark.feature("sglang", "several requests at once")
-def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig) -> None:
-    base = prompt_tokens(160, seed=8)
-    prompts = [base + prompt_tokens(40, seed=80 + number) for number in range(4)]
-    rig.forget()
-    computed = [answer.tokens for answer in rig.engine.generate(prompts, 16)]
-    until(lambda: len({page.key for page in rig.pages("save")}) >= 10 + 4 * 3)
-    rig.forget()
-    reused = rig.engine.generate(prompts, 16)
-    assert [answer.tokens for answer in reused] == computed
-    assert all(answer.cached_tokens >= 160 for answer in reused)
-
-
 @pytest.mark.feature("sglang", "changed bytes are found")
 def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=9)
@@ -164,23 +142,6 @@ def test_pages_whose_files_are_gone_are_computed_and_stored_anew(rig: Rig) -> No
     until(lambda: gone <= {saved.key for saved in rig.pages("save") if saved.ok})
     rig.forget()
     assert rig.generate(prompt).details["storage"] == 192
-
-
-@pytest.mark.feature("sglang", "refuses what it does not support")
-def test_an_engine_with_another_page_size_is_refused_and_serves(
-    rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    prompt = prompt_tokens(200, seed=11)
-    computed = rig.store(prompt)
-    config = storage_config(rig.manager.address, rig.instance_id, tmp_path / "record")
-    stranger = Rig(
-        new_engine(SGLANG, tiny_llama, storage=config, page_size=32), tmp_path / "record", rig.manager, rig.instance_id
-    )
-    assert "refuses to register" in stranger.engine.printed()
-    assert stranger.generate(prompt).tokens == computed.tokens
-    stranger.forget()
-    again = stranger.generate(prompt)
-    assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
 
 
 @pytest.mark.feature("sglang", "chunked prefill")
@@ -240,6 +201,7 @@ def test_a_request_that_is_aborted_while_it_loads(rig: Rig) -> None:
     assert [answer.details["storage"] for answer in answers] == [192, 192]
 
 
+@pytest.mark.feature("sglang", "several requests at once")
 def test_two_engines_compute_and_store_the_same_at_once(rig: Rig, other_rig: Rig) -> None:
     prompts = [prompt_tokens(250, seed=seed) for seed in range(20, 24)]
     rigs = (rig, other_rig)

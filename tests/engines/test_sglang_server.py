@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from engine_kinds import SGLANG
-from engine_process import StartEngine
+from engine_process import StartEngine, until
 from manager_process import ManagerProcess
 from safetensors.torch import load_file, save_file
-from sglang_rig import Rig, storage_config, until
+from sglang_rig import Rig, storage_config
 from tiny_models import prompt_tokens
 
 
@@ -75,20 +75,6 @@ def test_kv_of_the_weights_before_is_not_reused(rig: Rig, new_engine: StartEngin
     assert after.tokens == expected != before.tokens
     assert after.cached_tokens == 0
     assert "the weights were changed" in rig.engine.printed()
-
-
-@pytest.mark.feature("sglang", "refuses what it does not support")
-def test_another_model_under_the_same_instance_is_refused(
-    rig: Rig, new_engine: StartEngine, other_weights: Path, tmp_path: Path
-) -> None:
-    prompt = prompt_tokens(200, seed=5)
-    before = rig.store(prompt)
-    config = _config(rig, record=str(tmp_path / "stranger"))
-    stranger = new_engine(SGLANG, other_weights, storage=config, served_model_name="llama")
-    assert "refuses to register" in stranger.printed()
-    answer = stranger.generate([prompt], 16)[0]
-    assert answer.cached_tokens == 0
-    assert answer.tokens != before.tokens
 
 
 def _config(rig: Rig, **options: str) -> dict[str, object]:

@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, Generated, StartEngine
+from engine_process import EngineProcess, Generated, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, sessions_open, settle, until
+from vllm_rig import Rig, connected, sessions_open, settle
 
 _WAYS: dict[str, dict[str, Any]] = {
     "recompute-async": {"policy": "recompute", "load_async": True},

@@ -7,52 +7,31 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, Generated, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from fault_mount import FaultMount, why_no_mounts
 from manager_process import ManagerProcess, start_manager
-from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle, until
+from vllm_rig import FaultySite, Rig, connected, forget, manager_metric, new_prompt, sessions_open, settle
 
 from kvcm.connectors.client import ManagerClient
 
-_SEEDS = count(2000)
 _LOAD_SECONDS, _SAVE_SECONDS = 2.0, 2.0
 _KV = "*/layers*"  # files of KV, not what the manager probes the storage with
 
 
 @dataclass
-class _Site:
+class _Site(FaultySite):
     """An engine whose storage fails on command."""
 
-    rig: Rig
     mount: FaultMount
-    plain: EngineProcess
-
-    def is_right(self, prompt: list[int], answer: Generated) -> bool:
-        truth = self.plain.generate([prompt], 16)[0]
-        return (answer.tokens, answer.finish_reason) == (truth.tokens, "length")
-
-    def known_prompt(self) -> list[int]:
-        """Return a prompt that is stored, which may take several attempts after a fault."""
-        prompt = prompt_tokens(170, seed=next(_SEEDS))
-        keys = self.rig.keys(prompt)
-        until(lambda: self.rig.fresh(prompt) and self.rig.stored_blocks(keys) == len(keys), 60)
-        return prompt
 
     def recovers(self, known: list[int]) -> None:
-        """What was stored before is loaded again, and new blocks are stored; nothing is left over."""
-        until(lambda: self.rig.fresh(known).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS, 60)
-        assert self.is_right(known, self.rig.fresh(known))
-        self.known_prompt()
-        settle(self.rig.engine)
+        super().recovers(known)
         assert self.rig.engine.ask("free_blocks") == self.rig.engine.ask("all_blocks") - 1
-        until(lambda: sessions_open(self.rig.manager) == 0, 60)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +61,7 @@ def shared_site(
     instance_id = f"storage-{uuid4().hex[:8]}"
     patience = {"load_seconds": _LOAD_SECONDS, "save_seconds": _SAVE_SECONDS, "load_async": request.param}
     engine = shared_engines(VLLM, tiny_llama, **connected(manager.address, instance_id, **patience))
-    yield _Site(Rig(engine, manager, instance_id).until_ready(), mount, plain_vllm)
+    yield _Site(Rig(engine, manager, instance_id).until_ready(), plain_vllm, mount)
     mount.clear()
     engine.close()
 
@@ -111,7 +90,7 @@ def test_writes_that_fail(site: _Site, error: str) -> None:
     known = site.known_prompt()
     site.mount.inject("create", "write", path=_KV, error=error)
     for _ in range(3):
-        prompt = prompt_tokens(170, seed=next(_SEEDS))
+        prompt = new_prompt()
         assert site.is_right(prompt, site.rig.fresh(prompt))
         settle(site.rig.engine)
         assert site.rig.stored_blocks(site.rig.keys(prompt)) == 0
@@ -135,22 +114,12 @@ def test_reads_that_hang(site: _Site, operation: str) -> None:
     site.recovers(known[0])
 
 
-def test_reads_that_are_slow_are_waited_for(site: _Site) -> None:
-    known = site.known_prompt()
-    site.mount.inject("read", path=_KV, delay_seconds=0.05)
-    answer = site.rig.fresh(known)
-    assert site.is_right(known, answer)
-    assert answer.cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
-    site.mount.clear()
-    site.recovers(known)
-
-
 @pytest.mark.feature("vllm", "storage fails")
 def test_writes_that_hang(site: _Site) -> None:
     """Their blocks come back after the time that a save may take, although a writer hangs."""
     known = site.known_prompt()
     site.mount.inject("write", path=_KV, hang=True)
-    prompts = [prompt_tokens(170, seed=next(_SEEDS)) for _ in range(4)]
+    prompts = [new_prompt() for _ in range(4)]
     for prompt in prompts:
         assert site.is_right(prompt, site.rig.fresh(prompt))
     settle(site.rig.engine)
@@ -167,7 +136,7 @@ def test_a_request_that_is_dropped_while_it_loads(site: _Site) -> None:
     """Its blocks come back at once, not when the storage answers; other requests do not notice."""
     engine = site.rig.engine
     known = site.known_prompt()
-    other = prompt_tokens(100, seed=next(_SEEDS))
+    other = new_prompt(100)
     forget(engine)
     site.mount.inject("read", path=_KV, hang=True)
     engine.ask("add_request", request_id="dropped", prompt=known, max_tokens=16)
@@ -195,7 +164,7 @@ def test_a_storage_that_is_gone_and_comes_back(site: _Site) -> None:
     try:
         for _ in range(2):
             assert site.is_right(known, site.rig.fresh(known))
-            new = prompt_tokens(170, seed=next(_SEEDS))
+            new = new_prompt()
             assert site.is_right(new, site.rig.fresh(new))
     finally:
         site.mount.close()
@@ -237,7 +206,7 @@ def test_an_engine_that_is_killed_while_it_saves(
 ) -> None:
     """Its blocks were never readable, and can be written by others after the time of its write session."""
     manager, mount = started
-    prompt = prompt_tokens(300, seed=next(_SEEDS))
+    prompt = new_prompt(300)
     options = connected(manager.address, instance_id, session_seconds=5)
     killed = Rig(new_engine(VLLM, tiny_llama, **options), manager, instance_id).until_ready()
     keys = killed.keys(prompt)

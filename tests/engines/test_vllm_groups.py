@@ -10,11 +10,11 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, sessions_open, settle, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, sessions_open, settle
 
 from kvcm.connectors.results import Location
 

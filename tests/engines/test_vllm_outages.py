@@ -3,61 +3,33 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, Generated, StartEngine
+from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess, start_manager
 from ports import free_port
-from tcp_proxy import Manner, TcpProxy
-from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, forget, sessions_open, settle, until
+from vllm_rig import FaultySite, Rig, connected, forget, new_prompt
 
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-_SEEDS = count(1000)
 
 
-@dataclass
-class _Site:
-    """An engine, and a manager behind a proxy."""
-
-    rig: Rig
-    proxy: TcpProxy
-    plain: EngineProcess
-
-    def is_right(self, prompt: list[int], answer: Generated) -> bool:
-        truth = self.plain.generate([prompt], 16)[0]
-        return (answer.tokens, answer.finish_reason) == (truth.tokens, "length")
+class _Site(FaultySite):
+    """An engine and its manager."""
 
     def serves(self) -> None:
         """New requests, a known one, and several at once are answered right."""
         for _ in range(3):
-            prompt = prompt_tokens(100, seed=next(_SEEDS))
+            prompt = new_prompt(100)
             assert self.is_right(prompt, self.rig.fresh(prompt))
             assert self.is_right(prompt, self.rig.generate(prompt))
-        prompts = [prompt_tokens(100, seed=next(_SEEDS)) for _ in range(4)]
+        prompts = [new_prompt(100) for _ in range(4)]
         for prompt, answer in zip(prompts, self.rig.engine.generate(prompts, 16), strict=True):
             assert self.is_right(prompt, answer)
-
-    def recovers(self, known: list[int]) -> None:
-        """What was stored before is loaded again, and new blocks are stored."""
-        until(lambda: self.rig.fresh(known).cached_tokens == len(known) // 32 * 32, 60)
-        assert self.is_right(known, self.rig.fresh(known))
-        self.known_prompt()
-        settle(self.rig.engine)
-        until(lambda: sessions_open(self.rig.manager) == 0, 60)
-
-    def known_prompt(self) -> list[int]:
-        """Return a prompt that is stored, which may take several attempts after an outage."""
-        prompt = prompt_tokens(170, seed=next(_SEEDS))
-        keys = self.rig.keys(prompt)
-        until(lambda: self.rig.fresh(prompt) and self.rig.stored_blocks(keys) == len(keys), 60)
-        return prompt
 
 
 @pytest.fixture(scope="module")
@@ -65,46 +37,35 @@ def site(
     shared_engines: StartEngine, tiny_llama: Path, plain_vllm: EngineProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[_Site]:
     manager = start_manager(tmp_path_factory.mktemp("outages") / "manager")
-    proxy = TcpProxy(manager.ports["rpc_port"])
     instance_id = f"outages-{uuid4().hex[:8]}"
-    engine = shared_engines(VLLM, tiny_llama, **connected(proxy.address, instance_id, lookup_seconds=0.25))
-    yield _Site(Rig(engine, manager, instance_id), proxy, plain_vllm)
+    engine = shared_engines(VLLM, tiny_llama, **connected(manager.address, instance_id, lookup_seconds=0.25))
+    yield _Site(Rig(engine, manager, instance_id), plain_vllm)
     engine.close()
-    proxy.close()
     manager.stop()
 
 
-@pytest.mark.parametrize(
-    "manner",
-    [
-        pytest.param(Manner.SLOW, marks=pytest.mark.feature("vllm", "manager slow")),
-        Manner.SILENT,
-        pytest.param(Manner.RUBBISH, marks=pytest.mark.feature("vllm", "manager answers nonsense")),
-        Manner.CLOSED,
-    ],
-)
-def test_a_manager_that_does_not_answer_as_it_should(site: _Site, manner: Manner) -> None:
-    known = site.known_prompt()
-    site.proxy.be(manner)
-    assert site.is_right(known, site.rig.fresh(known))
-    site.serves()
-    site.proxy.be(Manner.PASS)
+@pytest.mark.feature("vllm", "manager slow")
+def test_a_manager_that_hangs_while_blocks_are_saved(site: _Site) -> None:
+    known, prompt = site.known_prompt(), new_prompt(300)
+    forget(site.rig.engine)
+    site.rig.engine.ask("add_request", request_id="hangs", prompt=prompt, max_tokens=100)
+    site.rig.engine.ask("step_until", request_ids=["hangs"], tokens=40)
+    site.rig.manager.process.send_signal(signal.SIGSTOP)
+    try:
+        (answer,) = site.rig.engine.ask("step_until", request_ids=["hangs"]).values()
+        assert answer["tokens"] == site.plain.generate([prompt], 100)[0].tokens
+        assert site.is_right(known, site.rig.fresh(known))
+        site.serves()
+    finally:
+        site.rig.manager.process.send_signal(signal.SIGCONT)
     site.recovers(known)
 
 
-def test_a_manager_that_stops_answering_while_blocks_are_on_their_way(site: _Site) -> None:
-    known = site.known_prompt()
-    for manner in (Manner.SILENT, Manner.CLOSED):
-        prompt = prompt_tokens(300, seed=next(_SEEDS))
-        forget(site.rig.engine)
-        site.rig.engine.ask("add_request", request_id=f"r-{manner}", prompt=prompt, max_tokens=100)
-        site.rig.engine.ask("step_until", request_ids=[f"r-{manner}"], tokens=40)
-        site.proxy.be(manner)
-        (answer,) = site.rig.engine.ask("step_until", request_ids=[f"r-{manner}"]).values()
-        assert answer["tokens"] == site.plain.generate([prompt], 100)[0].tokens
-        site.serves()
-        site.proxy.be(Manner.PASS)
-        site.recovers(known)
+@pytest.mark.feature("vllm", "manager answers nonsense")
+def test_what_answers_is_no_manager(site: _Site, new_engine: StartEngine, tiny_llama: Path, instance_id: str) -> None:
+    web = f"127.0.0.1:{site.rig.manager.ports['http_port']}"
+    engine = new_engine(VLLM, tiny_llama, **connected(web, instance_id, lookup_seconds=0.25))
+    _Site(Rig(engine, site.rig.manager, instance_id), site.plain).serves()
 
 
 @pytest.mark.feature("vllm", "manager killed and restarted")
@@ -118,7 +79,7 @@ def test_a_manager_that_is_killed_and_started_again(
         VLLM, tiny_llama, **connected(f"127.0.0.1:{ports['rpc_port']}", instance_id, lookup_seconds=0.25)
     )
     absent = ManagerProcess(Path("/nowhere"), ports, engine.process)
-    mine = _Site(Rig(engine, absent, instance_id), site.proxy, site.plain)
+    mine = _Site(Rig(engine, absent, instance_id), site.plain)
     mine.serves()
     manager = mine.rig.manager = new_manager(ports)
     known = mine.known_prompt()

@@ -11,11 +11,11 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, forget, sessions_open, settle, until
+from vllm_rig import Rig, connected, forget, sessions_open, settle
 
 _NEW = 60
 _SMALL = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_model_len": 512}

@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, sessions_open, until
+from vllm_rig import Rig, connected, sessions_open
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -84,16 +84,6 @@ def test_a_block_that_one_rank_cannot_load_is_computed_on_all(
     again = rigs[0].fresh(prompt)
     assert (again.tokens, again.cached_tokens) == (_truth(plain_vllm, prompt), 192)
     assert "tokens affected" in rigs[0].engine.printed()
-
-
-@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
-def test_a_file_of_one_rank_that_is_gone(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
-    prompt = prompt_tokens(200, seed=990)
-    rigs[0].store(prompt)
-    Path(rigs[0].uris(rigs[0].keys(prompt), _PARTS[1])[0].path).unlink()
-    assert rigs[1].fresh(prompt).tokens == _truth(plain_vllm, prompt)
-    rigs[1].until_stored(prompt)
-    assert rigs[0].fresh(prompt).tokens == _truth(plain_vllm, prompt)
 
 
 @pytest.mark.feature("vllm", "tensor parallel: 2 ranks")

@@ -13,11 +13,11 @@ from uuid import uuid4
 import numpy as np
 import pytest
 from engine_kinds import VLLM
-from engine_process import EngineProcess, StartEngine
+from engine_process import EngineProcess, StartEngine, until
 from manager_process import ManagerProcess
 from stored_parts import overwrite
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle
 
 _SHAPE = (4, 4, BLOCK_TOKENS, 2, 32)  # of a stored block: layers, heads, tokens, K and V, elements
 
@@ -55,20 +55,6 @@ def test_another_process_loads_the_same_bytes(
     assert (computed.cached_tokens, reused.cached_tokens) == (0, 320)
     loaded = other_rig.engine_digests(prompt, tmp_path / "loaded")
     assert loaded == saved[:10]
-
-
-def test_it_loads_what_it_stored(rig: Rig, plain_vllm: EngineProcess, tmp_path: Path) -> None:
-    prompt = prompt_tokens(200, seed=2)
-    before = rig.counts()
-    computed = rig.store(prompt)
-    saved = rig.engine_digests(prompt, tmp_path / "saved")
-    reused = rig.fresh(prompt)
-    assert reused.tokens == computed.tokens == plain_vllm.generate([prompt], 16)[0].tokens
-    assert reused.cached_tokens == 192
-    assert rig.engine_digests(prompt, tmp_path / "loaded") == saved == rig.stored_digests(rig.keys(prompt))
-    after = rig.counts()
-    assert after["loaded_blocks"] - before.get("loaded_blocks", 0) == 6
-    assert after["saved_blocks"] - before.get("saved_blocks", 0) == 6  # each of them once
 
 
 def test_a_prompt_of_full_blocks_leaves_one_token_to_compute(rig: Rig, plain_vllm: EngineProcess) -> None:
@@ -119,17 +105,6 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig, other_rig: Rig, plai
     last = other_rig.fresh(conversation)
     assert last.tokens == plain_vllm.generate([conversation], 16)[0].tokens
     assert last.cached_tokens == (len(conversation) - 21) // BLOCK_TOKENS * BLOCK_TOKENS  # but for the end
-
-
-@pytest.mark.feature("vllm", "several requests at once")
-def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig, plain_vllm: EngineProcess) -> None:
-    base = prompt_tokens(160, seed=9)
-    prompts = [base + prompt_tokens(40, seed=90 + number) for number in range(6)]
-    truth = [answer.tokens for answer in plain_vllm.generate(prompts, 16)]
-    for _ in range(3):  # computed, then from the storage, each time all at once
-        rig.fresh(prompt_tokens(5, seed=0))
-        assert [answer.tokens for answer in rig.engine.generate(prompts, 16)] == truth
-    assert rig.count("failed_save_blocks") == 0
 
 
 @pytest.mark.feature("vllm", "several requests at once")
@@ -214,16 +189,3 @@ def test_the_answer_depends_on_what_was_loaded(
     rig.until_stored(prompt)
     assert rig.stored_digests(keys) == before
     until(lambda: other_rig.fresh(prompt).tokens == truth.tokens)  # an answer of the manager is used for a moment
-
-
-@pytest.mark.feature("vllm", "changed bytes are found")
-def test_one_wrong_bit_is_a_miss(rig: Rig, plain_vllm: EngineProcess, tmp_path: Path) -> None:
-    prompt = prompt_tokens(200, seed=15)
-    rig.store(prompt)
-    keys = rig.keys(prompt)
-    before, wrong = rig.stored_digests(keys), rig.uris(keys)[3]
-    overwrite(wrong, lambda stored: stored[:1000] + bytes([stored[1000] ^ 1]) + stored[1001:])
-    assert rig.fresh(prompt).tokens == plain_vllm.generate([prompt], 16)[0].tokens
-    rig.until_stored(prompt)
-    assert rig.stored_digests(keys) == before == rig.engine_digests(prompt, tmp_path / "blocks")
-    assert rig.uris(keys)[3] != wrong

@@ -11,11 +11,11 @@ from uuid import uuid4
 
 import pytest
 from engine_kinds import TRANSFORMERS, VLLM
-from engine_process import EngineProcess, EngineRefusedError, StartEngine
+from engine_process import EngineProcess, EngineRefusedError, StartEngine, until
 from fault_mount import FaultMount, why_no_mounts
 from manager_process import ManagerProcess, start_manager
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle
 
 _BLOCK_BYTES = 4 * 4 * BLOCK_TOKENS * 64 * 4  # layers, heads, tokens, K and V, bytes
 _SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

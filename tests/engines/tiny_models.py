@@ -29,27 +29,15 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-__all__ = [
-    "VOCABULARY",
-    "WINDOW_TOKENS",
-    "WRITERS",
-    "prompt_tokens",
-    "write_large_llama",
-    "write_latent",
-    "write_linear",
-    "write_llama",
-    "write_window",
-]
-
-VOCABULARY = 1024
-WINDOW_TOKENS = 64  # two blocks of the smallest size that vLLM takes on CPUs
+_VOCABULARY = 1024
+_WINDOW_TOKENS = 64  # two blocks of the smallest size that vLLM takes on CPUs
 _STD = 0.08
 _SLOW_DECAY = -8.0  # else a state has forgotten a token after a few others
 
 
 def prompt_tokens(count: int, seed: int) -> list[int]:
     """Return a prompt that every model here takes; another seed is another prompt."""
-    return Random(seed).choices(range(3, VOCABULARY), k=count)
+    return Random(seed).choices(range(3, _VOCABULARY), k=count)
 
 
 def write_llama(directory: Path) -> None:
@@ -62,18 +50,18 @@ def write_large_llama(directory: Path, *, hidden: int = 1024, layers: int = 8) -
     _write_llama(directory, hidden=hidden, layers=layers, heads=hidden // 64, kv_heads=hidden // 256, std=0.03)
 
 
-def write_window(directory: Path, window_tokens: int = WINDOW_TOKENS) -> None:
+def _write_window(directory: Path) -> None:
     """Write a model in which two of three layers see a sliding window: vLLM makes three groups of its six layers."""
     config = MinistralConfig(
         **_shape(hidden=256, layers=6, heads=8, kv_heads=4),
-        sliding_window=window_tokens,
+        sliding_window=_WINDOW_TOKENS,
         layer_types=["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(6)],
     )
     _write(MinistralForCausalLM(config), directory, _STD)
     _call(directory, "MistralForCausalLM")
 
 
-def write_linear(directory: Path) -> None:
+def _write_linear(directory: Path) -> None:
     """Write a model in which three of four layers keep a state instead of KV: Qwen3-Next.
 
     On CPUs vLLM computes such layers in bfloat16 only, with states of this size only, and makes the blocks of the other
@@ -98,7 +86,7 @@ def write_linear(directory: Path) -> None:
     _write(model, directory, _STD)
 
 
-def write_latent(directory: Path) -> None:
+def _write_latent(directory: Path) -> None:
     """Write a model with MLA: a layer keeps one row of 80 numbers per token. SGLang wants a rotation that scales."""
     config = DeepseekV2Config(
         **_shape(hidden=256, layers=4, heads=8, kv_heads=8) | {"head_dim": 16},
@@ -125,7 +113,7 @@ def _write_llama(directory: Path, *, hidden: int, layers: int, heads: int, kv_he
 def _shape(*, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
     """No token ends an answer, so that engines need not be told to go on."""
     return {
-        "vocab_size": VOCABULARY,
+        "vocab_size": _VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
@@ -157,7 +145,7 @@ def _call(directory: Path, architecture: str) -> None:
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """One word per token: `t7` is token 7."""
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(_VOCABULARY)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", bos_token="t1")
 
@@ -165,9 +153,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 WRITERS: dict[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "large_llama": write_large_llama,
-    "window": write_window,
-    "linear": write_linear,
-    "latent": write_latent,
+    "window": _write_window,
+    "linear": _write_linear,
+    "latent": _write_latent,
 }
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.request import Request
 
-__all__ = ["cached_blocks", "groups"]
-
 
 def groups(core: Any) -> list[dict[str, Any]]:
     """Return the groups of layers that have block ids of their own."""

@@ -3,55 +3,36 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from engine_process import EngineProcess, Generated
+from engine_process import EngineProcess, Generated, until
 from manager_process import ManagerProcess
 from stored_parts import read_part
+from tiny_models import prompt_tokens
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import Location, MatchMode
 from kvcm.model.uri import LocationUri
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "Rig",
-    "connected",
-    "forget",
-    "manager_metric",
-    "sessions_open",
-    "settle",
-    "until",
-]
-
 BLOCK_TOKENS = 32
 PART = "layers0-4.heads0-4"  # of the small Llama, on one rank
-_SECONDS = 30.0
 
 
-def until(condition: Callable[[], Any], seconds: float = _SECONDS) -> Any:
-    """Wait until something is so, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {seconds} s: {condition}")
-        time.sleep(0.02)
-    return found
-
-
-def connected(address: str, instance_id: str, *, policy: str = "recompute", **options: Any) -> dict[str, Any]:
+def connected(
+    address: str, instance_id: str, *, policy: str = "recompute", package: str = "kvcm.connectors", **options: Any
+) -> dict[str, Any]:
     """Return the options of an engine that make it use our connector; patient ones, since the machine is busy."""
     extra = {"manager": address, "instance_group": "default", "instance_id": instance_id, "lookup_seconds": 5.0}
     return {
         "kv_transfer_config": {
             "kv_connector": "KVCMConnector",
-            "kv_connector_module_path": "kvcm.connectors.vllm",
+            "kv_connector_module_path": f"{package}.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra | options,
@@ -173,3 +154,39 @@ class Rig:
     def count(self, name: str) -> int:
         """Return one of them."""
         return self.counts().get(name, 0)
+
+
+_seeds = count(1000)
+
+
+def new_prompt(tokens: int = 170) -> list[int]:
+    """Return a prompt that no other call returns."""
+    return prompt_tokens(tokens, seed=next(_seeds))
+
+
+@dataclass
+class FaultySite:
+    """An engine around which something fails, and one without us, whose answers are right."""
+
+    rig: Rig
+    plain: EngineProcess
+
+    def is_right(self, prompt: list[int], answer: Generated) -> bool:
+        """Whether an answer is that of the engine without us."""
+        truth = self.plain.generate([prompt], 16)[0]
+        return (answer.tokens, answer.finish_reason) == (truth.tokens, "length")
+
+    def known_prompt(self) -> list[int]:
+        """Return a prompt that is stored, which may take several attempts after a fault."""
+        prompt = new_prompt()
+        keys = self.rig.keys(prompt)
+        until(lambda: self.rig.fresh(prompt) and self.rig.stored_blocks(keys) == len(keys), 60)
+        return prompt
+
+    def recovers(self, known: list[int]) -> None:
+        """What was stored before is loaded again, and new blocks are stored; no session is left open."""
+        until(lambda: self.rig.fresh(known).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS, 60)
+        assert self.is_right(known, self.rig.fresh(known))
+        self.known_prompt()
+        settle(self.rig.engine)
+        until(lambda: sessions_open(self.rig.manager) == 0, 60)

@@ -15,8 +15,6 @@ from kvcm.connectors.transfer.pool_segment import open_segment, segment_path
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2
 
-__all__ = ["NODE", "PATH_SPECS", "POOL_BYTES", "Medium", "PathMedium", "PoolMedium"]
-
 NODE = "node-a"
 POOL_BYTES = 64 << 20
 
@@ -43,7 +41,6 @@ class PathSpec(NamedTuple):
 PATH_SPECS = {
     "file-1": PathSpec("nfs", 1),
     "file-8": PathSpec("nfs", 8),
-    "hf3fs-1": PathSpec("threefs", 1),
     "hf3fs-8": PathSpec("threefs", 8, makes_files=True),
     "vcns-8": PathSpec("vcnsthreefs", 8, more=_VCNS),
 }

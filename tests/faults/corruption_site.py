@@ -26,8 +26,6 @@ from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc
 
-__all__ = ["PART_BYTES", "SPECS", "BlockSite", "Failures", "Part", "opened_site"]
-
 SPECS = ("tp0", "tp1")
 PART_BYTES = 40_003  # no whole number of pages; parts of one size share a file
 

@@ -26,8 +26,6 @@ from typing import Any
 import mfusepy
 from fault_rules import Fault, Rules
 
-__all__ = ["FaultFs"]
-
 _ATTRIBUTES = ("mode", "ino", "dev", "nlink", "uid", "gid", "size", "blocks", "blksize", "rdev")
 _TIMES = ("atime", "mtime", "ctime")
 _STATFS = ("bavail", "bfree", "blocks", "bsize", "favail", "ffree", "files", "flag", "frsize", "namemax")

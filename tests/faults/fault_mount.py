@@ -17,8 +17,6 @@ from typing import Any
 from fault_rules import Fault
 from waiting import until
 
-__all__ = ["FaultMount", "may_mount", "why_no_mounts"]
-
 _SERVER = Path(__file__).parent / "fault_fs.py"
 _END_SECONDS = 5.0
 _CAP_SYS_ADMIN = 1 << 21

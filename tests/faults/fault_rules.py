@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["HANG_LIMIT_SECONDS", "Fault", "Rules"]
-
 # A request that hangs cannot be killed, nor can its process: without an end, a killed test run would stay for ever.
 HANG_LIMIT_SECONDS = 100.0
 

@@ -105,36 +105,6 @@ async def test_notes_that_could_not_be_removed_go_with_the_next_try(fault_mount:
     assert kept_notes(fault_mount) == []
 
 
-async def test_notes_of_slots_that_nobody_wrote_go_with_the_last_one(fault_mount: FaultMount) -> None:
-    """Some of a session's addresses were never handed out, and to the others nobody wrote."""
-    (fault_mount.directory / "cluster").mkdir()
-    backend = FILE_8.open(fault_mount.path)
-    uris = await backend.allocate(allocation({"kv": SIZE}, range(8)))
-    assert await backend.discard(uris[:3]) == [None] * 3
-    assert await backend.delete(uris[3:]) == [None] * 5
-    assert kept_notes(fault_mount) == []
-
-
-@pytest.mark.parametrize("error", ERRORS)
-async def test_one_file_that_fails_keeps_no_other(fault_mount: FaultMount, error: str) -> None:
-    written = await written_to(fault_mount, FILE_1)
-    bad = written.path(5)
-    fault_mount.inject("unlink", path=f"*/{bad.name}", error=error)
-    reasons = await written.backend.delete(written.uris)
-    assert [reason is not None for reason in reasons] == [index == 5 for index in range(16)]
-    assert [path.name for path in kept(fault_mount)] == [bad.name]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-async def test_what_cannot_be_looked_at_is_not_missing(fault_mount: FaultMount, written: Written, error: str) -> None:
-    """A storage that fails must not cost the metadata of what it holds."""
-    fault_mount.inject("getattr", path="/cluster/inst/*", error=error)
-    with pytest.raises(StorageIOError):
-        await written.backend.exists(written.uris)
-    fault_mount.clear()
-    assert all(await written.backend.exists(written.uris))
-
-
 @pytest.mark.parametrize("error", ERRORS)
 async def test_notes_of_deleted_slots_that_cannot_be_read_are_an_error(fault_mount: FaultMount, error: str) -> None:
     written = await written_to(fault_mount, FILE_8)
@@ -219,17 +189,6 @@ async def test_an_object_whose_state_is_unknown_is_not_removed(
     written.assert_intact(range(16))
 
 
-@pytest.mark.parametrize("error", ERRORS)
-async def test_space_that_cannot_be_asked_for_is_an_error(
-    fault_mount: FaultMount, written: Written, error: str
-) -> None:
-    fault_mount.inject("statfs", error=error)
-    with pytest.raises(StorageIOError):
-        await written.backend.space()
-    fault_mount.clear()
-    assert (await written.backend.space()).capacity_bytes > 0
-
-
 Question = Callable[[StorageBackend, list[str]], Awaitable[object]]
 
 
@@ -244,6 +203,21 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], Question]] = {
     "remove": (("getattr",), _remove),
     "space": (("statfs",), lambda backend, _uris: backend.space()),
 }
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("name", "path"), [("exists", "/cluster/inst/*"), ("space", "*")])
+async def test_what_cannot_be_looked_at_is_an_error(
+    fault_mount: FaultMount, written: Written, name: str, path: str, error: str
+) -> None:
+    """A storage that fails must not cost the metadata of what it holds."""
+    operations, ask = QUESTIONS[name]
+    fault_mount.inject(*operations, path=path, error=error)
+    with pytest.raises(StorageIOError):
+        await ask(written.backend, written.uris)
+    fault_mount.clear()
+    assert all(await written.backend.exists(written.uris))
+    assert (await written.backend.space()).capacity_bytes > 0
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -277,24 +251,3 @@ async def test_a_mount_whose_server_died_fails_until_it_is_back(fault_mount: Fau
     written.assert_intact(range(16))
     assert await written.backend.delete(written.uris) == [None] * 16
     assert kept(fault_mount) == []
-
-
-async def test_a_mount_that_went_away_deletes_nothing_and_misses_nothing(
-    fault_mount: FaultMount, written: Written
-) -> None:
-    fault_mount.close()
-    assert all(await written.backend.delete(written.uris))
-    with pytest.raises(StorageIOError):
-        await written.backend.exists(written.uris)
-    with pytest.raises(StorageIOError):
-        await listed(written.backend)
-    assert list(fault_mount.path.iterdir()) == []
-    fault_mount.mount()
-    written.assert_intact(range(16))
-
-
-async def test_a_mount_that_went_away_has_no_object_removed(fault_mount: FaultMount, written: Written) -> None:
-    objects, _ = await listed(written.backend)
-    fault_mount.close()
-    with pytest.raises(StorageIOError):
-        await written.backend.remove_objects("cluster", objects)

@@ -7,11 +7,7 @@ asserted in corruption_site.py. Single calls of the mover under the same faults:
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -106,60 +102,6 @@ def test_memory_that_is_cut_is_an_error_until_it_is_removed(site: BlockSite, pat
     assert_begins_anew(site, before)
 
 
-def test_memory_that_grew_is_used_as_before(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    os.truncate(path, path.stat().st_size + 4096)
-    assert set(site.load(before).values()) == {None}
-
-
-def test_memory_that_was_cut_and_grew_again_is_corrupt_from_there_on(site: BlockSite, path: Path) -> None:
-    """Its stamps stand before the data and are as they were."""
-    before = saved(site)
-    places = site.places(before)
-    last = max(places, key=lambda part: places[part].offset)
-    whole = path.stat().st_size
-    os.truncate(path, mapped(path).header.data_offset + places[last].offset)
-    os.truncate(path, whole)
-    site.assert_found_out(KEYS, {last: Failure.CORRUPT}, before)
-
-
-CUT_IN_A_COPY = """
-import os, sys
-from pathlib import Path
-from kvcm.connectors.transfer.pool_segment import open_segment
-segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
-os.truncate(sys.argv[1], 0)  # after the look at the file's length, and before the copy
-segment.copy_out(0, [memoryview(bytearray(1 << 20))])
-"""
-
-
-def test_memory_that_is_cut_during_a_copy_ends_the_process(site: BlockSite, path: Path) -> None:
-    """The limit that docs/storages.md tells: only a process of the same user can cut it, and none of ours does."""
-    saved(site)
-    ended = subprocess.run([sys.executable, "-c", CUT_IN_A_COPY, str(path), str(POOL_BYTES)], check=False)
-    assert ended.returncode == -signal.SIGBUS
-
-
-def test_a_damaged_header_keeps_new_engines_out_until_it_is_whole(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    with path.open("r+b") as file:
-        whole = file.read(64)
-        file.seek(0)
-        file.write(bytes([whole[0], *(byte ^ 0xFF for byte in whole[1:])]))
-    uris = list(site.places(before).values())
-    assert set(site.load(before).values()) == {None}, "who has it mapped goes on"
-    late = another_engine(site)
-    try:
-        assert late.pools() == []
-        assert failures_of(late, "load", uris) == failures_of(late, "save", uris) == {Failure.ERROR}
-        with path.open("r+b") as file:
-            file.write(whole)
-        until(lambda: failures_of(late, "load", uris) == {None}, "it is used again")
-    finally:
-        late.close()
-    site.assert_all_load(KEYS)
-
-
 @pytest.mark.parametrize("stamp", [0, 1, 2**64 - 1])
 def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, stamp: int) -> None:
     """Neither the bytes under them nor their neighbours' are taken for what they are not."""
@@ -175,78 +117,6 @@ def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, st
     assert site.client.remove([5])
     until(lambda: site.try_to_save(KEYS, 10.0) == [5], "the block is saved elsewhere, or there")
     site.assert_all_load(KEYS)
-
-
-def test_the_largest_stamp_keeps_writers_away_until_the_memory_is_made_anew(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    segment = mapped(path)
-    segment.write_stamps(0, b"\xff" * (segment.header.pages * 8))
-    assert set(site.load(before).values()) == {Failure.LOST}
-    assert site.try_to_save([77], 10.0) == []
-    path.unlink()
-    assert_begins_anew(site, before)
-
-
-def test_all_memory_that_is_wiped_is_a_miss_and_is_written_again(site: BlockSite, path: Path) -> None:
-    before = saved(site)
-    segment = mapped(path)
-    segment.write_stamps(0, bytes(segment.header.pages * 8))
-    segment.data[:] = 0
-    assert set(site.load(before).values()) == {Failure.LOST}
-    others = [key + 100 for key in KEYS]
-    assert site.save(others) == others
-    site.assert_all_load(others)
-
-
-LOCK = """
-import sys
-from pathlib import Path
-from kvcm.connectors.transfer.pool_segment import open_segment
-segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
-with segment.write_lock() as lock:
-    assert lock.lock(int(sys.argv[3]), int(sys.argv[4]))
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def new_writer(path: Path) -> Iterator[Callable[[int, int], subprocess.Popen[str]]]:
-    """Start processes that lock memory, as writers do, and are stopped then."""
-    writers: list[subprocess.Popen[str]] = []
-
-    def start(offset: int, size_bytes: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LOCK, str(path), str(POOL_BYTES), str(offset), str(size_bytes)]
-        writers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        stdout = writers[-1].stdout
-        assert stdout is not None
-        assert stdout.readline() == "locked\n"
-        writers[-1].send_signal(signal.SIGSTOP)
-        return writers[-1]
-
-    yield start
-    for writer in writers:
-        writer.kill()
-        writer.communicate()
-
-
-def test_pages_of_a_stopped_writer_are_refused_at_once_and_free_when_it_is_gone(
-    site: BlockSite, new_writer: Callable[[int, int], subprocess.Popen[str]]
-) -> None:
-    before = saved(site)
-    places = site.places(before)
-    uris = list(places.values())
-    held = places[3, "tp1"]
-    writer = new_writer(held.offset, PART_BYTES)
-    assert set(site.load(before).values()) == {None}, "readers lock nothing"
-    items = [TransferItem(uri, [memoryview(site.content(part))]) for part, uri in places.items()]
-    begin = time.monotonic()
-    failures = [result.failure for result in site.engine.save(items, 20.0)]
-    assert time.monotonic() - begin < 5.0, "nobody waits for it"
-    assert failures == [Failure.BUSY if uri == held else None for uri in uris]
-    writer.kill()
-    writer.wait()
-    until(lambda: failures_of(site.engine, "save", [held]) == {None}, "its pages are free")
 
 
 def harm(site: BlockSite, path: Path, uri: LocationUri, random: Random) -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_clock import FakeClock
 from fault_mount import FaultMount
-from storage_rig import FILE_8, Written, allocation, files_below
+from storage_rig import FILE_8, Written, allocation
 
 from kvcm.model.errors import StorageIOError
 from kvcm.storage.backend import StorageBackend
-from kvcm.storage.directory import StorageDirectory
-from kvcm.storage.health import HealthState
-from kvcm.storage.prober import Prober
-
-NAME = "s-1"  # as storage_rig calls it
-TURN_SECONDS = 20.0
-BRIEFLY_SECONDS = 0.05
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -41,11 +32,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 def backend(fault_mount: FaultMount) -> StorageBackend:
     (fault_mount.directory / "cluster").mkdir()
     return FILE_8.open(fault_mount.path)
-
-
-async def test_a_probe_of_a_sound_storage_leaves_nothing(fault_mount: FaultMount, backend: StorageBackend) -> None:
-    await backend.probe()
-    assert files_below(fault_mount.directory) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -80,65 +66,3 @@ async def test_a_probe_finds_a_mount_whose_server_died(fault_mount: FaultMount, 
     assert list(fault_mount.path.iterdir()) == []
     fault_mount.mount()
     await backend.probe()
-
-
-class Probed:
-    """A prober over one storage on a mount; time passes as told."""
-
-    def __init__(self, mount: FaultMount) -> None:
-        (mount.directory / "cluster").mkdir()
-        self.storages = StorageDirectory("cluster")
-        self.storages.open(FILE_8.config(mount.path))
-        self.clock = FakeClock(1000.0)
-        self.prober = Prober(self.storages, self.clock, interval_seconds=5.0, timeout_seconds=5.0)
-
-    @property
-    def state(self) -> HealthState:
-        health = self.storages.health(NAME)
-        assert health is not None
-        return health.state
-
-    async def until(
-        self, condition: Callable[[], bool], step_seconds: float, patience_seconds: float = TURN_SECONDS
-    ) -> float:
-        """Let time pass in steps until a condition holds, and return how much.
-
-        Args:
-            condition: what is waited for.
-            step_seconds: until the prober looks again.
-            patience_seconds: real time for what a look began; a step goes on without what hangs longer.
-        """
-        begin = self.clock.time
-        async with asyncio.timeout(2 * TURN_SECONDS):
-            while not condition():
-                self.clock.time += step_seconds
-                self.prober.start_due()
-                await asyncio.sleep(0)
-                probes = asyncio.all_tasks() - {asyncio.current_task()}
-                if probes:
-                    await asyncio.wait(probes, timeout=patience_seconds)
-        return self.clock.time - begin
-
-
-async def test_a_storage_that_fails_is_down_in_a_few_seconds_and_comes_back(fault_mount: FaultMount) -> None:
-    probed = Probed(fault_mount)
-    fault_mount.inject("write", error="EIO")
-    seconds = await probed.until(lambda: probed.state is HealthState.SH_DOWN, 0.5)
-    assert seconds <= 10.0
-    assert probed.storages.rank(NAME) is None
-    fault_mount.clear()
-    assert await probed.until(lambda: probed.state is HealthState.SH_UP, 0.5) <= 10.0
-    assert probed.storages.rank(NAME) is not None
-    probed.prober.stop()
-
-
-async def test_a_storage_that_hangs_is_down_and_one_request_waits_for_it(fault_mount: FaultMount) -> None:
-    probed = Probed(fault_mount)
-    probe = fault_mount.inject("create", hang=True)
-    await probed.until(lambda: probed.state is HealthState.SH_DOWN, 1.0, BRIEFLY_SECONDS)
-    await probed.until(lambda: probed.clock.time > 1060, 5.0, BRIEFLY_SECONDS)
-    assert probed.state is HealthState.SH_DOWN
-    assert fault_mount.met(probe) == 1
-    await asyncio.to_thread(fault_mount.clear)
-    await probed.until(lambda: probed.state is HealthState.SH_UP, 1.0)
-    probed.prober.stop()

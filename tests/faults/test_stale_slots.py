@@ -100,23 +100,6 @@ def slot(uri: str) -> tuple[str, int | None]:
     return place.path, place.blkid
 
 
-async def test_a_reader_by_an_old_answer_misses_and_all_others_load(world: SlotWorld, engine: Engine) -> None:
-    stayed, gone, after = await handed_on(world, engine)
-    assert engine.failures(gone) == [Failure.CORRUPT] * len(gone)
-    assert engine.failures([*stayed, *after]) == [None] * BLOCKS
-
-
-async def test_without_checksums_a_reader_by_an_old_answer_is_given_another_blocks_bytes(
-    world: SlotWorld, engine: Engine
-) -> None:
-    """The limit that docs/storages.md tells: make the grace longer than any reader takes, or use checksums."""
-    _, gone, after = await handed_on(world, engine)
-    owner = {slot(uri): uri for uri in after}
-    for uri, (failure, data) in zip(gone, engine.load(gone, checksums=False), strict=True):
-        assert failure is None
-        assert data == content(owner[slot(uri)], len(data))
-
-
 async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_nothing_else(
     world: SlotWorld, engine: Engine
 ) -> None:
@@ -125,17 +108,6 @@ async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_
     spoilt = {slot(uri) for uri in gone[:2]}
     assert engine.failures(after) == [Failure.CORRUPT if slot(uri) in spoilt else None for uri in after]
     assert engine.failures(stayed) == [None] * len(stayed)
-
-
-async def test_a_slot_that_was_deleted_and_is_nobodys_is_a_miss(world: SlotWorld, engine: Engine) -> None:
-    """Its bytes are a hole, which reads as zeros."""
-    before = await world.allocate(BLOCKS)
-    engine.save(before)
-    assert await world.storage.delete(before[:5]) == [None] * 5
-    assert set(engine.failures(before[:5])) <= {Failure.CORRUPT, Failure.LOST}
-    assert engine.failures(before[5:]) == [None] * (BLOCKS - 5)
-    assert await world.storage.delete(before[5:]) == [None] * (BLOCKS - 5)
-    assert engine.failures(before) == [Failure.LOST] * BLOCKS
 
 
 async def test_readers_by_old_and_by_new_answers_while_slots_change_hands(world: SlotWorld, engine: Engine) -> None:

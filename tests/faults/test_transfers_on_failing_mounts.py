@@ -6,9 +6,8 @@ What holds for every single call is asserted where the calls are made (transfers
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 from fault_mount import FaultMount
 from transfers_on_mount import BLOCK_BYTES, Transfers
 
-from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem
-from kvcm.model.storages import NfsStorageSpec, StorageConfig
-from kvcm.model.uri import LocationUri
+from kvcm.connectors.transfer import Failure
 
 DEADLINE_SECONDS = 1.0
 
@@ -64,19 +61,6 @@ def test_a_write_that_fails_is_refused(transfers: Transfers, operation: str, err
     uris = transfers.uris("after")
     transfers.until_all_save(uris)
     transfers.until_all_load(uris)
-
-
-def test_a_storage_that_failed_for_long_is_tried_again(transfers: Transfers) -> None:
-    """It may have been left alone for a while; that ends without anybody's doing."""
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject("open", "create", path="/cluster/inst/*", error="EIO")
-    for number in range(20):
-        assert not any(transfers.load(uris).ok)
-        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
-    transfers.mount.clear()
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("after"))
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EROFS"])
@@ -169,27 +153,6 @@ def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers
     transfers.until_all_load(uris)
 
 
-# The kernel makes one file of a directory after the other: one that is late holds up all.
-@pytest.mark.e2e
-@pytest.mark.parametrize(("operation", "times"), [("open", 4), ("create", 1)])
-def test_a_stall_of_five_seconds_costs_hits_and_then_is_over(transfers: Transfers, operation: str, times: int) -> None:
-    """It ends by itself: every thread that waits in it comes back."""
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject(operation, path="/cluster/inst/*", delay_seconds=5.0, times=times)
-    moved = transfers.load(uris, 1.0) if operation == "open" else transfers.save(transfers.uris("b"), 1.0)
-    assert not all(moved.ok)
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("c"))
-
-
-def test_a_stall_shorter_than_the_deadline_is_waited_for(transfers: Transfers) -> None:
-    uris = transfers.uris("a", packed_files=1, files=0)
-    transfers.mount.inject("read", "create", path="*-p0", delay_seconds=1.0, times=2)
-    assert all(transfers.save(uris, 30.0).ok)
-    assert all(transfers.load(uris, 30.0).ok)
-
-
 def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: Transfers) -> None:
     packed = transfers.uris("a", packed_files=1, files=0)
     assert all(transfers.save(packed[:1] + packed[2:]).ok)
@@ -198,61 +161,6 @@ def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: 
     transfers.mount.until_waiting()
     transfers.mount.clear()
     transfers.until_all_load(packed[:1] + packed[2:])
-
-
-def test_one_file_that_hangs_does_not_keep_the_others(transfers: Transfers) -> None:
-    uris = transfers.uris("a", packed_files=0, files=12)
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject("read", path="*-s0", hang=True)
-    loaded = transfers.load(uris, 3.0)
-    assert loaded.ok == [False] + [True] * 11
-
-
-def test_a_storage_that_hangs_does_not_keep_another(fault_mount: FaultMount, tmp_path: Path) -> None:
-    """Both in one call, and in calls after it."""
-    roots = {"bad": fault_mount.path, "good": tmp_path / "good"}
-    for root in roots.values():
-        (root / "cluster").mkdir(parents=True)
-    engine = TransferEngine.for_storages([StorageConfig(name, NfsStorageSpec(str(roots[name]), 1)) for name in roots])
-    uris = [LocationUri("file", name, f"{roots[name]}/cluster/{n}", BLOCK_BYTES) for n in range(8) for name in roots]
-    items = [TransferItem(uri, [memoryview(bytearray(BLOCK_BYTES))]) for uri in uris]
-    assert all(result.ok for result in engine.save(items, 20.0))
-    fault_mount.inject("read", "open", path="/cluster/*", hang=True)
-    for _ in range(3):
-        results = engine.load(items, DEADLINE_SECONDS)
-        assert [result.ok for result in results] == [uri.storage == "good" for uri in uris]
-    fault_mount.clear()
-    engine.close()
-
-
-@pytest.mark.parametrize("hidden", ["/cluster/inst/kv/*", "/cluster/inst/kv", "/cluster/inst"])
-def test_a_block_that_is_seen_late_is_lost_until_then(new_fault_mount: Callable[[], FaultMount], hidden: str) -> None:
-    """Written by one host, and not yet there for another: a miss, and neither an error nor an empty block."""
-    writer, reader = new_fault_mount(), new_fault_mount()
-    reader.hide(hidden)
-    there, here = Transfers(writer), Transfers(reader)
-    assert all(there.save(there.uris("a")).ok)
-    assert here.load(here.uris("a")).failures == {Failure.LOST}
-    reader.clear()
-    here.until_all_load(here.uris("a"))
-    for each in (there, here):
-        each.engine.close()
-
-
-@pytest.mark.parametrize("gone", ["cluster/inst", "cluster"])
-def test_blocks_whose_directory_is_gone_are_a_miss_until_it_is_back(transfers: Transfers, gone: str) -> None:
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    place = transfers.mount.directory / gone
-    place.rename(transfers.mount.directory / "aside")
-    for _ in range(5):
-        loaded = transfers.load(uris)
-        assert not any(loaded.ok)
-        # Without its first directory the storage is not there, and then nothing counts as lost.
-        assert gone != "cluster" or Failure.LOST not in loaded.failures
-    (transfers.mount.directory / "aside").rename(place)
-    transfers.until_all_load(uris)
-    transfers.until_all_save(transfers.uris("b"))
 
 
 def test_a_mount_whose_server_died_fails_until_it_is_back(transfers: Transfers) -> None:

@@ -14,8 +14,6 @@ from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, Tran
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
-__all__ = ["BLOCK_BYTES", "SLOTS", "Transfers"]
-
 BLOCK_BYTES = 150_000  # no whole number of pages, and more than one request of the kernel
 SLOTS = 4
 _STORAGE = "nfs"

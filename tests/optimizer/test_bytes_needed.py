@@ -111,16 +111,6 @@ def test_a_bounded_sample_comes_close() -> None:
     assert error.max() < 0.04
 
 
-def test_more_of_the_hits_need_more_bytes() -> None:
-    sample = ReuseSample(4096, share=1.0)
-    for keys, size in skewed(2000, 500, seed=1):
-        sample.read(keys, size)
-    needed = sample.bytes_for()
-    assert needed == sorted(needed)
-    assert needed[0] > 0
-    assert len(needed) == len(ATTAINABLE)
-
-
 def test_nothing_is_needed_where_nothing_is_found() -> None:
     sample = ReuseSample(16, share=1.0)
     sample.read([1, 2, 3], 100)

@@ -67,14 +67,6 @@ def test_curves_of_runs_longer_than_a_word(starts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("policy", CURVES)
-def test_hits_have_no_more_tokens_than_prompts(policy: str) -> None:
-    """The third block is new at first, so that hits come in two pieces."""
-    trace = trace_of([[1, 2], [3], [1, 2, 4], [1, 2, 4]], input_tokens=[20, 10, 13, 7])
-    assert CURVES[policy](trace).at(4).hits.prefix_tokens == 13 + 7
-    assert_is_what_replays_count(trace, policy)
-
-
-@pytest.mark.parametrize("policy", CURVES)
 def test_an_empty_trace_has_a_curve(policy: str) -> None:
     assert CURVES[policy](trace_of([])).at(5).block_hit_rate == 0
     assert CURVES[policy](trace_of([[]])).at(5).hits.full_requests == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from traces import HAND, flat_traces, prefix_traces
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.groups import replay_group
 from kvcm.optimizer.options import PolicySpec, parse_policy
-from kvcm.optimizer.replay import reference_replay, replay
+from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import QueryMode, Trace
 
 MODES = st.sampled_from(("block", "request"))
@@ -61,22 +60,10 @@ def test_belady_is_refused() -> None:
         replay_group(HAND, PolicySpec("belady"), 5)
 
 
-@pytest.mark.parametrize("policy", ["lru", "leaf_lru", "s3fifo"])
-def test_a_real_trace(policy: str, real_trace: Callable[[str], Trace]) -> None:
-    trace = real_trace("mooncake_synthetic")
-    assert replay_group(trace, PolicySpec(policy), 4000).hits == replay(trace, PolicySpec(policy), 4000).hits
-
-
 def hits(requests: list[Step], policy: str, capacity: int) -> list[int]:
     found = replay_group(trace_of_steps(requests), parse_policy(policy), capacity, keep_requests=True).request_hits
     answers: list[int] = found.tolist()
     return answers
-
-
-def test_the_room_of_what_is_read_no_more_goes_to_the_instance_that_has_the_traffic() -> None:
-    requests = [Step((each,), instance) for instance in (0, 1) for each in range(8)]
-    batches = [Step(tuple(range(8)), instance, writes=False, mode=QueryMode.BATCH) for instance in (0, 1)]
-    assert hits(requests + batches, "lru", 8)[-2:] == [0, 8]
 
 
 def test_of_instances_that_are_equally_cold_the_first_gives() -> None:
@@ -112,8 +99,3 @@ def test_tokens_are_those_that_need_not_be_computed(asked: dict[str, Any], token
     assert replay_group(trace, PolicySpec("lru"), 10).hits.prefix_tokens == tokens
     named = replace(trace, specs={0: ("tp0",), 1: ("tp1",)})  # blocks are stored and read whole
     assert replay_group(named, PolicySpec("lru"), 10).hits.prefix_tokens == tokens
-
-
-def test_an_empty_trace_counts_nothing() -> None:
-    found = replay_group(trace_of_steps([]), PolicySpec("lru"), 10)
-    assert (found.accesses, found.hits.prefix_blocks, found.block_hit_rate) == (0, 0, 0)

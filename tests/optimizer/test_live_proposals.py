@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
+import recordings
 
 from kvcm.model.groups import (
     CacheConfig,
@@ -30,7 +30,7 @@ from kvcm.optimizer.live.proposals import (
     propose,
     trial_rows,
 )
-from kvcm.optimizer.live.recording import Recording, read_recording
+from kvcm.optimizer.live.recording import Recording
 from kvcm.optimizer.live.rehearsal import rehearsals
 from kvcm.optimizer.report.tuning import tuning_page
 
@@ -46,17 +46,7 @@ def group_of(blocks: int, policy: str = "lru") -> InstanceGroup:
 
 
 def recorded(turns: Sequence[tuple[float, list[int]]], *, dropped: int = 0, source: str = "i") -> Recording:
-    events: list[dict[str, Any]] = [
-        {"type": "recent", "most_keys": 1, "until_us": int(turns[-1][0] * 1e6), "dropped_events": dropped}
-    ]
-    for number, (at, keys) in enumerate(turns):
-        base = {"source": source, "trigger_time_us": int(at * 1e6)}
-        events += [
-            {**base, "type": "GetCacheLocation", "query_type": "prefix_match", "keys": keys, "hit_keys": 0},
-            {**base, "type": "StartWriteCache", "keys": keys, "write_session_id": str(number)},
-            {**base, "type": "FinishWriteCache", "write_session_id": str(number), "success_block": len(keys)},
-        ]
-    return read_recording(json.dumps(event).encode() for event in events)
+    return recordings.recorded(turns, source=source, dropped=dropped, until_us=int(turns[-1][0] * 1e6))
 
 
 def chain(number: int, length: int = 10) -> list[int]:
@@ -142,15 +132,6 @@ def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
     assert all(word in text for word in ("classes", "step limits", "storage types"))
 
 
-def test_an_instance_gets_a_policy_of_its_own_where_that_helps() -> None:
-    """One instance loops over more than its capacity, the other one is flooded between its reads."""
-    looping = recorded(round_robin(15, 250), dropped=1)
-    situation = ManagerState([GroupState(group_of(100), {"i": MIB, "j": MIB}, 0)], looping)
-    with rehearsals(looping, workers=1) as rehearse:
-        (proposal,) = propose(situation, rehearse, TuningGoal(target=None))
-    assert proposal.proposed.outcome.hit_rate >= proposal.present.outcome.hit_rate
-
-
 def test_groups_that_nobody_asked_for_get_no_proposal() -> None:
     recording = recorded(round_robin(3, 10), source="other")
     with rehearsals(recording, workers=1) as rehearse:
@@ -185,12 +166,7 @@ _NAME = "<script>alert(1)</script>&\"'"
 
 
 def test_a_page_says_what_is_proposed_and_runs_nothing() -> None:
-    events: list[dict[str, Any]] = [{"type": "recent", "most_keys": 1, "until_us": 1}]
-    for turn in range(40):
-        base = {"source": _NAME, "trigger_time_us": turn * 1_000_000, "keys": [turn % 4, 10 + turn % 4]}
-        events.append({**base, "type": "GetCacheLocation", "query_type": "prefix_match"})
-        events.append({**base, "type": "StartWriteCache", "write_session_id": ""})
-    recording = read_recording(json.dumps(event).encode() for event in events)
+    recording = recorded([(float(turn), [turn % 4, 10 + turn % 4]) for turn in range(40)], source=_NAME)
     strategy = CacheReclaimStrategy(trigger_strategy=TriggerStrategy(0, 0.9))
     group = InstanceGroup(_NAME, quota=InstanceGroupQuota(4 << 20), cache_config=CacheConfig(strategy))
     situation = ManagerState([GroupState(group, {_NAME: 1 << 20}, 0)], recording)

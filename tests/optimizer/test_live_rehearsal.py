@@ -7,10 +7,12 @@ import json
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recordings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -85,25 +87,16 @@ class Core:
     async def write(self, instance: str, keys: list[int], failing: int) -> None:
         """Write blocks; `failing` of the last ones are not written after all."""
         manager = self.rig.manager
+        record = partial(self.record, instance, "StartWriteCache", keys=keys)
         try:
             started = await manager.start_write(instance, WriteRequest(keys))
         except CapacityError:
-            masked = len(keys)
-            self.record(
-                instance, "StartWriteCache", keys=keys, write_session_id="", block_mask=masked, refused_keys=masked
-            )
+            record(write_session_id="", block_mask=len(keys), refused_keys=len(keys))
             await self.evict()
             return
         mask, name = started.mask, started.session.id
         shown = mask.offset if mask.offset is not None else list(mask.flags or ())
-        self.record(
-            instance,
-            "StartWriteCache",
-            keys=keys,
-            write_session_id=name,
-            block_mask=shown,
-            refused_keys=started.rejected,
-        )
+        record(write_session_id=name, block_mask=shown, refused_keys=started.rejected)
         await self.evict()
         written = max(0, len(started.chunks) - failing)
         await manager.finish_write(instance, name, BlockMask(offset=written))
@@ -175,39 +168,21 @@ def test_what_is_rehearsed_is_what_the_core_did(
     assert outcome.found_blocks == found
 
 
-def recorded(*turns: tuple[float, list[int]], hits: int = 0) -> Recording:
-    """Turns that look up and then write, none of which found anything unless said."""
-    events: list[dict[str, Any]] = [{"type": "recent", "most_keys": 1, "until_us": 1}]
-    for number, (at, keys) in enumerate(turns):
-        base = {"source": "g-a", "trigger_time_us": int(at * 1e6)}
-        events += [
-            {**base, "type": "GetCacheLocation", "query_type": "prefix_match", "keys": keys, "hit_keys": hits},
-            {**base, "type": "StartWriteCache", "keys": keys, "write_session_id": str(number), "block_mask": hits},
-            {**base, "type": "FinishWriteCache", "write_session_id": str(number), "success_block": len(keys) - hits},
-        ]
-    return read_recording(json.dumps(event).encode() for event in events)
+recorded = partial(recordings.recorded, source="g-a")
 
 
 def test_without_limits_everything_is_found_again() -> None:
     turns = [(float(second), list(range(1, 11))) for second in range(5)]
-    outcome = rehearse(recorded(*turns), unlimited(group_of(3)), SIZES)
+    outcome = rehearse(recorded(turns), unlimited(group_of(3)), SIZES)
     assert (outcome.found_blocks, outcome.asked_blocks) == ({"g-a": 40}, {"g-a": 50})
     assert outcome.hit_rate == 0.8
     assert unlimited(group_of(3)).quota.capacity == UNLIMITED_BYTES
 
 
-def test_a_larger_quota_finds_more() -> None:
-    turns = [(float(second), [100 * (second % 3) + block for block in range(10)]) for second in range(30)]
-    rates = [rehearse(recorded(*turns), group_of(blocks), SIZES).hit_rate for blocks in (10, 20, 40)]
-    assert rates == sorted(rates)
-    assert rates[0] < 0.2
-    assert rates[-1] == 0.9
-
-
 def test_an_age_frees_room() -> None:
     turns = [(float(second), [100 * second + block for block in range(10)]) for second in range(60)]
-    plain = rehearse(recorded(*turns), group_of(1000), SIZES)
-    aged = rehearse(recorded(*turns), group_of(1000, ttl_seconds=5), SIZES)
+    plain = rehearse(recorded(turns), group_of(1000), SIZES)
+    aged = rehearse(recorded(turns), group_of(1000, ttl_seconds=5), SIZES)
     assert aged.mean_used_bytes < plain.mean_used_bytes / 3
     assert aged.evicted_blocks > 400
 
@@ -217,13 +192,13 @@ def test_what_is_being_deleted_takes_room_for_so_long() -> None:
     group = group_of(40, mark=0.5)
     strategy = replace(group.cache_config.reclaim_strategy, delay_before_delete_ms=5000)
     slow = replace(group, cache_config=replace(group.cache_config, reclaim_strategy=strategy))
-    assert rehearse(recorded(*turns), group, SIZES).refused_blocks == 0
-    assert rehearse(recorded(*turns), slow, SIZES).refused_blocks > 100
+    assert rehearse(recorded(turns), group, SIZES).refused_blocks == 0
+    assert rehearse(recorded(turns), slow, SIZES).refused_blocks > 100
 
 
 def test_what_was_there_before_is_there_again() -> None:
     """The blocks were found at once, so they were there; and a group that is full now was full then."""
-    recording = recorded((0.0, [1, 2, 3, 4]), hits=4)
+    recording = recorded([(0.0, [1, 2, 3, 4])], hits=4)
     assert rehearse(recording, group_of(10), SIZES).hit_rate == 1.0
     assert rehearse(recording, group_of(10), SIZES, used_bytes=1000).mean_used_bytes == 800
     assert rehearse(recording, group_of(3), SIZES).hit_rate < 1.0
@@ -231,7 +206,7 @@ def test_what_was_there_before_is_there_again() -> None:
 
 def test_an_engine_writes_again_what_it_missed() -> None:
     """It found four blocks and wrote the fifth; where the four are gone it would have written them, too."""
-    recording = recorded((0.0, [1, 2, 3, 4]), (1.0, [11, 12, 13]), (2.0, [1, 2, 3, 4]), (3.0, [1, 2, 3, 4]))
+    recording = recorded([(0.0, [1, 2, 3, 4]), (1.0, [11, 12, 13]), (2.0, [1, 2, 3, 4]), (3.0, [1, 2, 3, 4])])
     only_new = [
         access._replace(blocks=access.blocks[3:]) if place == 7 else access
         for place, access in enumerate(recording.accesses)
@@ -248,10 +223,10 @@ def test_an_instance_may_have_a_policy_of_its_own() -> None:
     own = replace(strategy, instance_overrides=(InstanceOverride("g-a", EvictionPolicy("lru")),))
     changed = replace(group, cache_config=replace(group.cache_config, reclaim_strategy=own))
     sizes = {"g-a": BLOCK_BYTES}
-    assert rehearse(recorded(*turns), changed, sizes).hit_rate > rehearse(recorded(*turns), group, sizes).hit_rate
+    assert rehearse(recorded(turns), changed, sizes).hit_rate > rehearse(recorded(turns), group, sizes).hit_rate
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_recorded_gives_nothing(policy: str) -> None:
-    outcome = rehearse(recorded(), group_of(5, policy), SIZES)
+    outcome = rehearse(recorded([]), group_of(5, policy), SIZES)
     assert (outcome.hit_rate, outcome.mean_used_bytes) == (0.0, 0.0)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
+from traces import trace_of
 
 from kvcm.optimizer.locality import Locality, distribution, locality_of, valuable_prefixes
 from kvcm.optimizer.trace import Trace
@@ -25,34 +26,12 @@ class Request(NamedTuple):
     writes_only: bool = False
 
 
-def trace_of(requests: Sequence[Request]) -> Trace:
-    numbers: dict[str, int] = {}
-    parents: list[int] = []
-    blocks: list[int] = []
-    for request in requests:
-        before = -1
-        for name in request.chain:
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                parents.append(before)
-            before = numbers[name]
-            blocks.append(before)
-    lengths = [len(request.chain) for request in requests]
-    reads = [0 if request.writes_only else len(request.chain) for request in requests]
-    return Trace(
-        name="small",
-        block_tokens=10,
-        times_us=np.array([request.seconds * 1_000_000 for request in requests], np.int64),
-        input_tokens=np.array(lengths, np.int64) * 10,
-        output_tokens=np.zeros(len(requests), np.int64),
-        sessions=np.array([request.session for request in requests], np.int32),
-        instances=np.zeros(len(requests), np.int32),
-        read_blocks=np.array(reads, np.int32),
-        writes=np.ones(len(requests), np.bool_),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        blocks=np.array(blocks, np.int32),
-        parents=np.array(parents, np.int32),
-        instance_block_tokens=(10,),
+def built(requests: Sequence[Request]) -> Trace:
+    return trace_of(
+        [request.chain for request in requests],
+        times_seconds=[request.seconds for request in requests],
+        read_blocks=[0 if request.writes_only else len(request.chain) for request in requests],
+        sessions=[request.session for request in requests],
     )
 
 
@@ -108,7 +87,7 @@ class Model:
 @settings(max_examples=examples(150), deadline=None)
 @given(histories())
 def test_statistics_are_those_of_counting_by_hand(requests: list[Request]) -> None:
-    found, model = locality_of(trace_of(requests)), Model(requests)
+    found, model = locality_of(built(requests)), Model(requests)
     assert found.reuse_seconds.count == len(model.waits)
     assert found.revisit_seconds.count == len(model.revisits)
     _is_spread_like(found.reuse_distance_blocks, model.distances)
@@ -144,7 +123,7 @@ def _has_sessions_of(found: Locality, requests: Sequence[Request], model: Model)
 @settings(max_examples=examples(80), deadline=None)
 @given(histories())
 def test_the_working_set_is_what_was_accessed_lately(requests: list[Request]) -> None:
-    found = locality_of(trace_of(requests)).working_set
+    found = locality_of(built(requests)).working_set
     start = requests[0].seconds
     for window, counts in found.windows.items():
         for at, count in zip(found.seconds.tolist(), counts.tolist(), strict=True):
@@ -156,7 +135,7 @@ def test_the_working_set_is_what_was_accessed_lately(requests: list[Request]) ->
 
 def test_blocks_that_live_as_long_as_the_trace_are_all_that_were_seen() -> None:
     requests = [Request(0, 0, ("a", "ab")), Request(10, 0, ("a", "ac")), Request(40, 1, ("a", "ab"))]
-    found = locality_of(trace_of(requests)).working_set
+    found = locality_of(built(requests)).working_set
     assert found.lifetimes_seconds[-1] == pytest.approx(40)
     # a and ab live 40 s, ac 30 s, of the 40 s that the trace takes.
     assert found.mean_blocks[-1] == pytest.approx((40 + 40 + 30) / 40)
@@ -167,7 +146,7 @@ def test_blocks_that_live_as_long_as_the_trace_are_all_that_were_seen() -> None:
 @settings(max_examples=examples(150), deadline=None)
 @given(histories())
 def test_prefixes_are_worth_what_they_save(requests: list[Request]) -> None:
-    trace, model = trace_of(requests), Model(requests)
+    trace, model = built(requests), Model(requests)
     tree = valuable_prefixes(trace, most=100)
     assert tree.saved_tokens == 10 * model.saved.total()
     assert sum(node.saved_tokens for node in tree.nodes) == tree.saved_tokens
@@ -196,7 +175,7 @@ def test_a_system_prompt_is_one_node_and_brings_its_ancestors_along() -> None:
     system = tuple(f"s{number}" for number in range(50))
     tails = [(f"u{user}",) for user in range(4)]
     requests = [Request(user, user, system + tails[user % 4]) for user in range(8)]
-    tree = valuable_prefixes(trace_of(requests), most=2)
+    tree = valuable_prefixes(built(requests), most=2)
     assert [(node.blocks, node.reuses, node.level) for node in tree.nodes] == [(50, 7, 0), (1, 1, 1)]
     assert tree.saved_tokens == 50 * 7 * 10 + 4 * 10
 

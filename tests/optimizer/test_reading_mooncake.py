@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,43 +44,18 @@ def test_the_hand_sized_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "requests", "accesses", "unique", "seconds", "block_tokens"),
-    [
-        ("mooncake_conversation", 12_031, 288_500, 182_790, 3_537, 512),
-        ("mooncake_synthetic", 3_993, 121_877, 43_924, 1_022, 512),
-        ("agentic_composed", 2_086, 4_031_251, 172_156, 9_946, 64),
-    ],
-)
-def test_real_traces(
-    real_trace: Callable[[str], Trace],
-    name: str, requests: int, accesses: int, unique: int, seconds: int, block_tokens: int,
-) -> None:  # fmt: skip
-    trace = real_trace(name)
-    assert (len(trace), trace.accesses, trace.unique_blocks) == (requests, accesses, unique)
-    assert (round(trace.span_seconds), trace.block_tokens) == (seconds, block_tokens)
-    assert trace.has_one_parent
-    assert not trace.bad_lines
-
-
-@pytest.mark.parametrize(
     ("text", "reason"),
     [
         (b"{", "truncated"),
         (b"[]", "Expected object, got array"),
-        (b"7 ", "Expected object, got int"),
         (line(timestamp=-1), "timestamp: -1 does not fit: Expected float >= 0"),
         (line(timestamp="now"), "timestamp: 'now' does not fit"),
-        (line(timestamp=True), "timestamp: True does not fit"),
         (line(timestamp=1e300), "timestamp: 1e+300 does not fit"),
-        (line().replace(b'"timestamp": 0', b'"timestamp": NaN'), "malformed"),
         (line().replace(b'"timestamp": 0', b'"timestamp": 1e999'), "timestamp: the value does not fit"),
         (line(input_length=-20), "input_length: -20 does not fit"),
         (line(input_length=1 << 31), "input_length: 2147483648 does not fit"),
-        (line(input_length=1.5), "input_length: 1.5 does not fit"),
-        (line(output_length=None), "output_length: None does not fit"),
         (line(ids=[1, "two"]), "hash_ids[1]: 'two' does not fit: Expected int, got str"),
         (line(ids=[1, 1 << 64]), "keys[1]: 18446744073709551616 has more than 64 bits"),
-        (line(ids=[1, -(1 << 63) - 1]), "keys[1]: -9223372036854775809 has more than 64 bits"),
         (line(ids=[1]).replace(b"[1]", b"[1" + b"0" * 5000 + b"]"), "hash_ids[0]: the value does not fit"),
         (line(session=[1]), "session: [1] does not fit"),
         (b'{"timestamp": 0}', "missing required field input_length"),
@@ -101,21 +76,10 @@ def test_the_first_hundred_bad_lines_are_kept() -> None:
     assert (len(trace.bad_lines), trace.bad_line_count) == (100, 150)
 
 
-def test_a_line_of_ten_megabytes() -> None:
-    ids = list(range(1_200_000))
-    trace = of(line(ids, input_length=12_000_000))
-    assert trace.accesses == len(ids)
-
-
 def test_an_id_twice_in_a_request_is_accessed_twice() -> None:
     trace = of(line([5, 5, 6]))
     assert trace.blocks.tolist() == [0, 0, 1]
     assert not trace.has_one_parent
-
-
-def test_ids_above_the_signed_ones_are_those_of_the_same_bits() -> None:
-    trace = of(line([(1 << 64) - 1, -1, 1 << 63, -(1 << 63)]))
-    assert trace.blocks.tolist() == [0, 0, 1, 1]
 
 
 def test_requests_are_sorted_by_time_and_stay_in_order_within_one() -> None:
@@ -125,13 +89,6 @@ def test_requests_are_sorted_by_time_and_stay_in_order_within_one() -> None:
     in_order = of(*(texts[each] for each in (3, 1, 4, 0, 2)))
     np.testing.assert_array_equal(trace.blocks, in_order.blocks)
     np.testing.assert_array_equal(trace.parents, in_order.parents)
-
-
-def test_many_requests_of_few_times_stay_in_order() -> None:
-    times = [number * 7 % 3 for number in range(1000)]
-    trace = of(*(line([number], timestamp=time, output_length=number) for number, time in enumerate(times)))
-    wanted = sorted(range(1000), key=lambda number: times[number])
-    assert trace.output_tokens.tolist() == wanted
 
 
 def test_sessions_are_numbered_as_they_appear() -> None:
@@ -144,9 +101,7 @@ def test_sessions_are_numbered_as_they_appear() -> None:
     [
         ([(1030, 3), (512, 1), (100, 1)], 512),  # the last block is partial
         ([(1030, 2), (512, 1), (100, 0)], 512),  # full ones only
-        ([(16, 1)], 16),  # whole blocks fit both ways
         ([(33, 2), (48, 3)], 16),  # 17 to 23 do not hold both
-        ([(1000, 10), (909, 10)], 100),  # the only one
     ],
 )
 def test_the_size_of_blocks_is_found_out(prompts: list[tuple[int, int]], size: int) -> None:
@@ -164,9 +119,7 @@ def test_the_size_of_blocks_is_found_out(prompts: list[tuple[int, int]], size: i
         ),
         ([(17, 1)], 17, "9 to 17 or 17 and more fit all prompts"),
         ([(16, 0)], 16, "no prompt tells it"),
-        ([(5, 1), (4, 1)], 4, "3 to 4 or 5 and more fit all prompts"),
         ([(35, 4), (28, 3), (20, 2), (40, 4)], 10, "10 to 11 fit all prompts"),
-        ([(0, 1), (0, 2)], 1, "none fits all prompts: line 1 has 0 tokens in 1 blocks"),
     ],
 )
 def test_a_size_that_cannot_be_found_out_is_assumed_and_said(

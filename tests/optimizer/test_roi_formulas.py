@@ -109,18 +109,6 @@ def test_storage_is_paid_by_the_month_and_gib() -> None:
     assert storage_price_per_hour(one(730 * 2**30), 0.1) == pytest.approx(0.1)
 
 
-@given(linear=st.just(0.0) | st.floats(1e-6, 1), quadratic=st.just(0.0) | st.floats(1e-9, 1e-3))
-def test_a_profile_is_found_from_exact_points(linear: float, quadratic: float) -> None:
-    assume(linear + quadratic > 0)
-    points = [(float(n), linear * n + quadratic * n * n / 2) for n in (100, 1000, 5000, 20_000)]
-    found = fit_profile(points)
-    longest = points[-1][1]
-    assert found.largest_error_seconds <= 1e-6 * longest
-    assert found.seconds(one(3000), one(0)) == pytest.approx(
-        linear * 3000 + quadratic * 3000 * 3000 / 2, abs=1e-6 * longest
-    )
-
-
 @given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(1e-3, 1e3)), min_size=1, max_size=6), numbers, numbers)
 def test_no_other_profile_has_smaller_squared_errors(
     points: list[tuple[float, float]], linear: float, quadratic: float
@@ -167,15 +155,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "bytes")
 
 
-def test_the_presets_are_the_published_figures() -> None:
-    deepseek, qwen = PRESETS["deepseek_v3"], PRESETS["qwen3_coder_480b"]
-    assert (deepseek.prefill_tokens_per_second, deepseek.kv_bytes_per_token) == (32_200, 70_272)
-    assert (qwen.prefill_tokens_per_second, qwen.kv_bytes_per_token) == (10_000, 253_952)
-    for preset in PRESETS.values():
-        assert (preset.gpus_per_node, preset.bandwidth_bytes_per_second) == (8, 20e9)
-    assert deepseek.saturation_share == pytest.approx(20e9 / (20e9 + 32_200 * 70_272))
-
-
 def test_a_deployment_is_a_preset_and_what_differs() -> None:
     asked = parse_deployment("deepseek_v3,gpu_hour=2.5,bandwidth=50e9")
     assert asked == replace(PRESETS["deepseek_v3"], price_per_gpu_hour=2.5, bandwidth_bytes_per_second=50e9)
@@ -195,14 +174,9 @@ def test_a_deployment_names_its_profile(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("deepseek", "'deepseek' is no preset; .*did you mean deepseek_v3"),
-        ("", "'' is no preset"),
         ("deepseek_v3,bandwith=1", "'bandwith' is no input; .*did you mean bandwidth"),
         ("deepseek_v3,gpu_hour=cheap", "gpu_hour is 'cheap'; allowed: a number"),
-        ("deepseek_v3,gpu_hour", "gpu_hour is ''"),
         ("deepseek_v3,usable=1.5", "usable_share is 1.5; allowed: above 0, up to 1"),
-        ("deepseek_v3,usable=nan", "usable_share is nan"),
-        ("deepseek_v3,offered=0", "offered_tokens_per_second is 0"),
-        ("deepseek_v3,bandwidth=inf", "bandwidth_bytes_per_second is inf"),
     ],
 )
 def test_what_is_no_deployment_is_refused_by_name(text: str, message: str) -> None:

@@ -24,12 +24,6 @@ def work(arrivals: list[float], links: list[float], prefills: list[float], laten
     return Work(np.array(arrivals), np.array(links) > 0, np.array(links), np.array(prefills), latency)
 
 
-def poisson(count: int, rate: float, prefills: np.ndarray, links: np.ndarray | None = None, seed: int = 7) -> Work:
-    arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
-    links = np.zeros(count) if links is None else links
-    return Work(arrivals - arrivals[0], links > 0, links, prefills, 0.0)
-
-
 works = st.integers(1, 12).flatmap(
     lambda count: st.builds(
         lambda gaps, links, prefills, latency: work(np.cumsum(gaps).tolist(), links, prefills, latency),
@@ -139,25 +133,6 @@ def test_loads_of_a_node_share_its_link_and_prefills_follow(asked: Work) -> None
     assert (met.seconds + asked.arrivals).max() == pytest.approx(max(ends.values()), abs=1e-6)
 
 
-def test_the_wait_at_one_node_is_that_of_pollaczek_and_khinchine() -> None:
-    count, rate = 30_000, 0.6
-    fixed = np.ones(count)
-    mixed = np.where(np.random.default_rng(3).random(count) < 0.2, 3.0, 0.5)
-    for prefills in (fixed, mixed):
-        wait = rate * np.square(prefills).mean() / (2 * (1 - rate * prefills.mean()))
-        met = simulate(poisson(count, rate, prefills), nodes=1)
-        assert met.waited_seconds == pytest.approx(wait, rel=0.08)
-        assert met.prefill_busy == pytest.approx(rate * prefills.mean(), rel=0.03)
-
-
-def test_a_load_on_a_shared_link_takes_as_long_as_processor_sharing_says() -> None:
-    count, rate = 20_000, 0.6
-    links = np.where(np.random.default_rng(3).random(count) < 0.2, 3.0, 0.5)
-    met = simulate(poisson(count, rate, np.zeros(count), links), nodes=1)
-    assert met.seconds.mean() == pytest.approx(links.mean() / (1 - rate * links.mean()), rel=0.05)
-    assert met.link_busy == pytest.approx(rate * links.mean(), rel=0.03)
-
-
 def test_nodes_are_as_busy_as_the_formula_of_nodes_says() -> None:
     # 30 tokens four times a second, of which 20 are loaded: 0.4 nodes prefill and 0.2 links load, on 2 nodes.
     trace = trace_of([[1, 2, 3]] * 2000, times_seconds=np.linspace(0, 500, 2000).tolist())
@@ -165,23 +140,6 @@ def test_nodes_are_as_busy_as_the_formula_of_nodes_says() -> None:
     met = simulate(asked, nodes=2)
     assert met.prefill_busy * 2 == pytest.approx(4 * 10 / 100, rel=0.01)
     assert met.link_busy * 2 == pytest.approx(4 * 20 * 2.5e-3, rel=0.01)
-
-
-def test_more_nodes_and_more_hits_wait_less() -> None:
-    count = 4000
-    none = poisson(count, 2.5, np.ones(count))
-    hits = poisson(count, 2.5, np.full(count, 0.6), np.full(count, 0.1))
-    means = [simulate(none, nodes=nodes).spread.mean for nodes in (2, 3, 4, 8)]
-    assert means == sorted(means, reverse=True)
-    assert simulate(hits, nodes=3).spread.p99 < simulate(none, nodes=3).spread.p99
-
-
-def test_loads_are_hidden_behind_prefills_of_others() -> None:
-    # Two requests at once on one node, 1 s of load and 1 s of prefill each: links are shared until 2 s.
-    asked = work([0, 0], [1, 1], [1, 1])
-    assert sorted(simulate(asked, nodes=1).seconds.tolist()) == pytest.approx([3, 4])
-    staggered = work([0, 1, 2], [1, 1, 1], [1, 1, 1])
-    assert simulate(staggered, nodes=1).seconds.tolist() == pytest.approx([2, 2, 2])
 
 
 def test_percentiles_are_times_of_requests() -> None:

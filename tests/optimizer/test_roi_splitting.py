@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
-from traces import HAND, trace_of
+from traces import HAND
 
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.options import PolicySpec
@@ -110,21 +110,6 @@ def test_blocks_without_a_common_size_have_a_bound(curves: list[list[float]], bu
     assert sum(share.stored_bytes for share in found.shares) <= budget * (1 + 1e-9)
 
 
-def test_a_cliff_is_jumped_where_steps_up_to_it_gain_nothing() -> None:
-    # Three blocks give nothing to the first, the fourth all; the second gains a little from each.
-    cliff, slope = service("cliff", [0, 0, 0, 0, 10]), service("slope", [0, 3, 6, 9, 12])
-    for budget, cliffs, total in ((3, 0, 9), (4, 0, 12), (5, 4, 13), (8, 4, 22)):
-        found = split_budget([cliff, slope], budget)
-        assert (found.shares[0].capacity_blocks, found.net_per_hour) == (cliffs, total)
-    assert split_budget([cliff, slope], 5).method == "grid"
-
-
-def test_what_costs_more_than_it_saves_is_left() -> None:
-    found = split_budget([service("one", [0, 5, 6, 6.5], price=2.0)], 3)
-    assert found.shares[0].capacity_blocks == 1
-    assert found.net_per_hour == pytest.approx(3)
-
-
 @pytest.mark.parametrize("budget", [-1.0, math.nan])
 def test_what_cannot_be_split_is_refused(budget: float) -> None:
     with pytest.raises(OptionError, match=f"budget_bytes: {budget:.15g}; allowed: from 0"):
@@ -191,9 +176,3 @@ def test_the_grid_is_the_best_of_each_pair() -> None:
         assert found.best_blocks[row, column] == alone.capacity_blocks[alone.best]
         assert found.net_per_hour[row, column] == alone.net_per_hour[alone.best]
     assert not found.best_blocks[0].any()
-
-
-def test_swings_of_a_trace_without_reuse_are_nothing() -> None:
-    trace = trace_of([[1], [2], [3]])
-    swings = sensitivity([replay(trace, LRU, 3, keep_requests=True)], trace, SMALL)
-    assert {each.low_net for each in swings} | {each.high_net for each in swings} == {0.0}

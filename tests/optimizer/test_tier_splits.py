@@ -76,26 +76,6 @@ def test_requests_may_read_less_than_they_write(trace: Trace, data: st.DataObjec
     check_split(split_curve(trace), trace, tiers_of([2, 3, 4], [(8.0, 0.5)]))
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic"])
-def test_real_traces_split_as_they_replay(real_trace: Callable[[str], Trace], name: str) -> None:
-    trace = real_trace(name)
-    curve = split_curve(trace)
-    for text in ("gpu:1%,host:3%,ssd:6%", "gpu:2%,host:8%,ssd:20%,pool:70%"):
-        tiers = list(parse_tiers(text, trace.unique_blocks))
-        done = replay_tiers(trace, tiers)
-        hits = curve.at([[tier.capacity_blocks for tier in tiers]])
-        assert hits.prefix_blocks[0].tolist() == [use.prefix_blocks for use in done.tiers]
-        assert hits.prefix_tokens[0].tolist() == [use.prefix_tokens for use in done.tiers]
-        assert hits.loading_requests[0].tolist() == (done.request_hits > 0).sum(axis=0).tolist()
-
-
-def test_published_rate_of_ten_per_cent_in_three_tiers(real_trace: Callable[[str], Trace]) -> None:
-    trace = real_trace("mooncake_conversation")
-    room = trace.unique_blocks // 10
-    hits = split_curve(trace).at([[room // 10, room // 2, room - room // 10 - room // 2]])
-    assert hits.prefix_blocks.sum() / trace.totals.blocks == pytest.approx(0.2784, abs=5e-5)
-
-
 def best_of(curve: SplitCurve, tiers: list[Tier], budget: float, block_bytes: int = BLOCK_BYTES) -> BestSplit:
     return best_split(curve, tiers, budget, block_bytes=block_bytes, recompute_seconds_per_token=PER_TOKEN)
 
@@ -160,24 +140,9 @@ def test_a_budget_stops_where_more_room_is_of_no_use() -> None:
     assert best_of(once, [dear], 1e6).capacities == (1,)
 
 
-def test_what_is_free_is_taken_whole() -> None:
-    best = best_of(split_curve(HAND), [Tier("gpu", 2), Tier("host", 0, price_per_gib_month=2**30 / BLOCK_BYTES)], 3.0)
-    assert best.capacities == (2, 3)
-    assert best.price_per_month == 3.0
-
-
 def test_a_prefix_that_loads_slower_than_it_computes_saves_nothing() -> None:
     curve = split_curve(HAND)
     assert best_of(curve, [Tier("tape", 8, bandwidth_bytes_per_second=0.001)], 1.0).saved_seconds == 0.0
-
-
-def test_a_real_budget_buys_no_less_than_any_single_tier(real_trace: Callable[[str], Trace]) -> None:
-    trace = real_trace("mooncake_synthetic")
-    curve, size = split_curve(trace), block_bytes_of(trace, 70_272)
-    tiers = list(parse_tiers("gpu:1%,host:0,ssd:0,pool:0", trace.unique_blocks))
-    both = best_of(curve, tiers, 1000.0, size).saved_seconds
-    for one in tiers[1:]:
-        assert both >= best_of(curve, [tiers[0], one], 1000.0, size).saved_seconds
 
 
 def test_what_cannot_be_split_is_refused() -> None:

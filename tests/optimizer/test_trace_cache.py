@@ -65,11 +65,6 @@ def test_the_second_reading_takes_what_the_first_one_kept(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir() if each != path] == ["trace.jsonl.kvtrace"]
 
 
-def test_without_a_cache_nothing_is_kept(path: Path) -> None:
-    read(path, use_cache=False)
-    assert not cache_path(path).exists()
-
-
 def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path: Path) -> None:
     read(path)
     before = path.stat()
@@ -77,12 +72,6 @@ def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
     assert read(path).unique_blocks == 6
-
-
-def test_a_copy_with_other_times_takes_what_is_kept(path: Path) -> None:
-    read(path)
-    os.utime(path, ns=(1, 1))
-    assert is_from_cache(path)
 
 
 def test_other_options_are_read_anew(path: Path) -> None:

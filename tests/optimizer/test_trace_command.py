@@ -93,8 +93,3 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     assert "of no known format" in refused("info", tmp_path / "text")
     assert "is out of range" in refused("info", tmp_path / "text", "--format", "mooncake", "--block-tokens", 1 << 40)
     assert "No such file" in refused("convert", tmp_path / "none", tmp_path / "out", "--to", "mooncake")
-
-
-def test_a_directory_that_is_not_there_cannot_be_written_to(file: Path, tmp_path: Path) -> None:
-    _, stderr = run("convert", file, tmp_path / "none" / "out", "--to", "mooncake", code=2)
-    assert "No such file or directory" in stderr

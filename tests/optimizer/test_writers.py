@@ -21,7 +21,7 @@ from kvcm.optimizer.errors import OptionError, TraceError
 from kvcm.optimizer.formats import FORMATS, format_of
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.trace import Trace
-from kvcm.optimizer.writers import WRITERS, Pseudonyms, anonymise, lost_in, write_atomic, write_trace
+from kvcm.optimizer.writers import Pseudonyms, anonymise, lost_in, write_atomic, write_trace
 
 
 def there_and_back(trace: Trace, format_name: str) -> Trace:
@@ -30,10 +30,6 @@ def there_and_back(trace: Trace, format_name: str) -> Trace:
         write_trace(trace, path, format_name)
         size = None if format_name == "qwen_bailian" else trace.block_tokens
         return read_trace(path, format=format_name, block_tokens=size, use_cache=False)
-
-
-def test_there_is_a_writer_for_every_format() -> None:
-    assert set(WRITERS) == set(FORMATS)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -293,11 +289,3 @@ def test_nothing_is_left_behind_where_it_fails(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="block_tokens: lines name blocks by their tokens only; give the tokens per"):
         anonymise(tmp_path / "in", tmp_path / "out", Pseudonyms())
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
-
-
-def test_progress_covers_both_passes(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", LINES["mooncake"])
-    told: list[tuple[int, int]] = []
-    anonymise(source, tmp_path / "out", Pseudonyms(), progress=lambda done, total: told.append((done, total)))
-    size = source.stat().st_size
-    assert told == [(size, 2 * size), (2 * size, 2 * size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from kvcm.optimizer.trace import Trace
 
 
 def trace_of(
-    requests: Sequence[Sequence[int]],
+    requests: Sequence[Sequence[Hashable]],
     *,
     times_seconds: Sequence[float] | None = None,
     input_tokens: Sequence[int] | None = None,
@@ -29,7 +29,7 @@ def trace_of(
         writes: True by default.
         sessions: unknown by default.
     """
-    numbers: dict[int, int] = {}
+    numbers: dict[Hashable, int] = {}
     parents: list[int] = []
     is_tree = True
     rows = []

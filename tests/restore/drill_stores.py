@@ -13,8 +13,6 @@ from pathlib import Path
 from manager_site import Manager
 from redis_servers import Standalone
 
-__all__ = ["DRILL", "DrillStore", "kvcm", "run_drill"]
-
 DRILL = Path(__file__).parents[2] / "docs/examples/restore_drill.sh"
 _SECONDS = 120
 

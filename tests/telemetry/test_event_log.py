@@ -340,17 +340,6 @@ async def test_a_ring_that_is_off_says_so() -> None:
     assert (ring.is_active, summary["most_keys"], events) == (False, 0, [])
 
 
-async def test_what_comes_while_it_is_told_does_not_matter() -> None:
-    ring = RecentAccesses(1 << 20)
-    for _ in range(100):
-        ring.add("i", "GetCacheLocation", {}, range(100))
-    lines = ring.lines()
-    summary = json.loads(await anext(lines))
-    ring.add("i", "GetCacheLocation", {}, range(100))
-    events = [line async for part in lines for line in part.splitlines()]
-    assert (summary["kept_events"], len(events)) == (100, 100)
-
-
 @given(st.integers(1, 500), st.lists(st.integers(0, 200), max_size=40), st.integers(0, 50))
 def test_no_more_is_held_than_was_allowed(most: int, sizes: list[int], flags: int) -> None:
     ring = RecentAccesses(most)

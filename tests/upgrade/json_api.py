@@ -9,8 +9,6 @@ from typing import Any
 
 from manager_site import Manager
 
-__all__ = ["JsonApi"]
-
 _SECONDS = 30.0
 
 

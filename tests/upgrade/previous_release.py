@@ -11,8 +11,6 @@ from typing import Final
 
 import pytest
 
-__all__ = ["ROOT", "THIS", "Release", "previous_release"]
-
 ROOT = Path(__file__).parents[2]
 
 _BEFORE_THE_FIRST_TAG: Final = "20836a47e"

@@ -27,8 +27,6 @@ from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
-__all__ = ["Place", "main"]
-
 _SPEC = LocationSpecInfo("kv", 4096)
 _SECONDS = 20.0
 Place = Mapping[str, str]
@@ -158,25 +156,6 @@ def _calls(place: Place) -> Told:
     return told
 
 
-def _json_calls(place: Place) -> Told:
-    """Ask over HTTP."""
-    name, told = place["name"], {}
-    asked: list[tuple[str, str, Told]] = [
-        ("http", "getCacheLocation", {"instance_id": name, "query_type": "QT_PREFIX_MATCH", "block_keys": ["1", "2"]}),
-        ("http", "getCacheLocationLen", {"instance_id": name, "block_keys": [1, 2]}),
-        ("http", "getClusterInfo", {}),
-        ("admin_http", "checkHealth", {}),
-        ("admin_http", "getUsage", {"group_name": name}),
-        ("admin_http", "listInstanceGroup", {}),
-        ("admin_http", "getLeaderElectorConfig", {}),
-        ("admin_http", "noSuchCall", {}),
-    ]
-    for port, call, body in asked:
-        status, answer = _http("POST", f"http://{place[port]}/api/{call}", body)
-        told[call] = [status, sorted(answer), answer.get("header", {}).get("status", {}).get("code")]
-    return told
-
-
 def _commands(place: Place) -> Told:
     """Run the command line of this release."""
     name, told = place["name"], {}
@@ -216,7 +195,7 @@ def main() -> None:
     """Do everything, and print what came of it."""
     place: Place = json.loads(sys.argv[1])
     Path(place["folder"]).mkdir(parents=True, exist_ok=True)
-    parts = (_resources, _engine, _calls, _json_calls, _commands)
+    parts = (_resources, _engine, _calls, _commands)
     print(json.dumps({part.__name__.lstrip("_"): part(place) for part in parts}))
 
 

@@ -11,8 +11,6 @@ from json_api import JsonApi
 from manager_site import Manager
 from mixed_load import bytes_of, bytes_stored, store_bytes
 
-__all__ = ["GROUP", "INSTANCE", "World"]
-
 GROUP, INSTANCE, STORAGE, LEAVING = "team", "team-model", "disk", "old-disk"
 _SPEC_BYTES = 512  # what `store_bytes` writes
 _SECONDS = 600
