@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable, T
+from registry_rig import GROUP, INSTANCE, Opener
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import (
@@ -88,24 +87,6 @@ class BrokenTable(MemoryTable):
 
     async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
         raise StorageIOError("the store went away")
-
-
-class DyingTable(SuspendingTable):
-    """A way to a table that goes away after so many calls: before the next is made, or before its answer comes."""
-
-    def __init__(self, table: Table, calls: int, *, is_late: bool) -> None:
-        super().__init__(table)
-        self._calls = calls
-        self._is_late = is_late
-
-    async def _suspended(self, name: str, call: Coroutine[Any, Any, T]) -> T:
-        self._calls -= 1
-        if self._calls < 0 and not self._is_late:
-            self.outage = StorageIOError("the store went away")
-        result = await super()._suspended(name, call)
-        if self._calls < 0:
-            raise StorageIOError("the store went away before it answered")
-        return result
 
 
 def registry_over(table: Table | None = None, opener: Opener | None = None) -> Registry:

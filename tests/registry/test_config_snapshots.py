@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_rig import INSTANCE, Opener, SuspendingTable
+from registry_rig import INSTANCE, DyingTable, Opener, SuspendingTable
 from snapshot_rig import (
     CONFIG,
     GROUPS,
     MOONCAKE,
     SECRET,
     BrokenTable,
-    DyingTable,
     documents,
     loaded,
     refused_without_a_trace,
@@ -251,9 +250,6 @@ async def test_a_removed_storage_comes_back_with_its_own_medium_only() -> None:
     assert await registry.snapshots.export() == CONFIG
 
 
-# ── A load is there as a whole or not at all ──
-
-
 # ── all or nothing ──
 
 _SPOILT: list[Callable[[Configuration], Configuration]] = [
@@ -387,16 +383,6 @@ async def test_a_load_and_changes_of_others_come_one_after_the_other(pauses: lis
     assert len(uids) == len(seen.instances)
 
 
-async def test_two_loads_at_a_time_end_as_one_after_the_other() -> None:
-    table = MemoryTable()
-    first, second = (registry_over(SuspendingTable(table)) for _ in range(2))
-    one = Configuration(quotas=(GlobalQuota("x", 1), GlobalQuota("y", 1)))
-    two = Configuration(quotas=(GlobalQuota("x", 2), GlobalQuota("y", 2)))
-    await asyncio.gather(first.snapshots.load(one), second.snapshots.load(two))
-    seen = await registry_over(table).snapshots.export()
-    assert seen in (one, two)
-
-
 async def test_a_configuration_that_never_rests_refuses_the_load() -> None:
     class Busy(MemoryTable):
         """Somebody is always faster."""
@@ -407,17 +393,6 @@ async def test_a_configuration_that_never_rests_refuses_the_load() -> None:
 
     with pytest.raises(NotReadyError, match="nothing was loaded"):
         await registry_over(Busy()).snapshots.load(CONFIG)
-
-
-async def test_what_is_loaded_reaches_other_managers() -> None:
-    table = MemoryTable()
-    opener = Opener()
-    other = registry_over(table, opener)
-    await other.load()
-    await loaded(table=table)
-    assert await other.refresh()
-    assert await other.snapshots.export() == CONFIG
-    assert sorted(opener.calls) == [("open", "dummy"), ("open", "nfs"), ("open", "pool")]
 
 
 # ── Secrets leave the manager with no snapshot ──

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable
+from registry_rig import GROUP, INSTANCE, DyingTable, Opener, SuspendingTable
 from thoroughness import examples
 
 from kvcm.model.errors import (
@@ -46,35 +46,6 @@ class WatchedTable(MemoryTable):
 
     def registered(self) -> list[str]:
         return [name for name in self._documents if name.startswith("instance/")]
-
-
-class Mortal:
-    """A manager's way to the table; after so many calls the manager is dead."""
-
-    def __init__(self, table: SuspendingTable, calls: int) -> None:
-        self._table = table
-        self._calls = calls
-
-    def _live(self) -> SuspendingTable:
-        self._calls -= 1
-        if self._calls < 0:
-            raise StorageIOError("dead")
-        return self._table
-
-    async def get(self, name: str) -> bytes | None:
-        return await self._live().get(name)
-
-    async def all(self) -> Mapping[str, bytes]:
-        return await self._live().all()
-
-    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
-        return await self._live().replace(name, old, new, due)
-
-    async def due(self, now: float, most: int) -> list[str]:
-        return await self._live().due(now, most)
-
-    async def version(self) -> int:
-        return await self._live().version()
 
 
 def pauses(numbers: Sequence[int]) -> Iterator[int]:
@@ -113,7 +84,7 @@ def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
         table = WatchedTable()
         table.limit = limit
         await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=limit))
-        registries = [Registry(Opener(), Mortal(SuspendingTable(table, pauses(p)), life)) for _, p, life in managers]
+        registries = [Registry(Opener(), DyingTable(table, life, pauses=pauses(p))) for _, p, life in managers]
         async with asyncio.TaskGroup() as tasks:
             for registry, (calls, _, _) in zip(registries, managers, strict=True):
                 tasks.create_task(run(registry, calls))
@@ -149,7 +120,7 @@ async def cut_off(table: MemoryTable, life: int) -> bool:
     """Register an instance `a` through a manager that dies after so many calls. Whether only its seat was taken."""
     await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=1))
     with suppress(StorageIOError):
-        await Registry(Opener(), Mortal(SuspendingTable(table), life)).instances.register(instance("a"))
+        await Registry(Opener(), DyingTable(table, life)).instances.register(instance("a"))
     return await table.get("seats/group") is not None and await table.get("instance/a") is None
 
 
@@ -184,7 +155,7 @@ async def test_a_removal_that_was_cut_off_before_the_seat_is_no_registration_to_
         await registry.groups.create(replace(GROUP, max_instance_count=1))
         await registry.instances.register(instance("a"))
         with suppress(StorageIOError):
-            await Registry(Opener(), Mortal(SuspendingTable(table), life)).instances.remove("a")
+            await Registry(Opener(), DyingTable(table, life)).instances.remove("a")
         if await table.get("instance/a") is None and await table.get("seats/group") is not None:
             seen += 1
             await Registry(Opener(), table).instances.register(instance("b"))

@@ -38,11 +38,6 @@ def holder(leadership: Leadership) -> tuple[bool, str, float | None]:
     return leadership.is_leader, leadership.leader_node_id, leadership.expires
 
 
-def test_nobody_leads_before_the_first_tick(leadership: Leadership) -> None:
-    assert holder(leadership) == (False, "", None)
-    assert (leadership.last_tick, leadership.token, leadership.leader_endpoint) == (0.0, 0, None)
-
-
 async def test_a_tick_takes_the_lease(leadership: Leadership) -> None:
     await leadership.tick()
     assert holder(leadership) == (True, "node-1", 109.0)  # ten seconds, less the margin
