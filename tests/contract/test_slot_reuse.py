@@ -74,6 +74,22 @@ def let_grace_pass(world: SlotWorld) -> None:
     world.clock.time += GRACE_SECONDS
 
 
+async def with_free_slots(world: SlotWorld) -> list[str]:
+    """Fill a file, and free its first four slots. Returns the parts that the file had."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    return uris
+
+
+async def check_space(world: SlotWorld, *, by_blocks: bool = True) -> None:
+    await live_through(world, 6000, 400, by_blocks=by_blocks)
+    counts = world.counts
+    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
+    assert counts.reused > counts.created / 2
+    assert counts.space_ratio <= 1.2, counts
+
+
 def path_of(uri: str) -> Path:
     return Path(LocationUri.parse(uri).path)
 
@@ -85,21 +101,13 @@ async def test_invariant_5_and_the_space_that_files_take_up(tmp_path: Path, spec
     if not can_punch_holes(tmp_path):
         pytest.skip("this file system does not give holes back")
     world = SlotWorld(tmp_path / "root", Random(5), slot_bytes=16 * KIB, specs=specs)
-    await live_through(world, 6000, 400)
-    counts = world.counts
-    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
-    assert counts.reused > counts.created / 2
-    assert counts.space_ratio <= 1.2, counts
+    await check_space(world)
 
 
 async def test_the_space_that_files_take_up_where_no_holes_can_be_punched(without_holes: Path) -> None:
     assert not can_punch_holes(without_holes)
     world = SlotWorld(without_holes / "root", Random(6), slot_bytes=16 * KIB, specs=("tp0", "tp1"))
-    await live_through(world, 6000, 400, by_blocks=False)
-    counts = world.counts
-    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
-    assert counts.reused > counts.created / 2
-    assert counts.space_ratio <= 1.2, counts
+    await check_space(world, by_blocks=False)
 
 
 async def test_a_slot_is_free_when_its_grace_is_over(world: SlotWorld) -> None:
@@ -135,9 +143,7 @@ async def test_nothing_is_handed_out_again_before_its_bytes_are_deleted(world: S
 @pytest.mark.parametrize("grace_seconds", [0.0, GRACE_SECONDS])
 async def test_it_can_be_switched_off(world: SlotWorld, grace_seconds: float) -> None:
     world.storage._files.free._reuse.grace_seconds = grace_seconds
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    await with_free_slots(world)
     await world.create(4)
     assert world.counts.reused == (4 if grace_seconds else 0)
 
@@ -181,9 +187,7 @@ async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: 
 
 
 async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_the_old_ones(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     again = await world.create(2)
     await world.delete(uris[4:6])
     world.storage = world.opened()
@@ -196,9 +200,7 @@ async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_t
 
 
 async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     world.leads = False
     assert not {*slots(await world.create(2))} & {*slots(uris)}
     world.leads = True
@@ -207,9 +209,7 @@ async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> No
 
 async def test_what_was_not_handed_on_is_deleted_again(world: SlotWorld) -> None:
     """Another writer was faster for these blocks."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     again = await world.allocate(2)
     path = LocationUri.parse(uris[0]).path
     assert deleted_slots(path) == {2, 3}
@@ -230,25 +230,17 @@ async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:
     assert slots(await world.create(7)) == slots(uris[:7])
 
 
-async def test_a_file_that_went_meanwhile_is_not_handed_out(world: SlotWorld) -> None:
-    """A scrub or an operator removed it behind the manager's back."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
+@pytest.mark.parametrize("is_linked", [False, True], ids=["gone", "a link"])
+async def test_a_file_that_was_removed_or_replaced_is_not_handed_out(
+    world: SlotWorld, tmp_path: Path, is_linked: bool
+) -> None:
+    """A scrub or an operator did it without the manager."""
+    (tmp_path / "victim").write_bytes(b"v" * 4096)
+    uris = await with_free_slots(world)
     path = path_of(uris[0])
-    let_grace_pass(world)
     path.unlink()
-    assert str(path) not in {name for name, _ in slots(await world.create(4))}
-
-
-async def test_a_link_in_place_of_a_file_is_not_handed_out(world: SlotWorld, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"v" * 4096)
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    path = path_of(uris[0])
-    let_grace_pass(world)
-    path.unlink()
-    path.symlink_to(victim)
+    if is_linked:
+        path.symlink_to(tmp_path / "victim")
     assert str(path) not in {name for name, _ in slots(await world.create(4))}
 
 
@@ -267,9 +259,7 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     world: SlotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets fresh files, so do those after it; what was handed to it too late comes back."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     answers, record_owner = threading.Event(), kvcm.storage.file_slots.record_owner
 
     def hang(path: str, numbers: list[int], location_id: str) -> bool:
@@ -300,17 +290,13 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
 
 async def test_only_what_stands_beside_the_file_as_deleted_is_handed_out(world: SlotWorld) -> None:
     """What a manager remembers may be old: the file was made anew, and somebody else has that slot."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     notes_of(uris[0]).write_bytes(b"\n0.\n1+ab.\n3.\n3+ac.")
     assert {*slots(await world.create(4))} & {*slots(uris)} == {*slots(uris[:1])}
 
 
 async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     notes = notes_of(uris[0])
     notes.unlink()
     notes.mkdir()
@@ -318,9 +304,7 @@ async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
 
 
 async def test_what_is_free_stays_free_when_the_storage_is_configured_anew(world: SlotWorld, tmp_path: Path) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     same = world.opened()
     same.take_over(world.storage)
     elsewhere = SlotWorld(tmp_path / "elsewhere", Random(0), slot_bytes=512, slots_per_file=8)
@@ -351,9 +335,7 @@ async def test_notes_stay_short_however_often_slots_change_hands(world: SlotWorl
 
 async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: SlotWorld) -> None:
     """While it was removed its blocks were forgotten, and so was whoever else lies in its files."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     world.storage.close()
     again = world.opened()
     again.take_over(world.storage)

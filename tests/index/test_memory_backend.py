@@ -480,15 +480,6 @@ async def test_a_block_costs_less_than_400_bytes_with_its_answer() -> None:
     assert (after - before) / backend.key_count < 400
 
 
-async def test_an_answer_and_its_record_share_the_chunk() -> None:
-    backend = MemoryBackend()
-    made = record()
-    await backend.write_many([Change(1, None, made)])
-    (read,) = await backend.get_many([1])
-    assert read is not None
-    assert read.locations[0].chunk is made.locations[0].chunk
-
-
 async def test_loaded_records_count_like_written_ones() -> None:
     written, loaded = MemoryBackend(), MemoryBackend()
     places = [location(status=STATUSES[key % 3])._replace(deadline=5.0 * (key % 3 < 2)) for key in range(9)]

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest
@@ -50,21 +49,6 @@ def rig() -> Rig:
 def test_shards_are_a_power_of_two(shard_count: int) -> None:
     with pytest.raises(ValueError, match=str(shard_count)):
         MetaIndex(CountingBackend(), TableView(), shard_count=shard_count)
-
-
-async def test_put_stores_and_replaces(rig: Rig) -> None:
-    first, second = record(location("a")), record(location("b"), depth=3)
-    assert await rig.index.put({1: first, 2: first}) == [Change(1, None, first), Change(2, None, first)]
-    assert await rig.index.put({2: second}) == [Change(2, first, second)]
-    assert await rig.index.get([2, 3, 1]) == [second, None, first]
-    assert rig.index.key_count == 2
-
-
-async def test_update_replaces_only_what_is_there(rig: Rig) -> None:
-    old, new = record(location("a")), record(location("b"))
-    await rig.index.put({1: old})
-    assert await rig.index.update({1: new, 2: new}) == [Change(1, old, new), Change(2, None, None)]
-    assert await rig.index.get([1, 2]) == [new, None]
 
 
 async def test_delete_removes_and_forgives(rig: Rig) -> None:
@@ -230,17 +214,6 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
         assert sum(keys for _, keys in rig.told) == rig.index.key_count
         assert all(keys or any(usage.values()) for usage, keys in rig.told), "no news is not told"
         assert rig.index.key_count <= limit
-
-
-# Listing.
-
-
-async def test_children_scan_and_samples_come_from_the_backend(rig: Rig) -> None:
-    await rig.index.put({1: record(), 2: record(parent=1), 3: record(parent=1), 4: record(parent=2)})
-    assert sorted(await rig.index.children(1)) == [2, 3]
-    assert [sorted(page) for page in [page async for page in rig.index.scan(4)]] == [[1, 2, 3, 4]]
-    assert sorted(await rig.index.random_sample(10, Random(1))) == [1, 2, 3, 4]
-    assert len(await rig.index.random_sample(2, Random(1))) == 2
 
 
 # ── Usage when a shared store does what it is told and its answer is lost ──

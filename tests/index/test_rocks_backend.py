@@ -217,10 +217,6 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
         await store.close()
 
 
-def written_at(seconds: float) -> BlockRecord:
-    return BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, seconds),))
-
-
 async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_together(tmp_path: Path) -> None:
     store, index = opened(tmp_path)
     backend = index.backend(1)
@@ -230,28 +226,6 @@ async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_toge
     store, index = await reopened(store, tmp_path)
     assert await index.backend(1).accesses([1, 2]) == [Access(5, 0)] * 2
     await store.close()
-
-
-async def after_restart(directory: Path, *records: BlockRecord | None) -> Access | None:
-    """The last access that a restart finds of a block, read once at 50 after the first of these was stored."""
-    store, index = opened(directory)
-    backend = index.backend(1)
-    for number, record in enumerate(records):
-        await write(backend, {1: record})
-        if number == 0:
-            await backend.touch({1: 1}, 50.0)
-    before = await backend.accesses([1])
-    store, index = await reopened(store, directory)
-    after = await index.backend(1).accesses([1])
-    await store.close()
-    assert before == after
-    return after[0]
-
-
-async def test_reads_outlive_updates_but_not_the_block(tmp_path: Path) -> None:
-    assert await after_restart(tmp_path / "updated", written_at(7.0), written_at(9.0)) == Access(50, 1)
-    assert await after_restart(tmp_path / "gone", written_at(7.0), None) is None
-    assert await after_restart(tmp_path / "back", written_at(7.0), None, written_at(9.0)) == Access(9, 0)
 
 
 async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> None:

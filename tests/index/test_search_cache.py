@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -367,23 +368,13 @@ def test_filtered_specs_keep_their_order_and_spec_size_counts_all(wanted: set[st
 CHUNKS = st.lists(st.lists(st.sampled_from([b"a", b"bb", b"ccc", b"dddd", b""]), max_size=8), max_size=8)
 
 
-class Time:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @given(batches=CHUNKS, most_bytes=st.integers(0, 2000), pause=st.sampled_from([0.0, 25.0, 90.0]))
 def test_results_are_those_of_the_function_in_order(batches: list[list[bytes]], most_bytes: int, pause: float) -> None:
-    time = Time()
-    memo = ChunkCache(bytes.upper, most_bytes, time)
+    clock = FakeClock()
+    memo = ChunkCache(bytes.upper, most_bytes, clock.now)
     for batch in batches:
         assert memo.map(batch) == [chunk.upper() for chunk in batch]
-        time.seconds += pause
+        clock.time += pause
 
 
 def test_a_known_chunk_is_not_computed_again() -> None:
@@ -405,10 +396,10 @@ def test_memory_is_bounded() -> None:
 
 def test_what_nobody_asks_for_any_more_goes_before_the_memory_is_full() -> None:
     """Blocks come and go all the time, so a memo of all that ever was grows as long as a manager runs."""
-    time, calls = Time(), list[bytes]()
-    memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper(), clock=time)  # type: ignore[func-returns-value]
+    clock, calls = FakeClock(), list[bytes]()
+    memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper(), clock=clock.now)  # type: ignore[func-returns-value]
     for second in range(1000):
-        time.seconds = float(second)
+        clock.time += 1.0
         memo.map([b"hot", b"cold%d" % second])
         assert len(memo) <= 125, second
     assert calls.count(b"hot") == 1

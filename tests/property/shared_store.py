@@ -15,8 +15,9 @@ from kvcm.index.backends.backend import Change, RowObserver, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
-from kvcm.model.instances import Placement
-from kvcm.model.storages import StorageType
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance, Placement
+from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
@@ -248,3 +249,12 @@ class Node:
         self.connection.bury()
         await asyncio.gather(*self._hanging, return_exceptions=True)
         self.storages.close_all()
+
+
+async def begin_two(first: Node, second: Node, storage: StorageConfig, group: InstanceGroup, one: Instance) -> None:
+    """Begin two managers on an empty store, and configure a storage, a group and an instance before the second."""
+    await first.begin()
+    await first.registry.storages.add(storage)
+    await first.registry.groups.create(group)
+    await first.manager.register_instance(one)
+    await second.begin()

@@ -12,7 +12,7 @@ from cache_world import CountingIds, dummy, group_of, instance
 from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_store import Node, SharedStore
+from shared_store import Node, SharedStore, begin_two
 from thoroughness import examples
 
 from kvcm.cache.drains import DrainProgress, StorageDrains
@@ -78,11 +78,7 @@ class Deployment:
         self.nodes = [Node(self.store, self.clock, ids, seed + number) for number in range(2)]
 
     async def begin(self) -> None:
-        await self.nodes[0].begin()
-        await self.nodes[0].registry.storages.add(dummy("d"))
-        await self.nodes[0].registry.groups.create(CHECKED_GROUP)
-        await self.nodes[0].manager.register_instance(CHECKED_INSTANCE)
-        await self.nodes[1].begin()
+        await begin_two(*self.nodes, dummy("d"), CHECKED_GROUP, CHECKED_INSTANCE)
 
     def on_change(self, _uid: int, change: Change) -> None:
         for place in change.new.locations if change.new is not None else ():
@@ -243,14 +239,9 @@ class Run:
         return Node(self.store, self.clock, self.ids, self.seed)
 
     async def begin(self) -> None:
-        first, second = self.new_node(), self.new_node()
-        await first.begin()
-        await first.registry.storages.add(dummy("d"))
-        await first.registry.groups.create(GROUP)
-        await first.manager.register_instance(INSTANCE)
-        await second.begin()
-        self.nodes = [first, second]
-        await self.write(first, Op(0, "write", len(KEYS), 0))
+        self.nodes = [self.new_node(), self.new_node()]
+        await begin_two(*self.nodes, dummy("d"), GROUP, INSTANCE)
+        await self.write(self.nodes[0], Op(0, "write", len(KEYS), 0))
 
     def on_change(self, _uid: int, change: Change) -> None:
         """After each single change of a record."""
@@ -447,12 +438,7 @@ async def two() -> AsyncIterator[Two]:
     """Two managers that have heard of one storage."""
     store, clock, ids = SharedStore(), FakeClock(), CountingIds()
     nodes = [Node(store, clock, ids, seed) for seed in (1, 2)]
-    for node in nodes:
-        await node.begin()
-    await nodes[0].registry.storages.add(dummy("a"))
-    await nodes[0].registry.groups.create(group_of(["a"], delay_ms=1000))
-    await nodes[0].manager.register_instance(instance("i", {"kv": 32}))
-    await nodes[1].registry.refresh()
+    await begin_two(*nodes, dummy("a"), group_of(["a"], delay_ms=1000), instance("i", {"kv": 32}))
     drains = [
         StorageDrains(
             node.registry,
