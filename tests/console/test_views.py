@@ -131,9 +131,7 @@ def test_storages_that_somebody_should_look_at_come_first() -> None:
 def test_a_storage_tells_what_is_known_of_it() -> None:
     usage = {"usage": {"used_bytes": 7}, "deletion_backlog": 2, "deletion_failures": 3, "oversubscription": 1.5}
     (view,) = storage_views(
-        [storage("old", reason="slow")],
-        {"storages": [{"storage_unique_name": "old", **usage}]},
-        [drain("old", "done")],
+        [storage("old", reason="slow")], {"storages": [{"storage_unique_name": "old", **usage}]}, [drain("old", "done")]
     )
     assert (view.kind, view.reason, view.settings) == ("Shared directory", "slow", [("root_path", "/kv/")])
     assert (view.usage["used_bytes"], view.deletions, view.failures, view.oversubscription) == (7, 2, 3, 1.5)

@@ -148,22 +148,6 @@ async def test_it_can_be_switched_off(world: SlotWorld, grace_seconds: float) ->
     assert world.counts.reused == (4 if grace_seconds else 0)
 
 
-async def test_a_file_goes_with_its_last_slot_whoever_had_it(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    path = path_of(uris[0])
-    await world.delete(uris[:7])
-    let_grace_pass(world)
-    again = await world.create(3)
-    await world.delete(uris[7:])
-    assert path.exists()
-    assert deleted_slots(str(path)) == {3, 4, 5, 6, 7}
-    await world.check_all()
-    await world.delete(again)
-    assert files_below(world.root) == []
-    let_grace_pass(world)
-    assert all(LocationUri.parse(uri).location_id is None for uri in await world.create(8))
-
-
 async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: SlotWorld) -> None:
     """One slot at a time and all at once, as a batch that hung for an hour would."""
     first = await world.create(8)
@@ -205,18 +189,6 @@ async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> No
     assert not {*slots(await world.create(2))} & {*slots(uris)}
     world.leads = True
     assert not {*slots(await world.create(2))} & {*slots(uris)}
-
-
-async def test_what_was_not_handed_on_is_deleted_again(world: SlotWorld) -> None:
-    """Another writer was faster for these blocks."""
-    uris = await with_free_slots(world)
-    again = await world.allocate(2)
-    path = LocationUri.parse(uris[0]).path
-    assert deleted_slots(path) == {2, 3}
-    assert await world.storage.discard(again) == [None, None]
-    assert deleted_slots(path) == {0, 1, 2, 3}
-    assert await world.storage.delete(uris[4:]) == [None] * 4
-    assert files_below(world.root) == []
 
 
 async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:

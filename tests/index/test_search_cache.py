@@ -127,10 +127,7 @@ def test_a_failed_read_leaves_nothing_behind() -> None:
 
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True)
-@given(
-    capacity=st.integers(1, 40),
-    accesses=st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=300),
-)
+@given(capacity=st.integers(1, 40), accesses=st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=300))
 def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: list[tuple[bool, int]]) -> None:
     """Invariant: bounded, whichever cache the entries lie in, whatever moves between generations."""
     rig = Rig(capacity * ENTRY_BYTES)
@@ -353,8 +350,7 @@ def test_checksums_stay_with_their_specs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kept"),
-    [({"a"}, ["a"]), ({"b", "a"}, ["a", "b"]), ({"nothing"}, []), (set(), []), ({"c", "x"}, ["c"])],
+    ("wanted", "kept"), [({"a"}, ["a"]), ({"b", "a"}, ["a", "b"]), ({"nothing"}, []), (set(), []), ({"c", "x"}, ["c"])]
 )
 def test_filtered_specs_keep_their_order_and_spec_size_counts_all(wanted: set[str], kept: list[str]) -> None:
     chunk = encode_chunk(StorageType.ST_3FS, 3, [SpecUri(name, f"u-{name}") for name in "abc"])

@@ -17,9 +17,7 @@ from kvcm.model.errors import ErrorCode, KvcmError
 from kvcm.model.groups import CachePreferStrategy, InstanceGroupQuota, QuotaConfig
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
 from kvcm.model.principals import Account, AccountRole, PasswordHash
-from kvcm.model.storages import (
-    StorageType,
-)
+from kvcm.model.storages import StorageType
 from kvcm.model.tasks import end_tasks
 from kvcm.protocol import admin_service_pb2, meta_service_pb2
 

@@ -219,9 +219,7 @@ def readable(record: BlockRecord | None, view: dict[str, int | None]) -> bytes |
 
 class TestInvariants1And4And8OfTheIndex(MetaIndexMachine.TestCase):
     settings = settings(
-        max_examples=200 if is_thorough() else 20,
-        stateful_step_count=12,
-        phases=[Phase.generate, Phase.shrink],
+        max_examples=200 if is_thorough() else 20, stateful_step_count=12, phases=[Phase.generate, Phase.shrink]
     )
 
 

@@ -427,7 +427,5 @@ class TwoManagers(RuleBasedStateMachine):
 
 class TestInvariants1To4And6OnASharedStore(TwoManagers.TestCase):
     settings = settings(
-        max_examples=150 if is_thorough() else 20,
-        stateful_step_count=15,
-        phases=[Phase.generate, Phase.shrink],
+        max_examples=150 if is_thorough() else 20, stateful_step_count=15, phases=[Phase.generate, Phase.shrink]
     )

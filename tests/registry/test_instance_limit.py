@@ -139,14 +139,6 @@ async def test_a_registration_that_was_cut_off_is_completed_when_its_seat_is_nee
             await registry.instances.register(instance("a", block_size=99))
 
 
-async def test_a_registration_that_was_cut_off_can_be_repeated() -> None:
-    """Its first seat is in the way of the second, and is used for it."""
-    tables = [MemoryTable() for _ in range(20)]
-    for table in [table for life, table in enumerate(tables) if await cut_off(table, life)]:
-        await Registry(Opener(), table).instances.register(instance("a"))
-        assert await table.get("instance/a") is not None
-
-
 async def test_a_removal_that_was_cut_off_before_the_seat_is_no_registration_to_complete() -> None:
     seen = 0
     for life in range(20):

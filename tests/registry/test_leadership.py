@@ -52,14 +52,6 @@ async def test_ticks_renew_it(leadership: Leadership, clock: FakeClock) -> None:
     assert (leadership.last_tick, leadership.token) == (clock.time - 8.999, 1)
 
 
-async def test_without_ticks_it_ends(leadership: Leadership, clock: FakeClock) -> None:
-    await leadership.tick()
-    clock.time += 9.0
-    assert holder(leadership) == (False, "", None)
-    await leadership.tick()
-    assert holder(leadership) == (True, "node-1", 118.0)
-
-
 async def test_the_term_begins_before_the_store_was_asked(
     leadership: Leadership, clock: FakeClock, lease: UnreliableLease
 ) -> None:
@@ -217,19 +209,6 @@ async def test_the_first_one_leads_and_all_know_it_and_where_it_is(cluster: Clus
     for node in cluster.nodes:
         assert (node.leader_node_id, node.leader_endpoint) == ("node-a", endpoint_of("node-a"))
     assert cluster.leaders == ["node-a"]
-
-
-async def test_when_the_leader_dies_another_leads_within_one_lease(cluster: Cluster) -> None:
-    await cluster.tick()
-    first, second = cluster.nodes
-    token = first.token
-    died_at = cluster.clock.time
-    while not second.is_leader:
-        cluster.clock.time += 0.1
-        await second.tick()
-    assert cluster.clock.time - died_at <= LEASE_SECONDS + 0.1
-    assert second.token > token
-    assert cluster.leaders == ["node-b"]
 
 
 async def test_a_follower_forgets_a_leader_that_nobody_sees_any_more(cluster: Cluster) -> None:

@@ -382,8 +382,6 @@ Change = Callable[[Registry, int], Awaitable[object]]
 @pytest.mark.parametrize(
     "create",
     [
-        lambda registry, n: registry.groups.create(replace(GROUP, user_data=str(n))),
-        lambda registry, n: registry.storages.add(replace(NFS, spec=NfsStorageSpec(f"/{n}"))),
         lambda registry, n: registry.storages.add_in_background(replace(NFS, spec=NfsStorageSpec(f"/{n}"))),
         lambda registry, n: registry.accounts.add("ann", str(n), AccountRole.ROLE_USER),
     ],

@@ -40,12 +40,7 @@ class RedisServer:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        options: Sequence[str],
-        port: int,
-        password: str | None = None,
-        is_sentinel: bool = False,
+        self, directory: Path, options: Sequence[str], port: int, password: str | None = None, is_sentinel: bool = False
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port, self._password = directory, port, password
