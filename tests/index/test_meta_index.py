@@ -104,14 +104,6 @@ async def test_answers_are_in_order_with_none_for_a_miss(rig: Rig) -> None:
     assert await rig.index.answers([]) == []
 
 
-async def test_a_prefix_ends_before_the_first_miss(rig: Rig) -> None:
-    await rig.index.put({key: record(location(str(key))) for key in (1, 2, 4)})
-    chunks = [location(str(key)).chunk for key in (1, 2)]
-    assert await rig.index.answers([1, 2, 3, 4], stop_at_miss=True) == chunks
-    assert await rig.index.answers([3, 1], stop_at_miss=True) == []
-    assert await rig.index.answers([1, 2], stop_at_miss=True) == chunks
-
-
 async def test_known_answers_ask_no_backend(rig: Rig) -> None:
     """The hot path: what was written or read once is answered from the search cache."""
     await rig.index.put({key: record() for key in range(5)})
@@ -144,14 +136,6 @@ async def test_a_long_prefix_of_unknown_records_is_asked_for_in_few_calls(rig: R
     rig.backend.asked.clear()
     assert len(await rig.index.answers(range(3000), stop_at_miss=True)) == 2000
     assert [(asked[0], len(asked)) for asked in rig.backend.asked] == [(0, 16), (16, 1024), (1040, 1024)]
-
-
-async def test_disabled_storages_vanish_and_come_back(rig: Rig) -> None:
-    await rig.index.put({1: record(location(storage="nfs")), 2: record(location(storage="fs"))})
-    rig.view.change("nfs", None)
-    assert [answer is None for answer in await rig.index.answers([1, 2])] == [True, False]
-    rig.view.change("nfs", 3)
-    assert None not in await rig.index.answers([1, 2])
 
 
 # Limits.
@@ -325,21 +309,6 @@ def test_a_batch_is_no_larger_than_it_must_be(keys: list[int], batch_key_size: i
         assert len(without_last) < batch_key_size
 
 
-async def test_shards_are_exclusive() -> None:
-    locks, inside, most = ShardLocks(4), 0, 0
-
-    async def enter() -> None:
-        nonlocal inside, most
-        async with locks.hold((1, 3)):
-            inside += 1
-            most = max(most, inside)
-            await asyncio.sleep(0)
-            inside -= 1
-
-    await asyncio.gather(*(enter() for _ in range(5)))
-    assert most == 1
-
-
 async def test_disjoint_shards_do_not_wait_for_each_other() -> None:
     locks = ShardLocks(4)
     async with locks.hold((0, 2)), locks.hold((1, 3)):
@@ -352,22 +321,6 @@ async def test_shards_are_given_back_after_an_error() -> None:
         with pytest.raises(KeyError):
             async with locks.hold((0, 1)):
                 raise KeyError
-
-
-async def test_shards_are_given_back_when_a_waiting_call_is_cancelled() -> None:
-    locks = ShardLocks(3)
-
-    async def take(shards: tuple[int, ...]) -> None:
-        async with locks.hold(shards):
-            pass
-
-    async with locks.hold((2,)):
-        waiting = asyncio.create_task(take((0, 1, 2)))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await take((0, 1))
-    await take((0, 1, 2))
 
 
 @pytest.mark.parametrize("shards", [(1, 0), (1, 1), (0, 2, 1)])

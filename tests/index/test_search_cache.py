@@ -67,16 +67,6 @@ def test_what_was_read_or_noted_is_known_and_nothing_else() -> None:
     assert rig.cache.lookup([3, 1, 2]) == [None, answer, version(1).locations[0].chunk]
 
 
-@pytest.mark.parametrize("after", [None, hidden(0), record(location(storage="off"))])
-def test_what_cannot_be_read_any_more_is_forgotten(after: BlockRecord | None) -> None:
-    rig = Rig()
-    rig.cache.store(1, version(0))
-    rig.cache.age()
-    assert rig.cache.store(1, after) is None
-    assert rig.known([1]) == []
-    assert rig.cache.store(1, after) is None
-
-
 def test_a_read_shows_what_it_found_even_where_it_may_not_be_kept() -> None:
     rig = Rig()
     read = rig.cache.begin_read([1, 2])
@@ -84,20 +74,6 @@ def test_a_read_shows_what_it_found_even_where_it_may_not_be_kept() -> None:
     chunk = version(0).locations[0].chunk
     assert rig.cache.end_read(read, [version(0), version(0)]) == [chunk, chunk]
     assert rig.known([1, 2]) == [2]
-
-
-def test_a_storage_that_changes_empties_everything() -> None:
-    """Reads under way included: their answers were composed, or will be, for other storages."""
-    rig = Rig()
-    rig.cache.store(1, version(0))
-    rig.cache.age()
-    rig.cache.store(2, version(0))
-    before, chunk = rig.cache.begin_read([3]), version(0).locations[0].chunk
-    rig.view.change("fs", None)
-    assert rig.cache.end_read(before, [version(0)]) == [chunk]
-    assert rig.known([1, 2, 3]) == []
-    rig.view.change("nfs", None)
-    assert rig.cache.store(1, version(0)) is None
 
 
 def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:

@@ -108,16 +108,6 @@ async def test_the_last_version_of_all_refuses_a_change() -> None:
         await refused_without_a_trace(registry, table, Configuration(groups=(replace(last, user_data="x"),)))
 
 
-async def test_what_is_not_in_a_snapshot_stays_and_is_named() -> None:
-    registry = await loaded()
-    changes = await registry.snapshots.load(Configuration())
-    assert {change.action for change in changes} == {"keep"}
-    assert [(change.name, change.old, change.new) for change in changes] == [
-        (entry.name, entry.value, entry.value) for entry in CONFIG.entries()
-    ]
-    assert await registry.snapshots.export() == CONFIG
-
-
 async def test_a_prune_removes_groups_quotas_and_accounts() -> None:
     registry = await loaded()
     wanted = replace(CONFIG, groups=GROUPS[:2], quotas=CONFIG.quotas[1:], accounts=CONFIG.accounts[:1])
@@ -155,11 +145,6 @@ async def test_user_data_of_an_instance_stays_as_it_is_registered() -> None:
     again = replace(CONFIG.instances[0], model_deployment=deployment)
     assert await registry.snapshots.load(replace(CONFIG, instances=(again, *CONFIG.instances[1:]))) == []
     assert registry.instances.get("i0") == CONFIG.instances[0]
-
-
-async def test_an_instance_of_a_removed_group_is_loaded_as_it_is() -> None:
-    wanted = without(CONFIG, group=GROUPS[2])
-    assert await (await loaded(wanted)).snapshots.export() == wanted
 
 
 async def test_an_account_is_added_without_a_password_and_keeps_the_one_it_has() -> None:

@@ -261,12 +261,6 @@ async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: 
     assert seen == [None, 10]
 
 
-async def test_many_who_count_lose_no_step(site: Site) -> None:
-    shelves = [site.shelf, site.other, DocumentCache(site.way, "n/", int)]
-    await asyncio.gather(*(shelves[n % 3].change("x", lambda known: (known or 0) + 1) for n in range(30)))
-    assert await site.other.read("x") == 30
-
-
 async def test_what_does_not_change_is_not_written(site: Site) -> None:
     await put(site.shelf, 1)
     generation = site.shelf.generation

@@ -281,11 +281,6 @@ def test_every_part_of_a_server_is_read() -> None:
     )  # fmt: skip
 
 
-def test_a_password_needs_no_user() -> None:
-    settings = parse_redis_uri(f"redis://:{URI_ENCODED}@h/?cluster_name=c")
-    assert (settings.user, settings.password) == ("", URI_PASSWORD)
-
-
 def test_connecting_may_take_as_long_as_an_answer_unless_told_otherwise() -> None:
     assert parse_redis_uri("redis://h?cluster_name=c&timeout_ms=50").connect_timeout_seconds == 0.05
 
@@ -662,16 +657,6 @@ async def test_a_cancelled_call_leaves_no_answer_behind_for_the_next(redis_stand
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
             assert await client.mget([[key_of(client)]]) == [[b"right"]]
-
-
-async def test_a_server_without_memory_refuses_writes_and_still_reads(lone: Standalone) -> None:
-    async with connected_to(lone) as client:
-        await increment(client)
-        with lone.server.admin() as admin:
-            admin.config_set("maxmemory", "1")
-        with pytest.raises(StorageIOError, match=r"OOM.*try again"):
-            await client.execute([(b"SET", key_of(client), b"x")])
-        assert await client.mget([[key_of(client)]]) == [[b"1"]]
 
 
 async def test_a_server_that_became_a_replica_refuses_writes(lone: Standalone, tmp_path: Path) -> None:
