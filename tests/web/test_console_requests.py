@@ -175,22 +175,10 @@ def test_the_overview_lists_the_groups_that_matter_and_leads_to_all(tmp_path: Pa
 @pytest.mark.parametrize(
     "path",
     [
-        *(
-            "groups/none",
-            "groups/none/limits",
-            "groups/none/curve",
-            "groups/none/remove",
-            "groups/%2E%2E",
-            "groups/%3F",
-        ),
-        *("storages/none", "storages/none/limits", "storages/none/drain", "storages/none/remove", "nothing", "groups/"),
-        *(
-            "instances/none",
-            "instances/none/remove",
-            "keys/none/revoke",
-            "accounts/none/delete",
-            "tasks/drain:none/cancel",
-        ),
+        *("nothing", "groups/", "groups/%2E%2E", "groups/%3F", "instances/none", "instances/none/remove"),
+        *(f"groups/none{page}" for page in ("", "/limits", "/curve", "/remove")),
+        *(f"storages/none{page}" for page in ("", "/limits", "/drain", "/remove")),
+        *("keys/none/revoke", "accounts/none/delete", "tasks/drain:none/cancel"),
     ],
 )
 def test_what_is_not_there_is_not_found(site: ConsoleSite, path: str) -> None:
