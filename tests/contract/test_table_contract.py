@@ -44,31 +44,12 @@ class Kind(NamedTuple):
 
 
 @asynccontextmanager
-async def memory_stores() -> AsyncIterator[tuple[Store, Store]]:
-    store = MemoryStore()
-    try:
-        yield store, store
-    finally:
-        await store.close()
-
-
-@asynccontextmanager
-async def rocks_stores(directory: Path) -> AsyncIterator[tuple[Store, Store]]:
-    store = RocksStore(directory / uuid4().hex, "never", SystemClock())
-    try:
-        yield store, store
-    finally:
-        await store.close()
-
-
-@asynccontextmanager
-async def redis_stores(uri: str) -> AsyncIterator[tuple[Store, Store]]:
-    first, second = (RedisStore(RedisClient.of(parse_redis_uri(uri))) for _ in range(2))
+async def opened(first: Store, second: Store) -> AsyncIterator[tuple[Store, Store]]:
     try:
         yield first, second
     finally:
-        await first.close()
-        await second.close()
+        for store in {first, second}:
+            await store.close()
 
 
 # Behind Sentinel is a Redis like any other, which the client finds in another way: CI tries that.
@@ -79,12 +60,17 @@ STORES = ["memory", "rocks", "redis_standalone", "redis_cluster", SENTINEL]
 @pytest.fixture(params=STORES)
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
     if request.param == "memory":
-        return Kind("memory", memory_stores)
+        return Kind("memory", lambda: opened(*[MemoryStore()] * 2))
     if request.param == "rocks":
         directory = tmp_path_factory.mktemp("rocks")
-        return Kind("rocks", lambda: rocks_stores(directory))
+        return Kind("rocks", lambda: opened(*[RocksStore(directory / uuid4().hex, "never", SystemClock())] * 2))
     servers = request.getfixturevalue(request.param)
-    return Kind(request.param, lambda: redis_stores(servers.uri(uuid4().hex)))
+
+    def stores() -> Opened:
+        uri = parse_redis_uri(servers.uri(uuid4().hex))
+        return opened(RedisStore(RedisClient.of(uri)), RedisStore(RedisClient.of(uri)))
+
+    return Kind(request.param, stores)
 
 
 NAMES = st.sampled_from(["a", "b", "ä/{x}", "", "long" * 50])

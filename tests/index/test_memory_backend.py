@@ -12,10 +12,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from index_records import write
 from index_rig import location, record
 from thoroughness import examples
 
-from kvcm.index.backends.backend import Access, Change, IndexBackend, Rows, UniformRun
+from kvcm.index.backends.backend import Access, Change, Rows, UniformRun
 from kvcm.index.backends.memory import BlockColumns, HeaderPool, MemoryBackend, WrittenColumns
 from kvcm.index.backends.rocks import load_index
 from kvcm.model.clock import SystemClock
@@ -352,12 +353,6 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     with pytest.raises(AssertionError):
         columns.serve([1], moving)
     assert (columns.get([1]), columns.accesses([1])) == before
-
-
-async def write(backend: IndexBackend, states: Mapping[int, BlockRecord | None]) -> None:
-    olds = await backend.get_many(list(states))
-    written = await backend.write_many([Change(key, old, states[key]) for key, old in zip(states, olds, strict=True)])
-    assert not written.lost
 
 
 async def test_a_block_that_loses_takes_nobody_along() -> None:

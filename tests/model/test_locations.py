@@ -199,7 +199,7 @@ def test_the_offset_is_that_of_the_slot(blkid: int | None, offset: int) -> None:
         "file://s/f?blkid=-1&size=1",
         f"file://s/f?size={'9' * 5000}",  # Python itself does not convert so many digits
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_what_is_no_uri_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="uri"):

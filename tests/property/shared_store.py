@@ -2,7 +2,7 @@
 can crash at any of these points: it never gets an answer again, whatever it was doing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from cache_world import CLUSTER, CountingIds
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.index.backends.backend import Change, RowObserver, Written
+from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
@@ -109,6 +109,16 @@ class Connection:
         self._buried.set()
 
 
+def _paused(call: Callable[..., Awaitable[Any]], pause: Callable[[], Awaitable[None]]) -> Callable[..., Awaitable[Any]]:
+    async def paused(*arguments: Any, **named: Any) -> Any:
+        await pause()
+        answer = await call(*arguments, **named)
+        await pause()
+        return answer
+
+    return paused
+
+
 class SharedTable:
     """A table of the store: every call suspends before it takes effect and before its answer comes."""
 
@@ -117,15 +127,7 @@ class SharedTable:
         self._pause = connection.pause
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-
-        async def call(*arguments: Any, **named: Any) -> Any:
-            await self._pause()
-            answer = await found(*arguments, **named)
-            await self._pause()
-            return answer
-
-        return call
+        return _paused(getattr(self._inner, name), self._pause)
 
 
 class SharedBackend:
@@ -142,16 +144,7 @@ class SharedBackend:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store.backend(self._uid), name)
-        if not iscoroutinefunction(found):
-            return found
-
-        async def call(*arguments: Any, **named: Any) -> Any:
-            await self._pause()
-            answer = await found(*arguments, **named)
-            await self._pause()
-            return answer
-
-        return call
+        return _paused(found, self._pause) if iscoroutinefunction(found) else found
 
     async def refresh(self) -> None:
         await self._pause()
@@ -163,9 +156,6 @@ class SharedBackend:
         self._store.changed(self._uid, [change for change in changes if change.key not in written.lost])
         await self._pause()
         return written
-
-    def follow(self, observer: RowObserver | None) -> None:
-        """Other managers change the records too: nobody is told."""
 
     async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         async for page in self._store.backend(self._uid).scan(batch_size):

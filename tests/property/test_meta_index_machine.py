@@ -252,10 +252,15 @@ CALLS = st.lists(
 """(add or remove, keys, after how many turns of the loop the call is cancelled)"""
 
 
+def counted_record(key: int, count: int) -> BlockRecord:
+    """A record that counts to `count` and serves."""
+    chunk = encode_chunk(StorageType.ST_DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}/{count}?size=1")])
+    place = Location(f"{key}-{count}", "a", StorageType.ST_DUMMY, LocationStatus.SERVING, ("kv",), chunk, count, 0.0)
+    return BlockRecord(None, count, (place,))
+
+
 def serving(key: int) -> BlockRecord:
-    chunk = encode_chunk(StorageType.ST_DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}?size=10")])
-    place = Location("l", "a", StorageType.ST_DUMMY, LocationStatus.SERVING, ("kv",), chunk, 10, 0.0)
-    return BlockRecord(None, 0, (place,))
+    return counted_record(key, 10)
 
 
 class CancelledRig:
@@ -307,14 +312,7 @@ async def test_invariants_1_4_and_8_hold_after_cancelled_calls(
 
 CONTESTED_KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
 ATTEMPTS = 32
-DUMMY = StorageType.ST_DUMMY
-PLACE = StorageKey("a", DUMMY)
-
-
-def counted_record(key: int, count: int) -> BlockRecord:
-    chunk = encode_chunk(DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}/{count}?size=1")])
-    place = Location(f"{key}-{count}", "a", DUMMY, LocationStatus.SERVING, ("kv",), chunk, count, 0.0)
-    return BlockRecord(None, count, (place,))
+PLACE = StorageKey("a", StorageType.ST_DUMMY)
 
 
 def increase(key: int, old: BlockRecord | None) -> BlockRecord:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from registry_rig import GROUP, INSTANCE, Opener
@@ -101,11 +101,6 @@ async def loaded(config: Configuration = CONFIG, table: Table | None = None) -> 
     return registry
 
 
-async def documents(table: Table) -> Mapping[str, bytes]:
-    """Return all that is stored."""
-    return dict(await table.all())
-
-
 def without(
     config: Configuration, instance: Instance | None = None, group: InstanceGroup | None = None
 ) -> Configuration:
@@ -119,8 +114,8 @@ def without(
 
 async def refused_without_a_trace(registry: Registry, table: MemoryTable, config: Configuration, **flags: bool) -> None:
     """Load what is refused: raises the refusal, and sees that nothing is changed."""
-    before = await documents(table)
+    before = await table.all()
     try:
         await registry.snapshots.load(config, **flags)
     finally:
-        assert await documents(table) == before
+        assert await table.all() == before

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
-from election_rig import ENDPOINT, LEASE_SECONDS, FakeClock, UnreliableLease, elector, endpoint_of
+from election_rig import ENDPOINT, LEASE_SECONDS, UnreliableLease, elector, endpoint_of
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -21,7 +22,7 @@ from kvcm.store.memory import MemoryLease, MemoryTable
 
 @pytest.fixture
 def clock() -> FakeClock:
-    return FakeClock()
+    return FakeClock(100.0)
 
 
 @pytest.fixture
@@ -56,10 +57,15 @@ async def test_the_term_begins_before_the_store_was_asked(
     leadership: Leadership, clock: FakeClock, lease: UnreliableLease
 ) -> None:
     """Invariant 1: from the store's view the lease may have begun as early as that."""
-    lease.on_answer = lambda: clock.advance(4)
+    seconds = 4
+
+    def pass_time() -> None:
+        clock.time += seconds
+
+    lease.on_answer = pass_time
     await leadership.tick()
     assert leadership.expires == 109.0
-    lease.on_answer = lambda: clock.advance(9)
+    seconds = 9
     await leadership.tick()
     assert not leadership.is_leader
 
@@ -183,7 +189,7 @@ class Cluster(NamedTuple):
 
     @classmethod
     def of(cls, count: int) -> "Cluster":
-        clock, table = FakeClock(), MemoryTable()
+        clock, table = FakeClock(100.0), MemoryTable()
         lease = MemoryLease(clock)
         ways = [UnreliableLease(lease) for _ in range(count)]
         return cls(clock, [elector(NAMES[n], clock, ways[n], table) for n in range(count)], ways, table)
@@ -270,7 +276,7 @@ async def act(cluster: Cluster, which: int, action: str, slowly: Callable[[], No
     if action == "tick":
         await node.tick()
     elif action == "wait":
-        cluster.clock.advance((0.1, 2.9, 9.5)[which])
+        cluster.clock.time += (0.1, 2.9, 9.5)[which]
     elif action == "demote":
         with contextlib.suppress(NotLeaderError):
             await node.demote()
@@ -300,7 +306,7 @@ def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -
 
         def slowly() -> None:
             check()
-            cluster.clock.advance(3.7)
+            cluster.clock.time += 3.7
             check()
 
         for which, action in actions:

@@ -187,28 +187,38 @@ async def test_an_unknown_account_is_named(registry: Registry) -> None:
 # ── Storages that are drained or removed, as the registry keeps them ──
 
 
-MOVED = replace(NFS, spec=NfsStorageSpec("/elsewhere"))
-
-
-class Leaving(NamedTuple):
-    """Two managers on one table, and what the second has open."""
+class Pair(NamedTuple):
+    """Two managers, what they opened, and their ways to the table."""
 
     a: Registry
     b: Registry
-    opened: Opener
+    opened_a: Opener
+    opened_b: Opener
+    way_a: SuspendingTable
+    way_b: SuspendingTable
+    table: MemoryTable
 
 
 @pytest.fixture
-async def leaving() -> Leaving:
+def pair() -> Pair:
+    table = MemoryTable()
+    ways = SuspendingTable(table), SuspendingTable(table)
+    openers = Opener(), Opener()
+    return Pair(Registry(openers[0], ways[0]), Registry(openers[1], ways[1]), *openers, *ways, table)
+
+
+MOVED = replace(NFS, spec=NfsStorageSpec("/elsewhere"))
+
+
+@pytest.fixture
+async def leaving(pair: Pair) -> Pair:
     """Two managers that know one storage."""
-    table, opened = MemoryTable(), Opener()
-    a, b = Registry(Opener(), table), Registry(opened, table)
-    await a.storages.add(NFS)
-    await b.refresh()
-    return Leaving(a, b, opened)
+    await pair.a.storages.add(NFS)
+    await pair.b.refresh()
+    return pair
 
 
-async def test_a_drain_is_heard_of_by_every_manager_and_ends_there(leaving: Leaving) -> None:
+async def test_a_drain_is_heard_of_by_every_manager_and_ends_there(leaving: Pair) -> None:
     await leaving.a.storages.drain("nfs", 7.0)
     await leaving.a.storages.drain("nfs", 8.0)
     await leaving.b.refresh()
@@ -216,10 +226,10 @@ async def test_a_drain_is_heard_of_by_every_manager_and_ends_there(leaving: Leav
     await leaving.b.storages.cancel_drain("nfs")
     await leaving.a.refresh()
     assert leaving.a.storages.drains() == []
-    assert leaving.opened.calls == [("open", "nfs"), ("drain", "nfs"), ("fill", "nfs")]
+    assert leaving.opened_b.calls == [("open", "nfs"), ("drain", "nfs"), ("fill", "nfs")]
 
 
-async def test_no_other_change_ends_a_drain(leaving: Leaving) -> None:
+async def test_no_other_change_ends_a_drain(leaving: Pair) -> None:
     storages = leaving.a.storages
     await storages.drain("nfs", 7.0)
     await storages.update(MOVED)
@@ -229,7 +239,7 @@ async def test_no_other_change_ends_a_drain(leaving: Leaving) -> None:
     assert storages.all() == [replace(MOVED, capacity_bytes=5, is_available=False, draining_since=7.0)]
 
 
-async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leaving: Leaving) -> None:
+async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leaving: Pair) -> None:
     storages = leaving.a.storages
     await storages.drain("nfs", 7.0)
     await storages.retire("nfs", 9.0)
@@ -237,7 +247,7 @@ async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leavi
     for view in (storages, leaving.b.storages):
         assert (view.all(), view.existing(["nfs"]), view.is_configured("nfs")) == ([], [], False)
         assert view.drains() == [StorageDrain("nfs", 9.0, is_removal=True)]
-    assert leaving.opened.state() == {}
+    assert leaving.opened_b.state() == {}
     for call in (storages.retire("nfs", 9.0), storages.drain("nfs", 9.0)):
         with pytest.raises(InvalidArgumentError, match="does not exist"):
             await call
@@ -247,7 +257,7 @@ async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leavi
 
 
 @pytest.mark.parametrize("spec", [NfsStorageSpec("/elsewhere"), NfsStorageSpec("/r", 4), DummyStorageSpec("/r")])
-async def test_a_name_that_is_not_free_goes_to_no_other_medium(leaving: Leaving, spec: NfsStorageSpec) -> None:
+async def test_a_name_that_is_not_free_goes_to_no_other_medium(leaving: Pair, spec: NfsStorageSpec) -> None:
     await leaving.a.storages.retire("nfs", 9.0)
     for add in (leaving.a.storages.add, leaving.b.storages.add_in_background):  # the second one has not heard
         with pytest.raises(NotReadyError, match="storage 'nfs' is being forgotten"):
@@ -258,7 +268,7 @@ async def test_a_name_that_is_not_free_goes_to_no_other_medium(leaving: Leaving,
     assert (leaving.a.storages.drains(), leaving.a.storages.all()) == ([], [NFS])
 
 
-async def test_only_the_removal_that_is_over_is_forgotten(leaving: Leaving) -> None:
+async def test_only_the_removal_that_is_over_is_forgotten(leaving: Pair) -> None:
     storages = leaving.a.storages
     await storages.retire("nfs", 9.0)
     (first,) = storages.drains()
@@ -349,26 +359,6 @@ def test_media_that_hang_hold_up_neither_the_manager_nor_its_end() -> None:
 
 
 ID = INSTANCE.instance_id
-
-
-class Pair(NamedTuple):
-    """Two managers, what they opened, and their ways to the table."""
-
-    a: Registry
-    b: Registry
-    opened_a: Opener
-    opened_b: Opener
-    way_a: SuspendingTable
-    way_b: SuspendingTable
-    table: MemoryTable
-
-
-@pytest.fixture
-def pair() -> Pair:
-    table = MemoryTable()
-    ways = SuspendingTable(table), SuspendingTable(table)
-    openers = Opener(), Opener()
-    return Pair(Registry(openers[0], ways[0]), Registry(openers[1], ways[1]), *openers, *ways, table)
 
 
 async def outcomes(*calls: Awaitable[object]) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from index_backends import connected
 from ports import free_port
 from redis.crc import key_slot
 from redis_servers import Cluster, RedisServer, Sentinels, Standalone, cluster, sentinel, standalone
@@ -156,15 +157,6 @@ async def test_operations_are_timed_by_kind(client: RedisClient) -> None:
 
 PASSWORD = "pa$$"
 ENCODED = "pa%24%24"
-
-
-@asynccontextmanager
-async def connected(uri: str) -> AsyncIterator[RedisClient]:
-    client = RedisClient.of(parse_redis_uri(uri))
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 def connected_to(
