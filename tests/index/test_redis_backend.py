@@ -453,7 +453,9 @@ EVENTS = st.lists(
 )
 
 
-async def play(events: list[tuple[str, int, int]]) -> None:
+@settings(deadline=None)
+@given(events=EVENTS)
+async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
     server, sums = Server(), SharedSums(SHARDS)
     asking: list[asyncio.Task[None]] = []
     for name, number, size in events:
@@ -484,12 +486,6 @@ def hear(server: Server, sums: SharedSums, index: int) -> None:
 async def settle() -> None:
     for _ in range(8):
         await asyncio.sleep(0)
-
-
-@settings(deadline=None)
-@given(events=EVENTS)
-def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
-    asyncio.run(play(events))
 
 
 async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overlap(client: RedisClient) -> None:

@@ -173,18 +173,15 @@ STEPS = st.one_of(
 @pytest.mark.parametrize("page_keys", [1024, 3])
 @settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=12), st.sampled_from(PLANS), st.sampled_from([1, 4]))
-def test_runs_leave_what_records_leave(
+async def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
 ) -> None:
     monkeypatch.setattr(instance_cache, "batch_keys", lambda _parts: page_keys)
     monkeypatch.setattr(write_sessions, "BATCH_KEYS", page_keys)
 
-    async def compare() -> None:
-        together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))
-        for step in steps:
-            assert await together.do(step) == await one_by_one.do(step)
-            assert await together.state() == await one_by_one.state()
-        for world in (together, one_by_one):
-            world.close()
-
-    asyncio.run(compare())
+    together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))
+    for step in steps:
+        assert await together.do(step) == await one_by_one.do(step)
+        assert await together.state() == await one_by_one.state()
+    for world in (together, one_by_one):
+        world.close()

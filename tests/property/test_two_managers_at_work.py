@@ -352,7 +352,11 @@ def _places(pin: Pin) -> set[tuple[int, str]]:
     return {place[:2] for place in pin.pinned_locations}
 
 
-async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] | None, float]]) -> None:
+@settings(max_examples=examples(250))
+@given(st.integers(0, 1 << 32), ROUNDS)
+async def test_pins_keep_to_budget_and_deadline(
+    seed: int, rounds: list[tuple[list[Op], tuple[int, int] | None, float]]
+) -> None:
     run = Run(seed)
     try:
         await run.begin()
@@ -361,14 +365,6 @@ async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] |
         await run.come_to_rest()
     finally:
         await run.close()
-
-
-@settings(max_examples=examples(250))
-@given(st.integers(0, 1 << 32), ROUNDS)
-def test_pins_keep_to_budget_and_deadline(
-    seed: int, rounds: list[tuple[list[Op], tuple[int, int] | None, float]]
-) -> None:
-    asyncio.run(_run(seed, rounds))
 
 
 async def test_of_many_pins_at_once_exactly_as_many_succeed_as_fit() -> None:

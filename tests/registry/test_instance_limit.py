@@ -77,27 +77,24 @@ async def run(registry: Registry, calls: Sequence[tuple[bool, str]]) -> None:
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(limit=st.integers(1, 3), managers=MANAGERS)
-def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
+async def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
     limit: int, managers: list[tuple[list[tuple[bool, str]], list[int], int]]
 ) -> None:
-    async def play() -> None:
-        table = WatchedTable()
-        table.limit = limit
-        await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=limit))
-        registries = [Registry(Opener(), DyingTable(table, life, pauses=pauses(p))) for _, p, life in managers]
-        async with asyncio.TaskGroup() as tasks:
-            for registry, (calls, _, _) in zip(registries, managers, strict=True):
-                tasks.create_task(run(registry, calls))
-        survivor = Registry(Opener(), table)
-        await survivor.load()
-        for number in range(limit):  # what dead managers began is finished, what they left is given away
-            with suppress(CapacityError):
-                await survivor.instances.register(instance(f"new{number}"))
-        assert len(table.registered()) == limit
-        with pytest.raises(CapacityError, match=f"max_instance_count of {limit} instances"):
-            await survivor.instances.register(instance("more"))
-
-    asyncio.run(play())
+    table = WatchedTable()
+    table.limit = limit
+    await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=limit))
+    registries = [Registry(Opener(), DyingTable(table, life, pauses=pauses(p))) for _, p, life in managers]
+    async with asyncio.TaskGroup() as tasks:
+        for registry, (calls, _, _) in zip(registries, managers, strict=True):
+            tasks.create_task(run(registry, calls))
+    survivor = Registry(Opener(), table)
+    await survivor.load()
+    for number in range(limit):  # what dead managers began is finished, what they left is given away
+        with suppress(CapacityError):
+            await survivor.instances.register(instance(f"new{number}"))
+    assert len(table.registered()) == limit
+    with pytest.raises(CapacityError, match=f"max_instance_count of {limit} instances"):
+        await survivor.instances.register(instance("more"))
 
 
 async def test_a_limit_that_is_set_later_counts_what_was_registered_before() -> None:
@@ -329,32 +326,29 @@ def explained(before: Model, together: list[Step], found: list[str], seen: Model
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(rounds=STEPS, pauses=st.lists(st.integers(0, 4), min_size=1, max_size=12), refreshes=st.booleans())
-def test_concurrent_changes_are_as_one_after_the_other(
+async def test_concurrent_changes_are_as_one_after_the_other(
     rounds: list[list[Step]], pauses: list[int], refreshes: bool
 ) -> None:
-    async def run() -> None:
-        table = MemoryTable()
-        openers = Opener(), Opener()
-        managers = [
-            Registry(opener, SuspendingTable(table, cycle(pauses[turn:] + pauses[:turn])))
-            for turn, opener in enumerate(openers)
-        ]
-        model = Model()
-        for together in rounds:
-            calls = [outcome(VERBS[verb](managers[who], name, number)) for who, verb, name, number in together]
-            found, *_ = await asyncio.gather(
-                asyncio.gather(*calls), *(manager.refresh() for manager in managers if refreshes)
-            )
-            for manager in managers:
-                await manager.refresh()
-            seen = view(managers[0])
-            assert view(managers[1]) == seen
-            assert explained(model, together, found, seen), (model, together, found, seen)
-            model = seen
-            placed = [[each.instances.placement(name) for name in seen.instances] for each in managers]
-            assert placed[0] == placed[1]
-            assert len({placement.uid for placement in placed[0]}) == len(seen.instances)
-            for opener in openers:
-                assert opener.state() == seen.storages
-
-    asyncio.run(run())
+    table = MemoryTable()
+    openers = Opener(), Opener()
+    managers = [
+        Registry(opener, SuspendingTable(table, cycle(pauses[turn:] + pauses[:turn])))
+        for turn, opener in enumerate(openers)
+    ]
+    model = Model()
+    for together in rounds:
+        calls = [outcome(VERBS[verb](managers[who], name, number)) for who, verb, name, number in together]
+        found, *_ = await asyncio.gather(
+            asyncio.gather(*calls), *(manager.refresh() for manager in managers if refreshes)
+        )
+        for manager in managers:
+            await manager.refresh()
+        seen = view(managers[0])
+        assert view(managers[1]) == seen
+        assert explained(model, together, found, seen), (model, together, found, seen)
+        model = seen
+        placed = [[each.instances.placement(name) for name in seen.instances] for each in managers]
+        assert placed[0] == placed[1]
+        assert len({placement.uid for placement in placed[0]}) == len(seen.instances)
+        for opener in openers:
+            assert opener.state() == seen.storages

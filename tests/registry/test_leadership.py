@@ -290,30 +290,27 @@ async def act(cluster: Cluster, which: int, action: str, slowly: Callable[[], No
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(actions=ACTIONS, delay_ms=st.sampled_from([0, 500, 20_000]))
-def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -> None:
+async def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -> None:
     """Invariant 1, with ways that are cut off, lose answers or take seconds; checked while answers are under way too.
     Tokens grow from leader to leader."""
     terms: list[tuple[int, str]] = []
 
-    async def run() -> None:
-        cluster = Cluster.of(3)
-        for node in cluster.nodes:
-            node.campaign_delay_ms = delay_ms
+    cluster = Cluster.of(3)
+    for node in cluster.nodes:
+        node.campaign_delay_ms = delay_ms
 
-        def check() -> None:
-            assert len(cluster.leaders) <= 1
-            terms.extend((node.token, node.node_id) for node in cluster.nodes if node.is_leader)
+    def check() -> None:
+        assert len(cluster.leaders) <= 1
+        terms.extend((node.token, node.node_id) for node in cluster.nodes if node.is_leader)
 
-        def slowly() -> None:
-            check()
-            cluster.clock.time += 3.7
-            check()
+    def slowly() -> None:
+        check()
+        cluster.clock.time += 3.7
+        check()
 
-        for which, action in actions:
-            await act(cluster, which, action, slowly)
-            check()
-
-    asyncio.run(run())
+    for which, action in actions:
+        await act(cluster, which, action, slowly)
+        check()
     tokens = [token for token, _ in terms]
     assert tokens == sorted(tokens)
     assert len(set(tokens)) == len(set(terms)), "one holder per token"
