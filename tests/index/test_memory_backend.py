@@ -313,13 +313,6 @@ def test_times_and_counts_beyond_their_columns_are_the_most_that_fits() -> None:
     assert columns.accesses([1, 2]) == [Access(2**32 - 1, 0), Access(0, 65_535)]
 
 
-def test_an_access_is_loaded_with_its_record() -> None:
-    columns = BlockColumns()
-    columns.insert(7, record(), Access(1234, 56))
-    columns.insert(8, record())
-    assert columns.accesses([7, 8]) == [Access(1234, 56), Access(0, 0)]
-
-
 def test_blocks_of_several_kinds_serve_together() -> None:
     columns = WrittenColumns()
     one = run_location()
@@ -353,16 +346,6 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     with pytest.raises(AssertionError):
         columns.serve([1], moving)
     assert (columns.get([1]), columns.accesses([1])) == before
-
-
-async def test_a_block_that_loses_takes_nobody_along() -> None:
-    """What lost to another change is not told."""
-    backend = MemoryBackend()
-    await write(backend, {1: record()})
-    follower = Follower(backend.observe)
-    written = await backend.write_many([Change(1, record(parent=3), None), Change(2, record(), None)])
-    assert sorted(written.lost) == [1, 2]
-    assert follower.told(without_moves=False) == []
 
 
 async def test_only_the_last_who_asked_is_told() -> None:

@@ -97,13 +97,6 @@ async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
 # Answers.
 
 
-async def test_answers_are_in_order_with_none_for_a_miss(rig: Rig) -> None:
-    await rig.index.put({1: record(location("a")), 2: record(location("b"))})
-    a, b = location("a").chunk, location("b").chunk
-    assert await rig.index.answers([2, 9, 1, 2]) == [b, None, a, b]
-    assert await rig.index.answers([]) == []
-
-
 async def test_known_answers_ask_no_backend(rig: Rig) -> None:
     """The hot path: what was written or read once is answered from the search cache."""
     await rig.index.put({key: record() for key in range(5)})
@@ -269,12 +262,6 @@ async def test_one_that_shrinks_hides_none_that_grows() -> None:
 FIXED = settings(max_examples=examples(200), deadline=None, derandomize=True)
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True)
 SHARD_COUNTS = st.sampled_from([1, 2, 4, 16, 1024, 65536])
-
-
-@FIXED
-@given(keys=KEYS, shard_count=SHARD_COUNTS)
-def test_every_key_has_a_shard(keys: list[int], shard_count: int) -> None:
-    assert all(0 <= shard_of(key, shard_count) < shard_count for key in keys)
 
 
 @pytest.mark.parametrize("step", [1, 2, 16, 1024, 1 << 20, 1 << 40, -1])

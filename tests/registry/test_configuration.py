@@ -435,33 +435,17 @@ async def test_the_same_config_again_opens_the_medium_again() -> None:
 
 def test_documents_say_everything() -> None:
     """With the names of the API."""
+    sieved = {"name": "head", "min_depth": 1, "end_depth": 4, "min_reads": 2, "instance_ids": ["i"], "priority": -5}
     reclaim: dict[str, Any] = {
         "trigger_strategy": {"used_percentage": 0.8, "hysteresis": 0.1},
         "policy": {"name": "lru", "ttl_seconds": 60, "ttl_sliding": True},
         "share": "fixed",
-        "prefix_classes": [
-            {
-                "name": "head",
-                "min_depth": 1,
-                "end_depth": 4,
-                "min_reads": 2,
-                "instance_ids": ["i"],
-                "priority": -5,
-                "policy": {"name": "sieve"},
-                "budget": 0.25,
-            },
-            {"name": "rest"},
-        ],
+        "prefix_classes": [{**sieved, "policy": {"name": "sieve"}, "budget": 0.25}, {"name": "rest"}],
         "instance_overrides": [{"instance_id": "i", "policy": {"name": "fifo"}, "weight": 2.5}],
     }
+    limits = {"capacity_bytes": 1 << 50, "used_percentage": 0.75}
     document = {
-        "storage_config": {
-            "type": "file",
-            "global_unique_name": "s",
-            "storage_spec": {"root_path": "/r"},
-            "capacity_bytes": 1 << 50,
-            "used_percentage": 0.75,
-        },
+        "storage_config": {"type": "file", "global_unique_name": "s", "storage_spec": {"root_path": "/r"}, **limits},
         "instance_group": {
             "name": "g",
             "storage_candidates": ["s"],

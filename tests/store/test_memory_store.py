@@ -79,14 +79,6 @@ def test_many_at_a_time_are_as_one_after_the_other(
     assert queue.until(1.0, 9) == [1, 3]
 
 
-def test_sessions_that_end_in_time_leave_nothing_behind() -> None:
-    queue: DueQueue[int] = DueQueue()
-    for step in range(1_000):
-        queue.put_all(range(100), float(step))
-        queue.discard_all(range(100))
-    assert len(queue._heap) <= 64
-
-
 def test_deadlines_that_move_leave_nothing_behind() -> None:
     queue: DueQueue[int] = DueQueue()
     for step in range(20_000):
