@@ -74,10 +74,10 @@ def let_grace_pass(world: SlotWorld) -> None:
     world.clock.time += GRACE_SECONDS
 
 
-async def with_free_slots(world: SlotWorld) -> list[str]:
-    """Fill a file, and free its first four slots. Returns the parts that the file had."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
+async def with_free_slots(world: SlotWorld, count: int = 4) -> list[str]:
+    """Fill a file, and free its first slots. Returns the parts that the file had."""
+    uris = await world.create(world.slots_per_file)
+    await world.delete(uris[:count])
     let_grace_pass(world)
     return uris
 
@@ -150,9 +150,7 @@ async def test_it_can_be_switched_off(world: SlotWorld, grace_seconds: float) ->
 
 async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: SlotWorld) -> None:
     """One slot at a time and all at once, as a batch that hung for an hour would."""
-    first = await world.create(8)
-    await world.delete(first[:7])
-    let_grace_pass(world)
+    first = await with_free_slots(world, 7)
     second = await world.create(7)
     assert slots(second) == slots(first[:7])
     late = world.opened()
@@ -192,9 +190,7 @@ async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> No
 
 
 async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:7])
-    let_grace_pass(world)
+    uris = await with_free_slots(world, 7)
     parts = [Part("tp0", 1, world.slot_bytes // 2)]
     (other,) = await world.storage.allocate(Allocation("inst", "ab", parts))
     (foreign,) = await world.storage.allocate(Allocation("other", "ac", [Part("tp0", 1, world.slot_bytes)]))
@@ -328,24 +324,20 @@ def busy_world(tmp_path: Path) -> SlotWorld:
 
 async def test_slots_whose_metadata_is_still_going_are_not_lost(busy_world: SlotWorld) -> None:
     """Invariant 5 as well: none of them is handed out before that."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:8])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 8)
     await busy_world.roll_back(uris[8:24])
     busy_world.clock.time += MOST_PENDING_SECONDS
     assert slots(await busy_world.create(4)) == slots(uris[:4])
     await busy_world.storage.forgotten(uris[8:24])
     assert slots(await busy_world.create(4)) == slots(uris[4:8])
-    busy_world.clock.time += GRACE_SECONDS
+    let_grace_pass(busy_world)
     assert {*slots(await busy_world.create(16))} == {*slots(uris[8:24])}
     assert busy_world.counts.overlaps == 0
 
 
 async def test_slots_whose_metadata_never_goes_are_lost_in_the_end(busy_world: SlotWorld) -> None:
     """Also in a file that others are evicted from every few seconds: it is left to empty."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:8])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 8)
     await busy_world.roll_back(uris[8:13])
     for uri in uris[13:17]:
         busy_world.clock.time += MOST_PENDING_SECONDS
@@ -355,9 +347,7 @@ async def test_slots_whose_metadata_never_goes_are_lost_in_the_end(busy_world: S
 
 async def test_two_that_write_at_once_share_a_file(busy_world: SlotWorld) -> None:
     """What one of them has taken out is not lost to the other."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:24])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 24)
     both = await asyncio.gather(busy_world.allocate(12), busy_world.allocate(12))
     assert sorted(map(str, slots([*both[0], *both[1]]))) == sorted(map(str, slots(uris[:24])))
     assert busy_world.counts.overlaps == 0
@@ -370,7 +360,7 @@ async def test_deletions_succeed_where_notes_cannot_be_shortened(busy_world: Slo
     in_the_way.mkdir()
     for _ in range(80):
         await busy_world.delete(uris[:8])
-        busy_world.clock.time += GRACE_SECONDS
+        let_grace_pass(busy_world)
         uris[:8] = await busy_world.create(8)
     assert (busy_world.counts.failures, busy_world.counts.reused) == (0, 640)
     assert notes.stat().st_size > 4000
