@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from index_backends import connected
 from ports import free_port
 from redis.crc import key_slot
-from redis_servers import Cluster, RedisServer, Sentinels, Standalone, cluster, sentinel, standalone
+from redis_servers import Cluster, RedisServer, Sentinels, Servers, Standalone, cluster, sentinel, standalone
 from waiting import until
 
 from kvcm.model.errors import StorageIOError
@@ -159,9 +159,7 @@ PASSWORD = "pa$$"
 ENCODED = "pa%24%24"
 
 
-def connected_to(
-    servers: Standalone | Cluster | Sentinels, **parameters: object
-) -> AbstractAsyncContextManager[RedisClient]:
+def connected_to(servers: Servers, **parameters: object) -> AbstractAsyncContextManager[RedisClient]:
     return connected(servers.uri(uuid4().hex, **parameters))
 
 
@@ -407,7 +405,7 @@ class Listener:
 
 
 @asynccontextmanager
-async def listening(servers: Standalone | Cluster | Sentinels) -> AsyncIterator[Listener]:
+async def listening(servers: Servers) -> AsyncIterator[Listener]:
     async with connected_to(servers) as client:
         listener = Listener(client)
         running = asyncio.create_task(listener.invalidations.run())
