@@ -134,10 +134,10 @@ class Follower:
     def note(self, what: str, row: int, reads: int = 0) -> None:
         self.events.append((what, self.blocks[row], reads))
 
-    def told(self, *, without_moves: bool = True) -> list[tuple[str, int, int]]:
-        """What was told since it was asked last."""
+    def told(self) -> list[tuple[str, int, int]]:
+        """What was told since it was asked last, without moves."""
         events, self.events = self.events, []
-        return [event for event in events if not (without_moves and event[0] == "moved")]
+        return [event for event in events if event[0] != "moved"]
 
 
 class ColumnsMachine(RuleBasedStateMachine):
