@@ -199,12 +199,6 @@ def card(total: dict[str, int], going_on: History = QUIET, *alerts: Any, **more:
             "It is above 80.0 MiB, where eviction begins: that is at work down to 78.0 MiB.",
         ),
         (
-            usage(99, 100, 80, 78),
-            QUIET,
-            "full",
-            "It is above 80.0 MiB, where eviction begins: that is at work down to 78.0 MiB.",
-        ),
-        (
             *(usage(100, 100, 80, 78, deleting=60), QUIET, "full"),
             "60.0 MiB of it are evicted and wait for their deletion: little or nothing fits until then.",
         ),
