@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from history_documents import history
@@ -17,30 +19,17 @@ from kvcm.console.pages.overview import tiles
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, "–"), (-1, "no limit"), (0, "0 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")],
-)
-def test_sizes(value: int | None, shown: str) -> None:
-    assert formats.size(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("ratio", "shown"),
-    [(None, "–"), (0, "0.0 %"), (0.98234, "98.2 %"), (0.99999, "99.9 %"), (1, "100.0 %"), (1.2, "120.0 %")],
-)
-def test_what_is_not_quite_all_is_not_shown_as_all(ratio: float | None, shown: str) -> None:
-    assert formats.percent(ratio) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
+    ("shown", "texts"),
     [
-        *[(None, "–"), (0.00004, "40 µs"), (0.0032, "3.2 ms"), (0.5, "500 ms"), (12, "12 s"), (300, "5 min")],
-        *[(7500, "2 h 5 min"), (3 * 86400, "3 days")],
+        (formats.size, {None: "–", -1: "no limit", 0: "0 B", 1536: "1.5 KiB", 3 << 40: "3.0 TiB"}),
+        (formats.percent, {None: "–", 0: "0.0 %", 0.98234: "98.2 %", 0.99999: "99.9 %", 1: "100.0 %", 1.2: "120.0 %"}),
+        (formats.duration, {None: "–", 0.00004: "40 µs", 0.0032: "3.2 ms", 0.5: "500 ms", 12: "12 s", 300: "5 min"}),
+        (formats.duration, {7500: "2 h 5 min", 3 * 86400: "3 days"}),
+        (formats.rate, {None: "–", 0: "0/s", 0.25: "0.25/s", 12.4: "12/s", 1250: "1,250/s"}),
     ],
 )
-def test_durations(seconds: float | None, shown: str) -> None:
-    assert formats.duration(seconds) == shown
+def test_values_are_shown_in_their_unit(shown: Callable[[Any], str], texts: dict[float | None, str]) -> None:
+    assert {value: shown(value) for value in texts} == texts
 
 
 @pytest.mark.parametrize(
@@ -48,13 +37,6 @@ def test_durations(seconds: float | None, shown: str) -> None:
 )
 def test_when_something_was_or_will_be(at_ms: float | None, shown: str) -> None:
     assert formats.ago(at_ms, 1_000_400 if at_ms == 1_000_000 else 1_000_000) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(None, "–"), (0, "0/s"), (0.25, "0.25/s"), (12.4, "12/s"), (1250, "1,250/s")]
-)
-def test_rates(value: float | None, shown: str) -> None:
-    assert formats.rate(value) == shown
 
 
 _HOSTILE = "<script>alert(1)</script>"

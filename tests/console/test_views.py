@@ -9,13 +9,12 @@ import pytest
 from history_documents import alert, group_usage, history, usage
 
 from kvcm.console.deployment import History, charts_of_all, charts_of_group
-from kvcm.console.formats import shown_role
 from kvcm.console.pages.curve import curve_of
 from kvcm.console.pages.groups import GroupCard, group_card, group_cards, losses_of
-from kvcm.console.pages.instances import instance_views, sessions_of
+from kvcm.console.pages.instances import instance_views
 from kvcm.console.pages.keys import key_views
 from kvcm.console.pages.overview import headline, tiles
-from kvcm.console.pages.storages import shares_of, storage_views
+from kvcm.console.pages.storages import storage_views
 from kvcm.console.pages.tasks import outcome_of
 
 GIB = 1 << 30
@@ -67,16 +66,6 @@ def test_any_capacity_can_be_drawn(kept: int) -> None:
 def test_without_anything_that_was_asked_for_twice_there_is_nothing_to_draw() -> None:
     view = curve_of({**curve(points=()), "targets": []})
     assert (str(view.drawing), "asked for twice" in view.headline) == ("", True)
-
-
-def test_sessions_are_summed_up() -> None:
-    items = [
-        {"blocks": 3, "bytes": 30, "is_overdue": True, "begun_at_ms": 50},
-        {"blocks": 2, "bytes": 20, "is_overdue": False, "begun_at_ms": 0},
-    ]
-    found = sessions_of(items)
-    assert (found.blocks, found.bytes, found.overdue, found.oldest_ms) == (5, 50, 1, 50)
-    assert sessions_of([]).oldest_ms == 0
 
 
 def garbage(**report: int) -> Any:
@@ -131,21 +120,11 @@ def test_storages_that_somebody_should_look_at_come_first() -> None:
 def test_a_storage_tells_what_is_known_of_it() -> None:
     usage = {"usage": {"used_bytes": 7}, "deletion_backlog": 2, "deletion_failures": 3, "oversubscription": 1.5}
     (view,) = storage_views(
-        [storage("old", reason="slow")],
-        {"storages": [{"storage_unique_name": "old", **usage}]},
-        [drain("old", "done")],
+        [storage("old", reason="slow")], {"storages": [{"storage_unique_name": "old", **usage}]}, [drain("old", "done")]
     )
     assert (view.kind, view.reason, view.settings) == ("Shared directory", "slow", [("root_path", "/kv/")])
     assert (view.usage["used_bytes"], view.deletions, view.failures, view.oversubscription) == (7, 2, 3, 1.5)
     assert [text for text, _ in view.badges] == ["drained", "up"]
-
-
-def test_groups_on_a_storage_are_ordered_by_what_they_use() -> None:
-    groups = [
-        {"name": name, "storages": [{"storage_unique_name": where, "used_bytes": used, "guaranteed_bytes": 0}]}
-        for name, where, used in (("a", "disk", 1), ("b", "disk", 5), ("c", "other", 9))
-    ]
-    assert [share.group for share in shares_of("disk", {"groups": groups})] == ["b", "a"]
 
 
 def test_instances_know_the_bytes_of_their_blocks_and_what_they_use() -> None:
@@ -186,12 +165,6 @@ def test_keys_tell_where_they_count_and_whether_they_end_soon(
     assert (view.role, view.scope, view.verbs, view.ends_soon) == ("engine", scope, verbs, ends_soon)
 
 
-def test_roles_have_one_name_on_accounts_and_keys() -> None:
-    assert [shown_role(role) for role in ("ROLE_USER", "ROLE_VIEWER", "ROLE_ADMIN", "ROLE_NEW")] == [
-        "viewer", "viewer", "administrator", "role_new",
-    ]  # fmt: skip
-
-
 QUIET = History(history({}))
 
 
@@ -223,12 +196,6 @@ def card(total: dict[str, int], going_on: History = QUIET, *alerts: Any, **more:
         ),
         (
             *(usage(85, 100, 80, 78), QUIET, "above its mark"),
-            "It is above 80.0 MiB, where eviction begins: that is at work down to 78.0 MiB.",
-        ),
-        (
-            usage(99, 100, 80, 78),
-            QUIET,
-            "full",
             "It is above 80.0 MiB, where eviction begins: that is at work down to 78.0 MiB.",
         ),
         (

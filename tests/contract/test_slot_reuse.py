@@ -74,6 +74,22 @@ def let_grace_pass(world: SlotWorld) -> None:
     world.clock.time += GRACE_SECONDS
 
 
+async def with_free_slots(world: SlotWorld, count: int = 4) -> list[str]:
+    """Fill a file, and free its first slots. Returns the parts that the file had."""
+    uris = await world.create(world.slots_per_file)
+    await world.delete(uris[:count])
+    let_grace_pass(world)
+    return uris
+
+
+async def check_space(world: SlotWorld, *, by_blocks: bool = True) -> None:
+    await live_through(world, 6000, 400, by_blocks=by_blocks)
+    counts = world.counts
+    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
+    assert counts.reused > counts.created / 2
+    assert counts.space_ratio <= 1.2, counts
+
+
 def path_of(uri: str) -> Path:
     return Path(LocationUri.parse(uri).path)
 
@@ -85,21 +101,13 @@ async def test_invariant_5_and_the_space_that_files_take_up(tmp_path: Path, spec
     if not can_punch_holes(tmp_path):
         pytest.skip("this file system does not give holes back")
     world = SlotWorld(tmp_path / "root", Random(5), slot_bytes=16 * KIB, specs=specs)
-    await live_through(world, 6000, 400)
-    counts = world.counts
-    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
-    assert counts.reused > counts.created / 2
-    assert counts.space_ratio <= 1.2, counts
+    await check_space(world)
 
 
 async def test_the_space_that_files_take_up_where_no_holes_can_be_punched(without_holes: Path) -> None:
     assert not can_punch_holes(without_holes)
     world = SlotWorld(without_holes / "root", Random(6), slot_bytes=16 * KIB, specs=("tp0", "tp1"))
-    await live_through(world, 6000, 400, by_blocks=False)
-    counts = world.counts
-    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
-    assert counts.reused > counts.created / 2
-    assert counts.space_ratio <= 1.2, counts
+    await check_space(world, by_blocks=False)
 
 
 async def test_a_slot_is_free_when_its_grace_is_over(world: SlotWorld) -> None:
@@ -135,34 +143,14 @@ async def test_nothing_is_handed_out_again_before_its_bytes_are_deleted(world: S
 @pytest.mark.parametrize("grace_seconds", [0.0, GRACE_SECONDS])
 async def test_it_can_be_switched_off(world: SlotWorld, grace_seconds: float) -> None:
     world.storage._files.free._reuse.grace_seconds = grace_seconds
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    await with_free_slots(world)
     await world.create(4)
     assert world.counts.reused == (4 if grace_seconds else 0)
 
 
-async def test_a_file_goes_with_its_last_slot_whoever_had_it(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    path = path_of(uris[0])
-    await world.delete(uris[:7])
-    let_grace_pass(world)
-    again = await world.create(3)
-    await world.delete(uris[7:])
-    assert path.exists()
-    assert deleted_slots(str(path)) == {3, 4, 5, 6, 7}
-    await world.check_all()
-    await world.delete(again)
-    assert files_below(world.root) == []
-    let_grace_pass(world)
-    assert all(LocationUri.parse(uri).location_id is None for uri in await world.create(8))
-
-
 async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: SlotWorld) -> None:
     """One slot at a time and all at once, as a batch that hung for an hour would."""
-    first = await world.create(8)
-    await world.delete(first[:7])
-    let_grace_pass(world)
+    first = await with_free_slots(world, 7)
     second = await world.create(7)
     assert slots(second) == slots(first[:7])
     late = world.opened()
@@ -181,9 +169,7 @@ async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: 
 
 
 async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_the_old_ones(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     again = await world.create(2)
     await world.delete(uris[4:6])
     world.storage = world.opened()
@@ -196,33 +182,15 @@ async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_t
 
 
 async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     world.leads = False
     assert not {*slots(await world.create(2))} & {*slots(uris)}
     world.leads = True
     assert not {*slots(await world.create(2))} & {*slots(uris)}
 
 
-async def test_what_was_not_handed_on_is_deleted_again(world: SlotWorld) -> None:
-    """Another writer was faster for these blocks."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
-    again = await world.allocate(2)
-    path = LocationUri.parse(uris[0]).path
-    assert deleted_slots(path) == {2, 3}
-    assert await world.storage.discard(again) == [None, None]
-    assert deleted_slots(path) == {0, 1, 2, 3}
-    assert await world.storage.delete(uris[4:]) == [None] * 4
-    assert files_below(world.root) == []
-
-
 async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:7])
-    let_grace_pass(world)
+    uris = await with_free_slots(world, 7)
     parts = [Part("tp0", 1, world.slot_bytes // 2)]
     (other,) = await world.storage.allocate(Allocation("inst", "ab", parts))
     (foreign,) = await world.storage.allocate(Allocation("other", "ac", [Part("tp0", 1, world.slot_bytes)]))
@@ -230,25 +198,17 @@ async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:
     assert slots(await world.create(7)) == slots(uris[:7])
 
 
-async def test_a_file_that_went_meanwhile_is_not_handed_out(world: SlotWorld) -> None:
-    """A scrub or an operator removed it behind the manager's back."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
+@pytest.mark.parametrize("is_linked", [False, True], ids=["gone", "a link"])
+async def test_a_file_that_was_removed_or_replaced_is_not_handed_out(
+    world: SlotWorld, tmp_path: Path, is_linked: bool
+) -> None:
+    """A scrub or an operator did it without the manager."""
+    (tmp_path / "victim").write_bytes(b"v" * 4096)
+    uris = await with_free_slots(world)
     path = path_of(uris[0])
-    let_grace_pass(world)
     path.unlink()
-    assert str(path) not in {name for name, _ in slots(await world.create(4))}
-
-
-async def test_a_link_in_place_of_a_file_is_not_handed_out(world: SlotWorld, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"v" * 4096)
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    path = path_of(uris[0])
-    let_grace_pass(world)
-    path.unlink()
-    path.symlink_to(victim)
+    if is_linked:
+        path.symlink_to(tmp_path / "victim")
     assert str(path) not in {name for name, _ in slots(await world.create(4))}
 
 
@@ -267,9 +227,7 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     world: SlotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets fresh files, so do those after it; what was handed to it too late comes back."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     answers, record_owner = threading.Event(), kvcm.storage.file_slots.record_owner
 
     def hang(path: str, numbers: list[int], location_id: str) -> bool:
@@ -300,17 +258,13 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
 
 async def test_only_what_stands_beside_the_file_as_deleted_is_handed_out(world: SlotWorld) -> None:
     """What a manager remembers may be old: the file was made anew, and somebody else has that slot."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     notes_of(uris[0]).write_bytes(b"\n0.\n1+ab.\n3.\n3+ac.")
     assert {*slots(await world.create(4))} & {*slots(uris)} == {*slots(uris[:1])}
 
 
 async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     notes = notes_of(uris[0])
     notes.unlink()
     notes.mkdir()
@@ -318,9 +272,7 @@ async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
 
 
 async def test_what_is_free_stays_free_when_the_storage_is_configured_anew(world: SlotWorld, tmp_path: Path) -> None:
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     same = world.opened()
     same.take_over(world.storage)
     elsewhere = SlotWorld(tmp_path / "elsewhere", Random(0), slot_bytes=512, slots_per_file=8)
@@ -351,9 +303,7 @@ async def test_notes_stay_short_however_often_slots_change_hands(world: SlotWorl
 
 async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: SlotWorld) -> None:
     """While it was removed its blocks were forgotten, and so was whoever else lies in its files."""
-    uris = await world.create(8)
-    await world.delete(uris[:4])
-    let_grace_pass(world)
+    uris = await with_free_slots(world)
     world.storage.close()
     again = world.opened()
     again.take_over(world.storage)
@@ -374,24 +324,20 @@ def busy_world(tmp_path: Path) -> SlotWorld:
 
 async def test_slots_whose_metadata_is_still_going_are_not_lost(busy_world: SlotWorld) -> None:
     """Invariant 5 as well: none of them is handed out before that."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:8])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 8)
     await busy_world.roll_back(uris[8:24])
     busy_world.clock.time += MOST_PENDING_SECONDS
     assert slots(await busy_world.create(4)) == slots(uris[:4])
     await busy_world.storage.forgotten(uris[8:24])
     assert slots(await busy_world.create(4)) == slots(uris[4:8])
-    busy_world.clock.time += GRACE_SECONDS
+    let_grace_pass(busy_world)
     assert {*slots(await busy_world.create(16))} == {*slots(uris[8:24])}
     assert busy_world.counts.overlaps == 0
 
 
 async def test_slots_whose_metadata_never_goes_are_lost_in_the_end(busy_world: SlotWorld) -> None:
     """Also in a file that others are evicted from every few seconds: it is left to empty."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:8])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 8)
     await busy_world.roll_back(uris[8:13])
     for uri in uris[13:17]:
         busy_world.clock.time += MOST_PENDING_SECONDS
@@ -401,9 +347,7 @@ async def test_slots_whose_metadata_never_goes_are_lost_in_the_end(busy_world: S
 
 async def test_two_that_write_at_once_share_a_file(busy_world: SlotWorld) -> None:
     """What one of them has taken out is not lost to the other."""
-    uris = await busy_world.create(SLOTS)
-    await busy_world.delete(uris[:24])
-    busy_world.clock.time += GRACE_SECONDS
+    uris = await with_free_slots(busy_world, 24)
     both = await asyncio.gather(busy_world.allocate(12), busy_world.allocate(12))
     assert sorted(map(str, slots([*both[0], *both[1]]))) == sorted(map(str, slots(uris[:24])))
     assert busy_world.counts.overlaps == 0
@@ -416,7 +360,7 @@ async def test_deletions_succeed_where_notes_cannot_be_shortened(busy_world: Slo
     in_the_way.mkdir()
     for _ in range(80):
         await busy_world.delete(uris[:8])
-        busy_world.clock.time += GRACE_SECONDS
+        let_grace_pass(busy_world)
         uris[:8] = await busy_world.create(8)
     assert (busy_world.counts.failures, busy_world.counts.reused) == (0, 640)
     assert notes.stat().st_size > 4000

@@ -26,9 +26,7 @@ ADDRESSES = {
     "manager-1": "127.0.0.11", "manager-2": "127.0.0.12", "manager-3": "127.0.0.13", "valkey": "127.0.0.20",
     "prometheus": "127.0.0.30", "localhost": "127.0.0.1",
 }  # fmt: skip
-_FOREIGN = {
-    "valkey": {"valkey-server": "redis-server", "valkey-cli": f"redis-cli -h {ADDRESSES['valkey']}"},
-}
+_FOREIGN = {"valkey": {"valkey-server": "redis-server", "valkey-cli": f"redis-cli -h {ADDRESSES['valkey']}"}}
 _PATH = "PATH=/usr/local/bin:/usr/bin:/bin"
 _ENTRY = {"prometheus": ["prometheus"]}  # of images that are not at hand
 _MODE_OF_ANY = 0o755

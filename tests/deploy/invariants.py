@@ -20,7 +20,6 @@ _CLOSING_SECONDS = 15
 _PAGES = {"/livez", "/readyz", "/startupz", "/metrics"}
 _PORTS = {"grpc": "rpc_port", "http": "http_port", "grpc-admin": "admin_rpc_port", "http-admin": "admin_http_port"}
 _KNOWN = set(Settings().described())
-_SETTING = re.compile(r"kvcm\.[a-z_]+(?:\.[a-z_]+)*")
 
 Rule = Callable[[Sequence[Object]], Iterator[str]]
 

@@ -32,13 +32,6 @@ def test_the_server_is_what_is_built_unless_a_target_is_named() -> None:
     assert set(re.findall(r"^USER (.*)$", TEXT, re.MULTILINE)) == {"10001:10001"}
 
 
-def test_the_base_has_a_tag() -> None:
-    assert re.findall(r"^ARG PYTHON_IMAGE=(.*)$", TEXT, re.MULTILINE) == ["python:3.11-slim-bookworm"]
-    assert {image for image, _ in re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.MULTILINE)} == {
-        "${PYTHON_IMAGE}", "build", "runtime",
-    }  # fmt: skip
-
-
 def test_the_server_has_no_torch() -> None:
     listed = subprocess.run(
         [sys.executable, ROOT / "deploy/images/requirements.py", "server", "tracing"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster_stand_in import Cluster, stand_in_cluster
-from manifests import KUSTOMIZED, ROOT, kustomized
+from manifests import ROOT, kustomized
 
 from kvcm.model.principals import PresentedKey
 
@@ -77,15 +77,3 @@ def test_from_zero_as_printed(cluster: Cluster, run: Run) -> None:
     run("kubectl apply --validate=false -k deploy/k8s")
     wanted = {f"{each['kind']} {each['metadata']['name']}" for each in kustomized("base")}
     assert wanted <= {f"{each['kind']} {each['metadata']['name']}" for each in cluster.objects}
-
-
-def test_everything_is_taken(cluster: Cluster, run: Run) -> None:
-    run(f"kubectl apply --validate=false -k {KUSTOMIZED['complete']}")
-    assert len(cluster.objects) == len(kustomized("complete"))
-
-
-def test_what_no_cluster_would_take_is_refused(cluster: Cluster, run: Run, tmp_path: Path) -> None:
-    wrong = "apiVersion: v1\nkind: Service\nmetadata: {name: x, namespace: kvcm}\nspec: {prots: []}\n"
-    (tmp_path / "wrong.yaml").write_text(wrong)
-    with pytest.raises(AssertionError, match="prots"):
-        run("kubectl apply --validate=false -f wrong.yaml")

@@ -114,87 +114,49 @@ def test_a_kustomization_of_one_s_own_is_made_as_printed(tmp_path: Path) -> None
     assert "name: kvcm-valkey" in objects
 
 
-# Deliberate defects: what the rules are for.
-DEFECTS: dict[str, tuple[str, Callable[[list[Object]], object]]] = {
-    "a label that no selector has": (
-        "selectors_find_pods",
-        lambda o: one(o, "Deployment")["spec"]["template"]["metadata"]["labels"].update(
-            {"app.kubernetes.io/name": "x"}
-        ),
-    ),
-    "a port of another name": (
-        "ports_are_named_alike",
-        lambda o: one(o, "Service")["spec"]["ports"][0].update(targetPort="rpc"),
-    ),
-    "a port of another number": (
-        "ports_are_the_managers",
-        lambda o: _container(o)["ports"][0].update(containerPort=6380),
-    ),
-    "a probe of the wrong page": (
-        "probes_ask_for_pages",
-        lambda o: _container(o)["livenessProbe"]["httpGet"].update(path="/readyz"),
-    ),
-    "a misspelt setting": (
-        "settings_exist",
-        lambda o: _container(o)["env"].append({"name": "kvcm.servce.host", "value": "0.0.0.0"}),
-    ),
-    "a short grace period": (
-        "drain_fits_the_grace_period",
-        lambda o: one(o, "Deployment")["spec"]["template"]["spec"].update(terminationGracePeriodSeconds=30),
-    ),
-    "a pause before the drain": (
-        "drain_fits_the_grace_period",
-        lambda o: _container(o).update(lifecycle={"preStop": {"sleep": {"seconds": 10}}}),
-    ),
-    "a secret under another name": (
-        "paths_are_mounted",
-        lambda o: _volume(o, "store")["secret"]["items"][0].update(path="url"),
-    ),
-    "a secret that nobody reads": (
-        "paths_are_mounted",
-        lambda o: _volume(o, "store")["secret"]["items"].append({"key": "more", "path": "more"}),
-    ),
-    "a directory that can be written": (
-        "paths_are_mounted",
-        lambda o: _container(o)["volumeMounts"][0].pop("readOnly"),
-    ),
-    "a storage elsewhere": (
-        "storages_are_mounted",
-        lambda o: _container(o)["volumeMounts"][-1].update(mountPath="/mnt/other"),
-    ),
-    "an image that moves": ("images_stay", lambda o: _container(o).update(image="kvcm:latest")),
-    "an image without a tag": ("images_stay", lambda o: _container(o).update(image="registry.example:5000/kvcm")),
-    "root": (
-        "the_user_is_the_image_s",
-        lambda o: one(o, "Deployment")["spec"]["template"]["spec"]["securityContext"].update(runAsUser=0),
-    ),
-    "a root that can be written": (
-        "pods_may_do_nothing",
-        lambda o: _container(o)["securityContext"].update(readOnlyRootFilesystem=False),
-    ),
-    "an update in place": (
-        "a_rollout_loses_nobody",
-        lambda o: one(o, "Deployment")["spec"]["strategy"]["rollingUpdate"].update(maxUnavailable=1),
-    ),
-}
+def _pod(objects: list[Object]) -> Object:
+    template: Object = one(objects, "Deployment")["spec"]["template"]
+    return template
 
 
 def _container(objects: list[Object]) -> Object:
-    container: Object = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container: Object = _pod(objects)["spec"]["containers"][0]
     return container
 
 
-def _volume(objects: list[Object], name: str) -> Object:
-    volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
-    (volume,) = (each for each in volumes if each["name"] == name)
-    return dict(volume)
+def _secret_item(objects: list[Object]) -> Object:
+    (volume,) = (each for each in _pod(objects)["spec"]["volumes"] if each["name"] == "store")
+    item: Object = volume["secret"]["items"][0]
+    return item
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_defects_are_found(defect: str) -> None:
-    rule, break_it = DEFECTS[defect]
+@pytest.mark.parametrize(
+    ("rule", "place", "defect"),
+    [
+        ("selectors_find_pods", lambda o: _pod(o)["metadata"]["labels"], {"app.kubernetes.io/name": "x"}),
+        ("ports_are_named_alike", lambda o: one(o, "Service")["spec"]["ports"][0], {"targetPort": "rpc"}),
+        ("ports_are_the_managers", lambda o: _container(o)["ports"][0], {"containerPort": 6380}),
+        ("probes_ask_for_pages", lambda o: _container(o)["livenessProbe"]["httpGet"], {"path": "/readyz"}),
+        ("settings_exist", lambda o: _container(o)["env"][0], {"name": "kvcm.servce.host"}),
+        ("drain_fits_the_grace_period", lambda o: _pod(o)["spec"], {"terminationGracePeriodSeconds": 30}),
+        ("drain_fits_the_grace_period", _container, {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}),
+        ("paths_are_mounted", _secret_item, {"path": "url"}),
+        ("paths_are_mounted", lambda o: _container(o)["volumeMounts"][0], {"readOnly": False}),
+        ("storages_are_mounted", lambda o: _container(o)["volumeMounts"][-1], {"mountPath": "/mnt/other"}),
+        ("images_stay", _container, {"image": "kvcm:latest"}),
+        ("images_stay", _container, {"image": "registry.example:5000/kvcm"}),
+        ("the_user_is_the_image_s", lambda o: _pod(o)["spec"]["securityContext"], {"runAsUser": 0}),
+        ("pods_may_do_nothing", lambda o: _container(o)["securityContext"], {"readOnlyRootFilesystem": False}),
+        (
+            "a_rollout_loses_nobody",
+            lambda o: one(o, "Deployment")["spec"]["strategy"]["rollingUpdate"],
+            {"maxUnavailable": 1},
+        ),
+    ],
+)
+def test_defects_are_found(rule: str, place: Callable[[list[Object]], Object], defect: Object) -> None:
     objects = copy.deepcopy(list(_objects("base")))
-    break_it(objects)
+    place(objects).update(defect)
     assert list(RULES[rule](objects)) != []
 
 

@@ -80,12 +80,6 @@ def test_a_good_certificate_tells_its_names_and_its_end(pair: Pair) -> None:
     assert "notAfter" in certificate_of(pair.cert, pair.key)
 
 
-def test_one_that_ends_soon_or_has_ended_is_told(pair: Pair) -> None:
-    now = time.time()
-    assert _findings(pair, now + 352 * DAY)[0].level is Level.WARN
-    assert _findings(pair, now + 366 * DAY)[0].level is Level.FAIL
-
-
 def test_one_that_has_really_ended_cannot_be_shaken_hands_with(tmp_path: Path) -> None:
     pair, request = _made(tmp_path, "ended"), tmp_path / "request"
     ask = ["openssl", "req", "-new", "-key", pair.key, "-subj", "/CN=ended", "-out", request]

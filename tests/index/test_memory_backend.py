@@ -12,13 +12,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from index_rig import TableView, location, record
+from index_records import write
+from index_rig import location, record
 from thoroughness import examples
 
-from kvcm.index.backends.backend import Access, Change, IndexBackend, Rows, UniformRun
+from kvcm.index.backends.backend import Access, Change, Rows, UniformRun
 from kvcm.index.backends.memory import BlockColumns, HeaderPool, MemoryBackend, WrittenColumns
 from kvcm.index.backends.rocks import load_index
-from kvcm.index.meta_index import MetaIndex
 from kvcm.model.clock import SystemClock
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
@@ -134,10 +134,10 @@ class Follower:
     def note(self, what: str, row: int, reads: int = 0) -> None:
         self.events.append((what, self.blocks[row], reads))
 
-    def told(self, *, without_moves: bool = True) -> list[tuple[str, int, int]]:
-        """What was told since it was asked last."""
+    def told(self) -> list[tuple[str, int, int]]:
+        """What was told since it was asked last, without moves."""
         events, self.events = self.events, []
-        return [event for event in events if not (without_moves and event[0] == "moved")]
+        return [event for event in events if event[0] != "moved"]
 
 
 class ColumnsMachine(RuleBasedStateMachine):
@@ -313,13 +313,6 @@ def test_times_and_counts_beyond_their_columns_are_the_most_that_fits() -> None:
     assert columns.accesses([1, 2]) == [Access(2**32 - 1, 0), Access(0, 65_535)]
 
 
-def test_an_access_is_loaded_with_its_record() -> None:
-    columns = BlockColumns()
-    columns.insert(7, record(), Access(1234, 56))
-    columns.insert(8, record())
-    assert columns.accesses([7, 8]) == [Access(1234, 56), Access(0, 0)]
-
-
 def test_blocks_of_several_kinds_serve_together() -> None:
     columns = WrittenColumns()
     one = run_location()
@@ -355,22 +348,6 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     assert (columns.get([1]), columns.accesses([1])) == before
 
 
-async def write(backend: IndexBackend, states: Mapping[int, BlockRecord | None]) -> None:
-    olds = await backend.get_many(list(states))
-    written = await backend.write_many([Change(key, old, states[key]) for key, old in zip(states, olds, strict=True)])
-    assert not written.lost
-
-
-async def test_a_block_that_loses_takes_nobody_along() -> None:
-    """What lost to another change is not told."""
-    backend = MemoryBackend()
-    await write(backend, {1: record()})
-    follower = Follower(backend.observe)
-    written = await backend.write_many([Change(1, record(parent=3), None), Change(2, record(), None)])
-    assert sorted(written.lost) == [1, 2]
-    assert follower.told(without_moves=False) == []
-
-
 async def test_only_the_last_who_asked_is_told() -> None:
     backend = MemoryBackend()
     first = Follower(backend.observe)
@@ -395,32 +372,12 @@ async def test_what_was_loaded_is_followed_too(tmp_path: Path) -> None:
     await store.close()
 
 
-class SharedMemory(MemoryBackend):
-    """What several managers would change."""
-
-    is_shared = True
-
-
-async def test_an_index_that_others_change_cannot_be_followed() -> None:
-    alone = MetaIndex(MemoryBackend(), TableView({"nfs": 1}))
-    follower = Follower(alone.observe)
-    await alone.put({1: record()})
-    await alone.touch({1: 3}, 5.0)
-    assert follower.told() == [("added", 1, 0), ("touched", 1, 3)]
-    assert not alone.is_shared
-    shared = MetaIndex(SharedMemory(), TableView({"nfs": 1}))
-    assert shared.observe(follower) is None
-    await shared.put({2: record()})
-    assert (follower.told(), shared.is_shared) == ([], True)
-
-
 # ── What the memory backend promises beyond the contract ──
 
 
 NFS = StorageKey("nfs", StorageType.ST_NFS)
 
 PAGE = 1024
-STATUSES = (LocationStatus.WRITING, LocationStatus.DELETING, LocationStatus.SERVING)
 
 
 def page_of(random: Random, parent: int | None, depth: int) -> dict[int, BlockRecord]:
@@ -478,32 +435,6 @@ async def test_a_block_costs_less_than_400_bytes_with_its_answer() -> None:
     after, _ = tracemalloc.get_traced_memory()
     assert len(answers) == backend.key_count == 10 * PAGE
     assert (after - before) / backend.key_count < 400
-
-
-async def test_an_answer_and_its_record_share_the_chunk() -> None:
-    backend = MemoryBackend()
-    made = record()
-    await backend.write_many([Change(1, None, made)])
-    (read,) = await backend.get_many([1])
-    assert read is not None
-    assert read.locations[0].chunk is made.locations[0].chunk
-
-
-async def test_loaded_records_count_like_written_ones() -> None:
-    written, loaded = MemoryBackend(), MemoryBackend()
-    places = [location(status=STATUSES[key % 3])._replace(deadline=5.0 * (key % 3 < 2)) for key in range(9)]
-    records = {key: record(place, parent=1) for key, place in enumerate(places)}
-    await written.write_many([Change(key, None, made) for key, made in records.items()])
-    await written.touch(dict.fromkeys(records, 3), 77.7)
-    for key, made in records.items():
-        loaded.load(key, made, Access(77, 3))
-    for backend in (written, loaded):
-        assert await backend.get_many(list(records)) == list(records.values())
-        assert await backend.accesses([0, 8]) == [Access(77, 3), Access(77, 3)]
-        assert await backend.due(5.0, 10) == [0, 1, 3, 4, 6, 7]
-        assert await backend.children(1) == list(records)
-        assert backend.usage_bytes == {NFS: 90}
-        assert (backend.deleting_bytes, backend.deleting_keys) == ({NFS: 30}, 3)
 
 
 async def test_keys_that_come_and_go_leave_nothing_behind() -> None:

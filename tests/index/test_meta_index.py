@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest
@@ -50,21 +49,6 @@ def rig() -> Rig:
 def test_shards_are_a_power_of_two(shard_count: int) -> None:
     with pytest.raises(ValueError, match=str(shard_count)):
         MetaIndex(CountingBackend(), TableView(), shard_count=shard_count)
-
-
-async def test_put_stores_and_replaces(rig: Rig) -> None:
-    first, second = record(location("a")), record(location("b"), depth=3)
-    assert await rig.index.put({1: first, 2: first}) == [Change(1, None, first), Change(2, None, first)]
-    assert await rig.index.put({2: second}) == [Change(2, first, second)]
-    assert await rig.index.get([2, 3, 1]) == [second, None, first]
-    assert rig.index.key_count == 2
-
-
-async def test_update_replaces_only_what_is_there(rig: Rig) -> None:
-    old, new = record(location("a")), record(location("b"))
-    await rig.index.put({1: old})
-    assert await rig.index.update({1: new, 2: new}) == [Change(1, old, new), Change(2, None, None)]
-    assert await rig.index.get([1, 2]) == [new, None]
 
 
 async def test_delete_removes_and_forgives(rig: Rig) -> None:
@@ -113,21 +97,6 @@ async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
 # Answers.
 
 
-async def test_answers_are_in_order_with_none_for_a_miss(rig: Rig) -> None:
-    await rig.index.put({1: record(location("a")), 2: record(location("b"))})
-    a, b = location("a").chunk, location("b").chunk
-    assert await rig.index.answers([2, 9, 1, 2]) == [b, None, a, b]
-    assert await rig.index.answers([]) == []
-
-
-async def test_a_prefix_ends_before_the_first_miss(rig: Rig) -> None:
-    await rig.index.put({key: record(location(str(key))) for key in (1, 2, 4)})
-    chunks = [location(str(key)).chunk for key in (1, 2)]
-    assert await rig.index.answers([1, 2, 3, 4], stop_at_miss=True) == chunks
-    assert await rig.index.answers([3, 1], stop_at_miss=True) == []
-    assert await rig.index.answers([1, 2], stop_at_miss=True) == chunks
-
-
 async def test_known_answers_ask_no_backend(rig: Rig) -> None:
     """The hot path: what was written or read once is answered from the search cache."""
     await rig.index.put({key: record() for key in range(5)})
@@ -160,14 +129,6 @@ async def test_a_long_prefix_of_unknown_records_is_asked_for_in_few_calls(rig: R
     rig.backend.asked.clear()
     assert len(await rig.index.answers(range(3000), stop_at_miss=True)) == 2000
     assert [(asked[0], len(asked)) for asked in rig.backend.asked] == [(0, 16), (16, 1024), (1040, 1024)]
-
-
-async def test_disabled_storages_vanish_and_come_back(rig: Rig) -> None:
-    await rig.index.put({1: record(location(storage="nfs")), 2: record(location(storage="fs"))})
-    rig.view.change("nfs", None)
-    assert [answer is None for answer in await rig.index.answers([1, 2])] == [True, False]
-    rig.view.change("nfs", 3)
-    assert None not in await rig.index.answers([1, 2])
 
 
 # Limits.
@@ -230,17 +191,6 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
         assert sum(keys for _, keys in rig.told) == rig.index.key_count
         assert all(keys or any(usage.values()) for usage, keys in rig.told), "no news is not told"
         assert rig.index.key_count <= limit
-
-
-# Listing.
-
-
-async def test_children_scan_and_samples_come_from_the_backend(rig: Rig) -> None:
-    await rig.index.put({1: record(), 2: record(parent=1), 3: record(parent=1), 4: record(parent=2)})
-    assert sorted(await rig.index.children(1)) == [2, 3]
-    assert [sorted(page) for page in [page async for page in rig.index.scan(4)]] == [[1, 2, 3, 4]]
-    assert sorted(await rig.index.random_sample(10, Random(1))) == [1, 2, 3, 4]
-    assert len(await rig.index.random_sample(2, Random(1))) == 2
 
 
 # ── Usage when a shared store does what it is told and its answer is lost ──
@@ -314,12 +264,6 @@ KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True)
 SHARD_COUNTS = st.sampled_from([1, 2, 4, 16, 1024, 65536])
 
 
-@FIXED
-@given(keys=KEYS, shard_count=SHARD_COUNTS)
-def test_every_key_has_a_shard(keys: list[int], shard_count: int) -> None:
-    assert all(0 <= shard_of(key, shard_count) < shard_count for key in keys)
-
-
 @pytest.mark.parametrize("step", [1, 2, 16, 1024, 1 << 20, 1 << 40, -1])
 def test_regular_keys_spread_over_all_shards(step: int) -> None:
     """Keys need not be well mixed: counters, multiples and negative ones spread as well."""
@@ -352,21 +296,6 @@ def test_a_batch_is_no_larger_than_it_must_be(keys: list[int], batch_key_size: i
         assert len(without_last) < batch_key_size
 
 
-async def test_shards_are_exclusive() -> None:
-    locks, inside, most = ShardLocks(4), 0, 0
-
-    async def enter() -> None:
-        nonlocal inside, most
-        async with locks.hold((1, 3)):
-            inside += 1
-            most = max(most, inside)
-            await asyncio.sleep(0)
-            inside -= 1
-
-    await asyncio.gather(*(enter() for _ in range(5)))
-    assert most == 1
-
-
 async def test_disjoint_shards_do_not_wait_for_each_other() -> None:
     locks = ShardLocks(4)
     async with locks.hold((0, 2)), locks.hold((1, 3)):
@@ -379,22 +308,6 @@ async def test_shards_are_given_back_after_an_error() -> None:
         with pytest.raises(KeyError):
             async with locks.hold((0, 1)):
                 raise KeyError
-
-
-async def test_shards_are_given_back_when_a_waiting_call_is_cancelled() -> None:
-    locks = ShardLocks(3)
-
-    async def take(shards: tuple[int, ...]) -> None:
-        async with locks.hold(shards):
-            pass
-
-    async with locks.hold((2,)):
-        waiting = asyncio.create_task(take((0, 1, 2)))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await take((0, 1))
-    await take((0, 1, 2))
 
 
 @pytest.mark.parametrize("shards", [(1, 0), (1, 1), (0, 2, 1)])

@@ -293,10 +293,8 @@ async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:
 # ── A server at its `maxmemory` ──
 
 
-NFS = StorageKey("nfs", StorageType.ST_NFS)
-FULL_SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
-FULL_WRITING = FULL_SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.0)
-DELETING = FULL_SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
+DELETING = SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
+PLACE = StorageKey("nfs", StorageType.ST_NFS)
 MIB = 1 << 20
 FULL = "memory of the server is full"
 
@@ -336,41 +334,35 @@ async def full(tmp_path: Path) -> AsyncIterator[FullServer]:
         await client.close()
 
 
-def placed_under(*locations: Location, parent: int | None = 9) -> BlockRecord:
-    return BlockRecord(parent, 0, locations)
-
-
 async def write(backend: RedisBackend, keys: Iterable[int], new: BlockRecord | None) -> None:
-    olds = await backend.get_many(list(keys))
-    written = await backend.write_many([Change(key, old, new) for key, old in zip(keys, olds, strict=True)])
-    assert not written.lost
+    assert await apply(backend, dict.fromkeys(keys, new)) == []
 
 
 async def test_blocks_are_decided_marked_and_removed_on_a_full_server(full: FullServer) -> None:
     """Invariant 4: what is refused changes nothing, what runs changes all that belongs together."""
     backend = RedisBackend(full.client, 1, 1)
-    await write(backend, range(100), placed_under(FULL_WRITING))
-    await write(backend, range(100, 200), placed_under(FULL_SERVING))
+    await write(backend, range(100), record(9, WRITING))
+    await write(backend, range(100, 200), record(9))
     full.fill()
     with pytest.raises(StorageIOError, match=FULL):
-        await write(backend, range(190, 210), placed_under(FULL_SERVING, parent=8))
-    assert await backend.get_many([190, 200]) == [placed_under(FULL_SERVING), None]
-    await write(backend, range(100), placed_under(FULL_SERVING))
-    await write(backend, range(100, 200), placed_under(DELETING))
+        await write(backend, range(190, 210), record(8))
+    assert await backend.get_many([190, 200]) == [record(9), None]
+    await write(backend, range(100), record(9))
+    await write(backend, range(100, 200), record(9, DELETING))
     assert sorted(await backend.due(1700000060.0, 1000)) == [*range(100, 200)]
     await write(backend, range(100, 200), None)
     assert await backend.children(9) == [*range(100)]
     assert await backend.due(1.8e9, 1000) == []
     await backend.refresh()
-    assert (backend.key_count, backend.usage_bytes) == (100, {NFS: 1000})
+    assert (backend.key_count, backend.usage_bytes) == (100, {PLACE: 1000})
     full.free()
-    await write(backend, range(200, 210), placed_under(FULL_WRITING))
-    assert await backend.get_many(range(200, 210)) == [placed_under(FULL_WRITING)] * 10
+    await write(backend, range(200, 210), record(9, WRITING))
+    assert await backend.get_many(range(200, 210)) == [record(9, WRITING)] * 10
 
 
 async def test_blocks_of_a_removed_instance_go_on_a_full_server(full: FullServer) -> None:
     backend = RedisBackend(full.client, 1, 2)
-    await write(backend, range(600), placed_under(FULL_SERVING))
+    await write(backend, range(600), record(9))
     full.fill()
     await backend.drop()
     assert await RedisBackend(full.client, 1, 2).get_many(range(600)) == [None] * 600
@@ -417,9 +409,7 @@ async def test_only_scripts_that_say_so_run_on_a_full_server(full: FullServer) -
 # ── Invariant 4 as one manager sees it ──
 
 
-PLACE = StorageKey("nfs", StorageType.ST_NFS)
 USED = Sum(PLACE, is_deleting=False)
-SUMMED = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
 SHARDS = [ShardKeys.of("p", 1, shard) for shard in range(2)]
 
 
@@ -463,7 +453,9 @@ EVENTS = st.lists(
 )
 
 
-async def play(events: list[tuple[str, int, int]]) -> None:
+@settings(deadline=None)
+@given(events=EVENTS)
+async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
     server, sums = Server(), SharedSums(SHARDS)
     asking: list[asyncio.Task[None]] = []
     for name, number, size in events:
@@ -492,27 +484,8 @@ def hear(server: Server, sums: SharedSums, index: int) -> None:
 
 
 async def settle() -> None:
-    for _ in range(5):
+    for _ in range(8):
         await asyncio.sleep(0)
-
-
-@settings(deadline=None)
-@given(events=EVENTS)
-def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
-    asyncio.run(play(events))
-
-
-async def test_a_write_that_ends_after_the_sums_were_heard_counts_once() -> None:
-    server, sums = Server(), SharedSums(SHARDS)
-    server.write(0, 10, is_ours=True)
-    asking = asyncio.create_task(sums.refresh(server.run))
-    await settle()
-    server.write(1, 5, is_ours=True)
-    sums.record(1, 1, {USED: 5}, 1)  # told while the answer, which is of before, is under way
-    server.answer()
-    await asking
-    sums.record(0, 1, {USED: 10}, 1)
-    assert sums.usage[PLACE] == 15
 
 
 async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overlap(client: RedisClient) -> None:
@@ -521,7 +494,7 @@ async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overla
 
     async def write(keys: list[int]) -> None:
         olds = await backend.get_many(keys)
-        new = BlockRecord(None, 0, (SUMMED._replace(size_bytes=random.randrange(1, 99)),))
+        new = record(None, SERVING._replace(size_bytes=random.randrange(1, 99)))
         outcome = await backend.write_many([Change(key, old, new) for key, old in zip(keys, olds, strict=True)])
         known.update({key: new for key in keys if key not in outcome.lost})
 
@@ -534,19 +507,13 @@ async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overla
 
 
 async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(client: RedisClient) -> None:
-    backend, record = RedisBackend(client, 7, 1), BlockRecord(None, 0, (SUMMED,))
-    await backend.write_many([Change(1, None, record)])
+    backend = RedisBackend(client, 7, 1)
+    await backend.write_many([Change(1, None, record())])
     (stored,) = await backend.get_many([1])
     await backend.drop()
-    outcome = await backend.write_many([Change(1, stored, record._replace(depth=3))])  # of a manager that comes late
+    outcome = await backend.write_many([Change(1, stored, record()._replace(depth=3))])  # of a manager that comes late
     assert list(outcome.lost) == [1]
     assert await client.execute([(b"KEYS", client.prefix.encode() + b"*")]) == [[]]
-
-
-async def _turns() -> None:
-    """Let what can go on go on."""
-    for _ in range(8):
-        await asyncio.sleep(0)
 
 
 async def _refreshed(server: Server, sums: SharedSums, count: int) -> list[asyncio.Task[None]]:
@@ -565,7 +532,7 @@ async def test_who_comes_while_sums_are_asked_for_shares_what_is_asked_next() ->
     server.answer()
     await tasks[0]
     assert sums.usage[PLACE] == 0
-    await _turns()
+    await settle()
     server.answer()
     await asyncio.gather(*tasks)
     assert (sums.usage[PLACE], server.answers) == (7, []), "asked twice, not six times"
@@ -575,7 +542,7 @@ async def test_who_waits_behind_a_store_that_does_not_answer_shares_its_failure(
     server, sums = Server(), SharedSums(SHARDS)
     tasks = await _refreshed(server, sums, 5)
     for _ in range(2):
-        await _turns()
+        await settle()
         server.answers.pop(0)[0].set_exception(StorageIOError("no answer"))
     assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [StorageIOError] * 6
     again = asyncio.create_task(sums.refresh(server.run))
@@ -588,10 +555,10 @@ async def test_who_goes_away_leaves_the_others_their_answer() -> None:
     server, sums = Server(), SharedSums(SHARDS)
     tasks = await _refreshed(server, sums, 2)
     server.answer()
-    await _turns()
+    await settle()
     tasks[1].cancel()
     server.answers.clear()
-    await _turns()
+    await settle()
     server.answer()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(each) for each in results] == [type(None), asyncio.CancelledError, type(None)]

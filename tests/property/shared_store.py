@@ -2,7 +2,7 @@
 can crash at any of these points: it never gets an answer again, whatever it was doing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar
@@ -11,12 +11,13 @@ from cache_world import CLUSTER, CountingIds
 from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.index.backends.backend import Change, RowObserver, Written
+from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
-from kvcm.model.instances import Placement
-from kvcm.model.storages import StorageType
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance, Placement
+from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
@@ -108,6 +109,16 @@ class Connection:
         self._buried.set()
 
 
+def _paused(call: Callable[..., Awaitable[Any]], pause: Callable[[], Awaitable[None]]) -> Callable[..., Awaitable[Any]]:
+    async def paused(*arguments: Any, **named: Any) -> Any:
+        await pause()
+        answer = await call(*arguments, **named)
+        await pause()
+        return answer
+
+    return paused
+
+
 class SharedTable:
     """A table of the store: every call suspends before it takes effect and before its answer comes."""
 
@@ -116,15 +127,7 @@ class SharedTable:
         self._pause = connection.pause
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-
-        async def call(*arguments: Any, **named: Any) -> Any:
-            await self._pause()
-            answer = await found(*arguments, **named)
-            await self._pause()
-            return answer
-
-        return call
+        return _paused(getattr(self._inner, name), self._pause)
 
 
 class SharedBackend:
@@ -141,16 +144,7 @@ class SharedBackend:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store.backend(self._uid), name)
-        if not iscoroutinefunction(found):
-            return found
-
-        async def call(*arguments: Any, **named: Any) -> Any:
-            await self._pause()
-            answer = await found(*arguments, **named)
-            await self._pause()
-            return answer
-
-        return call
+        return _paused(found, self._pause) if iscoroutinefunction(found) else found
 
     async def refresh(self) -> None:
         await self._pause()
@@ -162,9 +156,6 @@ class SharedBackend:
         self._store.changed(self._uid, [change for change in changes if change.key not in written.lost])
         await self._pause()
         return written
-
-    def follow(self, observer: RowObserver | None) -> None:
-        """Other managers change the records too: nobody is told."""
 
     async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         async for page in self._store.backend(self._uid).scan(batch_size):
@@ -248,3 +239,12 @@ class Node:
         self.connection.bury()
         await asyncio.gather(*self._hanging, return_exceptions=True)
         self.storages.close_all()
+
+
+async def begin_two(first: Node, second: Node, storage: StorageConfig, group: InstanceGroup, one: Instance) -> None:
+    """Begin two managers on an empty store, and configure a storage, a group and an instance before the second."""
+    await first.begin()
+    await first.registry.storages.add(storage)
+    await first.registry.groups.create(group)
+    await first.manager.register_instance(one)
+    await second.begin()

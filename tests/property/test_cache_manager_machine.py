@@ -618,19 +618,19 @@ class FileMachine(CacheMachine):
             self.folder.cleanup()
 
 
-class TestInvariants1To5WithAddresses(AddressMachine.TestCase):
-    settings = settings(
-        max_examples=200 if is_thorough() else 25,
-        stateful_step_count=45 if is_thorough() else 35,
+def machine_settings(thorough: int, otherwise: int, steps: int) -> settings:
+    """Return settings: examples of a thorough run, examples of any other run, and steps of each of these."""
+    return settings(
+        max_examples=thorough if is_thorough() else otherwise,
+        stateful_step_count=45 if is_thorough() else steps,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
+
+
+class TestInvariants1To5WithAddresses(AddressMachine.TestCase):
+    settings = machine_settings(200, 25, 35)
 
 
 class TestInvariants1To6WithFiles(FileMachine.TestCase):
-    settings = settings(
-        max_examples=120 if is_thorough() else 15,
-        stateful_step_count=45 if is_thorough() else 30,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    settings = machine_settings(120, 15, 30)

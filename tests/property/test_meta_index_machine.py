@@ -219,9 +219,7 @@ def readable(record: BlockRecord | None, view: dict[str, int | None]) -> bytes |
 
 class TestInvariants1And4And8OfTheIndex(MetaIndexMachine.TestCase):
     settings = settings(
-        max_examples=200 if is_thorough() else 20,
-        stateful_step_count=12,
-        phases=[Phase.generate, Phase.shrink],
+        max_examples=200 if is_thorough() else 20, stateful_step_count=12, phases=[Phase.generate, Phase.shrink]
     )
 
 
@@ -254,10 +252,15 @@ CALLS = st.lists(
 """(add or remove, keys, after how many turns of the loop the call is cancelled)"""
 
 
+def counted_record(key: int, count: int) -> BlockRecord:
+    """A record that counts to `count` and serves."""
+    chunk = encode_chunk(StorageType.ST_DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}/{count}?size=1")])
+    place = Location(f"{key}-{count}", "a", StorageType.ST_DUMMY, LocationStatus.SERVING, ("kv",), chunk, count, 0.0)
+    return BlockRecord(None, count, (place,))
+
+
 def serving(key: int) -> BlockRecord:
-    chunk = encode_chunk(StorageType.ST_DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}?size=10")])
-    place = Location("l", "a", StorageType.ST_DUMMY, LocationStatus.SERVING, ("kv",), chunk, 10, 0.0)
-    return BlockRecord(None, 0, (place,))
+    return counted_record(key, 10)
 
 
 class CancelledRig:
@@ -288,37 +291,20 @@ class CancelledRig:
 
 
 @FIXED
-@given(seed=st.integers(0, 1 << 32), calls=CALLS)
-async def test_invariant_8_cancelled_calls_leave_nothing_locked(
-    seed: int, calls: list[tuple[bool, list[int], int]]
+@given(seed=st.integers(0, 1 << 32), calls=CALLS, is_filled=st.booleans())
+async def test_invariants_1_4_and_8_hold_after_cancelled_calls(
+    seed: int, calls: list[tuple[bool, list[int], int]], is_filled: bool
 ) -> None:
     rig = CancelledRig(seed)
+    await rig.index.put({key: serving(key) for key in TWELVE if is_filled})
     await rig.run(calls)
     assert rig.locks.held == []
+    records = await rig.records()
+    recount = Counter(found.place for record in records if record for found in record.locations)
+    assert +Counter(rig.index.usage_bytes) == Counter({where: 10 * count for where, count in recount.items()})
+    assert await rig.index.answers(TWELVE) == [record and record.locations[0].chunk for record in records]
     changes = await rig.index.put({key: serving(key) for key in TWELVE})
     assert [change.new for change in changes] == [serving(key) for key in TWELVE]
-
-
-@FIXED
-@given(seed=st.integers(0, 1 << 32), calls=CALLS)
-async def test_invariant_4_usage_is_the_recount_after_cancelled_calls(
-    seed: int, calls: list[tuple[bool, list[int], int]]
-) -> None:
-    rig = CancelledRig(seed)
-    await rig.run(calls)
-    recount = Counter(found.place for record in await rig.records() if record for found in record.locations)
-    assert +Counter(rig.index.usage_bytes) == Counter({where: 10 * count for where, count in recount.items()})
-
-
-@FIXED
-@given(seed=st.integers(0, 1 << 32), calls=CALLS)
-async def test_invariant_1_no_answer_is_stale_after_cancelled_calls(
-    seed: int, calls: list[tuple[bool, list[int], int]]
-) -> None:
-    rig = CancelledRig(seed)
-    await rig.index.put({key: serving(key) for key in TWELVE})
-    await rig.run(calls)
-    assert await rig.index.answers(TWELVE) == [record and record.locations[0].chunk for record in await rig.records()]
 
 
 # ── Lost races ──
@@ -326,14 +312,7 @@ async def test_invariant_1_no_answer_is_stale_after_cancelled_calls(
 
 CONTESTED_KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
 ATTEMPTS = 32
-DUMMY = StorageType.ST_DUMMY
-PLACE = StorageKey("a", DUMMY)
-
-
-def counted_record(key: int, count: int) -> BlockRecord:
-    chunk = encode_chunk(DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}/{count}?size=1")])
-    place = Location(f"{key}-{count}", "a", DUMMY, LocationStatus.SERVING, ("kv",), chunk, count, 0.0)
-    return BlockRecord(None, count, (place,))
+PLACE = StorageKey("a", StorageType.ST_DUMMY)
 
 
 def increase(key: int, old: BlockRecord | None) -> BlockRecord:

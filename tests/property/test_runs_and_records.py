@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_world import CountingIds, dummy, group_of, instance
+from cache_world import World as Core
+from cache_world import dummy, group_of, instance
 from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
 from kvcm.cache import instance_cache, write_sessions
-from kvcm.cache.manager import CacheManager
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
 from kvcm.index.backends.backend import FinishRun
@@ -24,11 +24,8 @@ from kvcm.model.groups import EvictionPolicy, MetaIndexerConfig, PrefixClass
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRun
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.eviction_order import LiveOrder, OrderPlan, run_to_end
 from kvcm.reclaim.policies import POLICIES
-from kvcm.registry.registry import Registry
-from kvcm.storage.directory import StorageDirectory
 from kvcm.telemetry.events import EventLog
 
 SPECS = {"tp0": 10, "tp1": 10}
@@ -53,39 +50,28 @@ class OneByOne(MemoryBackend):
         """Left to `write_many`."""
 
 
-class World:
+class World(Core):
     """A manager's core over one backend, with an order of eviction and a listener to events."""
 
     def __init__(self, backend: MemoryBackend, plan: OrderPlan, keys_per_object: int) -> None:
-        self.backend = backend
-        self.clock = FakeClock()
-        ids = CountingIds()
-        self.events = EventLog(now=self.clock.now, new_id=lambda: "")
-        self.heard = self.events.subscribe()
-        self.storages = StorageDirectory("cluster")
-        self.registry = Registry(self.storages)
-        self.manager = CacheManager(
-            self.registry, self.storages, self.clock, ids, lambda _placement: backend, events=self.events
+        indexer, quotas = MetaIndexerConfig(max_key_count=11), {StorageType.ST_DUMMY: 300}
+        super().__init__(
+            group_of(["a", "b"], quotas=quotas, indexer=indexer),
+            [instance("i", SPECS, GROUPS)],
+            [replace(dummy("a", keys_per_object), capacity_bytes=120), dummy("b", keys_per_object)],
+            lambda: backend,
+            self.new_events,
         )
-        self.executor = DeletionExecutor(self.storages, self.clock)
-        self.executor.serve(self.manager)
-        self.plan = plan
-        self.keys_per_object = keys_per_object
         self.sessions: list[StartedWrite] = []
-
-    async def open(self) -> None:
-        for name in ("a", "b"):
-            config = replace(dummy(name, self.keys_per_object), capacity_bytes=120 if name == "a" else 0)
-            await self.registry.storages.add(config)
-        quotas = {StorageType.ST_DUMMY: 300}
-        await self.registry.groups.create(
-            group_of(["a", "b"], quotas=quotas, indexer=MetaIndexerConfig(max_key_count=11))
-        )
-        await self.manager.register_instance(instance("i", SPECS, GROUPS))
         self.index = self.manager.cache("i").index
-        order = run_to_end(LiveOrder.over(self.index, self.plan))
+        order = run_to_end(LiveOrder.over(self.index, plan))
         assert order is not None
         self.order = order
+
+    def new_events(self, clock: FakeClock) -> EventLog:
+        self.events = EventLog(now=clock.now, new_id=lambda: "")
+        self.heard = self.events.subscribe()
+        return self.events
 
     async def do(self, step: tuple[str, Any]) -> object:
         """Do a step; return what the caller is told."""
@@ -187,20 +173,15 @@ STEPS = st.one_of(
 @pytest.mark.parametrize("page_keys", [1024, 3])
 @settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=12), st.sampled_from(PLANS), st.sampled_from([1, 4]))
-def test_runs_leave_what_records_leave(
+async def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
 ) -> None:
     monkeypatch.setattr(instance_cache, "batch_keys", lambda _parts: page_keys)
     monkeypatch.setattr(write_sessions, "BATCH_KEYS", page_keys)
 
-    async def compare() -> None:
-        together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))
-        await together.open()
-        await one_by_one.open()
-        for step in steps:
-            assert await together.do(step) == await one_by_one.do(step)
-            assert await together.state() == await one_by_one.state()
-        for world in (together, one_by_one):
-            world.storages.close_all()
-
-    asyncio.run(compare())
+    together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))
+    for step in steps:
+        assert await together.do(step) == await one_by_one.do(step)
+        assert await together.state() == await one_by_one.state()
+    for world in (together, one_by_one):
+        world.close()

@@ -49,18 +49,12 @@ class SlotReuseMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @rule(count=st.integers(1, 9))
-    def start(self, count: int) -> None:
-        self.create(count)
-
     def create(self, count: int) -> None:
         done(self.world.create(count))
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data(), served=st.sampled_from([True, True, True, False]))
-    def begin_to_delete(self, data: st.DataObject, served: bool) -> None:
-        self.delete(data, served=served)
-
-    def delete(self, data: st.DataObject, *, served: bool) -> None:
+    def delete(self, data: st.DataObject, served: bool) -> None:
         uris = data.draw(st.lists(st.sampled_from(sorted(self.world.live.values())), unique=True, max_size=6))
         done(self.world.delete(uris, served=served))
         self.begun += uris
@@ -73,9 +67,6 @@ class SlotReuseMachine(RuleBasedStateMachine):
         self.create(count)
 
     @rule(seconds=st.sampled_from([1.0, GRACE_SECONDS]))
-    def wait(self, seconds: float) -> None:
-        self.let_time_pass(seconds)
-
     def let_time_pass(self, seconds: float) -> None:
         self.world.clock.time += seconds
 

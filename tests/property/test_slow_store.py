@@ -208,15 +208,8 @@ async def statuses_at_rest(world: SlowWorld) -> set[str]:
     return {place.status.name for record in records for place in record.locations}
 
 
-async def test_invariant_3_a_start_that_is_cut_off_leaves_nothing_writing() -> None:
-    for turns in TURNS:
-        with slow_world(turns) as world:
-            await cut_off(world.manager.start_write("i", WriteRequest(KEYS)), turns)
-            assert await statuses_at_rest(world) == set(), turns
-
-
-async def test_a_start_that_is_cut_off_is_rolled_back_at_once() -> None:
-    """Nobody was told the session's id: its blocks must not wait for the deadline."""
+async def test_invariant_3_a_start_that_is_cut_off_is_rolled_back_at_once() -> None:
+    """No client knows the session's id: its blocks must not wait for the deadline."""
     cut = 0
     for turns in TURNS:
         with slow_world(turns) as world:
@@ -227,6 +220,7 @@ async def test_a_start_that_is_cut_off_is_rolled_back_at_once() -> None:
                 assert await world.records() == [], turns
                 assert world.manager.endings.open_count == 0
                 assert await world.manager.endings.deadlines_of([f"{n:032x}" for n in range(9)]) == {}
+            assert await statuses_at_rest(world) == set(), turns
     assert cut > 3
 
 
@@ -301,31 +295,16 @@ async def test_a_removal_that_is_cut_off_is_deleted_all_the_same() -> None:
             assert await statuses_at_rest(world) <= {"SERVING"}, turns
 
 
-class StoreFailure:
-    """Makes the store refuse one write."""
-
-    def __init__(self, write_many: Callable[[Sequence[Change]], Awaitable[Written]]) -> None:
-        self._write_many = write_many
-        self._failed = False
-
-    async def __call__(self, changes: Sequence[Change]) -> Written:
-        if not self._failed:
-            self._failed = True
-            raise StorageIOError("the store is gone for a moment")
-        return await self._write_many(changes)
-
-
 def break_store_once(world: SlowWorld) -> None:
-    world.backend.inner.write_many = StoreFailure(world.backend.inner.write_many)  # type: ignore[method-assign]
+    """Make the store refuse one write."""
+    write_many, failures = world.backend.inner.write_many, iter([StorageIOError("the store is gone for a moment")])
 
+    async def write_or_fail(changes: Sequence[Change]) -> Written:
+        for failure in failures:
+            raise failure
+        return await write_many(changes)
 
-async def test_invariant_3_a_finish_that_the_store_refuses_leaves_nothing_writing() -> None:
-    with slow_world() as world:
-        started = await world.manager.start_write("i", WriteRequest(KEYS))
-        break_store_once(world)
-        with pytest.raises(StorageIOError):
-            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
-        assert await statuses_at_rest(world) <= {"SERVING"}
+    world.backend.inner.write_many = write_or_fail  # type: ignore[method-assign]
 
 
 async def test_a_finish_that_the_store_refuses_can_be_repeated_with_the_same_mask_only() -> None:
@@ -448,16 +427,11 @@ async def race(seed: int) -> list[StartedWrite]:
         world.close()
 
 
-async def test_a_block_that_found_no_room_takes_its_suffix_with_it() -> None:
+async def test_a_block_above_the_limit_is_rejected_with_its_suffix() -> None:
+    """Every mask but a rejection means that another writer has the block; here none has."""
     for seed in range(30):
         for started in await race(seed):
             assert list(started.mask.unmasked(3)) == list(range(len(started.chunks))), seed
-
-
-async def test_a_writer_is_told_what_was_refused() -> None:
-    """Every mask but a refusal means that somebody else has the block; here nobody has."""
-    for seed in range(30):
-        for started in await race(seed):
             assert started.rejected == 3 - len(started.chunks), seed
             assert started.chunks, "nothing fits: an error"
 

@@ -14,7 +14,7 @@ from fake_clock import FakeClock
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from shared_store import Node, SharedStore
+from shared_store import Node, SharedStore, begin_two
 from thoroughness import is_thorough
 
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
@@ -112,14 +112,8 @@ class TwoManagers(RuleBasedStateMachine):
         self.runner.run(self.found())
 
     async def found(self) -> None:
-        first = self.new_node()
-        await first.begin()
-        await first.registry.storages.add(dummy("d"))
-        await first.registry.groups.create(GROUP)
-        await first.manager.register_instance(INSTANCE)
-        second = self.new_node()
-        await second.begin()
-        self.nodes = [first, second]
+        self.nodes = [self.new_node(), self.new_node()]
+        await begin_two(*self.nodes, dummy("d"), GROUP, INSTANCE)
 
     def new_node(self) -> Node:
         self.seed += 1
@@ -433,7 +427,5 @@ class TwoManagers(RuleBasedStateMachine):
 
 class TestInvariants1To4And6OnASharedStore(TwoManagers.TestCase):
     settings = settings(
-        max_examples=150 if is_thorough() else 20,
-        stateful_step_count=15,
-        phases=[Phase.generate, Phase.shrink],
+        max_examples=150 if is_thorough() else 20, stateful_step_count=15, phases=[Phase.generate, Phase.shrink]
     )

@@ -12,7 +12,7 @@ from cache_world import CountingIds, dummy, group_of, instance
 from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_store import Node, SharedStore
+from shared_store import Node, SharedStore, begin_two
 from thoroughness import examples
 
 from kvcm.cache.drains import DrainProgress, StorageDrains
@@ -78,11 +78,7 @@ class Deployment:
         self.nodes = [Node(self.store, self.clock, ids, seed + number) for number in range(2)]
 
     async def begin(self) -> None:
-        await self.nodes[0].begin()
-        await self.nodes[0].registry.storages.add(dummy("d"))
-        await self.nodes[0].registry.groups.create(CHECKED_GROUP)
-        await self.nodes[0].manager.register_instance(CHECKED_INSTANCE)
-        await self.nodes[1].begin()
+        await begin_two(*self.nodes, dummy("d"), CHECKED_GROUP, CHECKED_INSTANCE)
 
     def on_change(self, _uid: int, change: Change) -> None:
         for place in change.new.locations if change.new is not None else ():
@@ -243,14 +239,9 @@ class Run:
         return Node(self.store, self.clock, self.ids, self.seed)
 
     async def begin(self) -> None:
-        first, second = self.new_node(), self.new_node()
-        await first.begin()
-        await first.registry.storages.add(dummy("d"))
-        await first.registry.groups.create(GROUP)
-        await first.manager.register_instance(INSTANCE)
-        await second.begin()
-        self.nodes = [first, second]
-        await self.write(first, Op(0, "write", len(KEYS), 0))
+        self.nodes = [self.new_node(), self.new_node()]
+        await begin_two(*self.nodes, dummy("d"), GROUP, INSTANCE)
+        await self.write(self.nodes[0], Op(0, "write", len(KEYS), 0))
 
     def on_change(self, _uid: int, change: Change) -> None:
         """After each single change of a record."""
@@ -361,7 +352,11 @@ def _places(pin: Pin) -> set[tuple[int, str]]:
     return {place[:2] for place in pin.pinned_locations}
 
 
-async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] | None, float]]) -> None:
+@settings(max_examples=examples(250))
+@given(st.integers(0, 1 << 32), ROUNDS)
+async def test_pins_keep_to_budget_and_deadline(
+    seed: int, rounds: list[tuple[list[Op], tuple[int, int] | None, float]]
+) -> None:
     run = Run(seed)
     try:
         await run.begin()
@@ -370,14 +365,6 @@ async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] |
         await run.come_to_rest()
     finally:
         await run.close()
-
-
-@settings(max_examples=examples(250))
-@given(st.integers(0, 1 << 32), ROUNDS)
-def test_pins_keep_to_budget_and_deadline(
-    seed: int, rounds: list[tuple[list[Op], tuple[int, int] | None, float]]
-) -> None:
-    asyncio.run(_run(seed, rounds))
 
 
 async def test_of_many_pins_at_once_exactly_as_many_succeed_as_fit() -> None:
@@ -447,12 +434,7 @@ async def two() -> AsyncIterator[Two]:
     """Two managers that have heard of one storage."""
     store, clock, ids = SharedStore(), FakeClock(), CountingIds()
     nodes = [Node(store, clock, ids, seed) for seed in (1, 2)]
-    for node in nodes:
-        await node.begin()
-    await nodes[0].registry.storages.add(dummy("a"))
-    await nodes[0].registry.groups.create(group_of(["a"], delay_ms=1000))
-    await nodes[0].manager.register_instance(instance("i", {"kv": 32}))
-    await nodes[1].registry.refresh()
+    await begin_two(*nodes, dummy("a"), group_of(["a"], delay_ms=1000), instance("i", {"kv": 32}))
     drains = [
         StorageDrains(
             node.registry,
@@ -510,25 +492,6 @@ async def test_nothing_is_done_before_every_manager_must_have_heard(two: Two) ->
     for _ in range(4):
         await two.lead(0, 5.0)
     assert [(await two.progress(n, is_leader=n == 0)).is_done for n in (0, 1)] == [True, True]
-
-
-async def test_the_next_leader_goes_on_where_the_last_one_stopped(two: Two) -> None:
-    await two.write(0, MANY)
-    await two.drains[0].drain("a")
-    turns = iter([True, False])
-    await two.drains[0].resume(lambda: next(turns))
-    await two.nodes[0].executor.run_due()
-    await two.nodes[1].registry.refresh()
-    assert (await two.progress(1, is_leader=False)).remaining_bytes > 0
-    two.nodes[0].crash()
-    two.clock.time += 2.0
-    for _ in range(4):
-        two.clock.time += 10.0
-        await two.nodes[1].registry.refresh()
-        await two.drains[1].resume()
-        await two.nodes[1].executor.run_due()
-    assert two.used_bytes == 0
-    assert (await two.progress(1)).is_done
 
 
 async def test_two_that_believe_to_lead_do_each_other_no_harm(two: Two) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from fake_clock import FakeClock
+
 from kvcm.model.nodes import Endpoint
 from kvcm.registry.leadership import Leadership
 from kvcm.store.store import Lease, LeaseState, Table
@@ -10,17 +12,6 @@ from kvcm.store.store import Lease, LeaseState, Table
 ENDPOINT = Endpoint("node-1", "host-1", 1, 2, 3, 4)
 LEASE_SECONDS = 10.0
 MARGIN_SECONDS = 1.0
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def advance(self, seconds: float) -> None:
-        self.time += seconds
 
 
 class UnreliableLease:

@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
@@ -147,3 +148,21 @@ class SuspendingTable:
     async def _pause(self) -> None:
         for _ in range(next(self._pauses, 1)):
             await asyncio.sleep(0)
+
+
+class DyingTable(SuspendingTable):
+    """A way to a table that goes away after so many calls: before the next is made, or before its answer comes."""
+
+    def __init__(self, table: Table, calls: int, *, is_late: bool = False, pauses: Iterable[int] = ()) -> None:
+        super().__init__(table, pauses)
+        self._calls = calls
+        self._is_late = is_late
+
+    async def _suspended(self, name: str, call: Coroutine[Any, Any, T]) -> T:
+        self._calls -= 1
+        if self._calls < 0 and not self._is_late:
+            self.outage = StorageIOError("the store went away")
+        result = await super()._suspended(name, call)
+        if self._calls < 0:
+            raise StorageIOError("the store went away before it answered")
+        return result

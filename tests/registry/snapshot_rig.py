@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable, T
+from registry_rig import GROUP, INSTANCE, Opener
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import (
@@ -90,24 +89,6 @@ class BrokenTable(MemoryTable):
         raise StorageIOError("the store went away")
 
 
-class DyingTable(SuspendingTable):
-    """A way to a table that goes away after so many calls: before the next is made, or before its answer comes."""
-
-    def __init__(self, table: Table, calls: int, *, is_late: bool) -> None:
-        super().__init__(table)
-        self._calls = calls
-        self._is_late = is_late
-
-    async def _suspended(self, name: str, call: Coroutine[Any, Any, T]) -> T:
-        self._calls -= 1
-        if self._calls < 0 and not self._is_late:
-            self.outage = StorageIOError("the store went away")
-        result = await super()._suspended(name, call)
-        if self._calls < 0:
-            raise StorageIOError("the store went away before it answered")
-        return result
-
-
 def registry_over(table: Table | None = None, opener: Opener | None = None) -> Registry:
     """Return a manager's registry."""
     return Registry(opener or Opener(), table or MemoryTable())
@@ -118,11 +99,6 @@ async def loaded(config: Configuration = CONFIG, table: Table | None = None) -> 
     registry = registry_over(table)
     await registry.snapshots.load(config)
     return registry
-
-
-async def documents(table: Table) -> Mapping[str, bytes]:
-    """Return all that is stored."""
-    return dict(await table.all())
 
 
 def without(
@@ -138,8 +114,8 @@ def without(
 
 async def refused_without_a_trace(registry: Registry, table: MemoryTable, config: Configuration, **flags: bool) -> None:
     """Load what is refused: raises the refusal, and sees that nothing is changed."""
-    before = await documents(table)
+    before = await table.all()
     try:
         await registry.snapshots.load(config, **flags)
     finally:
-        assert await documents(table) == before
+        assert await table.all() == before

@@ -94,17 +94,6 @@ async def test_other_roles_have_all_groups_unless_some_are_given() -> None:
     assert (everywhere.groups, somewhere.groups) == ((ALL_GROUPS,), ("a", "b"))
 
 
-async def test_an_ended_key_of_a_certificate_gives_way_to_its_replacement() -> None:
-    """Whichever comes first in the table, and before the ended one is forgotten."""
-    world = World()
-    registry = world.registry()
-    for _ in range(8):
-        key, _ = await registry.create(engine(certificate_name="spiffe://a", ttl_seconds=5))
-        assert registry.of_certificate(["spiffe://a"]) == key
-        world.clock.time += 5
-        assert not registry.use(key)
-
-
 @given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
 async def test_of_two_keys_of_a_name_that_are_made_at_a_time_there_is_one(pauses: list[int], of_one: bool) -> None:
     """At one manager or two, of a name or of a certificate's; an ended one frees both."""

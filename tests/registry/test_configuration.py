@@ -108,8 +108,6 @@ def test_good_groups_pass(group: InstanceGroup) -> None:
     [
         (replace(GROUP, name=""), ["InstanceGroup", "name", "required"]),
         (replace(GROUP, name="*"), ["InstanceGroup", "name", "all groups"]),
-        (replace(GROUP, name="x" * 257), ["name", "257", "256"]),
-        (replace(GROUP, name="a\x00"), ["name", "control"]),
         (replace(GROUP, storage_candidates=()), ["storage_candidates", "required"]),
         (replace(GROUP, max_instance_count=-1), ["max_instance_count", "-1", ">= 0"]),
         (quota(-5), ["quota", "capacity", "-5", ">= 0"]),
@@ -119,7 +117,6 @@ def test_good_groups_pass(group: InstanceGroup) -> None:
         (group_with(trigger_strategy=TriggerStrategy(-1)), ["used_size", "-1", ">= 0"]),
         (group_with(trigger_strategy=TriggerStrategy(0, -0.1)), ["used_percentage", "-0.1", ">= 0"]),
         (group_with(trigger_strategy=TriggerStrategy(0, float("nan"))), ["used_percentage", "nan"]),
-        (group_with(trigger_strategy=TriggerStrategy(0, float("inf"))), ["used_percentage", "inf"]),
         (group_with(trigger_period_seconds=-1), ["trigger_period_seconds", "-1", ">= 0"]),
         (group_with(reclaim_step_size=-2), ["reclaim_step_size", "-2", ">= 0"]),
         (group_with(reclaim_step_percentage=-3), ["reclaim_step_percentage", "-3", ">= 0"]),
@@ -163,24 +160,6 @@ def test_a_group_may_name_the_store_of_the_deployment_and_no_other(store_kind: s
             check_group(group, store_kind)
 
 
-def test_every_number_of_the_reclaim_strategy_and_the_indexer_is_tested_above() -> None:
-    numbers = {
-        name
-        for config in (CacheReclaimStrategy(), MetaIndexerConfig())
-        for name in config.__dataclass_fields__
-        if type(getattr(config, name)) is int
-    }
-    assert numbers == {
-        "trigger_period_seconds",
-        "reclaim_step_size",
-        "reclaim_step_percentage",
-        "delay_before_delete_ms",
-        "max_key_count",
-        "mutex_shard_num",
-        "batch_key_size",
-    }
-
-
 def specs(*infos: tuple[str, int]) -> Instance:
     return replace(
         INSTANCE, location_spec_infos=tuple(LocationSpecInfo(*info) for info in infos), location_spec_groups=()
@@ -201,14 +180,12 @@ def test_good_instances_pass(instance: Instance) -> None:
     [
         (replace(INSTANCE, instance_group_name=""), ["instance_group", "required"]),
         (replace(INSTANCE, instance_id=""), ["instance_id", "required"]),
-        (replace(INSTANCE, instance_id="x" * 300), ["instance_id", "300", "256"]),
         (replace(INSTANCE, instance_id="a\tb"), ["instance_id", "a\\tb", "control"]),
         (replace(INSTANCE, model_deployment=ModelDeployment("", "bf16")), ["model_name", "required"]),
         (replace(INSTANCE, model_deployment=ModelDeployment("m", "")), ["dtype", "required"]),
         (replace(INSTANCE, block_size=-1), ["block_size", "-1", ">= 0"]),
         (specs(), ["location_spec_infos", "required"]),
         (specs(("a", 1), ("", 1)), ["location_spec_infos", "name", "required", "1"]),
-        (specs(("a\n", 1)), ["location_spec_infos[0].name", "control"]),
         (specs(("a", -8)), ["location_spec_infos", "size", "-8", ">= 0"]),
         (specs(("a", 1), ("b", 1), ("a", 2)), ["location_spec_infos", "'a'", "more than once"]),
         (grouped(("", ("tp0",))), ["location_spec_groups", "name"]),
@@ -351,7 +328,6 @@ def test_good_settings_pass(group: InstanceGroup) -> None:
     [
         (strategy(trigger_strategy=TriggerStrategy(0, 0.8, -0.1)), ["hysteresis", "-0.1", ">= 0"]),
         (strategy(trigger_strategy=TriggerStrategy(0, 0.8, 1.0)), ["hysteresis", "1.0", "< 1"]),
-        (strategy(trigger_strategy=TriggerStrategy(0, 0.8, NAN)), ["hysteresis", "nan"]),
         (strategy(share="equal"), ["share", "'equal'", "'group_lru', 'proportional' or 'fixed'"]),
         (policy("lur"), ["policy", "name", "'lur'", *map(repr, POLICY_NAMES)]),
         (policy("lru", -5), ["ttl_seconds", "-5", ">= 0"]),
@@ -359,17 +335,13 @@ def test_good_settings_pass(group: InstanceGroup) -> None:
         (policy("lfu", 5), ["ttl_seconds", "5", "'lfu'", "'ttl', 'fifo', 'lru' or 'leaf_lru'"]),
         (policy("", 5, ReclaimPolicy.POLICY_LFU), ["ttl_seconds", "'lfu'"]),
         (classed(PrefixClass("")), ["prefix_classes", "name", "required"]),
-        (classed(PrefixClass("a\n")), ["prefix_classes.name", "control"]),
         (classed(PrefixClass("a"), PrefixClass("a")), ["prefix_classes", "'a'", "more than once"]),
         (one_class(min_depth=-1), ["min_depth", "-1", ">= 0"]),
         (one_class(min_depth=5, end_depth=5), ["end_depth", "5", "above min_depth, 5"]),
-        (one_class(end_depth=-1), ["end_depth", "-1"]),
         (one_class(min_reads=-1), ["min_reads", "-1", ">= 0"]),
         (one_class(instance_ids=("",)), ["instance_ids", "0 bytes"]),
         (one_class(priority=101), ["priority", "101", "-100 to 100"]),
-        (one_class(priority=-101), ["priority", "-101"]),
         (one_class(budget=1.1), ["budget", "1.1", "0 to 1"]),
-        (one_class(budget=-0.1), ["budget", "-0.1"]),
         (one_class(budget=NAN), ["budget", "nan"]),
         (one_class(policy=EvictionPolicy("x")), ["prefix_classes", "policy", "'x'"]),
         (
@@ -378,20 +350,16 @@ def test_good_settings_pass(group: InstanceGroup) -> None:
         ),
         (overridden(InstanceOverride("")), ["instance_overrides", "instance_id", "required"]),
         (overridden(InstanceOverride("i"), InstanceOverride("i")), ["instance_overrides", "'i'", "more than once"]),
-        (overridden(InstanceOverride("i", weight=-1.0)), ["weight", "-1.0", ">= 0"]),
         (overridden(InstanceOverride("i", weight=INF)), ["weight", "inf"]),
         (overridden(InstanceOverride("i", EvictionPolicy("ttl"))), ["instance_overrides", "ttl_seconds", "> 0"]),
         (guaranteed(("nfs", -1)), ["guaranteed_bytes", "-1", ">= 0"]),
         (guaranteed(("nfs", 1), ("nfs", 2)), ["storage_guarantees", "'nfs'", "more than once"]),
         (guaranteed(("other", 1)), ["storage_guarantees", "'other'", "storage_candidates", "'nfs'"]),
-        (guaranteed(("", 1)), ["storage_guarantees", "''"]),
         (replace(GROUP, pin_budget_bytes=-1), ["pin_budget_bytes", "-1", ">= 0"]),
     ],
 )
 def test_bad_settings_are_refused(group: InstanceGroup, named: list[str]) -> None:
-    with pytest.raises(InvalidArgumentError) as refusal:
-        check_group(group)
-    assert all(each in str(refusal.value) for each in named), str(refusal.value)
+    assert_refused(check_group, group, *named)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.8, 1.0, 7.0])
@@ -406,24 +374,17 @@ def test_good_limits_pass(ratio: float) -> None:
         (-1, 0.0, ["capacity_bytes", "-1", ">= 0"]),
         (1, -0.1, ["used_percentage", "-0.1"]),
         (1, NAN, ["nan"]),
-        (1, INF, ["inf"]),
     ],
 )
 def test_bad_limits_are_refused(capacity: int, ratio: float, named: list[str]) -> None:
-    for check in (
-        lambda: check_storage(replace(NFS_CONFIG, capacity_bytes=capacity, used_percentage=ratio)),
-        lambda: check_global_quota(GlobalQuota("all", capacity, ratio)),
-    ):
-        with pytest.raises(InvalidArgumentError) as refusal:
-            check()
-        assert all(each in str(refusal.value) for each in named), str(refusal.value)
+    assert_refused(check_storage, replace(NFS_CONFIG, capacity_bytes=capacity, used_percentage=ratio), *named)
+    assert_refused(check_global_quota, GlobalQuota("all", capacity, ratio), *named)
 
 
-@pytest.mark.parametrize("name", ["", "a\tb", "x" * 257])
-async def test_malformed_quotas_are_not_stored(name: str) -> None:
+async def test_malformed_quotas_are_not_stored() -> None:
     registry = Registry(Opener())
     with pytest.raises(InvalidArgumentError, match="name"):
-        await registry.quotas.set(GlobalQuota(name, 1))
+        await registry.quotas.set(GlobalQuota("", 1))
     assert registry.quotas.all() == []
 
 
@@ -474,33 +435,17 @@ async def test_the_same_config_again_opens_the_medium_again() -> None:
 
 def test_documents_say_everything() -> None:
     """With the names of the API."""
+    sieved = {"name": "head", "min_depth": 1, "end_depth": 4, "min_reads": 2, "instance_ids": ["i"], "priority": -5}
     reclaim: dict[str, Any] = {
         "trigger_strategy": {"used_percentage": 0.8, "hysteresis": 0.1},
         "policy": {"name": "lru", "ttl_seconds": 60, "ttl_sliding": True},
         "share": "fixed",
-        "prefix_classes": [
-            {
-                "name": "head",
-                "min_depth": 1,
-                "end_depth": 4,
-                "min_reads": 2,
-                "instance_ids": ["i"],
-                "priority": -5,
-                "policy": {"name": "sieve"},
-                "budget": 0.25,
-            },
-            {"name": "rest"},
-        ],
+        "prefix_classes": [{**sieved, "policy": {"name": "sieve"}, "budget": 0.25}, {"name": "rest"}],
         "instance_overrides": [{"instance_id": "i", "policy": {"name": "fifo"}, "weight": 2.5}],
     }
+    limits = {"capacity_bytes": 1 << 50, "used_percentage": 0.75}
     document = {
-        "storage_config": {
-            "type": "file",
-            "global_unique_name": "s",
-            "storage_spec": {"root_path": "/r"},
-            "capacity_bytes": 1 << 50,
-            "used_percentage": 0.75,
-        },
+        "storage_config": {"type": "file", "global_unique_name": "s", "storage_spec": {"root_path": "/r"}, **limits},
         "instance_group": {
             "name": "g",
             "storage_candidates": ["s"],
@@ -670,17 +615,6 @@ def test_unknown_numbers_of_enums_are_refused_with_the_known_ones(key: str, numb
         parse(document)
 
 
-@pytest.mark.parametrize("policy", ReclaimPolicy)
-@pytest.mark.parametrize("prefer", CachePreferStrategy)
-def test_enums_are_numbers(policy: ReclaimPolicy, prefer: CachePreferStrategy) -> None:
-    document = deepcopy(BUILTIN)
-    config = document["instance_group"]["cache_config"]
-    config["cache_prefer_strategy"], config["reclaim_strategy"]["reclaim_policy"] = int(prefer), int(policy)
-    _, group = parse(document)
-    assert group.cache_config.data_storage_strategy is prefer
-    assert group.cache_config.reclaim_strategy.reclaim_policy is policy
-
-
 @pytest.mark.parametrize("kind", ["", "nfs", "local", "unspecified", "FILE"])
 def test_unknown_kinds_are_refused_with_the_known_ones(kind: str) -> None:
     for path in (("storage_config", "type"), ("instance_group", "quota")):
@@ -691,14 +625,6 @@ def test_unknown_kinds_are_refused_with_the_known_ones(kind: str) -> None:
             document["instance_group"]["quota"]["quota_config"][0]["storage_type"] = kind
         with pytest.raises(InvalidArgumentError, match=rf"{kind!r}, allowed are .*'file'.*'mooncake'.*'pace'"):
             parse(document)
-
-
-def test_kinds_are_strings_everywhere() -> None:
-    document = deepcopy(BUILTIN)
-    kinds = ["file", "hf3fs", "vcns_hf3fs", "mooncake", "pace", "dummy"]
-    document["instance_group"]["quota"]["quota_config"] = [{"storage_type": kind, "capacity": 1} for kind in kinds]
-    _, group = parse(document)
-    assert group.quota.quota_config == tuple(QuotaConfig(StorageType.of_kind(kind), 1) for kind in kinds)
 
 
 # Storage configs for the transfer layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable
+from registry_rig import GROUP, INSTANCE, DyingTable, Opener, SuspendingTable
 from thoroughness import examples
 
 from kvcm.model.errors import (
@@ -48,35 +48,6 @@ class WatchedTable(MemoryTable):
         return [name for name in self._documents if name.startswith("instance/")]
 
 
-class Mortal:
-    """A manager's way to the table; after so many calls the manager is dead."""
-
-    def __init__(self, table: SuspendingTable, calls: int) -> None:
-        self._table = table
-        self._calls = calls
-
-    def _live(self) -> SuspendingTable:
-        self._calls -= 1
-        if self._calls < 0:
-            raise StorageIOError("dead")
-        return self._table
-
-    async def get(self, name: str) -> bytes | None:
-        return await self._live().get(name)
-
-    async def all(self) -> Mapping[str, bytes]:
-        return await self._live().all()
-
-    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
-        return await self._live().replace(name, old, new, due)
-
-    async def due(self, now: float, most: int) -> list[str]:
-        return await self._live().due(now, most)
-
-    async def version(self) -> int:
-        return await self._live().version()
-
-
 def pauses(numbers: Sequence[int]) -> Iterator[int]:
     while True:
         yield from numbers
@@ -106,27 +77,24 @@ async def run(registry: Registry, calls: Sequence[tuple[bool, str]]) -> None:
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(limit=st.integers(1, 3), managers=MANAGERS)
-def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
+async def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
     limit: int, managers: list[tuple[list[tuple[bool, str]], list[int], int]]
 ) -> None:
-    async def play() -> None:
-        table = WatchedTable()
-        table.limit = limit
-        await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=limit))
-        registries = [Registry(Opener(), Mortal(SuspendingTable(table, pauses(p)), life)) for _, p, life in managers]
-        async with asyncio.TaskGroup() as tasks:
-            for registry, (calls, _, _) in zip(registries, managers, strict=True):
-                tasks.create_task(run(registry, calls))
-        survivor = Registry(Opener(), table)
-        await survivor.load()
-        for number in range(limit):  # what dead managers began is finished, what they left is given away
-            with suppress(CapacityError):
-                await survivor.instances.register(instance(f"new{number}"))
-        assert len(table.registered()) == limit
-        with pytest.raises(CapacityError, match=f"max_instance_count of {limit} instances"):
-            await survivor.instances.register(instance("more"))
-
-    asyncio.run(play())
+    table = WatchedTable()
+    table.limit = limit
+    await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=limit))
+    registries = [Registry(Opener(), DyingTable(table, life, pauses=pauses(p))) for _, p, life in managers]
+    async with asyncio.TaskGroup() as tasks:
+        for registry, (calls, _, _) in zip(registries, managers, strict=True):
+            tasks.create_task(run(registry, calls))
+    survivor = Registry(Opener(), table)
+    await survivor.load()
+    for number in range(limit):  # what dead managers began is finished, what they left is given away
+        with suppress(CapacityError):
+            await survivor.instances.register(instance(f"new{number}"))
+    assert len(table.registered()) == limit
+    with pytest.raises(CapacityError, match=f"max_instance_count of {limit} instances"):
+        await survivor.instances.register(instance("more"))
 
 
 async def test_a_limit_that_is_set_later_counts_what_was_registered_before() -> None:
@@ -149,7 +117,7 @@ async def cut_off(table: MemoryTable, life: int) -> bool:
     """Register an instance `a` through a manager that dies after so many calls. Whether only its seat was taken."""
     await Registry(Opener(), table).groups.create(replace(GROUP, max_instance_count=1))
     with suppress(StorageIOError):
-        await Registry(Opener(), Mortal(SuspendingTable(table), life)).instances.register(instance("a"))
+        await Registry(Opener(), DyingTable(table, life)).instances.register(instance("a"))
     return await table.get("seats/group") is not None and await table.get("instance/a") is None
 
 
@@ -168,14 +136,6 @@ async def test_a_registration_that_was_cut_off_is_completed_when_its_seat_is_nee
             await registry.instances.register(instance("a", block_size=99))
 
 
-async def test_a_registration_that_was_cut_off_can_be_repeated() -> None:
-    """Its first seat is in the way of the second, and is used for it."""
-    tables = [MemoryTable() for _ in range(20)]
-    for table in [table for life, table in enumerate(tables) if await cut_off(table, life)]:
-        await Registry(Opener(), table).instances.register(instance("a"))
-        assert await table.get("instance/a") is not None
-
-
 async def test_a_removal_that_was_cut_off_before_the_seat_is_no_registration_to_complete() -> None:
     seen = 0
     for life in range(20):
@@ -184,7 +144,7 @@ async def test_a_removal_that_was_cut_off_before_the_seat_is_no_registration_to_
         await registry.groups.create(replace(GROUP, max_instance_count=1))
         await registry.instances.register(instance("a"))
         with suppress(StorageIOError):
-            await Registry(Opener(), Mortal(SuspendingTable(table), life)).instances.remove("a")
+            await Registry(Opener(), DyingTable(table, life)).instances.remove("a")
         if await table.get("instance/a") is None and await table.get("seats/group") is not None:
             seen += 1
             await Registry(Opener(), table).instances.register(instance("b"))
@@ -366,32 +326,29 @@ def explained(before: Model, together: list[Step], found: list[str], seen: Model
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(rounds=STEPS, pauses=st.lists(st.integers(0, 4), min_size=1, max_size=12), refreshes=st.booleans())
-def test_concurrent_changes_are_as_one_after_the_other(
+async def test_concurrent_changes_are_as_one_after_the_other(
     rounds: list[list[Step]], pauses: list[int], refreshes: bool
 ) -> None:
-    async def run() -> None:
-        table = MemoryTable()
-        openers = Opener(), Opener()
-        managers = [
-            Registry(opener, SuspendingTable(table, cycle(pauses[turn:] + pauses[:turn])))
-            for turn, opener in enumerate(openers)
-        ]
-        model = Model()
-        for together in rounds:
-            calls = [outcome(VERBS[verb](managers[who], name, number)) for who, verb, name, number in together]
-            found, *_ = await asyncio.gather(
-                asyncio.gather(*calls), *(manager.refresh() for manager in managers if refreshes)
-            )
-            for manager in managers:
-                await manager.refresh()
-            seen = view(managers[0])
-            assert view(managers[1]) == seen
-            assert explained(model, together, found, seen), (model, together, found, seen)
-            model = seen
-            placed = [[each.instances.placement(name) for name in seen.instances] for each in managers]
-            assert placed[0] == placed[1]
-            assert len({placement.uid for placement in placed[0]}) == len(seen.instances)
-            for opener in openers:
-                assert opener.state() == seen.storages
-
-    asyncio.run(run())
+    table = MemoryTable()
+    openers = Opener(), Opener()
+    managers = [
+        Registry(opener, SuspendingTable(table, cycle(pauses[turn:] + pauses[:turn])))
+        for turn, opener in enumerate(openers)
+    ]
+    model = Model()
+    for together in rounds:
+        calls = [outcome(VERBS[verb](managers[who], name, number)) for who, verb, name, number in together]
+        found, *_ = await asyncio.gather(
+            asyncio.gather(*calls), *(manager.refresh() for manager in managers if refreshes)
+        )
+        for manager in managers:
+            await manager.refresh()
+        seen = view(managers[0])
+        assert view(managers[1]) == seen
+        assert explained(model, together, found, seen), (model, together, found, seen)
+        model = seen
+        placed = [[each.instances.placement(name) for name in seen.instances] for each in managers]
+        assert placed[0] == placed[1]
+        assert len({placement.uid for placement in placed[0]}) == len(seen.instances)
+        for opener in openers:
+            assert opener.state() == seen.storages

@@ -121,11 +121,6 @@ def test_what_an_older_release_did_not_write_has_its_default() -> None:
     assert decode_document(InstanceGroup, b'{"version":1,"value":{"name":"g"}}') == InstanceGroup("g")
 
 
-def test_a_document_of_another_version_says_so() -> None:
-    with pytest.raises(StorageIOError, match=r"version 2.*reads version 1.*another release"):
-        decode_document(InstanceGroup, b'{"version":2,"value":{"anything":[]}}')
-
-
 @pytest.mark.parametrize(
     ("kind", "document"),
     [
@@ -266,12 +261,6 @@ async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: 
     assert seen == [None, 10]
 
 
-async def test_many_who_count_lose_no_step(site: Site) -> None:
-    shelves = [site.shelf, site.other, DocumentCache(site.way, "n/", int)]
-    await asyncio.gather(*(shelves[n % 3].change("x", lambda known: (known or 0) + 1) for n in range(30)))
-    assert await site.other.read("x") == 30
-
-
 async def test_what_does_not_change_is_not_written(site: Site) -> None:
     await put(site.shelf, 1)
     generation = site.shelf.generation
@@ -298,12 +287,6 @@ async def test_values_stand_in_the_order_of_their_names_whoever_brings_or_takes_
         known = {name: value for name, value in known.items() if value}
         assert shelf.names() == sorted(known)
         assert shelf.all() == [known[name] for name in sorted(known)]
-
-
-async def test_who_asked_for_the_names_may_keep_what_he_was_given(site: Site) -> None:
-    await put(site.shelf, 1)
-    site.shelf.names().append("y")
-    assert site.shelf.names() == ["x"]
 
 
 # ── A store of a schema that this release does not know is refused before anything of it is read ──

@@ -12,15 +12,15 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import redis
 from ports import BUS_OFFSET, free_port
 from waiting import until
 
-__all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone"]
+__all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "Servers", "cluster", "sentinel", "standalone"]
 
 _START_SECONDS = 60.0
 _SERVICE = "mymaster"
@@ -40,12 +40,7 @@ class RedisServer:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        options: Sequence[str],
-        port: int,
-        password: str | None = None,
-        is_sentinel: bool = False,
+        self, directory: Path, options: Sequence[str], port: int, password: str | None = None, is_sentinel: bool = False
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port, self._password = directory, port, password
@@ -107,42 +102,42 @@ class RedisServer:
         self._start()
 
 
-class Standalone(NamedTuple):
-    """One server and its uri."""
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Servers that run, and the uri that deployments on them begin with."""
+
+    base_uri: str
+
+    def uri(self, cluster_name: str, **parameters: object) -> str:
+        """Return the uri of a deployment on them."""
+        named = {"cluster_name": cluster_name, **parameters}
+        return f"{self.base_uri}?" + "&".join(f"{name}={value}" for name, value in named.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Standalone(Servers):
+    """One server."""
 
     server: RedisServer
-    base_uri: str
-
-    def uri(self, cluster_name: str, **parameters: object) -> str:
-        """Return the uri of a deployment on it."""
-        return _with(self.base_uri, cluster_name, parameters)
 
 
-class Cluster(NamedTuple):
-    """Masters, replicas and their uri."""
+@dataclass(frozen=True, slots=True)
+class Cluster(Servers):
+    """Masters and replicas."""
 
     nodes: tuple[RedisServer, ...]
-    base_uri: str
-
-    def uri(self, cluster_name: str, **parameters: object) -> str:
-        """Return the uri of a deployment on it."""
-        return _with(self.base_uri, cluster_name, parameters)
 
     def is_whole(self) -> bool:
         """Whether every node sees every slot served."""
         return all(_cluster_state(node) == "ok" for node in self.nodes if node.process.poll() is None)
 
 
-class Sentinels(NamedTuple):
-    """A master, its replica, the sentinels that watch them, and their uri."""
+@dataclass(frozen=True, slots=True)
+class Sentinels(Servers):
+    """A master, its replica, and the sentinels that watch them."""
 
     servers: tuple[RedisServer, ...]
     sentinels: tuple[RedisServer, ...]
-    base_uri: str
-
-    def uri(self, cluster_name: str, **parameters: object) -> str:
-        """Return the uri of a deployment on it."""
-        return _with(self.base_uri, cluster_name, parameters)
 
     @property
     def master(self) -> RedisServer:
@@ -150,12 +145,6 @@ class Sentinels(NamedTuple):
         with self.sentinels[0].admin() as client:
             _, port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", _SERVICE)
         return next(server for server in self.servers if server.port == int(port))
-
-
-def _with(base_uri: str, cluster_name: str, parameters: dict[str, object]) -> str:
-    return f"{base_uri}?" + "&".join(
-        f"{name}={value}" for name, value in {"cluster_name": cluster_name, **parameters}.items()
-    )
 
 
 def _options(port: int, *options: str) -> list[str]:
@@ -190,7 +179,7 @@ def standalone(
     login = ["--requirepass", password] if password else []
     with _running() as servers:
         servers.append(RedisServer(directory / str(port), _options(port, *durable, *login, *extra), port, password))
-        yield Standalone(servers[0], f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/")
+        yield Standalone(f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/", servers[0])
 
 
 @contextlib.contextmanager
@@ -213,7 +202,7 @@ def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Clus
              "--cluster-replicas", str(replicas), "--cluster-yes"],
             check=True, capture_output=True, timeout=_START_SECONDS,
         )  # fmt: skip
-        made = Cluster(tuple(servers), f"redis+cluster://{','.join(addresses)}/")
+        made = Cluster(f"redis+cluster://{','.join(addresses)}/", tuple(servers))
         until(made.is_whole)
         until(lambda: sum(map(is_replica_in_step, servers)) == nodes * replicas)
         yield made
@@ -235,7 +224,7 @@ def sentinel(directory: Path) -> Iterator[Sentinels]:
         watching = tuple(servers[2:])
         until(lambda: all(_knows_everybody(server) for server in watching))
         addresses = ",".join(f"127.0.0.1:{server.port}" for server in watching)
-        yield Sentinels(data, watching, f"redis+sentinel://{addresses}/{_SERVICE}")
+        yield Sentinels(f"redis+sentinel://{addresses}/{_SERVICE}", data, watching)
 
 
 def _sentinel(directory: Path, master_port: int) -> RedisServer:

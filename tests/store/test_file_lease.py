@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 
 from kvcm.model.errors import StorageIOError
 from kvcm.store.file_lease import FileLease, MonotonicClock, boot_id
@@ -29,16 +30,6 @@ asyncio.run(main())
 """
 
 
-class SetClock:
-    """Shows what it is set to."""
-
-    def __init__(self, seconds: float = 1000.0) -> None:
-        self.seconds = seconds
-
-    def now(self) -> float:
-        return self.seconds
-
-
 def file_of(directory: Path) -> Path:
     return directory / "_TAIR_KVCM_LEADER_KEY.lock"
 
@@ -49,7 +40,7 @@ async def test_a_manager_that_starts_again_takes_its_own_lease_over(tmp_path: Pa
 
 
 async def test_the_file_reads_as_documented(tmp_path: Path) -> None:
-    await FileLease(tmp_path, SetClock(12.5), boot="b1").acquire("node-1", 10)
+    await FileLease(tmp_path, FakeClock(12.5), boot="b1").acquire("node-1", 10)
     document = json.loads(file_of(tmp_path).read_text())
     assert document == {"value": "node-1", "expire_time_ms": 22500, "token": 1, "boot_id": "b1"}
     assert file_of(tmp_path).stat().st_mode & 0o777 == 0o600
@@ -57,8 +48,8 @@ async def test_the_file_reads_as_documented(tmp_path: Path) -> None:
 
 async def test_a_lease_of_an_earlier_boot_is_free(tmp_path: Path) -> None:
     """The monotonic clock began anew: the old end may be days ahead."""
-    await FileLease(tmp_path, SetClock(900_000), boot="before").acquire("a", 10)
-    assert await FileLease(tmp_path, SetClock(5), boot="after").acquire("b", 10) == LeaseState("b", 2)
+    await FileLease(tmp_path, FakeClock(900_000), boot="before").acquire("a", 10)
+    assert await FileLease(tmp_path, FakeClock(5), boot="after").acquire("b", 10) == LeaseState("b", 2)
 
 
 DAMAGES = {

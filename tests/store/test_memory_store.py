@@ -3,20 +3,12 @@
 from math import inf
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
 from kvcm.store.memory import DueQueue, MemoryLease, MemoryStore, MemoryTable, Outcomes
-
-
-class SetClock:
-    """Shows what it is set to."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 async def test_what_was_listed_does_not_change_with_the_table() -> None:
@@ -30,7 +22,7 @@ async def test_what_was_listed_does_not_change_with_the_table() -> None:
 def test_nothing_suspends() -> None:
     """Tests of the rooms above drive their coroutines with one step."""
     store = MemoryStore()
-    table, lease = store.table("t"), MemoryLease(SetClock())
+    table, lease = store.table("t"), MemoryLease(FakeClock())
     for call in (table.get("a"), table.all(), table.replace("a", None, b""), table.due(0, 1), table.version(),
                  lease.acquire("a", 1), lease.release("a"), store.flush(), store.close()):  # fmt: skip
         with pytest.raises(StopIteration):
@@ -87,14 +79,6 @@ def test_many_at_a_time_are_as_one_after_the_other(
     assert queue.until(1.0, 9) == [1, 3]
 
 
-def test_sessions_that_end_in_time_leave_nothing_behind() -> None:
-    queue: DueQueue[int] = DueQueue()
-    for step in range(1_000):
-        queue.put_all(range(100), float(step))
-        queue.discard_all(range(100))
-    assert len(queue._heap) <= 64
-
-
 def test_deadlines_that_move_leave_nothing_behind() -> None:
     queue: DueQueue[int] = DueQueue()
     for step in range(20_000):
@@ -104,13 +88,6 @@ def test_deadlines_that_move_leave_nothing_behind() -> None:
         queue.discard(key)
     assert len(queue._heap) <= 64
     assert queue.until(1e9, 100) == []
-
-
-def test_what_was_cleared_is_gone() -> None:
-    queue: DueQueue[str] = DueQueue()
-    queue.put("a", 1.0)
-    queue.clear()
-    assert (len(queue), queue.until(2.0, 10)) == (0, [])
 
 
 # ── How documents ended, in memory ──

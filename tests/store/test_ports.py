@@ -20,17 +20,6 @@ def test_no_two_workers_share_a_port_or_that_of_a_bus() -> None:
         assert not with_buses(ports_of(one)) & with_buses(ports_of(two))
 
 
-def test_every_port_is_somebodys() -> None:
-    everything = ports_of("")
-    assert everything == range(10240, 32768)
-    assert sorted(itertools.chain.from_iterable(map(ports_of, WORKERS))) == list(everything)
-
-
-def test_more_workers_than_there_are_ports_for_are_refused() -> None:
-    with pytest.raises(ValueError, match="40 workers"):
-        ports_of("gw40")
-
-
 def test_a_port_is_given_once_whether_or_not_it_is_bound_yet() -> None:
     given = [free_port(offset) for _ in range(100) for offset in (0, BUS_OFFSET)]
     assert len(set(given)) == len(given)

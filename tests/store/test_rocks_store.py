@@ -5,13 +5,14 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
 import pytest
 import rocks_writer
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -61,18 +62,6 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
                 due_names = {name for name, (_, due) in documents.items() if due and due <= now}
                 assert set(await store.table(table).due(now, 10)) == due_names
         await store.close()
-
-
-async def test_a_table_is_the_same_every_time_and_counts_its_changes(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    table = store.table("sessions", shard_count=16)
-    assert store.table("sessions") is table
-    version = await table.version()
-    assert await table.replace("a", None, b"1")
-    assert not await table.replace("a", None, b"2")
-    assert await table.get("a") == b"1"
-    assert await table.version() > version
-    await store.close()
 
 
 async def test_what_changed_together_is_there_together_after_a_restart(tmp_path: Path) -> None:
@@ -209,17 +198,23 @@ async def test_closing_writes_what_nobody_waited_for(tmp_path: Path, fsync: Fsyn
     assert on_disk(tmp_path) == dict(ROWS)
 
 
-async def test_many_waiting_flushes_share_few_rounds(log: CommitLog) -> None:
+@pytest.mark.parametrize(("fsync", "call"), [(Fsync.ALWAYS, CommitLog.flush), (Fsync.NEVER, CommitLog.sync)])
+async def test_many_waiting_calls_share_few_rounds(
+    tmp_path: Path, fsync: Fsync, call: Callable[[CommitLog], Awaitable[None]]
+) -> None:
     """What is appended in one turn of the loop needs one round, two if the writer was quicker than the loop, and one
     more where a batch begins beyond the size of a round."""
+    log = CommitLog(tmp_path, fsync, FakeClock())
 
     async def write(number: int) -> None:
         log.append([(b"b%d" % number, b"x")])
-        await log.flush()
+        await call(log)
+        assert log._synced > number
 
     await asyncio.gather(*map(write, range(500)))
     assert 1 <= log.rounds < 50
     assert len(list(log.read(b"b"))) == 500
+    await log.close()
 
 
 async def test_a_flush_with_nothing_to_wait_for_returns_at_once(log: CommitLog) -> None:
@@ -351,18 +346,9 @@ def test_a_damaged_row_is_an_error_and_not_the_end(tmp_path: Path) -> None:
         on_disk(tmp_path)
 
 
-class StoppedClock:
-    """Shows what it is set to."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
 @pytest.mark.parametrize("fsync", list(Fsync))
 async def test_a_flush_waits_for_a_sync_only_if_every_write_is_to_be_synced(tmp_path: Path, fsync: Fsync) -> None:
-    log = CommitLog(tmp_path, fsync, StoppedClock())
+    log = CommitLog(tmp_path, fsync, FakeClock())
     for _ in range(3):
         log.append(ROWS)
         await log.flush()
@@ -374,7 +360,7 @@ async def test_a_flush_waits_for_a_sync_only_if_every_write_is_to_be_synced(tmp_
 @pytest.mark.parametrize("fsync", list(Fsync))
 async def test_a_sync_is_one_under_every_policy(tmp_path: Path, fsync: Fsync) -> None:
     """Also of what was flushed before, and also when time stands still."""
-    log = CommitLog(tmp_path, fsync, StoppedClock())
+    log = CommitLog(tmp_path, fsync, FakeClock())
     for is_flushed in (False, True):
         log.append(ROWS)
         if is_flushed:
@@ -387,22 +373,8 @@ async def test_a_sync_is_one_under_every_policy(tmp_path: Path, fsync: Fsync) ->
     await log.sync()
 
 
-async def test_many_waiting_syncs_share_few_rounds(tmp_path: Path) -> None:
-    log = CommitLog(tmp_path, Fsync.NEVER, StoppedClock())
-
-    async def write(number: int) -> None:
-        log.append([(b"b%d" % number, b"x")])
-        await log.sync()
-        assert log._synced > number
-
-    await asyncio.gather(*map(write, range(500)))
-    assert 1 <= log.rounds < 50
-    assert len(list(log.read(b"b"))) == 500
-    await log.close()
-
-
 async def test_closing_answers_a_sync(tmp_path: Path) -> None:
-    log = CommitLog(tmp_path, Fsync.NEVER, StoppedClock())
+    log = CommitLog(tmp_path, Fsync.NEVER, FakeClock())
     with held(log):
         log.append(ROWS)
         waiting = asyncio.ensure_future(log.sync())
@@ -414,23 +386,23 @@ async def test_closing_answers_a_sync(tmp_path: Path) -> None:
 
 async def test_everysec_syncs_in_the_first_round_after_a_second(tmp_path: Path) -> None:
     """Rounds follow each other, so the answer of the third tells that the second has made its sync."""
-    clock = StoppedClock()
+    clock = FakeClock()
     log = CommitLog(tmp_path, Fsync.EVERYSEC, clock)
     for _ in range(3):
-        clock.seconds += 1.0
+        clock.time += 1.0
         log.append(ROWS)
         await log.flush()
-    assert log._synced_at >= clock.seconds - 1.0
+    assert log._synced_at >= clock.time - 1.0
     await log.close()
 
 
 def test_everysec_syncs_also_when_nothing_more_is_written(tmp_path: Path) -> None:
-    clock = StoppedClock()
+    clock = FakeClock()
     log = CommitLog(tmp_path, Fsync.EVERYSEC, clock)
     log.append(ROWS)
     until(lambda: log.rounds == 1)
     assert not log._is_synced
-    clock.seconds += 1.0
+    clock.time += 1.0
     until(lambda: log._is_synced)
     log.close_at_once()
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from console_site import ConsoleSite, open_site, secured_site
+
+sys.path.append(str(Path(__file__).parents[1] / "optimizer"))  # the report is one of its traces
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

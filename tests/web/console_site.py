@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from rest_client import RestClient, component
 from test_transport_drivers import Api
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import instance_fields, mask
 
-__all__ = ["AUDIT_LOG", "HOSTILE", "PASSWORD", "ROLES", "ConsoleSite", "open_site", "secured_site"]
+__all__ = ["AUDIT_LOG", "HOSTILE", "PASSWORD", "ROLES", "ConsoleSite", "ask", "open_site", "post", "secured_site"]
 
 HOSTILE = "<img src=x onerror=document.title='taken'>\"'&amp;"
 """A name that must stay text."""
@@ -164,3 +166,36 @@ def _add_groups(site: ConsoleSite, rest: RestClient) -> None:
         with site.api() as api:
             api.ok("RegisterInstance", **instance_fields(instance, name, block_size=64, location_spec_infos=parts))
         site.write(instance, range(written))
+
+
+class Answer:
+    """What came back.
+
+    Attributes:
+        status: of HTTP.
+        headers: all of them.
+        text: the page.
+    """
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status, self.headers, self.text = response.status, response.headers, response.read().decode()
+
+    @property
+    def cookies(self) -> dict[str, str]:
+        """What the browser is to keep, with its attributes, by name."""
+        return {each.partition("=")[0]: each for each in self.headers.get_all("set-cookie", [])}
+
+
+def ask(site: ConsoleSite, method: str, path: str, body: str | None = None, **headers: str) -> Answer:
+    """Send a request with exactly this path, and nothing that a browser would add."""
+    connection = http.client.HTTPConnection(site.process.address.admin_http, timeout=60)
+    try:
+        connection.request(method, path, body, headers)
+        return Answer(connection.getresponse())
+    finally:
+        connection.close()
+
+
+def post(site: ConsoleSite, path: str, form: dict[str, str], **headers: str) -> Answer:
+    """Send a form as a page of the console does."""
+    return ask(site, "POST", path, urlencode(form), origin=site.base, **headers)

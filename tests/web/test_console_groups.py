@@ -40,11 +40,6 @@ def stored(site: ConsoleSite, name: str) -> Any:
         return rest.get(f"/v1/groups/{component(name)}").body
 
 
-def fault(watch: Watch, label: str) -> str:
-    """Return what stands beside a field that is wrong."""
-    return watch.page.locator(".field.wrong", has_text=label).locator("strong").inner_text()
-
-
 def begin(watch: Watch, name: str) -> None:
     """Go to the form of a group's limits."""
     watch.go(f"/console/groups/{component(name)}")
@@ -76,11 +71,11 @@ def test_what_is_wrong_stands_beside_its_field(browser: Browser, site: ConsoleSi
         begin(watch, group)
         watch.page.get_by_label("Quota", exact=True).fill("lots")
         watch.press("Save")
-        assert "lots" in fault(watch, "Quota")
+        assert "lots" in watch.fault("Quota")
         watch.page.get_by_label("Quota", exact=True).fill("7 MiB")
         watch.page.get_by_label("What is evicted first").select_option("ttl")
         watch.press("Save")
-        assert "must be > 0 with policy 'ttl'" in fault(watch, "Evict at an age")
+        assert "must be > 0 with policy 'ttl'" in watch.fault("Evict at an age")
         assert watch.page.get_by_label("Quota", exact=True).input_value() == "7 MiB"
     assert stored(site, group)["version"] == 1
 
@@ -120,11 +115,11 @@ def test_a_group_is_created_and_removed(browser: Browser, site: ConsoleSite) -> 
         watch.page.get_by_label("Quota", exact=True).fill("3 GiB")
         watch.page.get_by_label("Evict above, in % of each limit").fill("")
         watch.press("Create")
-        assert "there is a group of this name" in fault(watch, "Name")
+        assert "there is a group of this name" in watch.fault("Name")
         watch.page.get_by_label("Name", exact=True).fill(name)
         watch.page.get_by_label("disk").uncheck()
         watch.press("Create")
-        assert fault(watch, "Storages")
+        assert watch.fault("Storages")
         watch.page.get_by_label("disk").check()
         watch.press("Create")
         assert f"Group {name} was created." in watch.said

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 import pytest
 from console_pages import EXAMPLES, PAGES
-from console_site import AUDIT_LOG, ROLES, ConsoleSite
+from console_site import AUDIT_LOG, ROLES, ConsoleSite, ask, post
 from test_transport_drivers import eventually
 from watched_pages import Watch, faults_of, keyboard_faults, watched
 
@@ -70,10 +68,6 @@ def test_pages_work_without_scripts(browser: Browser, site: ConsoleSite) -> None
             assert watch.page.locator("h1").count() == 1
 
 
-if TYPE_CHECKING:
-    from console_site import ConsoleSite
-    from playwright.sync_api import Browser
-
 _SIGN_IN = "<!doctype html><html><body><main><h1>Sign in</h1></main></body></html>"
 
 
@@ -106,25 +100,13 @@ ADDRESS = f"redis://kvcm:{WORD}@127.0.0.1:1/0"
 PASSWORD = "a password of eve"
 
 
-def form(site: ConsoleSite, path: str, key: str = "", **fields: str) -> tuple[int, dict[str, str], str]:
-    """Send a form as a browser does; returns status, headers and page."""
-    connection = http.client.HTTPConnection(site.process.address.admin_http, timeout=30)
-    sent = {"origin": site.base, "content-type": "application/x-www-form-urlencoded", "cookie": f"kvcm_key={key}"}
-    try:
-        connection.request("POST", path, urlencode(fields), sent)
-        answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
-    finally:
-        connection.close()
-
-
 def page(site: ConsoleSite, path: str, key: str) -> str:
-    connection = http.client.HTTPConnection(site.process.address.admin_http, timeout=30)
-    try:
-        connection.request("GET", path, headers={"cookie": f"kvcm_key={key}"} if key else {})
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
+    return ask(site, "GET", path, cookie=f"kvcm_key={key}").text
+
+
+def form(site: ConsoleSite, path: str, key: str, **fields: str) -> int:
+    """Send a form of a visitor; returns the status."""
+    return post(site, path, fields, cookie=f"kvcm_key={key}").status
 
 
 @pytest.fixture(scope="module")
@@ -153,24 +135,21 @@ def test_what_is_left_out_of_a_page_is_seen_to_be(cake: ConsoleSite) -> None:
 
 @pytest.mark.parametrize("role", ["operator", "viewer", "limited"])
 def test_only_administrators_are_told_the_passwords_of_addresses(cake: ConsoleSite, role: str) -> None:
-    connection = http.client.HTTPConnection(cake.process.address.admin_http, timeout=30)
-    headers = {"authorization": f"Bearer {cake.keys[role]}"}
     paths = ("storages", "storages?with_status=true", "storages/cake", "storages/cake/status", "groups", "groups/cakes")
     for path in (*paths, "usage", "alerts", "tasks", "managers", "events/recent"):
-        connection.request("GET", f"/v1/{path}", headers=headers)
-        assert WORD not in connection.getresponse().read().decode(), path
-    connection.close()
+        answer = ask(cake, "GET", f"/v1/{path}", authorization=f"Bearer {cake.keys[role]}")
+        assert WORD not in answer.text, path
 
 
 def test_what_a_form_changes_is_audited_with_the_account_and_without_secrets(cake: ConsoleSite) -> None:
     with cake.rest() as rest:
         rest.put("/v1/accounts/eve", {"password": PASSWORD, "role": "ROLE_ADMIN"})
-    _, headers, _ = form(cake, "/console/login", user_name="eve", password=PASSWORD)
-    key = headers["set-cookie"].partition("kvcm_key=")[2].partition(";")[0]
-    assert form(cake, "/console/storages/cake/limits", key, capacity_bytes="3 GiB", used_percentage="")[0] == 303
+    signed_in = post(cake, "/console/login", {"user_name": "eve", "password": PASSWORD})
+    key = signed_in.cookies["kvcm_key"].partition("=")[2].partition(";")[0]
+    assert form(cake, "/console/storages/cake/limits", key, capacity_bytes="3 GiB", used_percentage="") == 303
     made = {"name": "mallory", "password": "a password of mallory", "role": "ROLE_USER"}
-    assert form(cake, "/console/accounts/+add", key, **made)[0] == 303
-    assert form(cake, "/console/logout", key)[0] == 303
+    assert form(cake, "/console/accounts/+add", key, **made) == 303
+    assert form(cake, "/console/logout", key) == 303
     log = cake.process.data_dir.parent / AUDIT_LOG
 
     def entries() -> list[dict[str, Any]]:

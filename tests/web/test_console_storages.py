@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console_site import ConsoleSite
-from watched_pages import Watch, watched
+from watched_pages import watched
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -23,11 +23,6 @@ def add(site: ConsoleSite, name: str, directory: Path) -> None:
         rest.put(f"/v1/storages/{name}", {"nfs": {"root_path": f"{directory / name}/"}, "capacity_bytes": 1 << 30})
 
 
-def fault(watch: Watch, label: str) -> str:
-    """Return what stands beside a field that is wrong."""
-    return watch.page.locator(".field.wrong", has_text=label).locator("strong").inner_text()
-
-
 def test_one_is_added_and_what_is_wrong_stands_beside_its_field(
     browser: Browser, site: ConsoleSite, tmp_path: Path
 ) -> None:
@@ -39,16 +34,16 @@ def test_one_is_added_and_what_is_wrong_stands_beside_its_field(
         watch.page.get_by_label("Root path").fill("relative")
         watch.page.get_by_label("Capacity for all groups").fill("5 apples")
         watch.press("Add")
-        assert "5 apples" in fault(watch, "Capacity")
+        assert "5 apples" in watch.fault("Capacity")
         watch.page.get_by_label("Capacity for all groups").fill("5 GiB")
         watch.press("Add")
-        assert "characters that are not allowed" in fault(watch, "Name")
+        assert "characters that are not allowed" in watch.fault("Name")
         watch.page.get_by_label("Name").fill("disk")
         watch.press("Add")
-        assert "a storage of this name already" in fault(watch, "Name")
+        assert "a storage of this name already" in watch.fault("Name")
         watch.page.get_by_label("Name").fill("added-here")
         watch.press("Add")
-        assert "relative" in fault(watch, "Root path")
+        assert "relative" in watch.fault("Root path")
         assert watch.page.get_by_label("Root path").input_value() == "relative"
         watch.page.get_by_label("Root path").fill(f"{tmp_path}/")
         watch.press("Add")
@@ -122,7 +117,7 @@ def test_its_capacity_is_changed_unless_somebody_was_faster(
         assert watch.page.get_by_label("Evict above").input_value() == "80"
         watch.page.get_by_label("Evict above").fill("-3")
         watch.press("Change")
-        assert "no percentage" in fault(watch, "Evict above")
+        assert "no percentage" in watch.fault("Evict above")
         watch.page.get_by_label("Evict above").fill("")
         watch.page.get_by_label("Capacity").fill("")
         watch.press("Change")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
+from traces import trace_of
 
 from kvcm.optimizer.trace import BadLine, Trace
 
@@ -23,40 +23,18 @@ HOSTILE = "<img src=http://example.org/x onerror=\"document.title='taken'\"><scr
 
 
 def conversations(name: str, count: int = 60) -> Trace:
-    """Return dialogues that share a system prompt; each turn has a block more than the one before."""
+    """Return dialogues that share a system prompt of two blocks; each turn has a block more than the one before."""
     chance = random.Random(name)
-    rows, numbers, parents = [], {}, []
+    rows = []
     for session in range(count):
-        start = session * 20.0
         for turn in range(chance.randint(1, 8)):
-            path = [(0, "system"), (1, "system"), *((depth + 2, str(session)) for depth in range(turn + 1))]
-            before = -1
-            for key in path:
-                if key not in numbers:
-                    numbers[key] = len(numbers)
-                    parents.append(before)
-                before = numbers[key]
-            rows.append((start + turn * chance.uniform(1, 90), session, [numbers[key] for key in path]))
-    rows.sort(key=lambda row: row[0])
-    order = {block: place for place, block in enumerate(dict.fromkeys(block for row in rows for block in row[2]))}
-    blocks = [[order[block] for block in row[2]] for row in rows]
-    by_place = sorted(order, key=order.__getitem__)
-    lengths = [len(each) for each in blocks]
-    return Trace(
-        name=name,
-        block_tokens=64,
-        times_us=np.array([row[0] * 1e6 for row in rows], np.int64),
-        input_tokens=np.array([64 * length - 5 for length in lengths], np.int64),
-        output_tokens=np.zeros(len(rows), np.int64),
-        sessions=np.array([row[1] for row in rows], np.int32),
-        instances=np.zeros(len(rows), np.int32),
-        read_blocks=np.array(lengths, np.int32),
-        writes=np.ones(len(rows), np.bool_),
-        offsets=np.cumsum([0, *lengths]).astype(np.int64),
-        blocks=np.array([block for each in blocks for block in each], np.int32),
-        parents=np.array([order.get(parents[block], -1) for block in by_place], np.int32),
-        instance_block_tokens=(64,),
-    )
+            own = [1000 + 10 * session + depth for depth in range(turn + 1)]
+            rows.append((session * 20.0 + turn * chance.uniform(1, 90), session, [0, 1, *own]))
+    rows.sort()
+    times, sessions, ids = zip(*rows, strict=True)
+    tokens = [64 * len(each) - 5 for each in ids]
+    made = trace_of(ids, times_seconds=times, input_tokens=tokens, sessions=sessions, block_tokens=64)
+    return replace(made, name=name)
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,10 @@ class Watch:
         """What the page says was done, or what is wrong."""
         return "\n".join(self.page.locator(".said, .field.wrong .hint").all_inner_texts())
 
+    def fault(self, label: str) -> str:
+        """Return what stands beside a field that is wrong."""
+        return self.page.locator(".field.wrong", has_text=label).locator("strong").inner_text()
+
     def notice(self) -> None:
         """Begin to notice."""
         self.page.on("console", lambda said: self._hear(said.type, said.text))
