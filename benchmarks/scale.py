@@ -89,7 +89,7 @@ async def timed(work: Callable[..., Awaitable[Any]], *words: Any) -> float:
 
 async def reclaim(components: Components, keys: list[int]) -> None:
     """Remove blocks and delete them."""
-    await components.cache.remove(INSTANCE, keys, NO_MASK)
+    await components.cache.remove(components.cache.cache(INSTANCE), keys, NO_MASK)
     await components.deletions.run_due()
 
 

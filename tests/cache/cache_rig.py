@@ -178,7 +178,9 @@ class Rig(ManagerCore):
     async def store(self, keys: Sequence[int], **fields: object) -> StartedWrite:
         """Write blocks and finish them."""
         started = await self.start(keys, **fields)
-        await self.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)))
+        await self.manager.finish_write(
+            self.manager.cache("i"), started.session.id, BlockMask(offset=len(started.chunks))
+        )
         return started
 
     @property

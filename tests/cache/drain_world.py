@@ -115,7 +115,7 @@ class DrainWorld:
         )
 
     async def start(self, keys: Sequence[int]) -> StartedWrite:
-        return await self.manager.start_write(self.instance, WriteRequest(keys))
+        return await self.manager.start_write(self.manager.cache(self.instance), WriteRequest(keys))
 
     async def finish(self, started: StartedWrite) -> None:
         """Write the bytes as an engine does, and finish."""
@@ -125,7 +125,7 @@ class DrainWorld:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(bytes(BLOCK_BYTES))
         mask = BlockMask(offset=len(started.chunks))
-        await self.manager.finish_write(self.instance, started.session.id, mask)
+        await self.manager.finish_write(self.manager.cache(self.instance), started.session.id, mask)
 
     async def write(self, keys: Sequence[int]) -> list[str]:
         """Write blocks, and return the storages that they went to."""
@@ -135,7 +135,9 @@ class DrainWorld:
 
     async def hits(self, keys: Sequence[int]) -> list[int]:
         """Return which of the blocks can be read."""
-        return list((await self.manager.match(self.instance, MatchQuery(MatchMode.BATCH_GET, keys))).keys)
+        return list(
+            (await self.manager.match(self.manager.cache(self.instance), MatchQuery(MatchMode.BATCH_GET, keys))).keys
+        )
 
     async def records(self) -> dict[int, BlockRecord]:
         index = self.manager.cache(self.instance).index

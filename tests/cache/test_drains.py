@@ -143,21 +143,21 @@ async def test_what_is_being_written_on_a_drained_storage_has_no_second_writer_i
 async def test_a_replica_that_is_being_written_is_left_to_its_writer(opened: Open) -> None:
     world = await opened("a")
     await world.write([0])
-    await world.manager.start_write("i", WriteRequest([0], min_replica_count=2))
+    await world.manager.start_write(world.manager.cache("i"), WriteRequest([0], min_replica_count=2))
     await world.drains.drain("a")
     await world.drains.resume()
     assert [place.status.name for place in await world.places("a")] == ["DELETING", "WRITING"]
 
 
 async def test_what_is_pinned_waits_for_the_end_of_its_pin(world: DrainWorld) -> None:
-    pin = await world.manager.pin("i", PinRequest([0, 1], "somebody", 3600))
+    pin = await world.manager.pin(world.manager.cache("i"), PinRequest([0, 1], "somebody", 3600))
     assert pin is not None
     await world.drains.drain("a")
     await finish_drain(world)
     assert await world.hits(KEYS) == [0, 1]
     found = await progress(world)
     assert (found.pinned, found.remaining_bytes, found.is_done) == (2, 2 * BLOCK_BYTES, False)
-    await world.manager.unpin("i", pin.id)
+    await world.manager.unpin(world.manager.cache("i"), pin.id)
     for _ in range(8):
         await world.pass_time(30.0)
     assert (await progress(world)).is_done
@@ -255,7 +255,7 @@ async def test_a_lap_is_slow_enough_for_requests_and_ends_with_the_leadership(op
 
 
 async def test_laps_that_find_nothing_to_mark_become_rare(world: DrainWorld) -> None:
-    assert await world.manager.pin("i", PinRequest(KEYS, "somebody", 3600)) is not None
+    assert await world.manager.pin(world.manager.cache("i"), PinRequest(KEYS, "somebody", 3600)) is not None
     await world.drains.drain("a")
     laps = 0
 
@@ -350,7 +350,7 @@ async def test_the_removal_of_a_storage_that_hangs_comes_to_its_end(full_world: 
         return [None for _ in uris]
 
     backend.delete = hang  # type: ignore[method-assign]
-    await full_world.manager.remove("i", range(BLOCKS), BlockMask(offset=0))
+    await full_world.manager.remove(full_world.manager.cache("i"), range(BLOCKS), BlockMask(offset=0))
     full_world.clock.time += 2.0
     deleting = asyncio.create_task(full_world.executor.run(0.0))
     await hanging.wait()
@@ -463,7 +463,7 @@ async def test_the_name_of_a_storage_without_blocks_is_free_at_once(world: Drain
 
 
 async def test_what_is_pinned_goes_too(world: DrainWorld) -> None:
-    assert await world.manager.pin("i", PinRequest(KEYS, "somebody", 3600)) is not None
+    assert await world.manager.pin(world.manager.cache("i"), PinRequest(KEYS, "somebody", 3600)) is not None
     await world.drains.remove("a")
     await purge(world)
     assert await world.records() == {}
@@ -480,7 +480,7 @@ async def test_a_write_that_ends_after_the_removal_does_not_come_back_invariant_
 
 
 async def test_the_name_is_not_free_while_a_writer_may_still_come(world: DrainWorld) -> None:
-    started = await world.manager.start_write("i", WriteRequest([10], timeout_seconds=600))
+    started = await world.manager.start_write(world.manager.cache("i"), WriteRequest([10], timeout_seconds=600))
     await world.drains.remove("a")
     await purge(world)
     assert world.used_bytes("a") == BLOCK_BYTES
@@ -600,7 +600,11 @@ class Drains(RuleBasedStateMachine):
     @rule(keys=FIRSTS, seconds=st.sampled_from([5, 60]))
     def pin(self, keys: list[int], seconds: int) -> None:
         pin = (
-            self.runner.run(self.world.manager.pin("i", PinRequest(keys, "somebody", seconds))) if self.media else None
+            self.runner.run(
+                self.world.manager.pin(self.world.manager.cache("i"), PinRequest(keys, "somebody", seconds))
+            )
+            if self.media
+            else None
         )
         if pin is not None:
             held = set(pin.pinned.location_ids)

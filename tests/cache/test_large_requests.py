@@ -54,17 +54,17 @@ async def test_every_call_over_many_blocks_lets_others_in_between(registered: In
     """Also over few blocks of many parts: they take as long."""
     with opened(registered=registered) as rig:
         manager = rig.manager
-        started, turns = await turns_of_others(manager.start_write("i", WriteRequest(keys)))
+        started, turns = await turns_of_others(manager.start_write(manager.cache("i"), WriteRequest(keys)))
         assert len(started.chunks) == len(keys)
         assert turns >= PAGES
-        finish = manager.finish_write("i", started.session.id, BlockMask(offset=len(keys)))
+        finish = manager.finish_write(manager.cache("i"), started.session.id, BlockMask(offset=len(keys)))
         finished, turns = await turns_of_others(finish)
         assert finished.served == len(keys)
         assert turns >= PAGES
-        metas, turns = await turns_of_others(manager.metas("i", keys, NO_MASK))
+        metas, turns = await turns_of_others(manager.metas(manager.cache("i"), keys, NO_MASK))
         assert len(metas) == len(keys)
         assert turns >= PAGES
-        removed, turns = await turns_of_others(manager.remove("i", keys, NO_MASK))
+        removed, turns = await turns_of_others(manager.remove(manager.cache("i"), keys, NO_MASK))
         assert removed == len(keys)
         assert turns >= PAGES
 
@@ -75,9 +75,9 @@ async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mo
     with opened(registered=of_parts(12)) as rig:
         await rig.store(keys)
         query = MatchQuery(mode, keys, spec_names=only if mode is MatchMode.PREFIX_MATCH else frozenset())
-        _, turns = await turns_of_others(rig.manager.match("i", query))
+        _, turns = await turns_of_others(rig.manager.match(rig.manager.cache("i"), query))
         assert turns >= PAGES - 1
-        _, turns = await turns_of_others(rig.manager.match("i", query))
+        _, turns = await turns_of_others(rig.manager.match(rig.manager.cache("i"), query))
         assert turns <= 1  # all is known
 
 
@@ -95,7 +95,7 @@ async def test_a_match_of_many_unknown_blocks_lets_others_in_between(rig: Rig, m
     answered: list[int] = []
 
     async def match(keys: list[int]) -> None:
-        found = await rig.manager.match("i", MatchQuery(mode, keys, window=2))
+        found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(mode, keys, window=2))
         answered.append(len(found.chunks))
 
     unknown = [-key for key in KEYS]
@@ -107,7 +107,9 @@ async def test_a_match_of_many_unknown_blocks_lets_others_in_between(rig: Rig, m
 async def test_a_match_of_many_blocks_that_are_not_cached_lets_others_in_between(rig: Rig) -> None:
     await rig.store(KEYS)
     rig.manager.cache("i").index.invalidate_all()
-    found, turns = await turns_of_others(rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, KEYS)))
+    found, turns = await turns_of_others(
+        rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, KEYS))
+    )
     assert found.keys == KEYS
     assert turns >= PAGES - 1
 
@@ -122,7 +124,9 @@ async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
         ]
         index, served = rig.manager.cache("i").index, [0]
         finish = asyncio.create_task(
-            rig.manager.finish_write("i", started.session.id, BlockMask(offset=BATCH_KEYS), reported=told)
+            rig.manager.finish_write(
+                rig.manager.cache("i"), started.session.id, BlockMask(offset=BATCH_KEYS), reported=told
+            )
         )
         while not finish.done():
             served.append(sum(answer is not None for answer in await index.answers(KEYS[:BATCH_KEYS])))
@@ -137,19 +141,20 @@ async def test_many_pins_of_the_same_blocks_let_others_in_between() -> None:
     count = 40
     with opened(replace(group(), pin_budget_bytes=1 << 40)) as rig:
         await rig.store([1, 2])
-        pins = [await rig.manager.pin("i", PinRequest([1, 2], "me", 100)) for _ in range(count)]
+        pins = [await rig.manager.pin(rig.manager.cache("i"), PinRequest([1, 2], "me", 100)) for _ in range(count)]
         listed, turns = await turns_of_others(rig.manager.pins.of_instance(rig.manager.cache("i")))
         assert len(listed) == count
         assert turns >= count
         assert pins[0] is not None
-        _, turns = await turns_of_others(rig.manager.unpin("i", pins[0].id))
+        _, turns = await turns_of_others(rig.manager.unpin(rig.manager.cache("i"), pins[0].id))
         assert turns >= count
 
 
 async def test_two_large_writers_share_blocks_without_overlap(rig: Rig) -> None:
     """Both run page by page in turns: each block has one writer, and both answers add up (invariant 2)."""
     first, second = await asyncio.gather(
-        rig.manager.start_write("i", WriteRequest(KEYS)), rig.manager.start_write("i", WriteRequest(KEYS))
+        rig.manager.start_write(rig.manager.cache("i"), WriteRequest(KEYS)),
+        rig.manager.start_write("i", WriteRequest(KEYS)),
     )
     assert set(first.session.keys) | set(second.session.keys) == set(KEYS)
     assert set(first.session.keys).isdisjoint(second.session.keys)
@@ -182,7 +187,7 @@ async def has_addresses(rig: Rig) -> bool:
 
 
 async def test_a_storage_removed_in_the_middle_of_a_start_is_a_refusal_and_leaves_nothing_writing(rig: Rig) -> None:
-    start = asyncio.create_task(rig.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5)))
+    start = asyncio.create_task(rig.manager.start_write(rig.manager.cache("i"), WriteRequest(KEYS, timeout_seconds=5)))
     for _ in range(100):
         await asyncio.sleep(0)
         if await has_addresses(rig):

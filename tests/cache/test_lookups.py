@@ -338,7 +338,7 @@ async def test_the_policy_is_that_of_the_group_at_the_time_of_the_drain(rig: Rig
     config = replace(group.cache_config, reclaim_strategy=strategy)
     await groups.update(replace(group, cache_config=config, version=group.version + 1), group.version)
     rig.wait(60)
-    await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, [1, 2]))
+    await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, [1, 2]))
     await rig.manager.accesses.drain()
     assert await index.accesses([1, 2]) == [Access(written.at, 1)] * 2
 
@@ -361,7 +361,7 @@ async def test_a_match_counts_what_it_hit_unless_it_only_peeks(rig: Rig, peek: b
     index = rig.manager.cache("i").index
     before = await index.accesses([1, 2, 3])
     rig.wait(60)
-    await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, [1, 2, 99]), peek=peek)
+    await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, [1, 2, 99]), peek=peek)
     await rig.manager.accesses.drain()
     at = int(rig.clock.now())
     expected = [Access(at, 1) if count else old for count, old in zip(reads, before, strict=True)]
@@ -396,8 +396,8 @@ async def test_times_between_reads_are_told_of_some_blocks() -> None:
 
 
 async def lease(rig: Rig, keys: list[int], lease_ms: int) -> ReadLease:
-    found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, keys))
-    return await rig.manager.lease("i", found, lease_ms)
+    found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, keys))
+    return await rig.manager.lease(rig.manager.cache("i"), found, lease_ms)
 
 
 async def left(rig: Rig, keys: list[int]) -> list[int]:
@@ -412,8 +412,8 @@ async def test_a_lease_keeps_the_bytes_and_nothing_else() -> None:
         held = await lease(rig, [1, 2, 9], 60_000)
         uid = rig.manager.cache("i").placement.uid
         assert [pin[:2] for pin in held.locations] == [(uid, 1), (uid, 2)]
-        await rig.manager.trim("i")
-        found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2, 3]))
+        await rig.manager.trim(rig.manager.cache("i"))
+        found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, [1, 2, 3]))
         assert list(found.keys) == []
         rig.wait(1)
         assert await left(rig, [1, 2, 3]) == [1, 2]
@@ -430,10 +430,10 @@ async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end
     with opened(group(delay_ms=1000)) as rig:
         await rig.store([1])
         held = await lease(rig, [1], MAX_LEASE_MS)
-        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
         rig.wait(1)
         assert await left(rig, [1]) == [1]
-        await rig.manager.release_lease("i", held.id)
+        await rig.manager.release_lease(rig.manager.cache("i"), held.id)
         rig.wait(1)
         assert await left(rig, [1]) == []
 
@@ -446,7 +446,7 @@ async def test_durations_are_bounded(rig: Rig, lease_ms: int) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         await lease(rig, [1], lease_ms)
     with pytest.raises(InvalidArgumentError, match=named):
-        await rig.manager.renew_lease("i", held.id, lease_ms)
+        await rig.manager.renew_lease(rig.manager.cache("i"), held.id, lease_ms)
 
 
 async def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,5 +468,5 @@ async def test_pinned_locations_are_bounded_over_all_leases(monkeypatch: pytest.
         first = await lease(rig, [1, 2, 3], 60_000)
         with pytest.raises(CapacityError, match="5 locations"):
             await lease(rig, [1, 2, 3], 60_000)
-        await rig.manager.release_lease("i", first.id)
+        await rig.manager.release_lease(rig.manager.cache("i"), first.id)
         await lease(rig, [1, 2, 3], 60_000)

@@ -29,7 +29,7 @@ def rig() -> Iterator[Rig]:
 
 
 async def pin(rig: Rig, keys: list[int], ttl_seconds: int = 100, owner: str = "me") -> Pin:
-    pinned = await rig.manager.pin("i", PinRequest(keys, owner, ttl_seconds))
+    pinned = await rig.manager.pin(rig.manager.cache("i"), PinRequest(keys, owner, ttl_seconds))
     assert pinned is not None
     return pinned
 
@@ -71,10 +71,10 @@ async def test_the_longest_readable_prefix_is_pinned(rig: Rig) -> None:
 async def test_nothing_readable_is_no_pin() -> None:
     with opened(replace(BUDGETED, pin_budget_bytes=0)) as rig:
         await rig.store([1])
-        assert await rig.manager.pin("i", PinRequest([9, 1], "me", 100)) is None
+        assert await rig.manager.pin(rig.manager.cache("i"), PinRequest([9, 1], "me", 100)) is None
         rig.enable("slow", enabled=False)
         rig.enable("slow2", enabled=False)
-        assert await rig.manager.pin("i", PinRequest([1], "me", 100)) is None
+        assert await rig.manager.pin(rig.manager.cache("i"), PinRequest([1], "me", 100)) is None
         assert await documents(rig) == 0
 
 
@@ -126,12 +126,12 @@ async def test_unpinning_leaves_the_latest_of_the_other_pins(rig: Rig) -> None:
     await rig.store([1, 2, 3])
     longest, middle, short = await pin(rig, [1, 2, 3], 100), await pin(rig, [1, 2], 50), await pin(rig, [1], 10)
     assert await marks(rig, [1, 2, 3]) == [100, 100, 100]
-    await rig.manager.unpin("i", longest.id)
+    await rig.manager.unpin(rig.manager.cache("i"), longest.id)
     assert await marks(rig, [1, 2, 3]) == [50, 50, 0]
     assert await pinned_bytes(rig) == 3 * BLOCK
-    await rig.manager.unpin("i", short.id)
+    await rig.manager.unpin(rig.manager.cache("i"), short.id)
     assert await marks(rig, [1, 2, 3]) == [50, 50, 0]
-    await rig.manager.unpin("i", middle.id)
+    await rig.manager.unpin(rig.manager.cache("i"), middle.id)
     assert await marks(rig, [1, 2, 3]) == [0, 0, 0]
     assert await documents(rig) == 0
 
@@ -139,9 +139,9 @@ async def test_unpinning_leaves_the_latest_of_the_other_pins(rig: Rig) -> None:
 async def test_unpinning_again_is_fine(rig: Rig) -> None:
     await rig.store([1])
     pinned = await pin(rig, [1])
-    await rig.manager.unpin("i", pinned.id)
-    await rig.manager.unpin("i", pinned.id)
-    await rig.manager.unpin("i", "never there")
+    await rig.manager.unpin(rig.manager.cache("i"), pinned.id)
+    await rig.manager.unpin(rig.manager.cache("i"), pinned.id)
+    await rig.manager.unpin(rig.manager.cache("i"), "never there")
 
 
 async def test_only_the_own_instance_unpins(rig: Rig) -> None:
@@ -149,7 +149,7 @@ async def test_only_the_own_instance_unpins(rig: Rig) -> None:
     pinned = await pin(rig, [1])
     await rig.manager.register_instance(replace(rig.manager.cache("i").instance, instance_id="other"))
     with pytest.raises(InvalidArgumentError, match="another instance"):
-        await rig.manager.unpin("other", pinned.id)
+        await rig.manager.unpin(rig.manager.cache("other"), pinned.id)
     assert await rig.manager.pins.of_instance(rig.manager.cache("other")) == []
     assert await marks(rig, [1]) == [100]
 
@@ -163,8 +163,8 @@ async def test_pins_are_listed_by_their_end(rig: Rig) -> None:
 async def test_removal_takes_pinned_blocks_too(rig: Rig) -> None:
     await rig.store([1, 2])
     await pin(rig, [1, 2])
-    assert await rig.manager.remove("i", [1], NO_MASK) == 1
-    assert await rig.manager.trim("i") == 1
+    assert await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK) == 1
+    assert await rig.manager.trim(rig.manager.cache("i")) == 1
     await rig.executor.run_due()
     assert await rig.statuses([1, 2]) == [[], []]
 
@@ -172,15 +172,17 @@ async def test_removal_takes_pinned_blocks_too(rig: Rig) -> None:
 async def test_a_block_whose_time_is_up_stays_until_its_pin_ends(rig: Rig) -> None:
     for key in (1, 2):
         started = await rig.start([key])
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), Retention(0, 10))
+        await rig.manager.finish_write(
+            rig.manager.cache("i"), started.session.id, BlockMask(offset=1), Retention(0, 10)
+        )
     early, late = await pin(rig, [1], 100), await pin(rig, [2], 50)
     for _ in range(2):
         rig.wait(20)
         await rig.executor.run_due()
         assert await rig.statuses([1, 2]) == [["SERVING"], ["SERVING"]]
     longer = await pin(rig, [2], 100)
-    await rig.manager.unpin("i", early.id)
-    await rig.manager.unpin("i", late.id)
+    await rig.manager.unpin(rig.manager.cache("i"), early.id)
+    await rig.manager.unpin(rig.manager.cache("i"), late.id)
     await rig.executor.run_due()
     assert await rig.statuses([1, 2]) == [[], ["SERVING"]]
     rig.wait(longer.deadline - rig.clock.now())
@@ -191,12 +193,12 @@ async def test_a_block_whose_time_is_up_stays_until_its_pin_ends(rig: Rig) -> No
 async def test_a_block_that_is_written_anew_is_not_held_by_the_old_pin(rig: Rig) -> None:
     await rig.store([1])
     await pin(rig, [1], 50)
-    await rig.manager.remove("i", [1], NO_MASK)
+    await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
     await rig.executor.run_due()
     await rig.store([1])
     assert await marks(rig, [1]) == [0]
     newer = await pin(rig, [1], 100)
-    await rig.manager.unpin("i", newer.id)
+    await rig.manager.unpin(rig.manager.cache("i"), newer.id)
     assert await marks(rig, [1]) == [0]  # the older pin has no budget for these bytes
 
 
@@ -285,7 +287,7 @@ async def test_a_damaged_pin_holds_up_nobody(rig: Rig) -> None:
     table = rig.tables.table("pins")
     assert await table.replace(damaged.id, damaged.encoded(), b"\xff", rig.clock.now() + 10)
     assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [good]
-    await rig.manager.unpin("i", good.id)
+    await rig.manager.unpin(rig.manager.cache("i"), good.id)
     assert await marks(rig, [1, 2]) == [0, 0]
     rig.wait(10)
     await rig.manager.expire()
@@ -393,7 +395,7 @@ async def seconds_left(rig: Rig) -> list[list[float]]:
 async def test_blocks_removed_between_look_and_mark_are_not_counted() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
-        pinned = await begin(rig, 0, lambda: rig.manager.remove("i", [2], NO_MASK))
+        pinned = await begin(rig, 0, lambda: rig.manager.remove(rig.manager.cache("i"), [2], NO_MASK))
         assert pinned is not None
         assert (pinned.block_count, pinned.size_bytes) == (1, BLOCK)
         assert await seconds_left(rig) == [[100], [0], [0]]
@@ -408,7 +410,7 @@ async def test_a_location_that_came_after_the_look_is_not_pinned() -> None:
         assert pinned is not None
         assert (pinned.block_count, pinned.size_bytes) == (3, 3 * BLOCK)
         assert await seconds_left(rig) == [[100, 0], [100], [100]]
-        await rig.manager.unpin("i", pinned.id)
+        await rig.manager.unpin(rig.manager.cache("i"), pinned.id)
         assert await seconds_left(rig) == [[0, 0], [0], [0]]
 
 
@@ -424,7 +426,7 @@ async def test_what_is_marked_is_in_the_budget_at_every_moment(table: str) -> No
     for number in range(12):
         with opened(BUDGETED) as rig:
             await rig.store(KEYS)
-            longer = await begin(rig, 0, lambda: rig.manager.remove("i", [3], NO_MASK))
+            longer = await begin(rig, 0, lambda: rig.manager.remove(rig.manager.cache("i"), [3], NO_MASK))
             assert longer is not None
             tables = {name: Interrupted(rig.tables.table(name)) for name in ("pins", "pinbudgets")}
             tables[table] = Interrupted(rig.tables.table(table), number, lambda: note(rig), late=True)
@@ -436,7 +438,7 @@ async def test_what_is_marked_is_in_the_budget_at_every_moment(table: str) -> No
 async def test_a_pin_whose_first_block_was_removed_is_none() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
-        assert await begin(rig, 0, lambda: rig.manager.remove("i", [1], NO_MASK)) is None
+        assert await begin(rig, 0, lambda: rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)) is None
         assert (await seconds_left(rig), await stored_names(rig)) == ([[0], [0], [0]], [])
 
 
@@ -444,7 +446,7 @@ async def test_a_pin_that_was_ended_while_it_began_is_refused() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
         with pytest.raises(NotReadyError, match="ended while it began"):
-            await begin(rig, 1, lambda: rig.manager.unpin("i", "mine"))
+            await begin(rig, 1, lambda: rig.manager.unpin(rig.manager.cache("i"), "mine"))
         assert (await seconds_left(rig), await stored_names(rig)) == ([[0], [0], [0]], [])
 
 
@@ -457,7 +459,7 @@ async def test_a_pin_that_begins_while_another_one_ends_keeps_its_marks() -> Non
         begun: list[Pin | None] = []
 
         async def begin_another() -> None:
-            begun.append(await rig.manager.pin("i", PinRequest(KEYS[:2], "other", 50)))
+            begun.append(await rig.manager.pin(rig.manager.cache("i"), PinRequest(KEYS[:2], "other", 50)))
 
         budgets = Interrupted(rig.tables.table("pinbudgets"), 0, begin_another, late=True)  # has read what is left
         pins = interrupted_pins(rig, Interrupted(rig.tables.table("pins")), budgets)

@@ -217,7 +217,7 @@ def add_group(rig: Rig, name: str, **fields: object) -> None:
 
 
 async def start(rig: Rig, name: str, keys: Sequence[int]) -> StartedWrite:
-    return await rig.manager.start_write(name, WriteRequest(keys))
+    return await rig.manager.start_write(rig.manager.cache(name), WriteRequest(keys))
 
 
 Limiter = Callable[[Rig, int], None]
@@ -306,18 +306,18 @@ async def test_refused_writes_are_counted_and_told_by_group() -> None:
         above = False
         manager = CacheManager(rig.registry, rig.storages, rig.clock, on_pressure=told.append)
         manager.set_watermark_check(lambda _group: above)
-        await manager.start_write("i", WriteRequest([1, 2]))
+        await manager.start_write(manager.cache("i"), WriteRequest([1, 2]))
         assert (told, manager.usage.rejections) == ([], Counter())
-        await manager.start_write("i", WriteRequest([1, 2, 3, 4, 5]))
+        await manager.start_write(manager.cache("i"), WriteRequest([1, 2, 3, 4, 5]))
         assert (told, manager.usage.rejections) == (["group"], Counter(group=1))
         with pytest.raises(CapacityError):
-            await manager.start_write("i", WriteRequest([6]))
+            await manager.start_write(manager.cache("i"), WriteRequest([6]))
         assert (told, manager.usage.rejections) == (["group"] * 2, Counter(group=2))
         above = True
-        await manager.start_write("i", WriteRequest([1, 2]))
+        await manager.start_write(manager.cache("i"), WriteRequest([1, 2]))
         assert len(told) == 2, "it wrote nothing"
         change(rig, quota=InstanceGroupQuota(9 * BLOCK))
-        await manager.start_write("i", WriteRequest([7]))
+        await manager.start_write(manager.cache("i"), WriteRequest([7]))
         assert (told, manager.usage.rejections) == (["group"] * 3, Counter(group=2))
 
 
@@ -359,7 +359,7 @@ def test_no_limit_is_ever_exceeded(
                     check(rig)
                 if what != "l":
                     success = BlockMask(offset=len(started.chunks) if what == "s" else 0)
-                    await rig.manager.finish_write(name, started.session.id, success)
+                    await rig.manager.finish_write(rig.manager.cache(name), started.session.id, success)
 
     def check(rig: Rig) -> None:
         usage = rig.manager.usage

@@ -89,7 +89,7 @@ class Core:
         manager = self.rig.manager
         record = partial(self.record, instance, "StartWriteCache", keys=keys)
         try:
-            started = await manager.start_write(instance, WriteRequest(keys))
+            started = await manager.start_write(manager.cache(instance), WriteRequest(keys))
         except CapacityError:
             record(write_session_id="", block_mask=len(keys), refused_keys=len(keys))
             await self.evict()
@@ -99,7 +99,7 @@ class Core:
         record(write_session_id=name, block_mask=shown, refused_keys=started.rejected)
         await self.evict()
         written = max(0, len(started.chunks) - failing)
-        await manager.finish_write(instance, name, BlockMask(offset=written))
+        await manager.finish_write(manager.cache(instance), name, BlockMask(offset=written))
         self.record(instance, "FinishWriteCache", write_session_id=name, success_block=written)
         await self.evict()
 

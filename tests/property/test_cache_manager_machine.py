@@ -176,7 +176,7 @@ class MachineCore(RuleBasedStateMachine):
     def check_match(self, owner: str, query: MatchQuery) -> Match | None:
         """Compare a match with what the model says; None when it is refused."""
         expected = self.model.match(owner, query)
-        found = self.call(self.manager.match(owner, query))
+        found = self.call(self.manager.match(self.manager.cache(owner), query))
         if isinstance(expected, type):
             assert found is expected
             return None
@@ -277,7 +277,7 @@ class WriterRules(MachineCore):
         names = () if groups is None else tuple(groups[: len(keys)])
         request = WriteRequest(tuple(keys), names, timeout, replicas, parent)
         expected = self.model.start(owner, request)
-        started = self.call(self.manager.start_write(owner, request))
+        started = self.call(self.manager.start_write(self.manager.cache(owner), request))
         if not isinstance(expected, Plan):
             assert started is expected
             return
@@ -383,14 +383,14 @@ class WriterRules(MachineCore):
     def finish_call(self, owner: str, session_id: str, success: BlockMask) -> None:
         """Invariant 3: what is refused does not end the session, what is accepted ends it for good."""
         expected = self.model.finish(owner, session_id, success)
-        assert self.call(self.manager.finish_write(owner, session_id, success)) == expected
+        assert self.call(self.manager.finish_write(self.manager.cache(owner), session_id, success)) == expected
         self.note_ended()
 
     @rule(pick=PICKS, owner=OWNERS, timeout=st.sampled_from([-3, 0, 2, 50, 9999]))
     def renew_write(self, pick: int, owner: str, timeout: int) -> None:
         session_id = self.any_session(pick) or "e" * 32
         expected = self.model.renew(owner, session_id, timeout)
-        renewed = self.call(self.manager.renew_write(owner, session_id, timeout))
+        renewed = self.call(self.manager.renew_write(self.manager.cache(owner), session_id, timeout))
         assert (renewed if isinstance(renewed, type) else renewed.deadline) == expected
 
     @rule(pick=PICKS)
@@ -458,16 +458,18 @@ class CacheMachine(WriterRules):
     @rule(owner=OWNERS, keys=CHAINS, mask=MASKS)
     def remove(self, owner: str, keys: list[int], mask: BlockMask) -> None:
         unmasked = [keys[i] for i in mask.unmasked(len(keys))]
-        assert self.call(self.manager.remove(owner, keys, mask)) == self.model.remove(owner, unmasked)
+        assert self.call(self.manager.remove(self.manager.cache(owner), keys, mask)) == self.model.remove(
+            owner, unmasked
+        )
 
     @rule(owner=OWNERS)
     def trim_all(self, owner: str) -> None:
         expected = self.model.remove(owner, list(self.model.resident(owner)))
-        assert self.call(self.manager.trim(owner)) == expected
+        assert self.call(self.manager.trim(self.manager.cache(owner))) == expected
 
     @rule(owner=OWNERS)
     def trim_meta(self, owner: str) -> None:
-        assert self.call(self.manager.trim_meta(owner)) == self.model.forget_all(owner)
+        assert self.call(self.manager.trim_meta(self.manager.cache(owner))) == self.model.forget_all(owner)
 
     @rule(
         owner=OWNERS, begin=st.sampled_from([-40.0, -10.0, -1.0, 0.0]), length=st.sampled_from([-1, 0, 1.0, 12.5, 60])
@@ -476,7 +478,7 @@ class CacheMachine(WriterRules):
         """Half open: begin ≤ t < end; an empty range is refused."""
         begin += self.clock.now()
         end = begin + length
-        removed = self.call(self.manager.trim_written_between(owner, begin, end))
+        removed = self.call(self.manager.trim_written_between(self.manager.cache(owner), begin, end))
         if length <= 0:
             assert isinstance(removed, type)
             return
@@ -549,7 +551,7 @@ class CacheMachine(WriterRules):
                 self.readable_until[uri] = max(until, self.readable_until.get(uri, 0.0))
 
     def acquire(self, owner: str, found: Match, lease_ms: int) -> None:
-        lease = self.call(self.manager.lease(owner, found, lease_ms))
+        lease = self.call(self.manager.lease(self.manager.cache(owner), found, lease_ms))
         self.model.lease(owner, lease.id, found.keys, lease_ms / 1000)
         assert lease.deadline == self.model.leases[lease.id].deadline
         uid = self.manager.cache(owner).placement.uid
@@ -559,7 +561,7 @@ class CacheMachine(WriterRules):
     def renew_lease(self, pick: int, owner: str, lease_ms: int) -> None:
         lease_id = self.any_lease(pick)
         known = self.model.open_lease(owner, lease_id)
-        renewed = self.call(self.manager.renew_lease(owner, lease_id, lease_ms))
+        renewed = self.call(self.manager.renew_lease(self.manager.cache(owner), lease_id, lease_ms))
         if isinstance(renewed, type):
             assert known is None or not 1 <= lease_ms <= 600_000
             return
@@ -574,7 +576,7 @@ class CacheMachine(WriterRules):
         lease = self.model.leases.get(lease_id)
         is_open = lease is not None and lease.deadline > self.clock.now()
         others = is_open and self.model.open_lease(owner, lease_id) is None
-        refused = self.call(self.manager.release_lease(owner, lease_id)) is not None
+        refused = self.call(self.manager.release_lease(self.manager.cache(owner), lease_id)) is not None
         assert refused == others
         if not refused:
             self.model.leases.pop(lease_id, None)
@@ -586,7 +588,7 @@ class CacheMachine(WriterRules):
     @rule(owner=OWNERS, keys=CHAINS, mask=MASKS)
     def metas(self, owner: str, keys: list[int], mask: BlockMask) -> None:
         wanted = [keys[i] for i in mask.unmasked(len(keys))]
-        metas = self.call(self.manager.metas(owner, keys, mask))
+        metas = self.call(self.manager.metas(self.manager.cache(owner), keys, mask))
         assert [meta.key for meta in metas] == wanted
         for meta in metas:
             block = self.model.block(owner, meta.key)

@@ -118,7 +118,7 @@ class PoolsMachine(RuleBasedStateMachine):
         wanted = [key for key in keys if not self.readable(key, node_id) and not self.is_being_written(key, node_id)]
         request = WriteRequest(keys, node_id=node_id, timeout_seconds=60)
         try:
-            started = self.run(self.manager.start_write("i", request))
+            started = self.run(self.manager.start_write(self.manager.cache("i"), request))
         except NotReadyError:
             assert wanted
             assert not any(self.is_seen(name, node_id) for name in NODE_OF)
@@ -138,7 +138,7 @@ class PoolsMachine(RuleBasedStateMachine):
             return
         held = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         mask = BlockMask(offset=held.count if success else 0)
-        self.run(self.manager.finish_write("i", held.session_id, mask))
+        self.run(self.manager.finish_write(self.manager.cache("i"), held.session_id, mask))
         for key, uri in held.uris.items() if success else ():
             self.serving[key][LocationUri.parse(uri).storage] = uri
 
@@ -154,7 +154,7 @@ class PoolsMachine(RuleBasedStateMachine):
 
     @rule(keys=KEYS)
     def remove(self, keys: list[int]) -> None:
-        self.run(self.manager.remove("i", keys, NO_MASK))
+        self.run(self.manager.remove(self.manager.cache("i"), keys, NO_MASK))
         for key in keys:
             self.serving[key].clear()
             self.forget_writers(key, lambda _uri: True)
@@ -189,7 +189,7 @@ class PoolsMachine(RuleBasedStateMachine):
         for node_id in ("a", "b", "", "c"):
             query = MatchQuery(MatchMode.BATCH_GET, list(range(8)), node_id=node_id)
             try:
-                found = self.run(self.manager.match("i", query))
+                found = self.run(self.manager.match(self.manager.cache("i"), query))
             except NotReadyError:
                 assert not any(self.is_seen(name, node_id) for name in NODE_OF)
                 continue
@@ -203,7 +203,7 @@ class PoolsMachine(RuleBasedStateMachine):
             prefix = MatchQuery(MatchMode.PREFIX_MATCH, list(range(8)), node_id=node_id)
             hits = [self.readable(key, node_id) for key in range(8)]
             length = hits.index(False) if False in hits else 8
-            assert len(self.run(self.manager.match("i", prefix)).keys) == length
+            assert len(self.run(self.manager.match(self.manager.cache("i"), prefix)).keys) == length
 
     def teardown(self) -> None:
         """At rest the documents hold what the records name, and usage is the sum of both."""

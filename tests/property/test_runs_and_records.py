@@ -82,7 +82,7 @@ class World(Core):
             return type(error), str(error)
 
     async def start(self, fields: dict[str, Any]) -> object:
-        started = await self.manager.start_write("i", WriteRequest(**fields))
+        started = await self.manager.start_write(self.manager.cache("i"), WriteRequest(**fields))
         self.sessions.append(started)
         return started
 
@@ -99,13 +99,13 @@ class World(Core):
         count = len(started.chunks)
         mask = BlockMask(offset=min(offset, count)) if flags is None else BlockMask(flags=(flags * count)[:count])
         told = [LocationChecksums([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)]
-        return await self.manager.finish_write("i", started.session.id, mask, retention, told)
+        return await self.manager.finish_write(self.manager.cache("i"), started.session.id, mask, retention, told)
 
     async def remove(self, keys: Sequence[int]) -> object:
-        return await self.manager.remove("i", keys, BlockMask())
+        return await self.manager.remove(self.manager.cache("i"), keys, BlockMask())
 
     async def match(self, keys: Sequence[int]) -> object:
-        found = await self.manager.match("i", MatchQuery(MatchMode.BATCH_GET, keys))
+        found = await self.manager.match(self.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, keys))
         await self.manager.accesses.drain()
         return found
 

@@ -80,13 +80,15 @@ class SlowWorld(World):
         (invariant 3), and whoever asked for it hears of it, the same each time."""
         groups = ("half",) * len(keys) if flag else ()
         try:
-            started = await self.manager.start_write("i", WriteRequest(keys, groups, timeout_seconds=20))
+            started = await self.manager.start_write(
+                self.manager.cache("i"), WriteRequest(keys, groups, timeout_seconds=20)
+            )
         except CapacityError:
             return
         count = len(started.chunks)
         success = BlockMask(offset=count // 2) if flag else BlockMask(flags=(True,) * count)
         masks = [success, success, BlockMask(offset=0)]
-        calls = [self.manager.finish_write("i", started.session.id, mask) for mask in masks]
+        calls = [self.manager.finish_write(self.manager.cache("i"), started.session.id, mask) for mask in masks]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(outcome, FinishedWrite | InvalidArgumentError) for outcome in outcomes), outcomes
         finished = [outcome for outcome in outcomes if isinstance(outcome, FinishedWrite)]
@@ -100,7 +102,9 @@ class SlowWorld(World):
 
     async def abandon(self, keys: list[int], flag: bool) -> None:
         try:
-            await self.manager.start_write("i", WriteRequest(keys, timeout_seconds=5 if flag else 20))
+            await self.manager.start_write(
+                self.manager.cache("i"), WriteRequest(keys, timeout_seconds=5 if flag else 20)
+            )
         except CapacityError:
             return
 
@@ -108,7 +112,7 @@ class SlowWorld(World):
         """Invariant 1: what is returned was serving at some moment of the call."""
         begin = self.backend.steps.next()
         mode = MatchMode.PREFIX_MATCH if flag else MatchMode.BATCH_GET
-        found = await self.manager.match("i", MatchQuery(mode, keys))
+        found = await self.manager.match(self.manager.cache("i"), MatchQuery(mode, keys))
         end = self.backend.steps.next()
         chunks = decoded(found.chunks)
         for key, (_, _, specs) in zip(keys, chunks, strict=False):
@@ -119,7 +123,7 @@ class SlowWorld(World):
             assert {"tp0": "", "tp1": ""} in [serving_uris(record) for record in missing]
 
     async def remove(self, keys: list[int], flag: bool) -> None:
-        assert await self.manager.remove("i", keys, NO_MASK) >= 0
+        assert await self.manager.remove(self.manager.cache("i"), keys, NO_MASK) >= 0
 
     async def expire(self, keys: list[int], flag: bool) -> None:
         await self.manager.expire()
@@ -213,7 +217,7 @@ async def test_invariant_3_a_start_that_is_cut_off_is_rolled_back_at_once() -> N
     cut = 0
     for turns in TURNS:
         with slow_world(turns) as world:
-            outcome = await cut_off(world.manager.start_write("i", WriteRequest(KEYS)), turns)
+            outcome = await cut_off(world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS)), turns)
             if isinstance(outcome, asyncio.CancelledError):
                 cut += 1
                 await world.executor.run_due()
@@ -228,24 +232,24 @@ async def test_a_start_that_the_store_refuses_is_rolled_back_at_once() -> None:
     with slow_world() as world:
         break_store_once(world)
         with pytest.raises(StorageIOError):
-            await world.manager.start_write("i", WriteRequest(KEYS))
+            await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         await world.executor.run_due()
         assert (await world.records(), world.manager.endings.open_count) == ([], 0)
-        assert len((await world.manager.start_write("i", WriteRequest(KEYS))).chunks) == len(KEYS)
+        assert len((await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))).chunks) == len(KEYS)
 
 
 async def test_a_renewal_that_the_store_refuses_half_way_holds_what_was_removed() -> None:
     """The session is renewed, its blocks are not: its client still writes, whatever the records say."""
     with slow_world() as world:
-        started = await world.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5))
-        await world.manager.remove("i", KEYS, NO_MASK)
+        started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS, timeout_seconds=5))
+        await world.manager.remove(world.manager.cache("i"), KEYS, NO_MASK)
         break_store_once(world)
         with pytest.raises(StorageIOError):
-            await world.manager.renew_write("i", started.session.id, 100)
+            await world.manager.renew_write(world.manager.cache("i"), started.session.id, 100)
         world.clock.time += 50
         await world.executor.run_due()
         assert len(await world.records()) == len(KEYS)
-        await world.manager.finish_write("i", started.session.id, BlockMask(offset=0))
+        await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=0))
         await world.executor.run_due()
         assert await world.records() == []
 
@@ -253,8 +257,10 @@ async def test_a_renewal_that_the_store_refuses_half_way_holds_what_was_removed(
 async def test_invariant_3_a_finish_that_is_cut_off_leaves_nothing_writing() -> None:
     for turns in TURNS:
         with slow_world(turns) as world:
-            started = await world.manager.start_write("i", WriteRequest(KEYS))
-            await cut_off(world.manager.finish_write("i", started.session.id, BlockMask(offset=3)), turns)
+            started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
+            await cut_off(
+                world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=3)), turns
+            )
             assert await statuses_at_rest(world) <= {"SERVING"}, turns
 
 
@@ -262,14 +268,14 @@ async def test_a_finish_that_is_cut_off_can_be_asked_for_again() -> None:
     """The client retries, as often as it likes: it is told that its blocks are served."""
     for turns in TURNS:
         with slow_world(turns) as world:
-            started = await world.manager.start_write("i", WriteRequest(KEYS))
+            started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
             success = BlockMask(offset=len(KEYS))
-            await cut_off(world.manager.finish_write("i", started.session.id, success), turns)
+            await cut_off(world.manager.finish_write(world.manager.cache("i"), started.session.id, success), turns)
             for _ in range(2):
-                finished = await world.manager.finish_write("i", started.session.id, success)
+                finished = await world.manager.finish_write(world.manager.cache("i"), started.session.id, success)
                 assert finished == FinishedWrite(len(KEYS), 0, 0), turns
             with pytest.raises(InvalidArgumentError, match="finished before, with other success_blocks"):
-                await world.manager.finish_write("i", started.session.id, BlockMask(offset=0))
+                await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=0))
             records = await world.records()
             assert {place.status.name for record in records for place in record.locations} == {"SERVING"}
 
@@ -279,9 +285,9 @@ async def test_invariant_3_a_client_that_hangs_up_does_not_lose_the_sessions_of_
     for turns in TURNS:
         with slow_world(turns) as world:
             for keys in ((1, 2), (3, 4), (5, 6)):
-                await world.manager.start_write("i", WriteRequest(keys, timeout_seconds=1))
+                await world.manager.start_write(world.manager.cache("i"), WriteRequest(keys, timeout_seconds=1))
             world.clock.time += 2
-            await cut_off(world.manager.start_write("i", WriteRequest((9,))), turns)
+            await cut_off(world.manager.start_write(world.manager.cache("i"), WriteRequest((9,))), turns)
             assert await statuses_at_rest(world) == set(), turns
 
 
@@ -289,9 +295,9 @@ async def test_a_removal_that_is_cut_off_is_deleted_all_the_same() -> None:
     """A record that is marked as deleting and known to no executor would count as usage for ever."""
     for turns in TURNS:
         with slow_world(turns) as world:
-            started = await world.manager.start_write("i", WriteRequest(KEYS))
-            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
-            await cut_off(world.manager.remove("i", KEYS, NO_MASK), turns)
+            started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
+            await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=len(KEYS)))
+            await cut_off(world.manager.remove(world.manager.cache("i"), KEYS, NO_MASK), turns)
             assert await statuses_at_rest(world) <= {"SERVING"}, turns
 
 
@@ -310,25 +316,27 @@ def break_store_once(world: SlowWorld) -> None:
 async def test_a_finish_that_the_store_refuses_can_be_repeated_with_the_same_mask_only() -> None:
     """The decision is stored: it is neither lost nor changed."""
     with slow_world() as world:
-        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         break_store_once(world)
         with pytest.raises(StorageIOError):
-            await world.manager.finish_write("i", started.session.id, BlockMask(offset=4))
+            await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=4))
         for mask in (BlockMask(offset=3), BlockMask(flags=(True,) * 6)):
             with pytest.raises(InvalidArgumentError, match="other success_blocks"):
-                await world.manager.finish_write("i", started.session.id, mask)
+                await world.manager.finish_write(world.manager.cache("i"), started.session.id, mask)
         with pytest.raises(InvalidArgumentError, match="cannot be renewed"):
-            await world.manager.renew_write("i", started.session.id, 100)
+            await world.manager.renew_write(world.manager.cache("i"), started.session.id, 100)
         again = BlockMask(flags=(True,) * 4 + (False,) * 2)
-        assert await world.manager.finish_write("i", started.session.id, again) == FinishedWrite(4, 2, 0)
+        assert await world.manager.finish_write(world.manager.cache("i"), started.session.id, again) == FinishedWrite(
+            4, 2, 0
+        )
 
 
 async def test_a_decision_that_nobody_asks_for_again_is_carried_out_after_five_seconds() -> None:
     with slow_world() as world:
-        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         break_store_once(world)
         with pytest.raises(StorageIOError):
-            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+            await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=len(KEYS)))
         for seconds, status in ((4.9, "WRITING"), (0.1, "SERVING")):
             world.clock.time += seconds
             await world.manager.expire()
@@ -337,7 +345,7 @@ async def test_a_decision_that_nobody_asks_for_again_is_carried_out_after_five_s
 
 async def test_invariant_3_an_expiry_that_the_store_refuses_leaves_nothing_writing() -> None:
     with slow_world() as world:
-        await world.manager.start_write("i", WriteRequest(KEYS))
+        await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         break_store_once(world)
         world.clock.time += 100
         await world.manager.expire()
@@ -348,9 +356,9 @@ async def test_invariant_3_an_expiry_that_the_store_refuses_leaves_nothing_writi
 async def test_deletions_go_on_after_the_store_refused_one() -> None:
     """Nothing that was submitted is forgotten, whether bytes or metadata could not be deleted."""
     with slow_world() as world:
-        started = await world.manager.start_write("i", WriteRequest(KEYS))
-        await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
-        await world.manager.remove("i", KEYS, NO_MASK)
+        started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
+        await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=len(KEYS)))
+        await world.manager.remove(world.manager.cache("i"), KEYS, NO_MASK)
         break_store_once(world)
         world.clock.time += 10
         await asyncio.gather(world.executor.run_due(), return_exceptions=True)
@@ -366,7 +374,8 @@ async def test_writers_with_parents_never_exceed_the_quota_together() -> None:
             replace(group, quota=InstanceGroupQuota(capacity), version=1), current_version=0
         )
         starts = [
-            world.manager.start_write("i", WriteRequest((key, key + 1), parent_key=key - 1)) for key in (10, 20, 30)
+            world.manager.start_write(world.manager.cache("i"), WriteRequest((key, key + 1), parent_key=key - 1))
+            for key in (10, 20, 30)
         ]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         assert world.stored_bytes <= capacity
@@ -378,7 +387,9 @@ async def test_invariant_3_a_start_that_outlives_its_session_leaves_nothing_writ
     """The store hangs until the session is overdue; its blocks must not come to life after its end."""
     for turns in TURNS:
         with slow_world(turns) as world:
-            task = asyncio.create_task(world.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=1)))
+            task = asyncio.create_task(
+                world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS, timeout_seconds=1))
+            )
             for _ in range(turns):
                 await asyncio.sleep(0)
             world.clock.time += 2
@@ -395,7 +406,7 @@ async def test_invariant_3_a_start_that_outlives_its_session_leaves_nothing_writ
 async def test_invariant_4_an_instance_removed_during_a_start_leaves_no_usage(hangs_up: bool) -> None:
     for turns in TURNS:
         with slow_world(turns) as world:
-            task = asyncio.create_task(world.manager.start_write("i", WriteRequest(KEYS)))
+            task = asyncio.create_task(world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             removal = asyncio.create_task(world.manager.remove_instance("i"))
@@ -418,7 +429,7 @@ async def race(seed: int) -> list[StartedWrite]:
     world = SlowWorld(seed, capacity=10_000, indexer=MetaIndexerConfig(LIMIT, mutex_shard_num=4, batch_key_size=1))
     try:
         chains = [range(start, start + 3) for start in (0, 10, 20, 30)]
-        starts = [world.manager.start_write("i", WriteRequest(keys)) for keys in chains]
+        starts = [world.manager.start_write(world.manager.cache("i"), WriteRequest(keys)) for keys in chains]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         assert world.index.key_count <= LIMIT
         assert all(isinstance(outcome, StartedWrite | CapacityError) for outcome in outcomes), outcomes
@@ -467,10 +478,14 @@ class Traffic:
 
     async def _write_once(self, copies: int, count: int) -> None:
         keys = self._keys
-        started = await self._manager.start_write("i", WriteRequest(keys, min_replica_count=copies))
+        started = await self._manager.start_write(
+            self._manager.cache("i"), WriteRequest(keys, min_replica_count=copies)
+        )
         assert len(started.chunks) == KEYS_PER_ROUND
         await asyncio.sleep(0)
-        finished = await self._manager.finish_write("i", started.session.id, BlockMask(offset=count))
+        finished = await self._manager.finish_write(
+            self._manager.cache("i"), started.session.id, BlockMask(offset=count)
+        )
         assert finished.served == count
         self._visible = max(self._visible, count)
         await asyncio.sleep(0)
@@ -481,7 +496,7 @@ class Traffic:
             if self._keys != of:
                 seen, of = 0, self._keys
             at_least = max(seen, self._visible)
-            found = await self._manager.match("i", MatchQuery(mode, of))
+            found = await self._manager.match(self._manager.cache("i"), MatchQuery(mode, of))
             if self._keys == of:
                 assert len(found.keys) >= at_least
                 self.overlapping_reads += at_least > 0
@@ -501,8 +516,8 @@ async def test_a_read_never_hides_a_finished_block(backend: str) -> None:
                 tasks.create_task(traffic.read(mode))
         assert traffic.overlapping_reads > FINISHES
         everything = range(FINISHES * KEYS_PER_ROUND)
-        assert len((await world.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, everything))).keys) == len(
-            everything
-        )
+        assert len(
+            (await world.manager.match(world.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, everything))).keys
+        ) == len(everything)
     finally:
         world.close()

@@ -221,7 +221,7 @@ class TwoManagers(RuleBasedStateMachine):
         groups = ("half",) * len(op.keys) if op.flag else ()
         timeout = (2, 5, 20)[op.pick % 3]
         request = WriteRequest(op.keys, groups, timeout_seconds=timeout)
-        started = await node.ask(node.manager.start_write("i", request))
+        started = await node.ask(node.manager.start_write(node.manager.cache("i"), request))
         assert isinstance(started, StartedWrite)
         written = Written(started.session, since)
         self.known += [written] if is_known else []
@@ -289,7 +289,9 @@ class TwoManagers(RuleBasedStateMachine):
 
     async def finished(self, node: Node, written: Written, flags: tuple[bool, ...]) -> None:
         until = self.clock.now() + REPEAT_SECONDS
-        finished = await node.ask(node.manager.finish_write("i", written.session.id, BlockMask(flags=flags)))
+        finished = await node.ask(
+            node.manager.finish_write(node.manager.cache("i"), written.session.id, BlockMask(flags=flags))
+        )
         assert isinstance(finished, FinishedWrite)
         assert finished.served + finished.vanished == sum(flags)
         assert finished.dropped == len(flags) - sum(flags)
@@ -300,13 +302,13 @@ class TwoManagers(RuleBasedStateMachine):
     async def renew(self, node: Node, op: Op) -> None:
         if self.known:
             session = self.known[-1 - op.pick % len(self.known)].session
-            await node.ask(node.manager.renew_write("i", session.id, 3 + op.pick))
+            await node.ask(node.manager.renew_write(node.manager.cache("i"), session.id, 3 + op.pick))
 
     async def remove(self, node: Node, op: Op) -> None:
-        await self.removing(op.keys, node.ask(node.manager.remove("i", op.keys, NO_MASK)))
+        await self.removing(op.keys, node.ask(node.manager.remove(node.manager.cache("i"), op.keys, NO_MASK)))
 
     async def trim(self, node: Node, op: Op) -> None:
-        await self.removing(POOL, node.ask(node.manager.trim("i")))
+        await self.removing(POOL, node.ask(node.manager.trim(node.manager.cache("i"))))
 
     async def reinstall(self, node: Node, op: Op) -> None:
         self.reinstalled_at = float("inf")
@@ -330,20 +332,20 @@ class TwoManagers(RuleBasedStateMachine):
 
     async def read(self, node: Node, op: Op) -> None:
         until = self.clock.now() + DELAY_SECONDS
-        found = await node.ask(node.manager.match("i", MatchQuery(MatchMode.BATCH_GET, op.keys)))
+        found = await node.ask(node.manager.match(node.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, op.keys)))
         for _, _, specs in decoded(found.chunks):
             for _, uri in specs:
                 if uri:
                     self.keep_readable(self.place_of[uri], until)
 
     async def lease(self, node: Node, op: Op) -> None:
-        found = await node.ask(node.manager.match("i", MatchQuery(MatchMode.BATCH_GET, op.keys)))
-        lease = await node.ask(node.manager.lease("i", found, 4000))
+        found = await node.ask(node.manager.match(node.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, op.keys)))
+        lease = await node.ask(node.manager.lease(node.manager.cache("i"), found, 4000))
         for pin in lease.locations:
             self.keep_readable(pin, lease.deadline)
         if op.flag:
             other = self.nodes[1 - op.node]
-            renewed = await other.ask(other.manager.renew_lease("i", lease.id, 8000))
+            renewed = await other.ask(other.manager.renew_lease(other.manager.cache("i"), lease.id, 8000))
             for pin in renewed.locations:
                 self.keep_readable(pin, renewed.deadline)
 
@@ -421,7 +423,7 @@ class TwoManagers(RuleBasedStateMachine):
         if uid:
             records = await self.store.backend(uid).get_many(POOL)
             for node in self.nodes:
-                found = await node.manager.match("i", MatchQuery(MatchMode.BATCH_GET, POOL))
+                found = await node.manager.match(node.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, POOL))
                 assert list(found.keys) == [key for key, record in zip(POOL, records, strict=True) if record]
 
 

@@ -103,12 +103,14 @@ class Deployment:
                 locations = [LocationChecksums(list(told(op.telling, key).items())) for key in started.session.keys]
                 success = BlockMask(offset=len(KEYS))
                 await self.nodes[op.node].ask(
-                    manager.finish_write("i", started.session.id, success, reported=locations if op.telling else ())
+                    manager.finish_write(
+                        manager.cache("i"), started.session.id, success, reported=locations if op.telling else ()
+                    )
                 )
             elif op.verb == "expire":
                 await self.nodes[op.node].ask(manager.expire())
             elif op.verb == "remove":
-                await self.nodes[op.node].ask(manager.remove("i", [op.key], NO_MASK))
+                await self.nodes[op.node].ask(manager.remove(manager.cache("i"), [op.key], NO_MASK))
             else:
                 self.clock.time += 6
         except KvcmError:
@@ -123,7 +125,7 @@ class Deployment:
                 assert place.status is LocationStatus.SERVING
                 kept[key] = checksums_in(place)
         for node in self.nodes:
-            found = await node.manager.match("i", MatchQuery(MatchMode.BATCH_GET, KEYS))
+            found = await node.manager.match(node.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, KEYS))
             answered = [{spec.name: spec.checksum for spec in decode_chunk(chunk).specs} for chunk in found.chunks]
             assert list(found.keys) == list(kept)
             assert [row for row in answered if any(row.values())] == [row for row in kept.values() if any(row.values())]
@@ -157,7 +159,9 @@ async def test_invariants_1_and_3_hold_for_checksums(
 ) -> None:
     world = Deployment(seed)
     await world.begin()
-    started = await world.nodes[0].manager.start_write("i", WriteRequest(KEYS, GROUPS, timeout_seconds=20))
+    started = await world.nodes[0].manager.start_write(
+        world.nodes[0].manager.cache("i"), WriteRequest(KEYS, GROUPS, timeout_seconds=20)
+    )
     tasks = [asyncio.create_task(world.perform(op, started)) for op in ops]
     if crash is not None:
         for _ in range(crash[1]):
@@ -265,7 +269,7 @@ class Run:
         seconds = (1, 5, 20, 50, 100, 100)[op.pick]
         for key in KEYS[: op.length]:
             self.latest[key] = max(self.latest[key], self.clock.now() + seconds)
-        pin = await node.ask(node.manager.pin("i", PinRequest(KEYS[: op.length], "me", seconds)))
+        pin = await node.ask(node.manager.pin(node.manager.cache("i"), PinRequest(KEYS[: op.length], "me", seconds)))
         if pin is not None:
             assert [place.key for place in pin.pinned_locations] == list(KEYS[: len(pin.pinned_locations)])
             self.known.append(pin)
@@ -273,14 +277,18 @@ class Run:
     async def unpin(self, node: Node, op: Op) -> None:
         if self.known:
             pin = self.known.pop(op.pick % len(self.known))
-            await node.ask(node.manager.unpin("i", pin.id))
+            await node.ask(node.manager.unpin(node.manager.cache("i"), pin.id))
 
     async def write(self, node: Node, op: Op) -> None:
-        started = await node.ask(node.manager.start_write("i", WriteRequest(KEYS[: op.length])))
-        await node.ask(node.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks))))
+        started = await node.ask(node.manager.start_write(node.manager.cache("i"), WriteRequest(KEYS[: op.length])))
+        await node.ask(
+            node.manager.finish_write(
+                node.manager.cache("i"), started.session.id, BlockMask(offset=len(started.chunks))
+            )
+        )
 
     async def remove(self, node: Node, op: Op) -> None:
-        await node.ask(node.manager.remove("i", [KEYS[op.length - 1]], NO_MASK))
+        await node.ask(node.manager.remove(node.manager.cache("i"), [KEYS[op.length - 1]], NO_MASK))
 
     async def expire(self, node: Node, _op: Op) -> None:
         await node.ask(node.manager.expire())
@@ -339,7 +347,7 @@ class Run:
         assert not any(until > self.clock.now() for _, until in self.pinned.values())
         self.latest = dict.fromkeys(KEYS, self.clock.now() + 10)
         await self.write(node, Op(0, "write", len(KEYS), 0))
-        pin = await node.manager.pin("i", PinRequest(KEYS, "me", 10))
+        pin = await node.manager.pin(node.manager.cache("i"), PinRequest(KEYS, "me", 10))
         assert pin is not None
         assert pin.block_count == len(KEYS)  # nothing takes any of the budget any more
 
@@ -372,7 +380,9 @@ async def test_of_many_pins_at_once_exactly_as_many_succeed_as_fit() -> None:
         run = Run(seed)
         await run.begin()
         request = PinRequest(KEYS[:2], "me", 50)
-        asked = [run.nodes[number % 2].manager.pin("i", request) for number in range(12)]
+        asked = [
+            run.nodes[number % 2].manager.pin(run.nodes[number % 2].manager.cache("i"), request) for number in range(12)
+        ]
         run.latest |= dict.fromkeys(KEYS, run.clock.now() + 50)
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         assert sum(isinstance(each, Pin) for each in outcomes) == 3  # of two blocks each, and the budget is seven
@@ -396,11 +406,11 @@ class Two(NamedTuple):
     store: SharedStore
 
     async def start(self, number: int, keys: list[int]) -> StartedWrite:
-        return await self.nodes[number].manager.start_write("i", WriteRequest(keys))
+        return await self.nodes[number].manager.start_write(self.nodes[number].manager.cache("i"), WriteRequest(keys))
 
     async def finish(self, number: int, started: StartedWrite) -> None:
         mask = BlockMask(offset=len(started.chunks))
-        await self.nodes[number].manager.finish_write("i", started.session.id, mask)
+        await self.nodes[number].manager.finish_write(self.nodes[number].manager.cache("i"), started.session.id, mask)
 
     async def write(self, number: int, keys: list[int]) -> StartedWrite:
         started = await self.start(number, keys)

@@ -134,7 +134,9 @@ class Deployment:
         """Write a chain of blocks with their bytes."""
         started = await self.start(keys, instance_id, **fields)
         self.write(started, age_seconds)
-        await self.manager.finish_write(instance_id, started.session.id, BlockMask(offset=len(started.chunks)))
+        await self.manager.finish_write(
+            self.manager.cache(instance_id), started.session.id, BlockMask(offset=len(started.chunks))
+        )
         return started
 
     def write(self, started: StartedWrite, age_seconds: float = DAY_SECONDS) -> None:
@@ -149,7 +151,7 @@ class Deployment:
 
     async def remove(self, keys: Sequence[int], instance_id: str = "i") -> None:
         """Remove blocks with their bytes, and wait until both are gone."""
-        await self.manager.remove(instance_id, keys, BlockMask(offset=0))
+        await self.manager.remove(self.manager.cache(instance_id), keys, BlockMask(offset=0))
         self.clock.time += 5
         await self.executor.run_due()
 

@@ -152,9 +152,9 @@ class Levels(ManagerCore):
         **fields: Any,
     ) -> list[dict[str, str]]:
         """Write a chain; return the uris of what was written, by spec. Refusals are raised."""
-        started = await self.manager.start_write(to, WriteRequest(keys, **fields))
+        started = await self.manager.start_write(self.manager.cache(to), WriteRequest(keys, **fields))
         count = len(started.chunks)
-        await self.manager.finish_write(to, started.session.id, BlockMask(offset=count), retention)
+        await self.manager.finish_write(self.manager.cache(to), started.session.id, BlockMask(offset=count), retention)
         return uris(started.chunks)
 
     async def write_each(self, keys: Sequence[int], to: str = "i", seconds: float = 1.0, **fields: Any) -> None:
@@ -170,13 +170,13 @@ class Levels(ManagerCore):
 
     async def read(self, keys: Sequence[int], to: str = "i") -> int:
         """Match a prefix and write down that it was read; return how many blocks were found."""
-        found = await self.manager.match(to, MatchQuery(MatchMode.PREFIX_MATCH, keys))
+        found = await self.manager.match(self.manager.cache(to), MatchQuery(MatchMode.PREFIX_MATCH, keys))
         await self.manager.accesses.drain()
         return len(found.keys)
 
     async def pin(self, keys: Sequence[int], seconds: int, to: str = "i") -> str:
         """Pin a prefix; return the id of the pin."""
-        pin = await self.manager.pin(to, PinRequest(keys, "owner", seconds))
+        pin = await self.manager.pin(self.manager.cache(to), PinRequest(keys, "owner", seconds))
         assert pin is not None
         return pin.id
 
@@ -230,7 +230,7 @@ class Levels(ManagerCore):
 
     async def seen(self, keys: Sequence[int], to: str = "i") -> list[dict[str, str]]:
         """Return per entry of an answer its uris by spec; this counts as no read."""
-        found = await self.manager.match(to, MatchQuery(MatchMode.BATCH_GET, keys), peek=True)
+        found = await self.manager.match(self.manager.cache(to), MatchQuery(MatchMode.BATCH_GET, keys), peek=True)
         return uris(found.chunks)
 
     async def places(self, key: int, to: str = "i") -> list[str]:

@@ -58,7 +58,7 @@ class ManagerRig(Levels):
 
     async def read(self, instance_id: str, keys: Sequence[int]) -> int:  # type: ignore[override]
         """Match a prefix; return how many blocks of it can be read. What was read is written down later."""
-        return len((await self.manager.match(instance_id, self.prefix(keys))).keys)
+        return len((await self.manager.match(self.manager.cache(instance_id), self.prefix(keys))).keys)
 
     async def settle(self) -> int:
         """Reclaim until nothing is left to do."""

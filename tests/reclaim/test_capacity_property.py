@@ -210,7 +210,9 @@ class Run:
         known = self.chains[step.who]
         if known:
             chain = known[step.pick % len(known)]
-            await self.rig.manager.remove(step.who, chain[step.pick % len(chain) :][:2], NO_MASK)
+            await self.rig.manager.remove(
+                self.rig.manager.cache(step.who), chain[step.pick % len(chain) :][:2], NO_MASK
+            )
 
     async def wait(self, step: Step) -> None:
         self.rig.clock.time += step.length / 4

@@ -382,7 +382,7 @@ async def hot_blocks_after_a_flood(policy: str, backends: Rig) -> int:
             await rig.executor.run_due()
         await rig.read("g-i", HOT)
         await rig.manager.accesses.drain()
-    return len((await rig.manager.match("g-i", rig.prefix(HOT), peek=True)).keys)
+    return len((await rig.manager.match(rig.manager.cache("g-i"), rig.prefix(HOT), peek=True)).keys)
 
 
 FLOODS = [("memory", policy, len(HOT)) for policy in ("leaf_lru", "lfu", "lru", "s3fifo", "sieve")]

@@ -76,7 +76,7 @@ async def test_marks_that_are_switched_off_and_on_again() -> None:
         await rig.reclaim()
         await rig.update(ordered("lru", mark=2.0))
         await rig.reclaim()
-        await rig.manager.remove("i", [0, 1, 2], NO_MASK)
+        await rig.manager.remove(rig.manager.cache("i"), [0, 1, 2], NO_MASK)
         await rig.delete()
         await rig.write_each(range(10, 14))
         await rig.update(ordered("lru"))
@@ -558,7 +558,7 @@ async def test_what_was_unpinned_goes_at_once() -> None:
         assert await rig.left(range(14)) == list(range(10))
         await rig.write([20])
         for pin in pins[:5]:
-            await rig.manager.unpin("i", pin)
+            await rig.manager.unpin(rig.manager.cache("i"), pin)
         await rig.reclaim()
         assert await rig.left([*range(14), 20]) == [*range(1, 10), 20]
 

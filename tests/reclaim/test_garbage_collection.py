@@ -42,7 +42,7 @@ async def after_grace(site: Deployment) -> GarbageReport:
 
 
 async def read(site: Deployment, mode: MatchMode, keys: Sequence[int] = CHAIN, window: int = 1) -> None:
-    await site.manager.match("i", MatchQuery(mode, keys, window=window))
+    await site.manager.match(site.manager.cache("i"), MatchQuery(mode, keys, window=window))
 
 
 # ── blocks whose prefix is gone ──
@@ -515,7 +515,7 @@ async def test_deletions_wait_until_the_mount_is_back(mounted: Deployment, mount
     unmount(mount_point)
     again = await restarted(mounted)
     assert again.storages.backend(NFS) is None
-    await again.manager.remove("i", SHORT_CHAIN[1:], BlockMask(offset=0))
+    await again.manager.remove(again.manager.cache("i"), SHORT_CHAIN[1:], BlockMask(offset=0))
     for _ in range(3):
         assert await delete_due(again) > 0
         await again.registry.refresh()
@@ -569,7 +569,7 @@ async def test_a_manager_that_saw_it_mounted_puts_off_its_deletions_as_well(
     mounted: Deployment, mount_point: Path
 ) -> None:
     await mounted.store(SHORT_CHAIN)
-    await mounted.manager.remove("i", SHORT_CHAIN, BlockMask(offset=0))
+    await mounted.manager.remove(mounted.manager.cache("i"), SHORT_CHAIN, BlockMask(offset=0))
     unmount(mount_point)
     assert await delete_due(mounted) > 0
     assert [bool(await mounted.locations(key)) for key in SHORT_CHAIN] == [True] * 3

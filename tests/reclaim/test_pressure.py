@@ -315,11 +315,11 @@ async def change(rig: Levels, generator: Random) -> None:
     to, keys = generator.choice("ij"), generator.sample(KEYS, 3)
     steps: list[Callable[[], Awaitable[object]]] = [
         lambda: rig.write(keys, to),
-        lambda: rig.manager.remove(to, keys, NO_MASK),
+        lambda: rig.manager.remove(rig.manager.cache(to), keys, NO_MASK),
         lambda: rig.read(keys, to),
         rig.reclaim,
         rig.delete,
-        lambda: rig.manager.trim_meta(to),
+        lambda: rig.manager.trim_meta(rig.manager.cache(to)),
         lambda: rig.update(group(blocks=generator.randint(20, 40), max_keys=generator.randint(20, 40))),
     ]
     await generator.choice(steps)()

@@ -65,7 +65,7 @@ async def test_whatever_status_a_location_has_its_bytes_are_known(site: Deployme
     """A writer at work and a deletion under way are not the scrub's business, however old the files are."""
     await site.store([1, 2, 3, 4])
     site.write(await site.start([11, 12, 13, 14]))
-    await site.manager.trim("i")
+    await site.manager.trim(site.manager.cache("i"))
     statuses = {each.status for key in (1, 11) for each in await site.locations(key)}
     assert statuses == {LocationStatus.DELETING}
     site.write(await site.start([21, 22, 23, 24]))
@@ -475,7 +475,7 @@ async def test_it_tells_nothing_of_what_is_kept_or_never_served(rig: Rig) -> Non
 async def test_a_slot_is_handed_out_again_after_the_delay_and_the_grace(reusing: Deployment) -> None:
     await reusing.store([1, 2, 3, 4])
     before = await places(reusing, [1, 2])
-    await reusing.manager.remove("i", [1, 2], BlockMask(offset=0))
+    await reusing.manager.remove(reusing.manager.cache("i"), [1, 2], BlockMask(offset=0))
     await delete_what_is_due(reusing)
     await reusing.store([5], age_seconds=0)
     reusing.clock.time += GRACE_SECONDS
@@ -489,18 +489,22 @@ async def test_a_slot_is_handed_out_again_after_the_delay_and_the_grace(reusing:
 @pytest.mark.parametrize("end", ["expired", "aborted", "removed while writing", "failed"])
 async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(reusing: Deployment, end: str) -> None:
     await reusing.store([1, 2, 3, 4])  # of one session, which ended well: its file has room for nobody
-    started = await reusing.manager.start_write("i", WriteRequest([11, 12, 13, 14], timeout_seconds=30))
+    started = await reusing.manager.start_write(
+        reusing.manager.cache("i"), WriteRequest([11, 12, 13, 14], timeout_seconds=30)
+    )
     reusing.write(started)
     lost = await places(reusing, [11, 12])
     name = started.session.id
     if end == "removed while writing":
-        await reusing.manager.remove("i", [11, 12], BlockMask(offset=0))
-        await reusing.manager.finish_write("i", name, BlockMask(offset=4))
+        await reusing.manager.remove(reusing.manager.cache("i"), [11, 12], BlockMask(offset=0))
+        await reusing.manager.finish_write(reusing.manager.cache("i"), name, BlockMask(offset=4))
     elif end == "expired":
         reusing.clock.time += 31
         await reusing.manager.expire()
     else:
-        await reusing.manager.finish_write("i", name, BlockMask(flags=(False, False, end == "failed", False)))
+        await reusing.manager.finish_write(
+            reusing.manager.cache("i"), name, BlockMask(flags=(False, False, end == "failed", False))
+        )
     await delete_what_is_due(reusing, 40)
     assert await reusing.locations(11) == ()
     reusing.clock.time += GRACE_SECONDS
@@ -510,7 +514,7 @@ async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(reusing: De
 
 async def test_what_never_served_keeps_its_session_to_the_end_however_often_it_is_settled(reusing: Deployment) -> None:
     started = await reusing.start([1, 2])
-    await reusing.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+    await reusing.manager.finish_write(reusing.manager.cache("i"), started.session.id, BlockMask(offset=1))
     (served,), (failed,) = await reusing.locations(1), await reusing.locations(2)
     assert (served.has_served, failed.has_served) == (True, False)
     assert failed.status is LocationStatus.DELETING
