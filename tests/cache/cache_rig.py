@@ -173,7 +173,8 @@ class Rig(ManagerCore):
         now(self.registry.storages.set_enabled(storage, enabled=enabled))
 
     async def start(self, keys: Sequence[int], **fields: object) -> StartedWrite:
-        return await self.manager.start_write("i", WriteRequest(keys, **fields))  # type: ignore[arg-type]
+        request = WriteRequest(keys, **fields)  # type: ignore[arg-type]
+        return await self.manager.start_write(self.manager.cache("i"), request)
 
     async def store(self, keys: Sequence[int], **fields: object) -> StartedWrite:
         """Write blocks and finish them."""

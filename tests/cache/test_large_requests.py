@@ -154,7 +154,7 @@ async def test_two_large_writers_share_blocks_without_overlap(rig: Rig) -> None:
     """Both run page by page in turns: each block has one writer, and both answers add up (invariant 2)."""
     first, second = await asyncio.gather(
         rig.manager.start_write(rig.manager.cache("i"), WriteRequest(KEYS)),
-        rig.manager.start_write("i", WriteRequest(KEYS)),
+        rig.manager.start_write(rig.manager.cache("i"), WriteRequest(KEYS)),
     )
     assert set(first.session.keys) | set(second.session.keys) == set(KEYS)
     assert set(first.session.keys).isdisjoint(second.session.keys)

@@ -462,7 +462,8 @@ async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_sa
     deployment.clock.time += 1.0
     rig = await deployment.rig()
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        await (await manager_on(rig)).finish_write(await manager_on(rig).cache("i"), started.session.id, ALL_THREE)
+        manager = await manager_on(rig)
+        await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
     await rig.metadata.close()
 
 

@@ -15,6 +15,7 @@ from algorithm_rig import (
     PAGE,
     PQ_SMALL,
     ROWS,
+    NoReading,
     PQRig,
     Rig,
     codebook_of,
@@ -23,13 +24,14 @@ from algorithm_rig import (
     ids,
     mha,
     mla,
+    no_synchronisation,
     plain_selection,
 )
 from coordinator_rig import MODELS, config_of, coordinator_of, nothing_is_held, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidecar_cases import exported
-from test_algorithms_devices import _no_synchronisation, _NoWaiting, needs_gpu
+from test_algorithms_devices import needs_gpu
 from thoroughness import examples
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -510,14 +512,14 @@ def test_no_step_reads_the_device(residency: str, turns: str, monkeypatch: pytes
             dma_copy(*args)
 
     monkeypatch.setattr("kvcm.gpu_tier.pools.code_pages.dma_copy", unwatched)
-    life(PQRig(residency=residency, turns=turns), _NoWaiting)
+    life(PQRig(residency=residency, turns=turns), NoReading)
 
 
 @needs_gpu
 @pytest.mark.parametrize("kmeans_device", ["cpu", "device"])
 def test_no_step_waits_for_a_gpu(kmeans_device: str) -> None:
     life(PQRig(device="cuda", kmeans_device=kmeans_device))  # whatever is compiled or allocated once
-    life(PQRig(device="cuda", kmeans_device=kmeans_device), _no_synchronisation)
+    life(PQRig(device="cuda", kmeans_device=kmeans_device), no_synchronisation)
 
 
 def test_kernels_agree() -> None:

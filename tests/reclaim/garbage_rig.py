@@ -126,7 +126,8 @@ class Deployment:
         return self.manager.cache(instance_id).index
 
     async def start(self, keys: Sequence[int], instance_id: str = "i", **fields: object) -> StartedWrite:
-        return await self.manager.start_write(instance_id, WriteRequest(keys, **fields))  # type: ignore[arg-type]
+        request = WriteRequest(keys, **fields)  # type: ignore[arg-type]
+        return await self.manager.start_write(self.manager.cache(instance_id), request)
 
     async def store(
         self, keys: Sequence[int], instance_id: str = "i", age_seconds: float = DAY_SECONDS, **fields: object
