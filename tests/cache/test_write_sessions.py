@@ -461,8 +461,8 @@ async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_sa
     await rig.metadata.close()
     deployment.clock.time += 1.0
     rig = await deployment.rig()
+    manager = await manager_on(rig)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        manager = await manager_on(rig)
         await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
     await rig.metadata.close()
 
