@@ -288,11 +288,9 @@ class ManagerApi:
         metrics = ApiMetrics()
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
+        most_wait = settings.max_queue_ms / 1000
         reading = RequestQueue(
-            clock=time.monotonic,
-            slots=1,
-            places=settings.queued_long_requests,
-            most_wait_seconds=settings.max_queue_ms / 1000,
+            time.monotonic, slots=1, places=settings.queued_long_requests, most_wait_seconds=most_wait
         )
         admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, components.counts.lag.delay)
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components.prober).apply)

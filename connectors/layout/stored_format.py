@@ -238,7 +238,7 @@ class BlockLayout:
 
         [layer][K, V][kv_head][token][head_dim]
 
-    so layer `l` is the byte range `[l * layer_bytes, (l + 1) * layer_bytes)` and can be read alone.
+    so each layer is one byte range, of `block_bytes / layers` bytes, and can be read alone.
 
     Attributes:
         layers: attention layers that keep KV.
@@ -274,11 +274,6 @@ class BlockLayout:
     def block_bytes(self) -> int:
         """Bytes of a stored block."""
         return self.token_bytes * self.block_tokens
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer inside a stored block."""
-        return self.block_bytes // self.layers
 
     @property
     def piece_shape(self) -> tuple[int, int, int]:

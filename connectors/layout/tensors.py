@@ -12,7 +12,7 @@ import torch
 from kvcm.connectors.layout.stored_format import BlockLayout, MemoryRuns, coalesce, contiguous_runs
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["HostBlock", "StagingBuffers", "dtype_name", "iovec", "run_count", "sequence_block"]
+__all__ = ["HostBlock", "StagingBuffers", "dtype_name", "iovec", "run_count"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -175,20 +175,3 @@ def _direct_iovec(pieces: Sequence[torch.Tensor]) -> list[memoryview] | None:
     if any(piece.device.type != "cpu" for piece in pieces) or run_count(pieces) > _MAX_PIECES:
         return None
     return iovec(pieces)
-
-
-# ---- blocks of a KV cache with one tensor per layer and sequence, as in `transformers` ----
-
-
-def sequence_block(
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block: int, block_tokens: int
-) -> list[torch.Tensor]:
-    """Return views of K and V of each layer for tokens `[block * block_tokens, (block + 1) * block_tokens)`.
-
-    Args:
-        layers: K and V, each of shape [kv_head, token, head_dim].
-        block: index of the block.
-        block_tokens: tokens per block.
-    """
-    start = block * block_tokens
-    return [tensor.narrow(1, start, block_tokens) for pair in layers for tensor in pair]

@@ -135,17 +135,13 @@ class Registry:
         self.generation = 0
         """Grows with every change of the local view, but for that of keys."""
         on_put = self._count_change
-        storages = DocumentCache(
-            table=self._table, prefix="storage/", kind=StorageConfig, listener=listener, on_put=on_put
-        )
-        groups = DocumentCache(table=self._table, prefix="group/", kind=InstanceGroup, listener=listener, on_put=on_put)
-        instances = DocumentCache(
-            table=self._table, prefix="instance/", kind=Registration, listener=listener, on_put=on_put
-        )
+        storages = DocumentCache(self._table, "storage/", StorageConfig, listener=listener, on_put=on_put)
+        groups = DocumentCache(self._table, "group/", InstanceGroup, listener=listener, on_put=on_put)
+        instances = DocumentCache(self._table, "instance/", Registration, listener=listener, on_put=on_put)
         removals = DocumentCache(self._table, "removal/", Removal, on_put=on_put)
-        accounts = DocumentCache(table=self._table, prefix="account/", kind=Account, listener=listener, on_put=on_put)
-        quotas = DocumentCache(table=self._table, prefix="quota/", kind=GlobalQuota, listener=listener, on_put=on_put)
-        keys = DocumentCache(table=self._table, prefix="key/", kind=ApiKey, listener=listener)
+        accounts = DocumentCache(self._table, "account/", Account, listener=listener, on_put=on_put)
+        quotas = DocumentCache(self._table, "quota/", GlobalQuota, listener=listener, on_put=on_put)
+        keys = DocumentCache(self._table, "key/", ApiKey, listener=listener)
         self._caches: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas, keys]
         self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)

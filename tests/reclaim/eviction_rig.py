@@ -138,7 +138,16 @@ class EvictionRig:
         deadline = self.clock.time + 60.0 if status in STUCK else 0.0
         session = "s" if status is LocationStatus.WRITING else ""
         return Location(
-            *(location_id, storage, kind, status, ("kv",), chunk, BLOCK, self.clock.time, session, deadline),
+            id=location_id,
+            storage=storage,
+            storage_type=kind,
+            status=status,
+            spec_names=("kv",),
+            chunk=chunk,
+            size_bytes=BLOCK,
+            written_at=self.clock.time,
+            session_id=session,
+            deadline=deadline,
             pinned_until=pinned_until,
         )
 

@@ -136,7 +136,9 @@ def _query_refusals() -> list[Refused]:
         _invalid(
             "window of 4 over 3 keys",
             lambda site: _query(site, query_type="QT_REVERSE_ROLL_SW_MATCH", sw_size=4),
-            *("sw_size", "4", "3"),
+            "sw_size",
+            "4",
+            "3",
         ),
     ]
 

@@ -76,10 +76,12 @@ def test_it_says_what_was_measured_and_what_would_be_better(
 ) -> None:
     group, measured = driven
     files = tmp_path / "live.json", tmp_path / "live.csv", tmp_path / "live.html"
-    text = commands.ok(
-        *("optimize", "--from", url_of(keeping), "--workers", "1"),
-        *("--json", str(files[0]), "--csv", str(files[1]), "--report", str(files[2])),
-    )
+    outputs = [
+        word
+        for option, file in zip(("--json", "--csv", "--report"), files, strict=True)
+        for word in (option, str(file))
+    ]
+    text = commands.ok("optimize", "--from", url_of(keeping), "--workers", "1", *outputs)
     assert group in text
     assert "recorded: " in text
     (shown,) = [each for each in json.loads(files[0].read_text())["groups"] if each["group"] == group]

@@ -61,7 +61,8 @@ REFUSED: dict[str, list[Refused]] = {
         _refused(
             "no budget",
             lambda site: {**_pin(site), "instance_id": _without_budget(site)},
-            *("pin_budget_bytes", "is 0"),
+            "pin_budget_bytes",
+            "is 0",
             code="REACH_MAX_ENTITY_CAPACITY",
         ),
     ],
