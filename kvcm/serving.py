@@ -311,10 +311,7 @@ class ManagerApi:
             *_insight(components, limits, needed).calls(),
             *AccessApi(components.registry, is_required=settings.is_auth_required).calls(),
         ]
-        debug: list[Call] = []
-        if settings.enable_debug_service:
-            faults = Faults()
-            debug, data = DebugApi(faults).calls(), faults.breakable(data)
+        debug, data = _debug_calls(settings, data)
         for call in (*data, *admin):
             recorder.declare(call)
         watch = _vitals(components, place, data, recorder)
@@ -335,6 +332,14 @@ class ManagerApi:
             resources=resources,
             console=_console(resources, caller),
         )
+
+
+def _debug_calls(settings: Settings, data: list[Call]) -> tuple[list[Call], list[Call]]:
+    """Return the calls of the debug service, and those of engines that it can make fail."""
+    if not settings.enable_debug_service:
+        return [], data
+    faults = Faults()
+    return DebugApi(faults).calls(), faults.breakable(data)
 
 
 def _caller(
