@@ -649,19 +649,6 @@ def test_pages_that_lie_one_behind_the_other_are_one_copy() -> None:
     assert int(runs.pages.sum()) == 5
 
 
-def test_exported_pages_can_be_taken_over() -> None:
-    pages = make_codes()
-    model = Model(pages)
-    model.write(0, 18)
-    model.append([0])
-    model.append([0])
-    model.pages.reserve(1, 20)
-    pages.adopt(1, 0, pages.export(0, 0, 2))
-    pages.adopt(1, 2, pages.export(0, 2, 5))
-    model.of[1] = model.of[0]
-    model.check({0: 20, 1: 20})
-
-
 def test_pages_that_were_not_reserved_are_refused() -> None:
     pages = make_codes()
     pages.reserve(0, 5)

@@ -336,18 +336,6 @@ def test_the_cache_holds_the_widest_selection() -> None:
     assert policy.cache_slots(10) == policy.cache_slots(160) >= policy._capacity * rig.store.block_tokens
 
 
-def test_a_row_that_was_released_leaves_nothing() -> None:
-    rig, policy = gpu_rig()
-    rig.admit(0, 9, 80)
-    rig.step(rig.batch([0]), 1, [[[0, 1, 2], [3]]])
-    rig.release(0)
-    policy.release(0)
-    assert (policy.cached_blocks(3, 0) == -1).all()
-    rig.admit(0, 10, 50)
-    rig.step(rig.batch([0]), 1, [[[0, 1, 2], [3]]])
-    assert policy.counters.block_hits == 0
-
-
 Held = tuple[ClusterRig, WaveBuffer | WaveGpuBuffer]
 
 
@@ -379,19 +367,6 @@ def test_what_was_selected_is_read_on_the_device_the_next_time(held: Held) -> No
     else:
         assert policy.counters == WaveGpuCounters(2 * blocks, blocks, 2 * tokens, tokens, blocks, 0)
     assert policy.counters.hit_rate == 0.5
-
-
-def test_a_step_that_ended_before_its_commit_leaves_no_wrong_blocks(held: Held) -> None:
-    rig, policy = held
-    rig.admit(1, 8, 80)
-    picked = [[[0, 5, 3], [7]], [[1], [2]]]
-    rig.step(rig.batch([0, 1]), 0, picked, commit=False)
-    rig.release(1)
-    rig.step(rig.batch([0]), 0, picked[:1])  # reads everything again
-    if isinstance(policy, WaveBuffer):
-        check_cache(rig, policy, 0)
-    else:
-        check_gpu_cache(rig, policy, 0)
 
 
 def test_a_full_store_takes_nothing(held: Held) -> None:
