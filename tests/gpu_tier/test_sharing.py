@@ -129,7 +129,8 @@ def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(na
     [
         ("dsa lru", False, PREFIX, PROMPT, "must cover 64"),
         ("quest lru", True, PREFIX + 8, PROMPT, "whole pages of 8 tokens"),
-        *(("quest lru", True, PREFIX, n_prompt, "n_prompt|cached|prefix|max_tokens") for n_prompt in (0, PREFIX, 1000)),
+        ("quest lru", True, PREFIX, PREFIX, "prefix.n_tokens=64"),
+        *(("quest lru", True, PREFIX, n_prompt, f"n_prompt={n_prompt}") for n_prompt in (0, 1000)),
     ],
 )
 def test_a_prefix_that_does_not_fit_is_refused_and_released(
