@@ -143,9 +143,8 @@ class Watcher:
         for request in set(self.world.locations) - active:
             for name in set(old) - {"host_loc"}:
                 assert torch.equal(old[name][request], after[name][request]), f"I10: {name} of an idle request"
-        for b in range(steps.batch.rows):
-            if b >= steps.batch.num_real or not steps.mask[b]:
-                assert (steps.plan.device_slot[b] == -1).all(), "I10: a padding row was planned"
+        idle = [b for b in range(steps.batch.rows) if b >= steps.batch.num_real or not steps.mask[b]]
+        assert (steps.plan.device_slot[idle] == -1).all(), "I10: a padding row was planned"
 
     def check(self, steps: Steps, b: int, h: int, old: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         world, plan = self.world, steps.plan

@@ -231,20 +231,6 @@ def test_the_pieces_of_a_page_are_all_of_its_rows_and_no_others(name: str, layou
             assert torch.equal(marked, (page == 1).float())
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_rows_are_read_by_their_slots(layout: Layout) -> None:
-    geometry = GEOMETRIES["mha"]
-    pool = HostKVPool(geometry, 3, layout, CPU)
-    fill_coded(pool, 4)
-    slots = torch.tensor([11, 0, 5, 5], dtype=torch.int32)
-    for part in range(2):
-        got = pool.read(geometry.start_layer + 2, part, slots)
-        assert got.shape == (4, geometry.num_kv_heads, geometry.parts[part].row_bytes)
-        assert torch.equal(got, all_rows(pool, part, 2)[slots.long()])
-    with pytest.raises(ConfigError, match="layer_id"):
-        pool.read(0, 0, slots)
-
-
 def test_sidecars_lie_beside_pages() -> None:
     pool = HostKVPool(GEOMETRIES["mla"], 3, Layout.PAGE_FIRST, CPU)
     before = pool.nbytes

@@ -36,11 +36,11 @@ RETRIEVAL = {
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "full": {"algorithm": "full"},
+    "full": {"algorithm": "full", "host_layout": "layer_first"},
     "full_offload": {"algorithm": "full_offload", "algo": {"chunk_tokens": 24}},
     "oracle lru": {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20},
     "oracle device": {"algorithm": "oracle", "algo": {"k": 16}, "residency": "device"},
-    "streaming_llm": {"algorithm": "streaming_llm", "algo": {"page": 4, "window": 16}},
+    "streaming_llm": {"algorithm": "streaming_llm", "algo": {"page": 4, "window": 16}, "host_layout": "page_head"},
     "quest lru": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 0}},
     "quest lru, layers skipped": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 4}},
     "quest device, layers skipped": {
