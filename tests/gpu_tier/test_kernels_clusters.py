@@ -277,6 +277,14 @@ def test_clusters_are_expanded_in_order(impl: str, problem: BlockClusters, width
             assert out.totals[row, head] == sum(block[1] for block in blocks)
 
 
+def random_steady(draw: torch.Generator, rows: int, before: int) -> SteadyPlan:
+    def ints(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=draw, dtype=torch.int32)
+
+    kind, src, dst, tokens = (ints(high, rows, before) for high in (2, 900, 900, 9))
+    return SteadyPlan(kind - 1, src.long(), dst, tokens, ints(900, rows), ints(90, rows))
+
+
 class Places:
     """Random places of the blocks that were selected, and steady runs."""
 
@@ -294,10 +302,7 @@ class Places:
             ints(9, rows, heads, width) - 1, ints(900, REQUESTS, capacity * problem.block), problem.block, piece,
         )  # fmt: skip
         before = problem.rng.choice([0, 1, 7])
-        self.steady = SteadyPlan(
-            ints(2, rows, before) - 1, ints(900, rows, before).long(), ints(900, rows, before), ints(9, rows, before),
-            ints(900, rows), ints(90, rows),
-        )  # fmt: skip
+        self.steady = random_steady(draw, rows, before)
 
     def plan(self, impl: str) -> BlockPlan:
         device, p = where(impl), self.problem
@@ -413,11 +418,7 @@ class Problem:
         self.lengths = (self.indices >= 0).sum(-1, dtype=torch.int32)
         self.active = torch.tensor([rng.random() < 0.8 for _ in range(rows)], dtype=torch.bool)
         self.requests = ints(0, ROWS_OF_TABLES, rows, dtype=torch.int64).where(self.active, 10**9)
-        lines = (rows, before)
-        self.steady = SteadyPlan(
-            ints(-1, 1, *lines), ints(0, 900, *lines, dtype=torch.int64), ints(0, 900, *lines), ints(0, 9, *lines),
-            ints(0, 900, rows), ints(0, 90, rows),
-        )  # fmt: skip
+        self.steady = random_steady(draw, rows, before)
 
     def plan(self, impl: str) -> TokenPlan:
         device, (rows, heads, width) = where(impl), self.indices.shape

@@ -231,20 +231,6 @@ def test_the_pieces_of_a_page_are_all_of_its_rows_and_no_others(name: str, layou
             assert torch.equal(marked, (page == 1).float())
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_rows_are_read_by_their_slots(layout: Layout) -> None:
-    geometry = GEOMETRIES["mha"]
-    pool = HostKVPool(geometry, 3, layout, CPU)
-    fill_coded(pool, 4)
-    slots = torch.tensor([11, 0, 5, 5], dtype=torch.int32)
-    for part in range(2):
-        got = pool.read(geometry.start_layer + 2, part, slots)
-        assert got.shape == (4, geometry.num_kv_heads, geometry.parts[part].row_bytes)
-        assert torch.equal(got, all_rows(pool, part, 2)[slots.long()])
-    with pytest.raises(ConfigError, match="layer_id"):
-        pool.read(0, 0, slots)
-
-
 def test_sidecars_lie_beside_pages() -> None:
     pool = HostKVPool(GEOMETRIES["mla"], 3, Layout.PAGE_FIRST, CPU)
     before = pool.nbytes
@@ -647,19 +633,6 @@ def test_pages_that_lie_one_behind_the_other_are_one_copy() -> None:
     runs = pages.window([(0, 20, 20)])
     assert sorted(runs.pages.tolist()) == [2, 3]
     assert int(runs.pages.sum()) == 5
-
-
-def test_exported_pages_can_be_taken_over() -> None:
-    pages = make_codes()
-    model = Model(pages)
-    model.write(0, 18)
-    model.append([0])
-    model.append([0])
-    model.pages.reserve(1, 20)
-    pages.adopt(1, 0, pages.export(0, 0, 2))
-    pages.adopt(1, 2, pages.export(0, 2, 5))
-    model.of[1] = model.of[0]
-    model.check({0: 20, 1: 20})
 
 
 def test_pages_that_were_not_reserved_are_refused() -> None:

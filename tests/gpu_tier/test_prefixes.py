@@ -261,17 +261,13 @@ def test_a_tier_without_a_storage_loses_the_end_of_a_chain_before_its_beginning(
 def test_attach_waits_for_its_time_and_no_longer(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage, is_manual=True)
-    now = [0.0]
-
-    def pause(seconds: float) -> None:
-        now[0] += seconds
-
-    prefix = tier.store.attach(TOKENS, 1.0, lambda: now[0], pause)
+    pauses = list[float]()
+    prefix = tier.store.attach(TOKENS, 1.0, lambda: sum(pauses), pauses.append)
     assert prefix.n_tokens == 0
-    assert 1.0 <= now[0] < 1.1
+    assert 1.0 <= sum(pauses) < 1.1
     tier.check_nothing_is_held()
     tier.connector.is_manual = False
-    prefix = tier.store.attach(TOKENS, 1.0, lambda: now[0], pause)
+    prefix = tier.store.attach(TOKENS, 1.0, lambda: sum(pauses), pauses.append)
     assert prefix.n_tokens == 4 * PAGE
     tier.end(prefix)
 

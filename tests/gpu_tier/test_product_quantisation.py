@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +234,9 @@ def test_a_profile_survives_the_disk_and_another_machines_is_refused(tmp_path: P
     ],
     ids=["empty", "cut off", "a list", "no beta1", "no r2", "a word", "nan", "no fingerprint", "no model"],
 )
-def test_a_damaged_profile_is_refused(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_profile_is_refused(tmp_path: Path, damage: Callable[[str], str]) -> None:
     path = tmp_path / "profile.json"
     pq_clustering.save(path, measured(PLANTED, 0.0))
-    assert callable(damage)
     path.write_text(damage(path.read_text()))
     with pytest.raises(ConfigError, match="delete it"):
         pq_clustering.obtain(str(path), OF, lambda: measured(PLANTED, 0.0))

@@ -36,11 +36,11 @@ RETRIEVAL = {
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "full": {"algorithm": "full"},
+    "full": {"algorithm": "full", "host_layout": "layer_first"},
     "full_offload": {"algorithm": "full_offload", "algo": {"chunk_tokens": 24}},
     "oracle lru": {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20},
     "oracle device": {"algorithm": "oracle", "algo": {"k": 16}, "residency": "device"},
-    "streaming_llm": {"algorithm": "streaming_llm", "algo": {"page": 4, "window": 16}},
+    "streaming_llm": {"algorithm": "streaming_llm", "algo": {"page": 4, "window": 16}, "host_layout": "page_head"},
     "quest lru": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 0}},
     "quest lru, layers skipped": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 4}},
     "quest device, layers skipped": {
@@ -125,16 +125,21 @@ def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(na
 
 
 @pytest.mark.parametrize(
-    ("name", "has_sidecar", "n_tokens", "message"),
-    [("dsa lru", False, PREFIX, "must cover 64"), ("quest lru", True, PREFIX + 8, "whole pages of 8 tokens")],
+    ("name", "has_sidecar", "n_tokens", "n_prompt", "message"),
+    [
+        ("dsa lru", False, PREFIX, PROMPT, "must cover 64"),
+        ("quest lru", True, PREFIX + 8, PROMPT, "whole pages of 8 tokens"),
+        ("quest lru", True, PREFIX, PREFIX, "prefix.n_tokens=64"),
+        *(("quest lru", True, PREFIX, n_prompt, f"n_prompt={n_prompt}") for n_prompt in (0, 1000)),
+    ],
 )
 def test_a_prefix_that_does_not_fit_is_refused_and_released(
-    name: str, has_sidecar: bool, n_tokens: int, message: str
+    name: str, has_sidecar: bool, n_tokens: int, n_prompt: int, message: str
 ) -> None:
     traffic = publishing(SHAPE, CASES[name])
     prefix = prefix_of(traffic, 1, PREFIX, has_sidecar=has_sidecar)
     with pytest.raises(ConfigError, match=message):
-        traffic.coordinator.on_request_begin(PROMPT, replace(prefix, n_tokens=n_tokens))
+        traffic.coordinator.on_request_begin(n_prompt, replace(prefix, n_tokens=n_tokens))
     traffic.assert_empty()
 
 
@@ -182,10 +187,14 @@ def rig_of(storage: MemoryStorage, model: str, algorithm: str, **options: Any) -
     return Rig(model, algorithm, lambda *_: MemoryConnector(storage), KEYS, **options)
 
 
+MODELS_OF = [("llama", "quest"), ("llama", "oracle"), ("latent", "dsa")]
+
+
 @pytest.mark.parametrize(
     ("model", "algorithm", "options"),
     [
         *((model, algorithm, {}) for model, algorithm in ALGORITHMS),
+        *((model, algorithm, {"min_sparse_prompt_len": 300}) for model, algorithm in MODELS_OF),  # decoded densely
         *(("latent" if name == "dsa" else "llama", name, case) for name, case in OTHER_RESIDENCIES.items()),
         ("llama", "quest", {"host_layout": Layout.LAYER_FIRST, "dtype": KVDtype.FP8}),
         ("llama", "quest", {"host_layout": Layout.PAGE_HEAD, "dtype": KVDtype.BF16}),
@@ -309,17 +318,6 @@ def test_prompts_wait_for_free_pages(storage: MemoryStorage) -> None:
     assert rig.is_empty()
 
 
-@pytest.mark.parametrize("length", [0, 192, 1000])
-def test_a_refused_request_releases_its_prefix(storage: MemoryStorage, length: int) -> None:
-    rig_of(storage, "llama", "quest").run(TOKENS)
-    rig = rig_of(storage, "llama", "quest")
-    prefix = rig.store.attach(TOKENS, 10)
-    assert prefix.n_tokens == SHARED
-    with pytest.raises(ConfigError):
-        rig.coordinator.on_request_begin(length, prefix)
-    assert rig.is_empty()
-
-
 def test_a_prompt_that_never_fits_is_an_error_and_leaves_nothing(storage: MemoryStorage) -> None:
     rig_of(storage, "llama", "full").run(TOKENS)
     rig = rig_of(storage, "llama", "full", pages=8, host_bytes=1 << 20)
@@ -329,18 +327,6 @@ def test_a_prompt_that_never_fits_is_an_error_and_leaves_nothing(storage: Memory
         rig.engine.step()
     assert rig.engine.step() == {}
     assert rig.is_empty()
-
-
-MODELS_OF = [("llama", "quest"), ("llama", "oracle"), ("latent", "dsa")]
-
-
-@pytest.mark.parametrize(("model", "algorithm"), MODELS_OF)
-def test_prompts_that_are_decoded_densely(storage: MemoryStorage, model: str, algorithm: str) -> None:
-    options = {"min_sparse_prompt_len": 300, "publish_every": 1}
-    expected = continued(model, algorithm, TOKENS, 40, **options)
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 40)[0] == expected
-    assert set(storage.blocks) == set(KEYS(expected[:-1]))  # all of it is exact
-    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 40) == (expected, SHARED, 1)
 
 
 @pytest.mark.parametrize(("model", "algorithm"), MODELS_OF)

@@ -18,11 +18,10 @@ def random_transfer(seed: int, most_rows: int = 2) -> tuple[dict[str, Any], int]
     """Return arguments, and the bytes of either pool; the targets of a head, or of all rows, are unique."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kind, dtype, page = draw.choice(list(KVKind)), draw.choice(list(KVDtype)), draw.choice([1, 3, 4])
-    heads, dims = draw.randint(1, 4), draw.choice([1, 5, 8, 16])
-    geometry = KVGeometry(kind, draw.randint(1, 4), heads, dims, draw.choice([1, 8]), dtype, page)
+    heads, dims, v_dims = draw.randint(1, 4), draw.choice([1, 5, 8, 16]), draw.choice([1, 8])
     if kind is KVKind.MLA:
-        heads, dims = 1, draw.choice([130, 131, 192])
-        geometry = KVGeometry(kind, geometry.num_layers, 1, dims, 128, dtype, page)
+        heads, dims, v_dims = 1, draw.choice([130, 131, 192]), 128
+    geometry = KVGeometry(kind, draw.randint(1, 4), heads, dims, v_dims, dtype, page)
     unit, entries = draw.choice([1, 2, 3]), draw.randint(1, 4)
     rows = heads * draw.randint(1, most_rows)
     items = rows * entries
