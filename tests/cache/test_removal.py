@@ -57,36 +57,6 @@ async def test_what_is_being_written_is_deleted_when_its_session_is_over(seconds
         assert await rig.statuses([1]) == [[]]
 
 
-@pytest.mark.parametrize("delay_ms", [0, 5000])
-async def test_what_was_never_served_is_deleted_at_once(delay_ms: int) -> None:
-    with opened(group(delay_ms=delay_ms)) as rig:
-        started = await rig.start([1, 2], timeout_seconds=10)
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
-        await rig.executor.run_due()
-        assert await rig.statuses([1, 2]) == [["SERVING"], []]
-
-
-async def test_trim_removes_everything_with_the_same_protection() -> None:
-    with opened(group(delay_ms=1000)) as rig:
-        await rig.store(range(3000))
-        assert await rig.manager.trim("i") == 3000
-        assert await rig.manager.trim("i") == 0
-        await rig.executor.run_due()
-        assert rig.manager.cache("i").index.key_count == 3000
-        rig.wait(1)
-        await rig.executor.run_due()
-        assert (rig.manager.cache("i").index.key_count, rig.used_bytes) == (0, 0)
-
-
-async def test_trim_of_metadata_leaves_the_bytes(rig: Rig) -> None:
-    await rig.store([1, 2])
-    started = await rig.start([3])
-    assert await rig.manager.trim_meta("i") == 3
-    assert (rig.used_bytes, await rig.executor.run_due()) == (0, 0)
-    finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
-    assert (finished.served, finished.vanished) == (0, 1)
-
-
 async def test_without_its_group_an_instance_still_has_a_delay() -> None:
     with opened(group(delay_ms=0)) as rig:
         await rig.store([1])
@@ -117,17 +87,6 @@ async def test_a_removed_instance_is_unknown_at_once_and_freed_later(rig: Rig) -
     await rig.manager.expire()
     await rig.executor.run_due()
     assert (rig.used_bytes, rig.manager.endings.open_count) == (0, 0)
-
-
-async def test_a_removed_instance_is_remembered_until_its_last_block_is_gone(rig: Rig) -> None:
-    await rig.store([1])
-    await rig.manager.remove_instance("i")
-    for seconds, left in ((1, 1), (0.999, 1), (0.001, 0)):
-        rig.wait(seconds)
-        await rig.executor.run_due()
-        await rig.manager.purge_removed()
-        assert len(rig.registry.instances.removals()) == left
-    assert [custody.uid for custody in rig.manager.indexes()] == []
 
 
 @pytest.mark.parametrize("finished", [0, 1])

@@ -358,20 +358,9 @@ def test_an_end_of_a_newer_release_is_refused(stored: bytes, named: str) -> None
         EndedSession.decoded(stored)
 
 
-class Deployment:
-    """A store, and the managers on it, one after the other or side by side.
-
-    Args:
-        settings: where the store is.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.clock = FakeClock()
-        self._settings = settings
-
-    async def rig(self) -> IndexRig:
-        """Open the store once more."""
-        return IndexRig(await open_metadata(self._settings, self.clock, secrets.token_hex(4)), self.clock)
+async def rig_on(settings: Settings, clock: FakeClock) -> IndexRig:
+    """Open a store once more."""
+    return IndexRig(await open_metadata(settings, clock, secrets.token_hex(4)), clock)
 
 
 async def manager_on(rig: IndexRig) -> CacheManager:
@@ -387,33 +376,6 @@ async def manager_on(rig: IndexRig) -> CacheManager:
     return manager
 
 
-@pytest.fixture(params=["redis_standalone", "redis_cluster"])
-def shared(request: pytest.FixtureRequest) -> Deployment:
-    uri = request.getfixturevalue(request.param).uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)
-    return Deployment(Settings(registry_storage_uri=uri))
-
-
-async def test_two_managers_on_one_store_tell_the_same(shared: Deployment) -> None:
-    rigs = [await shared.rig(), await shared.rig()]
-    try:
-        await rigs[0].configure(instances=("i",))
-        first, second = [await manager_on(rig) for rig in rigs]
-        started = await first.start_write("i", WriteRequest((1, 2, 3)))
-        told = await first.finish_write("i", started.session.id, BlockMask(offset=2))
-        assert told == FinishedWrite(served=2, dropped=1, vanished=0)
-        assert await second.finish_write("i", started.session.id, BlockMask(offset=2)) == told
-        with pytest.raises(InvalidArgumentError, match="2 of 3 succeeded, position 2 did not"):
-            await second.finish_write("i", started.session.id, ALL_THREE)
-        assert await second.open_sessions.find_all() == []
-        assert await first.endings.due_count() == 0
-        await rigs[0].settle()
-        await rigs[1].settle()
-        assert (await rigs[0].verified()).findings == []
-    finally:
-        for rig in rigs:
-            await rig.metadata.close()
-
-
 @pytest.fixture
 def lone(tmp_path: Path) -> Iterator[Standalone]:
     """A server that the test may fill."""
@@ -422,8 +384,7 @@ def lone(tmp_path: Path) -> Iterator[Standalone]:
 
 
 async def test_a_full_server_lets_sessions_be_finished_and_finished_again(lone: Standalone) -> None:
-    deployment = Deployment(Settings(registry_storage_uri=lone.uri("test")))
-    rig = await deployment.rig()
+    rig = await rig_on(Settings(registry_storage_uri=lone.uri("test")), FakeClock())
     try:
         await rig.configure(instances=("i",))
         manager = await manager_on(rig)
@@ -441,22 +402,22 @@ async def test_a_full_server_lets_sessions_be_finished_and_finished_again(lone: 
 async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_same(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    deployment = Deployment(Settings(data_dir=str(tmp_path_factory.mktemp("rocks")), fsync="never"))
-    rig = await deployment.rig()
+    settings, clock = Settings(data_dir=str(tmp_path_factory.mktemp("rocks")), fsync="never"), FakeClock()
+    rig = await rig_on(settings, clock)
     await rig.configure(instances=("i",))
     manager = await manager_on(rig)
     started = await manager.start_write("i", WriteRequest((1, 2, 3)))
     told = await manager.finish_write("i", started.session.id, ALL_THREE)
     for seconds in (0.0, REPEAT_SECONDS - 1.0):
         await rig.metadata.close()
-        deployment.clock.time += seconds
-        rig = await deployment.rig()
+        clock.time += seconds
+        rig = await rig_on(settings, clock)
         manager = await manager_on(rig)
         assert await manager.finish_write("i", started.session.id, ALL_THREE) == told
         assert (await rig.verified()).findings == []
     await rig.metadata.close()
-    deployment.clock.time += 1.0
-    rig = await deployment.rig()
+    clock.time += 1.0
+    rig = await rig_on(settings, clock)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
         await (await manager_on(rig)).finish_write("i", started.session.id, ALL_THREE)
     await rig.metadata.close()
