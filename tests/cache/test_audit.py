@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
 import msgspec
 import pytest
-import redis
 from audit_rig import KINDS, SHARDS, IndexRig, chain, location, opened, record
 from cache_rig import Rig, group, instance
 from hypothesis import given
@@ -97,12 +95,6 @@ async def _mended(rig: IndexRig, **options: bool) -> AuditReport:
     assert repaired.is_repaired, repaired.findings
     assert (await rig.verified()).is_clean, (await rig.verified()).findings
     return found
-
-
-@contextmanager
-def _admin(server: Standalone) -> Iterator[redis.Redis]:
-    with server.server.admin() as client:
-        yield client
 
 
 def _name(rig: IndexRig, kind: str, instance_id: str, key: int) -> bytes:
@@ -244,7 +236,7 @@ async def test_rows_of_an_instance_that_is_gone_are_forgotten(request: pytest.Fi
 
 async def test_a_wrong_usage_is_found_and_recounted(shared: IndexRig, redis_standalone: Standalone) -> None:
     """Invariant 4, per shard: the counters are the sums of the records."""
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.hincrby(_name(shared, "u", "i", 1), "6/one", 1234)
         client.hset(_name(shared, "u", "j", 2), "4/two", 5)
         client.hset(_name(shared, "u", "j", 2), "6", 40)  # a sum of an unknown name counts nothing
@@ -263,7 +255,7 @@ async def test_wrong_counters_that_managers_share_are_found_and_recounted(
     """Invariant 4, per group, per storage and over all: what managers share is the sum of all shards."""
     assert shared.metadata.client is not None
     prefix = shared.metadata.client.prefix
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.hincrby(f"{prefix}:q{{g.g}}", "u:b6/one", -70)
         client.hincrby(f"{prefix}:q{{s.two}}", "u:bg", 3)
         client.hset(f"{prefix}:q{{a.all}}", "u:bgone", 9)
@@ -276,7 +268,7 @@ async def test_wrong_counters_that_managers_share_are_found_and_recounted(
 
 
 async def test_strays_of_the_pending_set_are_found_and_mended(shared: IndexRig, redis_standalone: Standalone) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.zadd(_name(shared, "p", "j", 3), {pack(">q", 3): 5.0})  # a block that only serves
         client.zadd(_name(shared, "p", "j", 4444), {pack(">q", 4444): 5.0})  # no block at all
         client.zrem(_name(shared, "p", "i", -7), pack(">q", -7))
@@ -293,7 +285,7 @@ async def test_strays_of_the_pending_set_are_found_and_mended(shared: IndexRig, 
 
 
 async def test_children_that_do_not_agree_are_found_and_mended(shared: IndexRig, redis_standalone: Standalone) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.zrem(_name(shared, "c", "j", 10), pack(">qq", 9, 10))  # 10 misses its parent
         client.zadd(_name(shared, "c", "j", 11), {pack(">qq", 500, 11): 0})  # 11 has one too many
         client.zadd(_name(shared, "c", "j", 900), {pack(">qq", 899, 900): 0})  # a child without record
@@ -307,7 +299,7 @@ async def test_children_that_do_not_agree_are_found_and_mended(shared: IndexRig,
 
 
 async def test_a_record_that_no_scan_finds_is_put_in_order(shared: IndexRig, redis_standalone: Standalone) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.zrem(_name(shared, "z", "j", 5), pack(">q", 5))
     found = await shared.verified(repair=True)
     assert [(each.where, each.is_mended) for each in found.findings] == [(_where(shared, "j", 5), True)]
@@ -316,7 +308,7 @@ async def test_a_record_that_no_scan_finds_is_put_in_order(shared: IndexRig, red
 
 
 async def test_an_order_entry_without_a_record_goes(shared: IndexRig, redis_standalone: Standalone) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.unlink(_name(shared, "b", "j", 20) + pack(">q", 20))
     found = await shared.verified(repair=True)
     assert [each.check for each in found.findings] == ["block", *["usage"] * 4]
@@ -327,7 +319,7 @@ async def test_an_order_entry_without_a_record_goes(shared: IndexRig, redis_stan
 async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
     shared: IndexRig, redis_standalone: Standalone
 ) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.set(_name(shared, "b", "j", 20) + pack(">q", 20), b"\x01" + b"s" * 8 + b"\xc1")
         client.set(_name(shared, "b", "j", 19) + pack(">q", 19), b"\x07" + b"s" * 8)
     kept = await shared.verified(repair=True)
@@ -346,7 +338,7 @@ async def test_what_puts_itself_right_in_the_meantime_is_no_finding(
 ) -> None:
     """As a manager's write in flight does: what looks wrong is looked at again."""
     name, member = _name(shared, "p", "j", 3), pack(">q", 3)
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.zadd(name, {member: 5.0})
         client.hincrby(_name(shared, "u", "i", 1), "6/one", 1)
         pauses = iter(range(9))
@@ -407,7 +399,7 @@ RETIRED = 2.0**33
 async def test_a_block_on_the_wrong_side_of_the_order_is_found_and_moved(
     shared: IndexRig, redis_standalone: Standalone
 ) -> None:
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.zadd(_name(shared, "z", "i", 1), {pack(">q", 1): RETIRED + 5.25})
         client.zadd(_name(shared, "z", "i", -8), {pack(">q", -8): 7.0})
     assert sorted(each.what for each in (await _mended(shared)).findings) == [
@@ -423,7 +415,7 @@ async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
     shared: IndexRig, redis_standalone: Standalone
 ) -> None:
     """Invariant 4."""
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         client.hincrby(_name(shared, "u", "i", 1), "-6/one", 7)
         client.hincrby(_name(shared, "u", "i", 1), "-", -2)
     assert [each.what.partition(": ")[2] for each in (await _mended(shared)).findings] == [
@@ -460,7 +452,7 @@ async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
     shared: IndexRig, redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "_MOST_SUSPECTS", 100)
-    with _admin(redis_standalone) as client:
+    with redis_standalone.server.admin() as client:
         for key in range(1, 181):
             client.zadd(_name(shared, "p", "i", key), {pack(">q", key): 5.0})
     found = await shared.verified()

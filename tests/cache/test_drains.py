@@ -469,16 +469,6 @@ async def test_what_is_pinned_goes_too(world: DrainWorld) -> None:
     assert await world.records() == {}
 
 
-async def test_a_write_that_ends_after_the_removal_does_not_come_back_invariant_3(world: DrainWorld) -> None:
-    early, late = await world.start([10]), await world.start([11])
-    await world.drains.remove("a")
-    await world.finish(early)  # before it is marked
-    await world.pass_time(CANCEL_SECONDS)
-    await world.finish(late)
-    await purge(world)
-    assert (await world.records(), world.used_bytes("a")) == ({}, 0)
-
-
 async def test_the_name_is_not_free_while_a_writer_may_still_come(world: DrainWorld) -> None:
     started = await world.manager.start_write(world.manager.cache("i"), WriteRequest([10], timeout_seconds=600))
     await world.drains.remove("a")

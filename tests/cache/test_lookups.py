@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -23,7 +24,7 @@ from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import CapacityError, InvalidArgumentError
 from kvcm.model.groups import EvictionPolicy
-from kvcm.model.instances import Instance, Placement
+from kvcm.model.instances import Placement
 from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.protocol import meta_service_pb2
@@ -48,17 +49,15 @@ class AllUp:
         return 1
 
 
-async def cache_with(full: Sequence[int] = (), light: Sequence[int] = (), hidden: Sequence[int] = ()) -> InstanceCache:
-    """Blocks with both specs, with `kv` only, and blocks that are still being written."""
+async def cache_of(specs: Mapping[int, Iterable[str]], hidden: Iterable[int] = ()) -> InstanceCache:
+    """Blocks with these specs, of which those without any are not there, and blocks that are still being written."""
     registered = instance({"kv": 10, "state": 10}, {"light": ("kv",), "full": SPECS})
     cache = InstanceCache(registered, Placement(1, 16), MetaIndex(MemoryBackend(), AllUp()))
-    records = {
-        key: BlockRecord(None, 0, (location("a", SPECS, LocationStatus.WRITING, location_id=str(key)),))
-        for key in hidden
-    }
-    records |= {key: BlockRecord(None, 0, (location("a", SPECS, location_id=str(key)),)) for key in full}
-    records |= {key: BlockRecord(None, 0, (location("a", ("kv",), location_id=str(key)),)) for key in light}
-    await cache.index.put(records)
+    places = {key: location("a", SPECS, LocationStatus.WRITING, location_id=str(key)) for key in hidden}
+    for key, names in specs.items():
+        if names:
+            places[key] = location("a", tuple(sorted(names)), location_id=str(key))
+    await cache.index.put({key: BlockRecord(None, 0, (place,)) for key, place in places.items()})
     return cache
 
 
@@ -90,14 +89,13 @@ def both(*keys: int) -> list[str]:
 
 @pytest.mark.parametrize(("count", "window"), [(3, 0), (3, -1), (3, 4), (0, 0), (0, 1)])
 async def test_a_window_that_does_not_fit_is_refused(count: int, window: int) -> None:
-    cache = await cache_with(full=[0, 1, 2])
+    cache = await cache_of(dict.fromkeys(range(3), SPECS))
     with pytest.raises(InvalidArgumentError, match=f"sw_size is {window}, must be from 1 to .* {count}"):
         await ask(cache, WINDOW, range(count), window=window)
 
 
 async def test_a_block_without_all_full_attention_ends_the_mamba_prefix() -> None:
-    cache = await cache_with(full=[1, 3])
-    await cache.index.put({2: BlockRecord(None, 0, (location("a", ("state",), location_id="2"),))})
+    cache = await cache_of({1: SPECS, 2: ("state",), 3: SPECS})
     assert await ask(cache, MAMBA, [1, 2, 3]) == (both(1), [1])
 
 
@@ -147,7 +145,8 @@ async def test_any_query_against_the_rules(
     """Masked positions have no entry, or a placeholder; keys behind a masked hole go on."""
     light -= full
     window = min(window, len(keys))
-    cache = await cache_with(sorted(full), sorted(light), hidden=sorted(set(range(10)) - full - light))
+    stored = dict.fromkeys(full, SPECS) | dict.fromkeys(light, SPECS[:1])
+    cache = await cache_of(stored, hidden=set(range(10)) - full - light)
     unmasked = range(len(keys)) if mask.offset is None else range(mask.offset, len(keys)) if mask.offset >= 0 else ()
     flags = mask.flags or ()
     masked = [i not in unmasked or (i < len(flags) and flags[i]) for i in range(len(keys))]
@@ -161,7 +160,7 @@ async def test_any_query_against_the_rules(
 @pytest.mark.parametrize("mode", MatchMode)
 async def test_only_the_named_specs_are_returned(mode: MatchMode) -> None:
     """After matching; placeholders are filtered too, `spec_size` still counts all, unknown names leave nothing."""
-    cache = await cache_with(full=[1, 2])
+    cache = await cache_of(dict.fromkeys((1, 2), SPECS))
     for names, left in (({"state"}, ["state"]), ({"kv", "state"}, ["kv", "state"]), ({"nothing"}, [])):
         found = await match(cache, MatchQuery(mode, [1, 2, 3], window=2, spec_names=frozenset(names)))
         answer = meta_service_pb2.GetCacheLocationResponse.FromString(b"".join(found.chunks))
@@ -175,23 +174,6 @@ async def test_only_the_named_specs_are_returned(mode: MatchMode) -> None:
 # ── Required specs ──
 
 
-TWO_SPECS = ("full", "window")
-
-
-async def cache_of(specs: Sequence[frozenset[str]]) -> InstanceCache:
-    """Blocks 0, 1, ... with these specs; those without any are not there."""
-    registered = instance({"full": 10, "window": 10}, {"all": TWO_SPECS, "light": ("full",)})
-    cache = InstanceCache(registered, Placement(1, 16), MetaIndex(MemoryBackend(), AllUp()))
-    await cache.index.put(
-        {
-            key: BlockRecord(None, 0, (location("a", tuple(sorted(names)), location_id=str(key)),))
-            for key, names in enumerate(specs)
-            if names
-        }
-    )
-    return cache
-
-
 async def found(cache: InstanceCache, query: MatchQuery) -> tuple[list[bool], list[set[str]]]:
     """Return which keys were hit, and the specs of each entry."""
     answer = meta_service_pb2.GetCacheLocationResponse()
@@ -203,8 +185,8 @@ async def found(cache: InstanceCache, query: MatchQuery) -> tuple[list[bool], li
 
 @settings(max_examples=examples(200))
 @given(
-    st.lists(st.sets(st.sampled_from(TWO_SPECS)).map(frozenset), min_size=1, max_size=8),
-    st.sets(st.sampled_from(TWO_SPECS), min_size=1).map(frozenset),
+    st.lists(st.sets(st.sampled_from(SPECS)).map(frozenset), min_size=1, max_size=8),
+    st.sets(st.sampled_from(SPECS), min_size=1).map(frozenset),
     st.lists(st.booleans(), max_size=8),
     st.integers(1, 4),
 )
@@ -213,8 +195,8 @@ async def test_blocks_without_a_required_spec_are_missing(
 ) -> None:
     """Invariant 1, for readers that need several parts: the oracle is a match over the blocks that have them."""
     keys, mask = list(range(len(specs))), BlockMask(flags=tuple(flags[: len(specs)]))
-    real = await cache_of(specs)
-    ideal = await cache_of([names if needed <= names else frozenset() for names in specs])
+    real = await cache_of(dict(enumerate(specs)))
+    ideal = await cache_of({key: names for key, names in enumerate(specs) if needed <= names})
     for mode, sw_size in (
         (MatchMode.PREFIX_MATCH, 0),
         (MatchMode.BATCH_GET, 0),
@@ -225,12 +207,6 @@ async def test_blocks_without_a_required_spec_are_missing(
         hits, entries = await found(real, required)
         assert (hits, entries) == await found(ideal, asked)
         assert all(not names or names == needed for names in entries)
-
-
-async def test_without_the_requirement_specs_only_narrow_what_is_returned() -> None:
-    cache = await cache_of([frozenset(TWO_SPECS), frozenset({"full"}), frozenset(TWO_SPECS)])
-    query = MatchQuery(MatchMode.PREFIX_MATCH, [0, 1, 2], spec_names=frozenset({"window"}))
-    assert await found(cache, query) == ([True, True, True], [{"window"}, set(), {"window"}])
 
 
 # ── Access recording ──
@@ -368,28 +344,18 @@ async def test_a_match_counts_what_it_hit_unless_it_only_peeks(rig: Rig, peek: b
     assert await index.accesses([1, 2, 3]) == expected
 
 
-class Revisits:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_revisits(self, _instance: Instance, seconds: float) -> None:
-        self.seconds.append(seconds)
-
-
-async def test_times_between_reads_are_told_of_some_blocks() -> None:
-    clock, told = FakeClock(), Revisits()
+async def test_times_between_reads_are_reported_of_some_blocks() -> None:
+    clock, seconds = FakeClock(), list[float]()
     recorder = AccessRecorder(clock)
-    recorder.observer = cast("CacheObserver", told)
+    recorder.observer = cast("CacheObserver", SimpleNamespace(on_revisits=lambda _instance, each: seconds.append(each)))
     cache, _ = new_cache(0)
     await cache.index.put({key: BlockRecord(None, 0, (location("a"),)) for key in range(640)})
-    for _ in range(3):  # nothing is told of the first read
+    for _ in range(3):  # nothing is reported of the first read
         recorder.record(cache, range(640))
         await recorder.drain()
         clock.time += 7
-    assert set(told.seconds) == {7.0}
-    assert 2 <= len(told.seconds) / 2 <= 30  # about one in 64
+    assert set(seconds) == {7.0}
+    assert 2 <= len(seconds) / 2 <= 30  # about one in 64
 
 
 # ── Read leases ──

@@ -68,18 +68,6 @@ def reserve(
     return reservation
 
 
-def test_what_a_plan_takes_is_gone_for_the_rest_of_it() -> None:
-    ledger = UsageLedger()
-    offered = room(ledger, group(capacity=50, quotas={NFS.storage_type: 30}))
-    offered.add_planned(NFS, 25)
-    assert offered.limit(NFS, 5) is None
-    assert offered.limit(NFS, 6) is not None
-    offered.add_planned(FS, 20)
-    assert offered.limit(FS, 5) is None
-    assert offered.limit(FS, 6) is not None
-    assert room(ledger, group(capacity=50)).limit(NFS, 50) is None, "planning takes nothing from the ledger"
-
-
 async def test_reserved_keys_count_until_they_end() -> None:
     """A reservation of three of five keys leaves two; one that was stored under it counts by itself afterwards."""
     ledger, configured, index = UsageLedger(), group(), new_index(max_key_count=5)
@@ -286,17 +274,6 @@ async def test_a_group_that_is_gone_gives_its_guarantee_up(rig: Rig) -> None:
     limit_storage(rig, 5)
     await rig.registry.groups.remove("kept")
     assert len((await rig.start(range(9))).chunks) == 4, "what it uses still counts"
-
-
-async def test_groups_of_one_name_share_a_global_quota(rig: Rig) -> None:
-    by_global_quota(rig, 5)
-    add_group(rig, "sharer", global_quota_group_name="all")
-    add_group(rig, "alone", global_quota_group_name="else")
-    assert len((await rig.start([1, 2])).chunks) == 2
-    assert len((await start(rig, "sharer", range(9))).chunks) == 3
-    assert len((await start(rig, "alone", range(9))).chunks) == 9
-    with pytest.raises(CapacityError, match="global quota 'all' is full"):
-        await rig.start([3])
 
 
 async def test_refused_writes_are_counted_and_told_by_group() -> None:

@@ -216,13 +216,6 @@ async def test_limits_hold_whatever_managers_do_and_lose(client: RedisClient, se
         assert not any(value for value in counters.reserved.values() if value < 0)
 
 
-async def test_writers_at_once_fill_a_group_to_its_last_byte_and_no_further(client: RedisClient) -> None:
-    world = World(client)
-    managers = [world.manager() for _ in range(4)]
-    answers = await asyncio.gather(*(world.reserve(m, 1, NFS) for m in managers for _ in range(20)))
-    assert sum(answers) == 30
-
-
 async def test_the_key_limit_is_one_of_all_managers(client: RedisClient) -> None:
     world = World(client, max_key_count=7)
     first, second = world.manager(), world.manager()

@@ -35,7 +35,7 @@ from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import CachePreferStrategy, GlobalQuota
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.keys import NO_MASK, BlockMask
+from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey, decode_chunk
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec, ThreeFSStorageSpec
 from kvcm.model.uri import LocationUri
@@ -190,22 +190,11 @@ def test_the_suffix_of_a_refused_block_is_refused_too() -> None:
     assert "45 bytes" in result.rejection
 
 
-def test_masked_blocks_behind_a_refused_one_are_not_refused() -> None:
-    result = plan([1, 2, 3], {3: BlockRecord(2, 2, (location("a"),))}, capacity=20)
-    assert ([b.key for b in blocks_of(result)], result.rejected) == ([1], 1)
-
-
 def test_the_key_limit_refuses_new_blocks_only() -> None:
     known = {1: BlockRecord(None, 0, (location("a", TP0),)), 2: BlockRecord(1, 1, (location("a", TP0),))}
     result = plan([1, 2, 3, 4], known, free_keys=1)
     assert ([b.key for b in blocks_of(result)], result.rejected) == ([1, 2, 3], 1)
     assert "max_key_count of 100" in result.rejection
-
-
-def test_nothing_to_write_is_never_refused() -> None:
-    result = plan([1], {1: BlockRecord(None, 0, (location("a"),))}, capacity=0, free_keys=0)
-    assert result == WritePlan([], 0, "")
-    assert plan([], capacity=0) == WritePlan([], 0, "")
 
 
 @settings(max_examples=examples(300))
@@ -435,7 +424,7 @@ class World(ManagerCore):
         assert await table.replace(name, await table.get(name), b"garbage")
 
     async def start(self, keys: Sequence[int]) -> StartedWrite:
-        return await self.manager.start_write(self.manager.cache("i"), WriteRequest(keys, node_id="n"))
+        return await self.manager.start_write("i", WriteRequest(keys, node_id="n"))
 
     async def goes_to(self, keys: Sequence[int]) -> list[str]:
         """Start a write and return the storages of its blocks."""
@@ -574,7 +563,7 @@ async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_
     await world.begin("p", "f")
     await world.lose_agent()
     started = await world.start([1])
-    await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=1))
+    await world.manager.finish_write("i", started.session.id, BlockMask(offset=1))
     world.storages.set_draining("f", is_draining=True)
     assert (await world.start([1])).mask == BlockMask(offset=1)
     with pytest.raises(NotReadyError, match="no host agent has reported"):
@@ -607,26 +596,14 @@ def down(rig: Rig, storage: str = "slow") -> None:
     rig.storages.set_health(storage, StorageHealth(HealthState.SH_DOWN, "it is gone"))
 
 
-def up(rig: Rig, storage: str = "slow", state: HealthState = HealthState.SH_UP) -> None:
-    rig.storages.set_health(storage, StorageHealth(state))
+def up(rig: Rig, storage: str = "slow") -> None:
+    rig.storages.set_health(storage, StorageHealth(HealthState.SH_UP))
 
 
 async def hosts(rig: Rig, keys: Sequence[int] = KEYS) -> list[str]:
     """The storages that a match names for the blocks it finds."""
-    found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, keys))
+    found = await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, keys))
     return [location["tp0"].partition("://")[2].partition("/")[0] for location in uris(found.chunks)]
-
-
-@pytest.mark.parametrize("state", [HealthState.SH_UP, HealthState.SH_DEGRADED])
-async def test_reads_skip_what_is_down_and_find_it_again_when_it_is_back(rig: Rig, state: HealthState) -> None:
-    """Also those whose answers are kept."""
-    await rig.store(KEYS)
-    for _ in range(2):
-        assert await hosts(rig) == ["slow"] * 3
-        down(rig)
-        assert await hosts(rig) == []
-        up(rig, state=state)
-    assert await hosts(rig) == ["slow"] * 3
 
 
 async def test_blocks_on_what_is_down_are_written_to_the_next_candidate_and_both_copies_serve_afterwards(
@@ -656,17 +633,6 @@ async def test_what_is_full_is_read_and_written_to_last(rig: Rig) -> None:
     rig.storages.set_health("slow2", full)
     await rig.store([5])
     assert await hosts(rig, [5]) == ["slow"], "it may have been emptied a moment ago"
-
-
-async def test_usage_and_deletions_do_not_depend_on_it() -> None:
-    with opened(group(delay_ms=0)) as rig:
-        await rig.store(KEYS)
-        used_bytes = rig.used_bytes
-        down(rig)
-        assert rig.used_bytes == used_bytes > 0
-        await rig.manager.remove(rig.manager.cache("i"), KEYS, NO_MASK)
-        await rig.executor.run_due()
-        assert rig.used_bytes == 0
 
 
 async def test_with_no_candidate_left_the_caller_is_told_so(rig: Rig) -> None:
@@ -718,9 +684,9 @@ async def _go_through(steps: list[tuple[str, str | int]]) -> None:
                 longest = max(longest, what)
             elif started:
                 session, count = started.pop(0)
-                await rig.manager.finish_write(rig.manager.cache("i"), session, BlockMask(offset=count))
+                await rig.manager.finish_write("i", session, BlockMask(offset=count))
         for session, count in started:
-            await rig.manager.finish_write(rig.manager.cache("i"), session, BlockMask(offset=count))
+            await rig.manager.finish_write("i", session, BlockMask(offset=count))
         for storage in away:
             up(rig, storage)
         assert len(await hosts(rig, range(1, longest + 1))) == longest

@@ -13,6 +13,7 @@ from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import CapacityError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
+from kvcm.model.locations import BlockRecord
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["ManagerRig"]
@@ -48,6 +49,12 @@ class ManagerRig(Levels):
 
     def index(self, instance_id: str) -> MetaIndex:
         return self.manager.cache(instance_id).index
+
+    async def records(self, instance_id: str) -> dict[int, BlockRecord]:
+        index = self.index(instance_id)
+        keys = [key async for page in index.scan() for key in page]
+        records = zip(keys, await index.get(keys), strict=True)
+        return {key: record for key, record in records if record is not None}
 
     async def store(self, instance_id: str, keys: Sequence[int]) -> int:
         """Write a chain as far as there is room; return the number of blocks that were stored now."""

@@ -264,13 +264,7 @@ class Run:
         raise AssertionError(f"more was evicted than {crossed} ask for")
 
     async def records(self) -> Records:
-        found: Records = {}
-        for instance_id in SIZES:
-            index = self.rig.index(instance_id)
-            keys = [key async for page in index.scan() for key in page]
-            records = zip(keys, await index.get(keys), strict=True)
-            found[instance_id] = {key: record for key, record in records if record is not None}
-        return found
+        return {instance_id: await self.rig.records(instance_id) for instance_id in SIZES}
 
     async def check_limits(self) -> None:
         """Hard limits count what is being deleted, too (invariant 4)."""

@@ -130,16 +130,6 @@ async def test_overdue_writers_are_ended_and_their_bytes_stay_until_then(rig: Ri
     assert (await rig.left(), rig.storages.faults["a"].attempts) == ([1, 2, 3], 0)
 
 
-async def test_only_the_marked_location_of_a_block_goes(rig: Rig) -> None:
-    await rig.block(1, location_id="old")
-    await rig.block(1, location_id="new", status=LocationStatus.SERVING)
-    await rig.block(1, location_id="later", after_seconds=1)
-    await rig.run_due()
-    (record,) = await rig.index.get([1])
-    assert record is not None
-    assert [place.id for place in record.locations] == ["new", "later"]
-
-
 async def test_rounds_at_the_same_time_delete_once(rig: Rig) -> None:
     uris = await rig.block(1)
     await asyncio.gather(rig.executor.run_due(), rig.executor.run_due())
@@ -679,17 +669,6 @@ async def test_it_stays_readable_for_the_delay_and_is_deleted_then(rig: Rig) -> 
     assert await rig.run_due(after=4.9) == 0
     await rig.run_due(after=0.1)
     assert (await rig.left(), rig.storages.faults["a"].deleted) == ([], list(uris))
-
-
-async def test_a_read_lease_holds_the_bytes_of_what_expired(rig: Rig) -> None:
-    await rig.block(1, status=LocationStatus.SERVING, after_seconds=10)
-    rig.clock.time += 10
-    rig.held[1] = rig.clock.time + 50
-    await rig.run_due()
-    marked = await place(rig)
-    assert (marked is not None and marked.status, await rig.index.answers([1])) == (LocationStatus.DELETING, [None])
-    await rig.run_due(after=51)
-    assert await rig.left() == []
 
 
 async def test_it_is_told_once_per_storage(rig: Rig) -> None:

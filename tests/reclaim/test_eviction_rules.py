@@ -115,20 +115,6 @@ async def test_an_instance_that_is_registered_later_is_followed() -> None:
         assert rig.order() == [1]
 
 
-async def test_an_instance_that_was_removed_leaves_its_room_to_the_others() -> None:
-    with levels(ordered("lru", blocks=20), [instance("i"), instance("j")]) as rig:
-        await rig.fill(i=10, j=6)
-        await rig.manager.remove_instance("i")
-        assert await rig.reclaim() == 0
-        await rig.delete()
-        await rig.manager.purge_removed()
-        await rig.write_each(range(10, 20), "j")
-        assert await rig.reclaim() == 0
-        await rig.write([20], "j")
-        assert await rig.reclaim() == 1
-        assert rig.order() == [0]
-
-
 async def test_an_instance_of_the_same_name_is_another_one() -> None:
     with levels(ordered("lru")) as rig:
         await rig.write_each(range(8))

@@ -71,21 +71,6 @@ async def test_a_class_over_its_budget_goes_first_and_no_further() -> None:
         assert sorted(rig.order()) == [*range(11), 111, 112, 113, 114]
 
 
-async def test_what_is_pinned_stays_until_its_deadline() -> None:
-    reclaim = {"policy": EvictionPolicy("fifo", 100)}
-    with levels(exact(0.1, reclaim=reclaim, pin_budget_bytes=1000)) as rig:
-        await rig.write(list(range(5)))
-        await rig.pin(list(range(5)), 500)
-        rig.wait(1)
-        await rig.write_each(range(10, 30))
-        await rig.reclaim()
-        assert await rig.left([*range(5), *range(10, 30)]) == [*range(5), *range(25, 30)]
-        await rig.reclaim(after=200)
-        assert await rig.left([*range(5), *range(10, 30)]) == list(range(5))
-        await rig.reclaim(after=300)
-        assert await rig.left(range(5)) == []
-
-
 async def test_a_short_age_of_a_class_is_kept_behind_many_older_blocks() -> None:
     """What expires is not among the coldest blocks of the instance."""
     deep = PrefixClass("deep", min_depth=1, policy=EvictionPolicy("lru", 50))

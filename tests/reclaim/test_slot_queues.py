@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,20 +15,12 @@ from kvcm.reclaim.policies.sharing import Sharing
 SLOTS = st.integers(0, 300)
 
 
-def forwards(queue: SlotQueue, end: int) -> list[int]:
-    found, slot = [], queue.newer(end)
+def passed(step: Callable[[int], int], end: int) -> list[int]:
+    """Return the slots from an end of a queue to that end again."""
+    found, slot = [], step(end)
     while slot >= 0:
         found.append(slot)
-        slot = queue.newer(slot)
-    assert slot == end
-    return found
-
-
-def backwards(queue: SlotQueue, end: int) -> list[int]:
-    found, slot = [], queue.older(end)
-    while slot >= 0:
-        found.append(slot)
-        slot = queue.older(slot)
+        slot = step(slot)
     assert slot == end
     return found
 
@@ -67,7 +61,7 @@ def test_queues_that_share_their_links_keep_their_order(steps: list[tuple[str, i
             links.move(slot, other)
             assert column[other] == kept
     for at, (queue, blocks) in enumerate(zip(queues, lists, strict=True)):
-        assert forwards(queue, -1 - at) == blocks == backwards(queue, -1 - at)[::-1]
+        assert passed(queue.newer, -1 - at) == blocks == passed(queue.older, -1 - at)[::-1]
         assert len(queue) == len(blocks)
         assert (queue.oldest, queue.newest) == ((blocks[0], blocks[-1]) if blocks else (-1 - at, -1 - at))
     assert {slot for slot in range(-4, 400) if slot in links} == {slot for each in lists for slot in each}
@@ -102,7 +96,7 @@ def test_a_cursor_steps_back_when_its_slot_leaves_and_goes_along_when_it_is_rena
     queue.remove(0)
     assert cursor.at == END
     links.close_cursor(cursor)
-    assert forwards(queue, END) == [2, 9]
+    assert passed(queue.newer, END) == [2, 9]
 
 
 NAMES = st.sampled_from([*range(12), *(each << 32 for each in range(-4, 4)), -(2**63), 2**63 - 1])

@@ -204,17 +204,6 @@ async def test_a_storage_that_is_not_mounted_is_an_error(site: Deployment) -> No
         await scrub(site)
 
 
-async def test_an_instance_that_cannot_be_read_stops_the_scrub(site: Deployment) -> None:
-    """Its blocks are in no index, so its bytes look like orphans."""
-    await site.store([1, 2, 3, 4])
-    await site.forget([1, 2, 3, 4])
-    await site.disk.store.table("registry").replace("instance/other", None, b"{}")
-    before = files_below(site.disk.root)
-    with pytest.raises(StorageIOError, match="'other' for one"):
-        await scrub(site)
-    assert files_below(site.disk.root) == before
-
-
 # ── packed files ──
 
 
