@@ -129,14 +129,6 @@ def test_it_serves_is_healthy_writes_nowhere_else_and_drains(image: Image, conta
     assert container.stop() == 0, container.log.read_text()
 
 
-def test_a_health_check_notices_that_nobody_answers(image: Image, container: Container) -> None:
-    check = image.config["Healthcheck"]["Test"]
-    until(lambda: container.is_healthy(check), "healthy")
-    refused = container.execute(["env", "KVCM_MANAGER=http://127.0.0.1:6493", *check[1:]])
-    assert refused.returncode == 1, refused
-    assert "no manager answers at http://127.0.0.1:6493" in refused.stderr
-
-
 @pytest.fixture(scope="module", name="composition")
 def _composition(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composition]:
     composition = Composition(images, tmp_path_factory.mktemp("composition"))

@@ -1,7 +1,8 @@
 """A manager's core without servers: real registry, storages, executor and CacheManager; time and ids are injected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from at_once import now
 from fake_clock import FakeClock
@@ -32,6 +33,7 @@ from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
+from kvcm.store.store import Store
 from kvcm.telemetry.events import EventLog
 
 CLUSTER = "cluster-1"
@@ -112,15 +114,24 @@ class World:
         instances: Sequence[Instance],
         storages: Sequence[StorageConfig],
         new_backend: Callable[[], IndexBackend] = MemoryBackend,
+        *,
         new_events: Callable[[FakeClock], EventLog | None] = lambda _clock: None,
+        new_openers: Callable[[FakeClock], Mapping[StorageType, Any]] = lambda _clock: STAND_INS,
+        store: Store | None = None,
     ) -> None:
         self.clock = FakeClock()
-        self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **STAND_INS})
+        self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **new_openers(self.clock)})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         events = new_events(self.clock)
         self.manager = CacheManager(
-            self.registry, self.storages, self.clock, CountingIds(), lambda _placement: new_backend(), events=events
+            self.registry,
+            self.storages,
+            self.clock,
+            CountingIds(),
+            lambda _placement: new_backend(),
+            store=store,
+            events=events,
         )
         self.executor.serve(self.manager)
         for config in storages:

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
+from cache_world import CLUSTER, World, group_of, instance
 from fake_clock import FakeClock
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -15,23 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from suspending_backend import SuspendingBackend
 from thoroughness import is_thorough
 
-from kvcm.cache.manager import CacheManager, GarbageSource
+from kvcm.cache.manager import GarbageSource
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
 from kvcm.cache.removal import PoolPurges, Remover
 from kvcm.cache.write_sessions import WriteRequest
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import NotReadyError
-from kvcm.model.groups import CacheConfig, CacheReclaimStrategy, InstanceGroup, InstanceGroupQuota
-from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import decode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.scrub import StorageScrubber
-from kvcm.registry.registry import Registry
 from kvcm.storage.backend import object_name
-from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.mempool import PoolOpener, PoolReport
 from kvcm.store.memory import MemoryStore
 
@@ -61,43 +57,34 @@ class PoolsMachine(RuleBasedStateMachine):
     @initialize(order=ORDERS)
     def begin(self, order: list[str]) -> None:
         self.loop = asyncio.new_event_loop()
-        self.clock = FakeClock()
         self.store = MemoryStore()
-        table = self.store.table("pools")
-        opener = PoolOpener(table, self.clock, Random(1), is_shared=self.awaits)
-        self.storages = StorageDirectory("c", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
-        self.registry = Registry(self.storages)
-        ids = iter(range(1, 1 << 30))
-        self.manager = CacheManager(
-            self.registry,
-            self.storages,
-            self.clock,
-            lambda length: f"{next(ids):0{length}x}",
-            lambda _placement: SuspendingBackend(Random(2)) if self.awaits else MemoryBackend(),  # type: ignore[return-value]
+        specs = {
+            name: TairMemPoolStorageSpec(node_id=node, capacity_bytes=MIB) for name, node in NODE_OF.items() if node
+        }
+        world = World(
+            group_of(order, delay_ms=1000),
+            [instance("i", {"kv": BLOCK})],
+            [StorageConfig(name, specs.get(name, DummyStorageSpec())) for name in NODE_OF],
+            lambda: SuspendingBackend(Random(2)) if self.awaits else MemoryBackend(),  # type: ignore[return-value]
+            new_openers=self.new_openers,
             store=self.store,
         )
-        self.executor = DeletionExecutor(self.storages, self.clock)
-        self.executor.serve(self.manager)
+        self.clock, self.registry, self.storages = world.clock, world.registry, world.storages
+        self.manager, self.executor = world.manager, world.executor
         remover = Remover(self.clock, self.registry.groups.find)
         self.purges = PoolPurges(self.storages.pools, self.manager.open_caches, remover, self.clock)
         custody = GarbageSource(self.manager, self.registry, self.store)
-        self.scrubber = StorageScrubber(custody, self.storages, self.clock, "c")
+        self.scrubber = StorageScrubber(custody, self.storages, self.clock, CLUSTER)
         self.down: set[str] = set()
         self.generations = dict.fromkeys(NODE_OF, 1)
         self.serving: dict[int, dict[str, str]] = {key: {} for key in range(8)}  # uri by storage
         self.open: list[Held] = []
-        self.run(self.configure(order))
+        for name in specs:
+            self.run(self.storages.pools()[name].report(PoolReport(NODE_OF[name], 1, MIB)))
 
-    async def configure(self, order: list[str]) -> None:
-        for name, node_id in NODE_OF.items():
-            spec = TairMemPoolStorageSpec(node_id=node_id, capacity_bytes=MIB) if node_id else DummyStorageSpec()
-            await self.registry.storages.add(StorageConfig(name, spec))
-            if node_id:
-                await self.storages.pools()[name].report(PoolReport(node_id, 1, MIB))
-        quota, config = InstanceGroupQuota(1 << 40), CacheConfig(CacheReclaimStrategy(delay_before_delete_ms=1000))
-        await self.registry.groups.create(InstanceGroup("g", tuple(order), quota=quota, cache_config=config))
-        infos, model = (LocationSpecInfo("kv", BLOCK),), ModelDeployment("m", "bf16")
-        await self.manager.register_instance(Instance("", "g", "i", 16, infos, model))
+    def new_openers(self, clock: FakeClock) -> dict[StorageType, PoolOpener]:
+        table = self.store.table("pools")
+        return {StorageType.ST_TAIRMEMPOOL: PoolOpener(table, clock, Random(1), is_shared=self.awaits)}
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return self.loop.run_until_complete(work)
@@ -217,7 +204,7 @@ class PoolsMachine(RuleBasedStateMachine):
         named = self.run(self.names())
         taken = self.run(self.taken())
         assert taken == {name for name in named if name.startswith("/")}
-        assert sum(self.manager.group_usage_bytes("g").values()) == BLOCK * len(named)
+        assert sum(self.manager.group_usage_bytes("group").values()) == BLOCK * len(named)
         self.storages.close_all()
         self.loop.close()
 
@@ -234,7 +221,7 @@ class PoolsMachine(RuleBasedStateMachine):
 
     async def taken(self) -> set[str]:
         pools = self.storages.pools().values()
-        return {each.name for pool in pools async for page in pool.objects("c") for each in page.objects}
+        return {each.name for pool in pools async for page in pool.objects(CLUSTER) for each in page.objects}
 
 
 class SuspendingPoolsMachine(PoolsMachine):

@@ -60,7 +60,7 @@ class World(Core):
             [instance("i", SPECS, GROUPS)],
             [replace(dummy("a", keys_per_object), capacity_bytes=120), dummy("b", keys_per_object)],
             lambda: backend,
-            self.new_events,
+            new_events=self.new_events,
         )
         self.sessions: list[StartedWrite] = []
         self.index = self.manager.cache("i").index

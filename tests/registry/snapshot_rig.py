@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from registry_rig import GROUP, INSTANCE, Opener
 
-from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import (
     CacheConfig,
     CacheReclaimStrategy,
@@ -32,7 +30,7 @@ from kvcm.registry.config_snapshots import AccountEntry, Configuration
 from kvcm.registry.instances import with_sorted_groups
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryTable
-from kvcm.store.store import Replacement, Table
+from kvcm.store.store import Table
 
 STRATEGY = CacheReclaimStrategy(
     "nfs",
@@ -80,13 +78,6 @@ SECRET = "hunter2"
 MOONCAKE = StorageConfig(
     "mc", MooncakeStorageSpec("h", f"etcd://kvcm:{SECRET}@meta:2379", "tcp", "", f"root:{SECRET}@master:1")
 )
-
-
-class BrokenTable(MemoryTable):
-    """A table that fails when several documents are to change."""
-
-    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
-        raise StorageIOError("the store went away")
 
 
 def registry_over(table: Table | None = None, opener: Opener | None = None) -> Registry:
