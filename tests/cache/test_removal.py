@@ -29,8 +29,8 @@ from kvcm.storage.mempool import MempoolStorage, PoolReport
 async def test_a_removed_key_vanishes_at_once_and_is_freed_after_the_delay() -> None:
     with opened(group(delay_ms=2500)) as rig:
         await rig.store([1, 2])
-        assert await rig.manager.remove("i", [1, 77], NO_MASK) == 1
-        found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2]))
+        assert await rig.manager.remove(rig.manager.cache("i"), [1, 77], NO_MASK) == 1
+        found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, [1, 2]))
         assert list(found.keys) == [2]
         assert (rig.used_bytes, await rig.statuses([1])) == (40, [["DELETING"]])
         rig.wait(2.499)
@@ -46,9 +46,9 @@ async def test_what_is_being_written_is_deleted_when_its_session_is_over(seconds
     """Before that its writer, who may renew it, could put the bytes back."""
     with opened(group(delay_ms=0)) as rig:
         started = await rig.start([1], timeout_seconds=20)
-        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
         if seconds > 20:
-            await rig.manager.renew_write("i", started.session.id, seconds)
+            await rig.manager.renew_write(rig.manager.cache("i"), started.session.id, seconds)
         rig.wait(seconds - 1)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [["DELETING"]]
@@ -61,7 +61,7 @@ async def test_without_its_group_an_instance_still_has_a_delay() -> None:
     with opened(group(delay_ms=0)) as rig:
         await rig.store([1])
         await rig.registry.groups.remove("group")
-        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [["DELETING"]]
         rig.wait(1)
@@ -82,7 +82,7 @@ async def test_a_removed_instance_is_unknown_at_once_and_freed_later(rig: Rig) -
     assert rig.manager.cache("i").placement.uid > uid
     assert rig.manager.cache("i").index.key_count == 0
     with pytest.raises(InvalidArgumentError, match="write_session_id"):
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, BlockMask(offset=1))
     rig.wait(3600)
     await rig.manager.expire()
     await rig.executor.run_due()
@@ -94,10 +94,10 @@ async def test_a_removed_block_goes_as_soon_as_its_writer_is_done(finished: int)
     """The session's own deadline holds it no longer: nobody writes there any more, and nobody was given it to read."""
     with opened(group(delay_ms=5000)) as rig:
         started = await rig.start([1], timeout_seconds=20)
-        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [["DELETING"]]
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=finished))
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, BlockMask(offset=finished))
         await rig.executor.run_due()
         assert (await rig.statuses([1]), rig.used_bytes) == ([[]], 0)
 
@@ -125,15 +125,15 @@ async def test_metas_show_what_is_visible_best_first(storage: str) -> None:
         await rig.store([1])
         rig.enable("slow", enabled=True)
         await rig.start([1], min_replica_count=3)
-        metas = await rig.manager.metas("i", [1, 5], BlockMask(offset=0))
+        metas = await rig.manager.metas(rig.manager.cache("i"), [1, 5], BlockMask(offset=0))
         shown = [(location.storage, location.status.name) for location in metas[0].locations]
         assert shown == [("pool", "SERVING"), ("slow", "SERVING"), ("slow", "WRITING")]
         assert (metas[1].key, metas[1].locations) == (5, ())
         rig.enable(storage, enabled=False)
-        (meta,) = await rig.manager.metas("i", [1], NO_MASK)
+        (meta,) = await rig.manager.metas(rig.manager.cache("i"), [1], NO_MASK)
         assert [location.storage for location in meta.locations if location.status.name == "SERVING"][1] == storage
-        await rig.manager.remove("i", [1], NO_MASK)
-        (meta,) = await rig.manager.metas("i", [1, 5], BlockMask(flags=(False, True)))
+        await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
+        (meta,) = await rig.manager.metas(rig.manager.cache("i"), [1, 5], BlockMask(flags=(False, True)))
         assert meta.locations == ()
 
 
@@ -148,7 +148,9 @@ async def store(rig: Rig, keys: Sequence[int], **fields: object) -> StartedWrite
     """Write blocks whose parts have checksums."""
     started = await rig.start(keys, **fields)
     checksums = [LocationChecksums([("tp0", FIRST), ("tp1", SECOND)])] * len(started.chunks)
-    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=len(checksums)), reported=checksums)
+    await rig.manager.finish_write(
+        rig.manager.cache("i"), started.session.id, BlockMask(offset=len(checksums)), reported=checksums
+    )
     return started
 
 
@@ -174,7 +176,7 @@ async def spoil(rig: Rig, damage: str, *parts: MissingPart) -> list[MissingPart]
 
 
 async def report(rig: Rig, *parts: MissingPart) -> MissingReport:
-    return await rig.manager.report_missing("i", parts)
+    return await rig.manager.report_missing(rig.manager.cache("i"), parts)
 
 
 @DAMAGES
@@ -188,7 +190,7 @@ async def test_a_location_with_a_part_that_is_lost_goes_as_a_whole(damage: str) 
         assert await report(rig, lost, second) == MissingReport(0, 2), "it changes nothing, and counts once"
         assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
         assert rig.manager.missing.mismatches == ({("group", "slow"): 1} if damage == "corrupt" else {})
-        found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2]))
+        found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, [1, 2]))
         assert list(found.keys) == [2]
         assert len((await rig.start([1])).chunks) == 1, "it can be written again at once"
         assert await rig.executor.run_due() == 0  # a reader may still be reading the other part (invariant 6)
@@ -214,7 +216,7 @@ async def test_parts_of_no_serving_location_are_unconfirmed(rig: Rig) -> None:
     started = await rig.start([3])
     await store(rig, [4])
     deleted, of_two = (await parts_of(rig, 4))[0], (await parts_of(rig, 2))[0]
-    await rig.manager.remove("i", [4], NO_MASK)
+    await rig.manager.remove(rig.manager.cache("i"), [4], NO_MASK)
     written = MissingPart(3, next(iter(uris(started.chunks)[0].values())), FIRST)
     made_up = [MissingPart(1, "file://x/y?size=1", FIRST), MissingPart(1, "", FIRST), MissingPart(9, "", FIRST)]
     parts = [*made_up, of_two._replace(key=1), written, deleted]
@@ -266,7 +268,7 @@ async def test_what_is_being_written_may_complete_the_block() -> None:
         await lose(rig, part)
         assert await report(rig, part) == MissingReport(1, 0)
         assert await rig.statuses([1]) == [["DELETING", "WRITING"]]
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, BlockMask(offset=1))
         assert await rig.statuses([1]) == [["DELETING", "SERVING"]]
 
 
@@ -320,13 +322,13 @@ async def test_a_storage_that_is_not_open_loses_nothing(rig: Rig) -> None:
 
 async def test_an_unknown_instance_is_refused() -> None:
     with opened() as rig, pytest.raises(UnknownInstanceError):
-        await rig.manager.report_missing("other", [MissingPart(1, "x")])
+        await rig.manager.report_missing(rig.manager.cache("other"), [MissingPart(1, "x")])
 
 
 async def test_pinned_blocks_go_too_when_their_bytes_are_gone() -> None:
     with opened(replace(group(), pin_budget_bytes=100)) as rig:
         await rig.store([1])
-        assert await rig.manager.pin("i", PinRequest([1], "me", 100)) is not None
+        assert await rig.manager.pin(rig.manager.cache("i"), PinRequest([1], "me", 100)) is not None
         part, _ = await parts_of(rig, 1)
         await lose(rig, part)
         assert await report(rig, part) == MissingReport(1, 0)
@@ -384,11 +386,13 @@ class PoolRig(ManagerCore):
         return self.storages.pools()["p"]
 
     async def start(self, keys: Sequence[int], instance_id: str = "i") -> StartedWrite:
-        return await self.manager.start_write(instance_id, WriteRequest(keys, node_id="n"))
+        return await self.manager.start_write(self.manager.cache(instance_id), WriteRequest(keys, node_id="n"))
 
     async def store_blocks(self, keys: Sequence[int], instance_id: str = "i") -> None:
         started = await self.start(keys, instance_id)
-        await self.manager.finish_write(instance_id, started.session.id, BlockMask(offset=len(started.chunks)))
+        await self.manager.finish_write(
+            self.manager.cache(instance_id), started.session.id, BlockMask(offset=len(started.chunks))
+        )
 
 
 @pytest.fixture

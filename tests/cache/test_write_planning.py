@@ -424,7 +424,7 @@ class World(ManagerCore):
         assert await table.replace(name, await table.get(name), b"garbage")
 
     async def start(self, keys: Sequence[int]) -> StartedWrite:
-        return await self.manager.start_write("i", WriteRequest(keys, node_id="n"))
+        return await self.manager.start_write(self.manager.cache("i"), WriteRequest(keys, node_id="n"))
 
     async def goes_to(self, keys: Sequence[int]) -> list[str]:
         """Start a write and return the storages of its blocks."""
@@ -563,7 +563,7 @@ async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_
     await world.begin("p", "f")
     await world.lose_agent()
     started = await world.start([1])
-    await world.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+    await world.manager.finish_write(world.manager.cache("i"), started.session.id, BlockMask(offset=1))
     world.storages.set_draining("f", is_draining=True)
     assert (await world.start([1])).mask == BlockMask(offset=1)
     with pytest.raises(NotReadyError, match="no host agent has reported"):
@@ -602,7 +602,7 @@ def up(rig: Rig, storage: str = "slow") -> None:
 
 async def hosts(rig: Rig, keys: Sequence[int] = KEYS) -> list[str]:
     """The storages that a match names for the blocks it finds."""
-    found = await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, keys))
+    found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.PREFIX_MATCH, keys))
     return [location["tp0"].partition("://")[2].partition("/")[0] for location in uris(found.chunks)]
 
 
@@ -684,9 +684,9 @@ async def _go_through(steps: list[tuple[str, str | int]]) -> None:
                 longest = max(longest, what)
             elif started:
                 session, count = started.pop(0)
-                await rig.manager.finish_write("i", session, BlockMask(offset=count))
+                await rig.manager.finish_write(rig.manager.cache("i"), session, BlockMask(offset=count))
         for session, count in started:
-            await rig.manager.finish_write("i", session, BlockMask(offset=count))
+            await rig.manager.finish_write(rig.manager.cache("i"), session, BlockMask(offset=count))
         for storage in away:
             up(rig, storage)
         assert len(await hosts(rig, range(1, longest + 1))) == longest

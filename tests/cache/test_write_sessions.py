@@ -80,7 +80,7 @@ async def test_ids_of_sessions_and_locations_are_long(rig: Rig) -> None:
 @pytest.mark.parametrize("mask", [NO_MASK, BlockMask(offset=0), BlockMask(flags=())])
 async def test_a_session_without_blocks_takes_any_empty_mask(rig: Rig, mask: BlockMask) -> None:
     started = await rig.start([])
-    assert await rig.manager.finish_write("i", started.session.id, mask) == FinishedWrite(0, 0, 0)
+    assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, mask) == FinishedWrite(0, 0, 0)
 
 
 async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
@@ -127,14 +127,16 @@ async def test_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -
 async def test_renewing_moves_the_deadline_of_session_and_records(rig: Rig) -> None:
     started = await rig.start([1], timeout_seconds=5)
     rig.wait(4)
-    renewed = await rig.manager.renew_write("i", started.session.id, 10)
+    renewed = await rig.manager.renew_write(rig.manager.cache("i"), started.session.id, 10)
     record = await rig.record(1)
     assert record is not None
     assert record.locations[0].deadline == renewed.deadline == rig.clock.now() + 10
     rig.wait(9.5)
-    assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1)) == FinishedWrite(1, 0, 0)
+    assert await rig.manager.finish_write(
+        rig.manager.cache("i"), started.session.id, BlockMask(offset=1)
+    ) == FinishedWrite(1, 0, 0)
     with pytest.raises(InvalidArgumentError):
-        await rig.manager.renew_write("i", started.session.id, 10)
+        await rig.manager.renew_write(rig.manager.cache("i"), started.session.id, 10)
 
 
 async def test_a_block_whose_session_is_unknown_is_repaired_from_its_record(rig: Rig) -> None:
@@ -170,7 +172,7 @@ ALL_KEYS = BlockMask(offset=len(KEYS))
 
 
 async def hits(rig: Rig) -> list[int]:
-    found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, KEYS))
+    found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, KEYS))
     return list(found.keys)
 
 
@@ -181,11 +183,11 @@ async def test_blocks_that_are_another_writers_by_now_are_not_ended(rig: Rig, go
     rest = [key for key in KEYS if key not in gone]
     second = await rig.start(gone)
     assert list(second.session.keys) == gone
-    finished = await rig.manager.finish_write("i", first.session.id, ALL_KEYS)
+    finished = await rig.manager.finish_write(rig.manager.cache("i"), first.session.id, ALL_KEYS)
     assert finished == FinishedWrite(len(rest), 0, len(gone))
     assert await rig.statuses(gone) == [["WRITING"]] * len(gone)
     assert await hits(rig) == rest
-    await rig.manager.finish_write("i", second.session.id, BlockMask(offset=len(gone)))
+    await rig.manager.finish_write(rig.manager.cache("i"), second.session.id, BlockMask(offset=len(gone)))
     assert await hits(rig) == KEYS
 
 
@@ -194,7 +196,7 @@ async def test_blocks_that_come_to_serve_on_a_storage_that_is_away_are_no_answer
         started = await rig.start(KEYS)
         rig.enable("slow", False)
         assert await rig.manager.cache("i").index.answers(KEYS) == [None] * 3
-        await rig.manager.finish_write("i", started.session.id, ALL_KEYS)
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_KEYS)
         assert await rig.statuses(KEYS) == [["SERVING"]] * 3
         assert await rig.manager.cache("i").index.answers(KEYS) == [None] * 3
         rig.enable("slow", True)
@@ -220,17 +222,19 @@ def asking_as(name: str) -> Iterator[None]:
 
 async def test_a_repeated_finish_is_told_what_the_first_one_was_told_for_a_minute(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
-    await rig.manager.remove("i", [1], NO_MASK)
-    first = await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(True, True, False)))
+    await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
+    first = await rig.manager.finish_write(
+        rig.manager.cache("i"), started.session.id, BlockMask(flags=(True, True, False))
+    )
     assert first == FinishedWrite(served=1, dropped=1, vanished=1)
-    await rig.manager.remove("i", [2], NO_MASK)
+    await rig.manager.remove(rig.manager.cache("i"), [2], NO_MASK)
     rig.wait(REPEAT_SECONDS - 0.001)
     for mask in (BlockMask(offset=2), BlockMask(flags=(True, True, False))):
-        assert await rig.manager.finish_write("i", started.session.id, mask) == first
+        assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, mask) == first
     assert await rig.statuses([2]) == [["DELETING"]], "what was removed since is not revived"
     rig.wait(0.001)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, BlockMask(offset=2))
 
 
 @pytest.mark.parametrize(
@@ -247,29 +251,29 @@ async def test_a_repeat_with_another_mask_is_told_what_was_said(
     rig: Rig, first: BlockMask, other: BlockMask, named: str
 ) -> None:
     started = await rig.start([1, 2, 3])
-    told = await rig.manager.finish_write("i", started.session.id, first)
+    told = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first)
     statuses = await rig.statuses([1, 2, 3])
     with pytest.raises(InvalidArgumentError, match=named):
-        await rig.manager.finish_write("i", started.session.id, other)
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, other)
     assert await rig.statuses([1, 2, 3]) == statuses
-    assert await rig.manager.finish_write("i", started.session.id, first) == told
+    assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first) == told
 
 
 async def test_a_repeat_is_for_who_started_the_session_and_for_its_instance(rig: Rig) -> None:
     await rig.manager.register_instance(instance())
     with asking_as("one"):
         started = await rig.start([1, 2, 3])
-        told = await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+        told = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
     with asking_as("another"), pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+        await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
     with asking_as("one"):
-        assert await rig.manager.finish_write("i", started.session.id, ALL_THREE) == told
+        assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE) == told
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-            await rig.manager.renew_write("i", started.session.id, 30)
+            await rig.manager.renew_write(rig.manager.cache("i"), started.session.id, 30)
         await rig.manager.remove_instance("i")
         await rig.manager.register_instance(instance())
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-            await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+            await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
 
 
 @pytest.mark.parametrize("mask", [BlockMask(offset=0), ALL_THREE])
@@ -278,7 +282,7 @@ async def test_a_session_that_its_deadline_ended_is_unknown_as_ever(rig: Rig, ma
     rig.wait(5)
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-            await rig.manager.finish_write("i", started.session.id, mask)
+            await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, mask)
     assert await rig.statuses([1, 2, 3]) == [["DELETING"]] * 3
 
 
@@ -289,7 +293,7 @@ async def test_so_is_one_whose_end_by_deadline_was_cut_off(rig: Rig, mask: Block
     sessions = rig.tables.table("sessions", 16)
     assert await sessions.replace(session.id, session.encoded(), session.lapsed().encoded(), rig.clock.now() + 5)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        await rig.manager.finish_write("i", session.id, mask)
+        await rig.manager.finish_write(rig.manager.cache("i"), session.id, mask)
     assert await rig.statuses([1, 2, 3]) == [["DELETING"]] * 3
 
 
@@ -302,7 +306,7 @@ async def test_a_decision_that_was_carried_out_by_somebody_else_is_repeated(rig:
     rig.wait(5)
     await rig.manager.expire()
     assert await sessions.all() == {}
-    told = await rig.manager.finish_write("i", session.id, BlockMask(offset=0))
+    told = await rig.manager.finish_write(rig.manager.cache("i"), session.id, BlockMask(offset=0))
     assert told == FinishedWrite(served=0, dropped=3, vanished=0)
 
 
@@ -322,12 +326,12 @@ async def test_what_is_remembered_is_bounded_in_number(monkeypatch: pytest.Monke
     with opened() as rig:
         ids = [(await rig.store([3 * at, 3 * at + 1, 3 * at + 2])).session.id for at in range(3)]
         for session_id in ids[:2]:
-            await rig.manager.finish_write("i", session_id, ALL_THREE)
+            await rig.manager.finish_write(rig.manager.cache("i"), session_id, ALL_THREE)
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-            await rig.manager.finish_write("i", ids[2], ALL_THREE)
+            await rig.manager.finish_write(rig.manager.cache("i"), ids[2], ALL_THREE)
         rig.wait(REPEAT_SECONDS)
         later = (await rig.store([91, 92, 93])).session.id
-        assert await rig.manager.finish_write("i", later, ALL_THREE) == FinishedWrite(3, 0, 0)
+        assert await rig.manager.finish_write(rig.manager.cache("i"), later, ALL_THREE) == FinishedWrite(3, 0, 0)
 
 
 @given(decision=st.lists(st.booleans(), max_size=40), vanished=st.integers(0, 40), starter=st.text(max_size=4))
@@ -388,11 +392,11 @@ async def test_a_full_server_lets_sessions_be_finished_and_finished_again(lone: 
     try:
         await rig.configure(instances=("i",))
         manager = await manager_on(rig)
-        started = await manager.start_write("i", WriteRequest((1, 2, 3)))
+        started = await manager.start_write(manager.cache("i"), WriteRequest((1, 2, 3)))
         with lone.server.admin() as server:
             server.config_set("maxmemory", 1)
-            told = await manager.finish_write("i", started.session.id, ALL_THREE)
-            assert await manager.finish_write("i", started.session.id, ALL_THREE) == told
+            told = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
+            assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == told
             (key,) = [key for key in server.keys("*:o{sessions.*}*") if started.session.id.encode() in key]
             assert 0 < server.pttl(key) <= REPEAT_SECONDS * 1000, "the server forgets it by itself"
     finally:
@@ -406,20 +410,21 @@ async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_sa
     rig = await rig_on(settings, clock)
     await rig.configure(instances=("i",))
     manager = await manager_on(rig)
-    started = await manager.start_write("i", WriteRequest((1, 2, 3)))
-    told = await manager.finish_write("i", started.session.id, ALL_THREE)
+    started = await manager.start_write(manager.cache("i"), WriteRequest((1, 2, 3)))
+    told = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
     for seconds in (0.0, REPEAT_SECONDS - 1.0):
         await rig.metadata.close()
         clock.time += seconds
         rig = await rig_on(settings, clock)
         manager = await manager_on(rig)
-        assert await manager.finish_write("i", started.session.id, ALL_THREE) == told
+        assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == told
         assert (await rig.verified()).findings == []
     await rig.metadata.close()
     clock.time += 1.0
     rig = await rig_on(settings, clock)
+    manager = await manager_on(rig)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
-        await (await manager_on(rig)).finish_write("i", started.session.id, ALL_THREE)
+        await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
     await rig.metadata.close()
 
 
@@ -432,7 +437,7 @@ GROUPS = {"first": ("tp0",), "second": ("tp1",), "both": ("tp0", "tp1")}
 
 async def recorded(rig: Rig, keys: Sequence[int]) -> list[dict[str, int]]:
     """Checksums of each block by spec, as a match answers them."""
-    found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, list(keys)))
+    found = await rig.manager.match(rig.manager.cache("i"), MatchQuery(MatchMode.BATCH_GET, list(keys)))
     assert list(found.keys) == list(keys)
     return [{spec.name: spec.checksum for spec in decode_chunk(chunk).specs} for chunk in found.chunks]
 
@@ -441,7 +446,7 @@ async def finish_with_checksums(
     rig: Rig, started: StartedWrite, told: Sequence[LocationChecksums], success: BlockMask | None = None
 ) -> FinishedWrite:
     success = success or BlockMask(offset=len(started.chunks))
-    return await rig.manager.finish_write("i", started.session.id, success, reported=told)
+    return await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, success, reported=told)
 
 
 def of_both(first: int, second: int) -> LocationChecksums:
@@ -534,7 +539,7 @@ async def test_a_decision_is_carried_out_with_its_checksums_and_hint_invariant_3
         await rig.manager.expire()
     else:
         later = [] if carried_out_by == "a finish without checksums" else [of_both(9, 9)] * 2
-        finished = await rig.manager.finish_write("i", session.id, BOTH, Retention(-9, 600), later)
+        finished = await rig.manager.finish_write(rig.manager.cache("i"), session.id, BOTH, Retention(-9, 600), later)
         assert finished == FinishedWrite(2, 0, 0)
     assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}, {"tp0": 3, "tp1": MOST}]
     assert await hints(rig, [1, 2]) == [(9, 55)] * 2
@@ -543,7 +548,7 @@ async def test_a_decision_is_carried_out_with_its_checksums_and_hint_invariant_3
 
 async def test_a_removed_block_takes_no_checksums_and_stays_removed(rig: Rig) -> None:
     started = await rig.start([1, 2])
-    await rig.manager.remove("i", [1], BlockMask(offset=0))
+    await rig.manager.remove(rig.manager.cache("i"), [1], BlockMask(offset=0))
     assert await finish_with_checksums(rig, started, [of_both(1, 2)] * 2) == FinishedWrite(1, 0, 1)
     assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
     assert await recorded(rig, [2]) == [{"tp0": 1, "tp1": 2}]
@@ -623,7 +628,7 @@ async def hints(rig: Rig, keys: list[int]) -> list[tuple[int, float]]:
 
 
 async def finish_with_hint(rig: Rig, started: StartedWrite, retention: Retention, success: BlockMask = BOTH) -> None:
-    await rig.manager.finish_write("i", started.session.id, success, retention)
+    await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, success, retention)
 
 
 async def test_the_hint_is_on_the_blocks_that_serve(rig: Rig) -> None:
