@@ -252,8 +252,8 @@ async def _site(store: str) -> AsyncIterator[CapacitySite]:
         else:
             place = {"kvcm.data_dir": str(directory / "data")}
         events = directory / "events"
-        told = {"kvcm.event.log_file": str(events), "kvcm.event.max_bytes": str(1 << 34)}
-        manager = Manager(directory / "manager", {**place, **told})
+        reported = {"kvcm.event.log_file": str(events), "kvcm.event.max_bytes": str(1 << 34)}
+        manager = Manager(directory / "manager", {**place, **reported})
         stack.enter_context(running(manager))
         address = f"127.0.0.1:{manager.settings['kvcm.service.admin_rpc_port']}"
         async with grpc.aio.insecure_channel(address) as channel:

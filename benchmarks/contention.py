@@ -76,8 +76,8 @@ def visibility_rows(store: str, written: Sequence[float], removed: Sequence[floa
 def handover_rows(store: str, handovers: Sequence[Handover]) -> list[Row]:
     """Return what the deaths of leaders meant."""
     case = f"{store}, leader killed {len(handovers)} times"
-    failed = _told(store, (str(sent) for each in handovers for sent in each.failed))
-    wrong = _told(store, (text for each in handovers for text in each.wrong))
+    failed = _reported(store, (str(sent) for each in handovers for sent in each.failed))
+    wrong = _reported(store, (text for each in handovers for text in each.wrong))
     asked = sum(each.requests for each in handovers)
     return [
         _bounded(case, "first deletion by another", max(h.deletion_seconds for h in handovers), MOST_HANDOVER_SECONDS),
@@ -92,7 +92,7 @@ def _bounded(case: str, metric: str, seconds: float, most: float) -> Row:
     return Row(case, metric, seconds, "s", target=f"<= {most:g} s", ok=seconds <= most)
 
 
-def _told(store: str, texts: Iterable[str]) -> int:
+def _reported(store: str, texts: Iterable[str]) -> int:
     count = 0
     for count, text in enumerate(texts, 1):  # noqa: B007 - the last number is the count
         print(f"{store}: {text}", file=sys.stderr)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 _TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(_TESTS / room) for room in ("engines", "store", ".")]
+sys.path[:0] = [str(_TESTS / space) for space in ("engines", "store", ".")]
 
 from engine_kinds import VLLM  # noqa: E402
 from engine_process import EngineProcess, start_engine  # noqa: E402

@@ -191,8 +191,8 @@ async def predictions(count: int) -> list[Row]:
 def _warm(case: str, client: AdminClient, groups: Sequence[GroupState]) -> list[Row]:
     """Compare likewise, as if only the second half of the accesses had been kept: the caches were full before."""
     summary, *events = client.page("/v1/events/recent", 60.0).body.splitlines()
-    told = {**json.loads(summary), "dropped_events": len(events) // 2}
-    recording = read_recording([json.dumps(told).encode(), *events[len(events) // 2 :]])
+    reported = {**json.loads(summary), "dropped_events": len(events) // 2}
+    recording = read_recording([json.dumps(reported).encode(), *events[len(events) // 2 :]])
     rows = []
     for state in groups:
         measured = measured_hit_rate(recording, state.block_bytes)

@@ -325,7 +325,7 @@ def function_sites(file: str, name: str, function: ast.FunctionDef | ast.AsyncFu
                 duplicate = copy.deepcopy(node)
                 instead = change(duplicate, operator, variant)
                 before, after = header(node), header(instead if instead is not None else duplicate)
-                alike = (operator, before, after)
+                same = (operator, before, after)
                 yield Site(
                     file=file,
                     function=name,
@@ -333,13 +333,13 @@ def function_sites(file: str, name: str, function: ast.FunctionDef | ast.AsyncFu
                     expression=before,
                     mutated=after,
                     statement=header(statement),
-                    occurrence=seen[alike],
+                    occurrence=seen[same],
                     line=statement.lineno,
                     index=index,
                     node=number,
                     variant=variant,
                 )
-                seen[alike] += 1
+                seen[same] += 1
 
 
 @dataclass
@@ -544,7 +544,7 @@ class Finder:
             code = self.codes[at]
             name = 1.0 if code.name == wanted.function else 0.8 if code.last == last else 0.3
             near = 0.4 * name + 0.6 * likeness(tokens, code.tokens)
-            sites = [other for other in code.sites if _is_alike_change(wanted, other)]
+            sites = [other for other in code.sites if _is_same_change(wanted, other)]
             found.extend((self._score(wanted, other, near), other) for other in sites)
         return found
 
@@ -584,7 +584,7 @@ class Finder:
         return found
 
 
-def _is_alike_change(wanted: Site, other: Site) -> bool:
+def _is_same_change(wanted: Site, other: Site) -> bool:
     """Return whether two mutations are of one kind and do the same, whatever names they have."""
     if wanted.operator != other.operator:
         return False

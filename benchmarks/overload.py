@@ -123,17 +123,17 @@ def _line(client: subprocess.Popen[str]) -> str:
     return line
 
 
-def _summed(told: Sequence[dict[str, Any]]) -> Outcome:
+def _summed(reported: Sequence[dict[str, Any]]) -> Outcome:
     offered: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     times: dict[str, list[int]] = {}
-    for each in told:
+    for each in reported:
         offered.update(each["offered"])
         for by_status in each["outcomes"].values():
             ended.update(by_status)
         for kind, some in each["times_us"].items():
             times.setdefault(kind, []).extend(some)
-    return Outcome(max(each["wall"] for each in told), offered, ended, times)
+    return Outcome(max(each["wall"] for each in reported), offered, ended, times)
 
 
 @dataclass

@@ -174,7 +174,7 @@ class Offer:
     def _free(self) -> Any:
         for _ in self._wires:
             self._next_wire = (self._next_wire + 1) % len(self._wires)
-            if self._wires[self._next_wire].room > 0:
+            if self._wires[self._next_wire].space > 0:
                 return self._wires[self._next_wire]
         return None
 
@@ -210,7 +210,7 @@ async def main() -> None:
         while len(of_port) < job["connections"]:
             _, wire = await loop.create_connection(WIRES[transport], "127.0.0.1", port)
             of_port.append(wire)
-        while not all(wire.room for wire in of_port):  # noqa: ASYNC110 - those of HTTP/2 say how much
+        while not all(wire.space for wire in of_port):  # noqa: ASYNC110 - those of HTTP/2 say how much
             await asyncio.sleep(0.01)
         if transport not in requests:
             requests[transport] = Requests(transport, job["first"])

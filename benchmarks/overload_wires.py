@@ -31,7 +31,7 @@ class HttpWire(asyncio.Protocol):
         self.is_open = False
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """Requests that can be sent now."""
         return int(self.is_open and self._ended is None)
 
@@ -116,7 +116,7 @@ class GrpcWire(asyncio.Protocol):
         self.is_open = False
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """Requests that can be sent now."""
         return self._most_streams - len(self._streams) if self.is_open and not self._outbox else 0
 

@@ -179,12 +179,12 @@ def games_table(_: Rows) -> list[str]:
     for result in sorted(RESULTS.glob("gameday_*.json")):
         rows = json.loads(result.read_text())["rows"]
         seed, shown = result.stem.rpartition("_")[2], {row["metric"]: row for row in rows if "," not in row["case"]}
-        figures = " | ".join(_told(shown[metric]) for metric in metrics)
+        figures = " | ".join(_reported(shown[metric]) for metric in metrics)
         lines.append(f"| [seed {seed}](seed_{seed}.md) | {figures} | {sum(row['ok'] is False for row in rows)} |")
     return lines
 
 
-def _told(row: dict[str, Any]) -> str:
+def _reported(row: dict[str, Any]) -> str:
     return f"{row['value']:.2f} %" if row["unit"] == "%" else f"{row['value']:,}"
 
 

@@ -39,7 +39,7 @@ def _directory() -> Iterator[Path]:
         yield Path(name)
 
 
-def _told(case: str, texts: Iterable[str]) -> Row:
+def _reported(case: str, texts: Iterable[str]) -> Row:
     wrong = list(texts)
     for text in wrong:
         print(f"{case}: {text}", file=sys.stderr)
@@ -63,7 +63,7 @@ def kills(store: str, count: int, seed: int) -> list[Row]:
 def kill_rows(case: str, report: EvictionReport) -> list[Row]:
     """Return what the kills meant."""
     return [
-        _told(case, report.wrong),
+        _reported(case, report.wrong),
         Row(case, "kills that left deletions to do", report.left_deleting, ""),
         Row(case, "served blocks whose bytes were compared", report.checked_blocks, ""),
         Row(case, "requests answered", report.requests, ""),
@@ -93,7 +93,7 @@ def outage_rows(case: str, report: OutageReport, *, is_timed: bool) -> list[Row]
     target, ok = (f"value/baseline >= {LEAST_RATE:g}", ratio >= LEAST_RATE) if is_timed else ("", None)
     most = f"<= {MOST_DRAIN_SECONDS:g} s"
     return [
-        _told(case, report.wrong),
+        _reported(case, report.wrong),
         Row(case, "deletions of the other meanwhile", report.meanwhile, "1/s", report.before, ratio, target, ok),
         Row(case, "most pending deletes in the metric", report.backlog, "", target="> 0", ok=report.backlog > 0),
         Row(case, "failures in the metric", report.failures, ""),
@@ -114,7 +114,7 @@ def shared_rows(case: str, report: SharedReport) -> list[Row]:
     """Return what became of the directory."""
     own, other, dead = report.own_orphans, report.other_orphans, report.dead_orphans
     return [
-        _told(case, report.wrong),
+        _reported(case, report.wrong),
         Row(case, "served blocks whose bytes were compared", report.checked_blocks, ""),
         Row(case, "scrubs under load", report.scrubs, ""),
         Row(case, "planted files found by their own deployment", own, "", target="= 48", ok=own == 48),
@@ -139,7 +139,7 @@ def takeover_rows(case: str, found: Sequence[Takeover]) -> list[Row]:
     left, quiet = min(each.left_blocks for each in found), max(each.quiet_seconds for each in found)
     most = f"<= {MOST_TAKEOVER_SECONDS:g} s"
     return [
-        _told(case, (text for each in found for text in each.wrong)),
+        _reported(case, (text for each in found for text in each.wrong)),
         Row(case, "blocks still to be evicted at the kill, least", left, ""),
         Row(case, "blocks evicted too many, most", beyond, "", target="<= 201", ok=beyond <= 201),
         Row(case, "from the kill to the mark", seconds, "s", target=most, ok=seconds <= MOST_TAKEOVER_SECONDS),

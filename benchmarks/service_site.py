@@ -28,7 +28,7 @@ SPEC_BYTES = 4096
 _SETTLE_SECONDS = 1.3  # a manager records reads once a second; the time of that belongs to the readers
 _IDLE_SECONDS = 3.0
 _START_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
+_OBSERVE_SECONDS = 0.05
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 
 
@@ -96,7 +96,7 @@ class Manager(Process):
                     return
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
                     raise
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_OBSERVE_SECONDS)
             else:
                 return
 
@@ -178,11 +178,11 @@ class Client:
         self._ask(server, "grpc", {"write": write}, count, 2)
 
     def _run(self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int) -> Run:
-        begin, told = self._ask(server, transport, what, count, concurrency)
+        begin, reported = self._ask(server, transport, what, count, concurrency)
         cpu_us = (server.settled_seconds() - begin) / count * 1e6
-        answers = [base64.b64decode(answer) for answer in told["answers"]]
-        sent = [Exchange(target, base64.b64decode(body)) for target, body in told["sent"]]
-        return Run(cpu_us, told["times_us"], answers, sent, told["smallest"])
+        answers = [base64.b64decode(answer) for answer in reported["answers"]]
+        sent = [Exchange(target, base64.b64decode(body)) for target, body in reported["sent"]]
+        return Run(cpu_us, reported["times_us"], answers, sent, reported["smallest"])
 
     def _ask(
         self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int

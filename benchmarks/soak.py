@@ -86,7 +86,7 @@ async def soak(directory: Path, seconds: float) -> Soaked:
         jobs = [
             {"first": first, "clients": each, "seconds": seconds, "ports": ports} for first in range(0, CLIENTS, each)
         ]
-        told = await asyncio.gather(*map(client_process, jobs))
+        reported = await asyncio.gather(*map(client_process, jobs))
         wrong = await ended(background)
         usage = await settled(wire)
         watch.scrape()
@@ -96,10 +96,10 @@ async def soak(directory: Path, seconds: float) -> Soaked:
             watch,
             begin + seconds * WARM_UP,
             drains,
-            sum((Counter(done["answers"]) for done in told), Counter()),
-            {name: [each for done in told for each in done["seconds"][name]] for name in TRANSPORTS},
-            sum(done["failed"] for done in told) + len(wrong),
-            [*wrong, *(failure for done in told for failure in done["failures"])],
+            sum((Counter(done["answers"]) for done in reported), Counter()),
+            {name: [each for done in reported for each in done["seconds"][name]] for name in TRANSPORTS},
+            sum(done["failed"] for done in reported) + len(wrong),
+            [*wrong, *(failure for done in reported for failure in done["failures"])],
             unbalanced(usage),
         )
         found.exit_code = manager.stop()

@@ -99,8 +99,8 @@ async def main() -> None:
     clients = [Client(number, job["ports"], done) for number in range(job["first"], job["first"] + job["clients"])]
     await asyncio.gather(*(client.run(end) for client in clients))
     seconds = {name: [round(each, 5) for each in times] for name, times in done.seconds.items()}
-    told = {"answers": done.answers, "failures": done.failures, "failed": done.failed, "seconds": seconds}
-    print(json.dumps(told), flush=True)
+    reported = {"answers": done.answers, "failures": done.failures, "failed": done.failed, "seconds": seconds}
+    print(json.dumps(reported), flush=True)
 
 
 if __name__ == "__main__":

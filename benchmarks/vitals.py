@@ -26,7 +26,7 @@ from kvcm.telemetry.metrics import DURATIONS
 
 MOST_MS = 5.0  # half a percent of a core
 MOST_MIB = 10.0
-_TELL_SECONDS = 5.0
+_REPORT_SECONDS = 5.0
 _KEEP_SECONDS = 10.0
 _CASES = ((3, 5), (3, 64), (10, 64), (3, 1000))
 
@@ -80,9 +80,9 @@ def keeping(managers: int, groups: int, rounds: int) -> tuple[float, float]:
     tracemalloc.stop()
     for number in range(rounds):
         at = 70.0 + _KEEP_SECONDS * number
-        heard = all_vitals(managers, groups, at)
+        received = all_vitals(managers, groups, at)
         begin = time.process_time()
-        history.add(at, heard, quotas)
+        history.add(at, received, quotas)
         seconds += time.process_time() - begin
     return seconds / rounds, held
 
@@ -91,7 +91,7 @@ def rows(managers: int, groups: int, rounds: int) -> list[Row]:
     """Return the figures of one deployment."""
     published = asyncio.run(publishing(managers, groups, rounds))
     kept, held = keeping(managers, groups, rounds)
-    each_second = 1000 * (published / _TELL_SECONDS + kept / _KEEP_SECONDS)
+    each_second = 1000 * (published / _REPORT_SECONDS + kept / _KEEP_SECONDS)
     case = f"{managers} managers, {groups:,} groups"
     return [
         Row(case, "CPU per second", each_second, "ms", target=f"<= {MOST_MS:g} ms", ok=each_second <= MOST_MS),

@@ -146,12 +146,12 @@ class Engine:
             clock=time.monotonic,
         )
         self._random = random.Random(settings.seed)
-        self._told_to_end = threading.Event()
+        self._reported_to_end = threading.Event()
 
     def run(self) -> None:
         """Answer until the stop."""
-        signal.signal(signal.SIGTERM, lambda *_: self._told_to_end.set())
-        while not self._told_to_end.wait(self._settings.pause_seconds):
+        signal.signal(signal.SIGTERM, lambda *_: self._reported_to_end.set())
+        while not self._reported_to_end.wait(self._settings.pause_seconds):
             self._answer(*self._next())
         self._reuse.close()
 

@@ -175,7 +175,7 @@ class Faults:
 
     def _fill(self, step: Step) -> tuple[str, _End]:
         self._site.storages.fill(step.target)
-        return step.target, lambda: self._site.storages.make_room(step.target)
+        return step.target, lambda: self._site.storages.make_space(step.target)
 
     def _forbid_writes(self, step: Step) -> tuple[str, _End]:
         self._site.storages.forbid_writes(step.target)

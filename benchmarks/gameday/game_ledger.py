@@ -104,9 +104,9 @@ def gone_of(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], list[G
     gone: defaultdict[tuple[str, int], list[Gone]] = defaultdict(list)
     for event in events:
         if event["type"] in {"evicted", "removed", "expired"}:
-            told = Gone(event["type"], event.get("reason", ""), event["trigger_time_us"] / 1e6)
+            reported = Gone(event["type"], event.get("reason", ""), event["trigger_time_us"] / 1e6)
             for key in event["keys"]:
-                gone[event["source"], key].append(told)
+                gone[event["source"], key].append(reported)
     return gone
 
 
@@ -132,7 +132,7 @@ def judged(
     for block in blocks:
         place = (block.instance, block.key)
         now = found.get(place, Found({}))
-        since = [told for told in gone.get(place, ()) if told.at >= max(block.at) - _NOTED_SECONDS]
+        since = [reported for reported in gone.get(place, ()) if reported.at >= max(block.at) - _NOTED_SECONDS]
         if now.parts:
             _judge_bytes(judgement, block, now, is_spoiled)
         elif all(_touched(location, is_spoiled) for location in block.locations):
@@ -140,13 +140,15 @@ def judged(
         elif block.instance in evicting and not now.reason:
             _judge_eviction(judgement, block, since, kills)
         else:
-            judgement.lost.append(_told(block, since, now.reason))
+            judgement.lost.append(_reported(block, since, now.reason))
     return judgement
 
 
 def _judge_bytes(judgement: Judgement, block: Block, now: Found, is_spoiled: Callable[[LocationUri], bool]) -> None:
-    told = {part.uri: part.checksum for location in block.locations for part in location.values()}
-    damaged = [uri for uri, checksum in now.parts.values() if checksum is None or told.get(uri, checksum) != checksum]
+    reported = {part.uri: part.checksum for location in block.locations for part in location.values()}
+    damaged = [
+        uri for uri, checksum in now.parts.values() if checksum is None or reported.get(uri, checksum) != checksum
+    ]
     if not damaged:
         judgement.served += 1
     elif all(is_spoiled(LocationUri.parse(uri)) for uri in damaged):
@@ -157,24 +159,24 @@ def _judge_bytes(judgement: Judgement, block: Block, now: Found, is_spoiled: Cal
 
 def _judge_eviction(judgement: Judgement, block: Block, since: Sequence[Gone], kills: Sequence[float]) -> None:
     """Judge a block that is gone and may be; events before its last acknowledgement explain nothing."""
-    if any(_is_legal(told) for told in since):
+    if any(_is_legal(reported) for reported in since):
         judgement.evicted += 1
     elif not since and any(kill >= max(block.at) - _NOTED_SECONDS for kill in kills):
-        judgement.untold.append(_told(block, since))
+        judgement.untold.append(_reported(block, since))
     else:
-        judgement.lost.append(_told(block, since))
+        judgement.lost.append(_reported(block, since))
 
 
-def _told(block: Block, since: Sequence[Gone], reason: str = "") -> str:
-    told = "; ".join(f"{each.type} {each.reason} at {each.at:.3f}" for each in since) or "no manager tells why"
+def _reported(block: Block, since: Sequence[Gone], reason: str = "") -> str:
+    reported = "; ".join(f"{each.type} {each.reason} at {each.at:.3f}" for each in since) or "no manager tells why"
     uris = [part.uri for location in block.locations for part in location.values()]
-    return f"block {block.key} of {block.instance}, acknowledged at {block.at}, at {uris}: {reason or told}"
+    return f"block {block.key} of {block.instance}, acknowledged at {block.at}, at {uris}: {reason or reported}"
 
 
 def _touched(location: Mapping[str, Part], is_spoiled: Callable[[LocationUri], bool]) -> bool:
     return any(is_spoiled(LocationUri.parse(part.uri)) for part in location.values())
 
 
-def _is_legal(told: Gone) -> bool:
-    reasons = _LEGAL.get(told.type, set())
-    return reasons is None or told.reason in reasons
+def _is_legal(reported: Gone) -> bool:
+    reasons = _LEGAL.get(reported.type, set())
+    return reasons is None or reported.reason in reasons

@@ -21,7 +21,7 @@ HOSTS = {
     "prober": "10.78.0.31",
 }
 _BRIDGE = "game0"
-_NOBODY = "02:00:00:00:ff:fe"
+_NO_ONE = "02:00:00:00:ff:fe"
 _SLOW = "rate 256kbit burst 8kb latency 300ms"
 _LOST_PERCENT = 15
 
@@ -88,7 +88,7 @@ class Network:
     def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Lose whatever the first of each pair sends to the second."""
         for sender, receiver in pairs:
-            _run(f"ip -n {sender} neigh replace {HOSTS[receiver]} lladdr {_NOBODY} dev eth0 nud permanent")
+            _run(f"ip -n {sender} neigh replace {HOSTS[receiver]} lladdr {_NO_ONE} dev eth0 nud permanent")
 
     def mend(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Undo `cut`."""

@@ -75,14 +75,14 @@ class Prober:
         self._transfer = TransferEngine.for_storages(registration.storages, 2, checksums=True)
         self._samples = Lines(Path(settings.samples))
         self._rounds = count()
-        self._told_to_end = threading.Event()
+        self._reported_to_end = threading.Event()
 
     def run(self) -> None:
         """Begin rounds until the stop."""
-        signal.signal(signal.SIGTERM, lambda *_: self._told_to_end.set())
+        signal.signal(signal.SIGTERM, lambda *_: self._reported_to_end.set())
         period, due = 1.0 / self._settings.rounds_per_second, time.monotonic()
         with ThreadPoolExecutor(_WORKERS) as pool:
-            while not self._told_to_end.wait(max(0.0, due - time.monotonic())):
+            while not self._reported_to_end.wait(max(0.0, due - time.monotonic())):
                 pool.submit(self._round, next(self._rounds), due).add_done_callback(self._ended)
                 due += period
 

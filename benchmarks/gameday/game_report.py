@@ -22,7 +22,7 @@ __all__ = ["Recovery", "publish_game", "recoveries", "rows", "takeovers"]
 
 _LEAST_AVAILABILITY = 99.9
 _LEAST_OF_SMOKE = 99.0  # of some thousand calls: a busy machine that is late twice is not to fail a build
-_MOST_TOLD = 10
+_MOST_REPORTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def publish_game(game: Game) -> bool:
     """Print, write files, and return whether everything holds that must."""
     found = rows(game)
     for what, texts in game.wrong.items():
-        for text in texts[:_MOST_TOLD]:
+        for text in texts[:_MOST_REPORTED]:
             print(f"{what}: {text}", file=sys.stderr)
     outside, _ = availability(game.samples, game.windows)
     for sample in outside.examples:

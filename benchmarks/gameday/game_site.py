@@ -191,8 +191,8 @@ class Site:
 
     def leader(self) -> str:
         """Return the leader that all managers name; "" when they name none or do not agree."""
-        told = {name: self._led_by(name) for name in MANAGERS}
-        leaders = set(told.values())
+        reported = {name: self._led_by(name) for name in MANAGERS}
+        leaders = set(reported.values())
         return leaders.pop() if len(leaders) == 1 else ""
 
     def any_leader(self) -> str:

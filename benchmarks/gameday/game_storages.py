@@ -99,7 +99,7 @@ class Storages:
                     os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, half)
         raise OSError(f"{name} cannot be filled: it is written to all the time")
 
-    def make_room(self, name: str) -> None:
+    def make_space(self, name: str) -> None:
         """Undo `fill`."""
         (self._media[name] / _BALLAST).unlink(missing_ok=True)
 

@@ -65,7 +65,7 @@ class Size:
     shape: LlamaShape = _SHAPE
     n_tokens: int = 122880
     batches: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    room: int = 2048
+    space: int = 2048
     wave: RetroInferConfig = _WAVE
     codes: PQCacheConfig = _CODES
     buffer_share: float = 0.16
@@ -82,7 +82,7 @@ class Size:
     @property
     def max_tokens(self) -> int:
         """Most tokens of a request, in whole pages."""
-        return -(-(self.n_tokens + self.room) // self.page) * self.page
+        return -(-(self.n_tokens + self.space) // self.page) * self.page
 
     def pages(self, config: SparseConfig, batch: int) -> int:
         """Return the pages of the arena: all KV of all requests, or one prompt and the others' buffers."""
@@ -97,7 +97,7 @@ class Size:
             return self.model.geometry.page_bytes
         if config.algorithm == "pqcache":
             return batch * (self.max_tokens // self.page) * self.model.geometry.page_bytes
-        work = Work(self.model, config, 1, self.n_tokens, self.room)
+        work = Work(self.model, config, 1, self.n_tokens, self.space)
         return batch * store_bytes(work) + self.model.geometry.page_bytes
 
     def most(self, config: SparseConfig, device_bytes: int) -> int:

@@ -106,7 +106,7 @@ def _of_shapes() -> dict[str, str]:
     gains = [25 / seconds * full.serial / 7 for seconds in (wave.serial, wave.overlapped)]
     limits = Limits(80_000_000_000, 1 << 40)
     most = plan(_LLAMA, device, SparseConfig("full"), Workload(128 * 1024, 0), limits).batch
-    room = limits.gpu_bytes - limits.reserve_bytes - _LLAMA.weight_bytes
+    space = limits.gpu_bytes - limits.reserve_bytes - _LLAMA.weight_bytes
     codes = [
         pq_code_bytes(_LLAMA.geometry, PQCacheConfig(m=m, b=b), 1, 1) / (_LLAMA.geometry.token_layer_bytes / 2)
         for m, b in ((2, 6), (4, 8))
@@ -114,7 +114,7 @@ def _of_shapes() -> dict[str, str]:
     ratio = device.hbm_bytes_per_second / device.link_bytes_per_second
     return {
         "retro_throughput": f"{gains[0]:.1f}–{gains[1]:.1f}×",
-        "retro_batch": f"{most} requests, {room / _LLAMA.geometry.token_bytes / 1024:.0f}K tokens",
+        "retro_batch": f"{most} requests, {space / _LLAMA.geometry.token_bytes / 1024:.0f}K tokens",
         "retro_sparsity": f"{1 - 1 / ratio:.1%} at {ratio:.0f}:1",
         "pq_traffic": ", ".join(f"1/{1 / share:.0f}" for share in codes),
     }

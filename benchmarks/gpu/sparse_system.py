@@ -173,8 +173,8 @@ class SparseSystem:
         block, places = wave_block_tokens(work.geometry, settings), int(settings.cache_ratio * work.max_tokens)
         if settings.control == "gpu":  # it holds whatever is selected in a step, in whole blocks
             page = work.geometry.page_size
-            room = -(-self.algorithm.max_execution_tokens // page) * page
-            places = max(places, room + (self.algorithm.max_items + 1) * block) + 2 * block
+            space = -(-self.algorithm.max_execution_tokens // page) * page
+            places = max(places, space + (self.algorithm.max_items + 1) * block) + 2 * block
         return places
 
     def _host_pages(self) -> int:

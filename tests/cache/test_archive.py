@@ -298,7 +298,7 @@ async def test_a_dry_run_writes_nothing_and_says_the_same(source: IndexRig, targ
     assert (planned.created, +planned.stored, planned.skipped["i"]) == ({}, {}, 10)
 
 
-async def test_a_quota_that_is_exceeded_is_told_and_not_enforced(
+async def test_a_quota_that_is_exceeded_is_reported_and_not_enforced(
     request: pytest.FixtureRequest, source: IndexRig
 ) -> None:
     async with opened("memory", request) as tight:

@@ -497,7 +497,7 @@ def test_the_number_of_parts_grows_with_the_extents() -> None:
     assert [part_count(extents) for extents in (0, 1, 2_000_000, 2_000_001, 100_000_000)] == [1, 1, 1, 2, 50]
 
 
-def test_a_uri_that_cannot_be_read_is_told() -> None:
+def test_a_uri_that_cannot_be_read_is_reported() -> None:
     chunk = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("a", "nonsense")])
     part = ExtentPart(0, 1)
     assert "nonsense" in part.add(Owner(1, 1), BlockRecord(None, 0, (location("l")._replace(chunk=chunk),)))
@@ -634,7 +634,7 @@ def spoil(recount_rig: IndexRig, server: Standalone, account: str, change: int =
 
 @pytest.mark.parametrize("account", list(ACCOUNTS))
 @pytest.mark.parametrize("change", [7, -7])
-async def test_what_differs_in_two_looks_in_a_row_is_recounted(
+async def test_what_differs_in_two_observes_in_a_row_is_recounted(
     recount_rig: IndexRig, redis_standalone: Standalone, account: str, change: int
 ) -> None:
     recount = recount_of(recount_rig)
@@ -648,7 +648,7 @@ async def test_what_differs_in_two_looks_in_a_row_is_recounted(
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
-async def test_what_is_right_again_at_the_second_look_is_left_alone(
+async def test_what_is_right_again_at_the_second_observe_is_left_alone(
     recount_rig: IndexRig, redis_standalone: Standalone
 ) -> None:
     recount = recount_of(recount_rig)
@@ -678,7 +678,7 @@ async def test_a_recount_counts_what_another_manager_registered_and_wrote_meanwh
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED + 100)
 
 
-async def test_a_difference_that_is_another_one_at_the_second_look_is_left_alone(
+async def test_a_difference_that_is_another_one_at_the_second_observe_is_left_alone(
     recount_rig: IndexRig, redis_standalone: Standalone
 ) -> None:
     """As in an account whose reports are always on their way."""
@@ -704,8 +704,8 @@ async def test_a_reservation_is_no_reason_for_a_recount_before_its_deadline(reco
     for _ in range(2):
         recount_rig.clock.time += 5
         await recount.check()
-    heard = (await usage.refresh(["g.g"]))["g.g"]
-    assert (heard.epoch, any(heard.reserved.values())) == (2, False)
+    received = (await usage.refresh(["g.g"]))["g.g"]
+    assert (received.epoch, any(received.reserved.values())) == (2, False)
 
 
 async def test_reports_that_were_dropped_are_made_up_for(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
@@ -743,7 +743,7 @@ async def test_a_verification_leaves_the_leader_the_time_to_recount(
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
-async def test_what_nobody_recounts_is_found(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
+async def test_what_no_one_recounts_is_found(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
     spoil(recount_rig, redis_standalone, "g.g")
     (finding,) = (await recount_rig.verified(pause=_Leader(recount_rig, every=1_000).pause)).findings
     assert (finding.check, finding.where) == ("usage", "group 'g'")

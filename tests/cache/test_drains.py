@@ -654,7 +654,7 @@ class Drains(RuleBasedStateMachine):
         self.runner.run(self.world.restart())
 
     @invariant()
-    def everything_that_nobody_asked_to_go_is_there(self) -> None:
+    def everything_that_no_one_asked_to_go_is_there(self) -> None:
         self.runner.run(self.check())
 
     async def check(self) -> None:

@@ -119,13 +119,13 @@ async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
     parts, most = 8, 2000
     with opened(registered=instance({f"tp{number}": 10 for number in range(parts)})) as rig:
         started = await rig.start(KEYS[:BATCH_KEYS])
-        told = [
+        outcome = [
             LocationChecksums([(f"tp{number}", 1 + key) for number in range(parts)]) for key in started.session.keys
         ]
         index, served = rig.manager.cache("i").index, [0]
         finish = asyncio.create_task(
             rig.manager.finish_write(
-                rig.manager.cache("i"), started.session.id, BlockMask(offset=BATCH_KEYS), reported=told
+                rig.manager.cache("i"), started.session.id, BlockMask(offset=BATCH_KEYS), reported=outcome
             )
         )
         while not finish.done():

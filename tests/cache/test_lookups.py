@@ -255,10 +255,10 @@ async def test_counts_are_merged_per_instance_and_none_is_lost(reads: list[tuple
     assert recorder.pending_count <= sum(map(Counter.total, expected))
     await recorder.drain()
     for counts, (_, backend) in zip(expected, caches, strict=True):
-        told: Counter[int] = Counter()
+        reported: Counter[int] = Counter()
         for page in backend.touched:
-            told.update(page)
-        assert told == counts
+            reported.update(page)
+        assert reported == counts
     assert recorder.dropped == 0
 
 

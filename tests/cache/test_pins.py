@@ -190,7 +190,7 @@ async def test_a_block_whose_time_is_up_stays_until_its_pin_ends(rig: Rig) -> No
     assert await rig.statuses([2]) == [[]]
 
 
-async def test_a_block_that_is_written_anew_is_not_held_by_the_old_pin(rig: Rig) -> None:
+async def test_a_block_that_is_written_again_is_not_held_by_the_old_pin(rig: Rig) -> None:
     await rig.store([1])
     await pin(rig, [1], 50)
     await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
@@ -281,7 +281,7 @@ async def test_a_pin_that_was_cut_off_before_its_document_costs_budget_until_its
         await pin(rig, [1])
 
 
-async def test_a_damaged_pin_holds_up_nobody(rig: Rig) -> None:
+async def test_a_damaged_pin_holds_up_no_one(rig: Rig) -> None:
     await rig.store([1, 2])
     damaged, good = await pin(rig, [1], 10), await pin(rig, [1, 2], 50)
     table = rig.tables.table("pins")
@@ -392,7 +392,7 @@ async def seconds_left(rig: Rig) -> list[list[float]]:
     return [[max(0.0, place.pinned_until - now) for place in record.locations] if record else [] for record in records]
 
 
-async def test_blocks_removed_between_look_and_mark_are_not_counted() -> None:
+async def test_blocks_removed_between_observe_and_mark_are_not_counted() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
         pinned = await begin(rig, 0, lambda: rig.manager.remove(rig.manager.cache("i"), [2], NO_MASK))
@@ -403,7 +403,7 @@ async def test_blocks_removed_between_look_and_mark_are_not_counted() -> None:
         assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [pinned]
 
 
-async def test_a_location_that_came_after_the_look_is_not_pinned() -> None:
+async def test_a_location_that_came_after_the_observe_is_not_pinned() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
         pinned = await begin(rig, 0, lambda: rig.store(KEYS[:1], min_replica_count=2))

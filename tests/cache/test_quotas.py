@@ -50,7 +50,7 @@ def new_index(max_key_count: int = 1 << 62) -> MetaIndex:
 INDEX = new_index()
 
 
-def room(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> FreeSpace:
+def space(ledger: UsageLedger, configured: InstanceGroup | Limits, index: MetaIndex = INDEX) -> FreeSpace:
     limits = Limits(configured) if isinstance(configured, InstanceGroup) else configured
     return now(ledger.free_space(limits, UID, index))
 
@@ -72,10 +72,10 @@ async def test_reserved_keys_count_until_they_end() -> None:
     """A reservation of three of five keys leaves two; one that was stored under it counts by itself afterwards."""
     ledger, configured, index = UsageLedger(), group(), new_index(max_key_count=5)
     reservation = reserve(ledger, configured, {}, 3, index)
-    assert room(ledger, configured, index).free_keys == 2
+    assert space(ledger, configured, index).free_keys == 2
     await index.read_modify_write([1], lambda _key, _old: BlockRecord(None, 0, (location("a"),)), reserved=True)
     ledger.settle(reservation, index)
-    assert room(ledger, configured, index).free_keys == 4
+    assert space(ledger, configured, index).free_keys == 4
 
 
 async def test_limits_are_those_that_are_configured_right_now() -> None:
@@ -134,14 +134,16 @@ def fits(limits: Limits, taken: Taking, place: StorageKey, size: int) -> bool:
     return holds
 
 
-ROOM_STEPS: st.SearchStrategy[Sequence[tuple[str, StorageKey, int, int]]] = st.lists(
+SPACE_STEPS: st.SearchStrategy[Sequence[tuple[str, StorageKey, int, int]]] = st.lists(
     st.tuples(st.sampled_from(GROUPS), st.sampled_from(PLACES), st.integers(0, 30), st.integers(0, 3)), max_size=16
 )
 SIZES = st.integers(0, 80)
 
 
 @settings(max_examples=examples(300))
-@given(steps=ROOM_STEPS, quotas=st.tuples(SIZES, SIZES, SIZES), on_type=SIZES, capacity=SIZES, kept=SIZES, shared=SIZES)
+@given(
+    steps=SPACE_STEPS, quotas=st.tuples(SIZES, SIZES, SIZES), on_type=SIZES, capacity=SIZES, kept=SIZES, shared=SIZES
+)
 def test_what_fits_is_within_every_limit(
     steps: Sequence[tuple[str, StorageKey, int, int]],
     quotas: tuple[int, int, int],
@@ -166,7 +168,7 @@ def test_what_fits_is_within_every_limit(
     taken: dict[str, Counter[StorageKey]] = {name: Counter() for name in GROUPS}
     open_reservations: list[Reservation] = []
     for name, place, size, what in steps:
-        offered = room(ledger, limits[name]).limit(place, size) is None
+        offered = space(ledger, limits[name]).limit(place, size) is None
         assert offered == fits(limits[name], taken, place, size)
         if offered:
             taken[name][place] += size
@@ -276,26 +278,26 @@ async def test_a_group_that_is_gone_gives_its_guarantee_up(rig: Rig) -> None:
     assert len((await rig.start(range(9))).chunks) == 4, "what it uses still counts"
 
 
-async def test_refused_writes_are_counted_and_told_by_group() -> None:
+async def test_refused_writes_are_counted_and_reported_by_group() -> None:
     """Wholly and partly refused ones; what leaves a group above a mark is told and not counted."""
-    told: list[str] = []
+    reported: list[str] = []
     with opened(group(capacity=4 * BLOCK)) as rig:
         above = False
-        manager = CacheManager(rig.registry, rig.storages, rig.clock, on_pressure=told.append)
+        manager = CacheManager(rig.registry, rig.storages, rig.clock, on_pressure=reported.append)
         manager.set_watermark_check(lambda _group: above)
         await manager.start_write(manager.cache("i"), WriteRequest([1, 2]))
-        assert (told, manager.usage.rejections) == ([], Counter())
+        assert (reported, manager.usage.rejections) == ([], Counter())
         await manager.start_write(manager.cache("i"), WriteRequest([1, 2, 3, 4, 5]))
-        assert (told, manager.usage.rejections) == (["group"], Counter(group=1))
+        assert (reported, manager.usage.rejections) == (["group"], Counter(group=1))
         with pytest.raises(CapacityError):
             await manager.start_write(manager.cache("i"), WriteRequest([6]))
-        assert (told, manager.usage.rejections) == (["group"] * 2, Counter(group=2))
+        assert (reported, manager.usage.rejections) == (["group"] * 2, Counter(group=2))
         above = True
         await manager.start_write(manager.cache("i"), WriteRequest([1, 2]))
-        assert len(told) == 2, "it wrote nothing"
+        assert len(reported) == 2, "it wrote nothing"
         change(rig, quota=InstanceGroupQuota(9 * BLOCK))
         await manager.start_write(manager.cache("i"), WriteRequest([7]))
-        assert (told, manager.usage.rejections) == (["group"] * 3, Counter(group=2))
+        assert (reported, manager.usage.rejections) == (["group"] * 3, Counter(group=2))
 
 
 STEPS = st.lists(

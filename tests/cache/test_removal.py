@@ -334,12 +334,12 @@ async def test_pinned_blocks_go_too_when_their_bytes_are_gone() -> None:
         assert await report(rig, part) == MissingReport(1, 0)
 
 
-@pytest.mark.parametrize("told", [1, SECOND, 2**63])
-async def test_another_checksum_than_the_recorded_one_is_not_believed(rig: Rig, told: int) -> None:
+@pytest.mark.parametrize("answer", [1, SECOND, 2**63])
+async def test_another_checksum_than_the_recorded_one_is_not_believed(rig: Rig, answer: int) -> None:
     """It was written again since, or is made up."""
     await store(rig, [1])
     first, _ = await parts_of(rig, 1)
-    assert await report(rig, first._replace(mismatched_checksum=told)) == MissingReport(0, 1)
+    assert await report(rig, first._replace(mismatched_checksum=answer)) == MissingReport(0, 1)
     assert await rig.statuses([1]) == [["SERVING"]]
     assert rig.manager.missing.mismatches == {}
 
@@ -407,7 +407,7 @@ async def pool_rig() -> PoolRig:
     return made
 
 
-async def test_a_write_that_was_under_way_is_found_by_the_second_look(pool_rig: PoolRig) -> None:
+async def test_a_write_that_was_under_way_is_found_by_the_second_observe(pool_rig: PoolRig) -> None:
     await pool_rig.store_blocks([1, 2])
     late = await pool_rig.start([3])
     (record,) = await pool_rig.manager.cache("i").index.get([3])

@@ -424,20 +424,20 @@ async def test_a_group_that_changes_its_global_quota_takes_its_usage_along(clien
     assert await world.reserve(manager, A, ON_NFS, 1), "as before it joined"
 
 
-async def test_rooms_tell_what_fits(client: RedisClient) -> None:
+async def test_spaces_report_what_fits(client: RedisClient) -> None:
     """As the reservation does right afterwards, while nobody else writes."""
     world, random = SharedWorld(client), Random(7)
     manager, answers = world.manager(), Counter[bool]()
     for _ in range(60):
         name, place, count = random.choice(list(GROUPS)), random.choice([ON_NFS, POOL]), random.randint(1, 6)
-        room = await manager.ledger.free_space(limits_of(name), GROUPS[name], manager.indexes[name])
-        told = room.limit(place, count * SIZE) is None
-        assert told == await world.reserve(manager, name, place, count), room.limit(place, count * SIZE)
-        answers[told] += 1
+        space = await manager.ledger.free_space(limits_of(name), GROUPS[name], manager.indexes[name])
+        reported = space.limit(place, count * SIZE) is None
+        assert reported == await world.reserve(manager, name, place, count), space.limit(place, count * SIZE)
+        answers[reported] += 1
     assert min(answers[True], answers[False]) > 5, answers
 
 
-async def test_what_is_used_is_heard_by_group_and_storage(client: RedisClient) -> None:
+async def test_what_is_used_is_received_by_group_and_storage(client: RedisClient) -> None:
     world = SharedWorld(client)
     writer, other = world.manager(), world.manager()
     for name, place, count in ((A, ON_NFS, 3), (A, POOL, 2), (C, ON_NFS, 1)):

@@ -91,7 +91,7 @@ def test_missing_specs(locations: list[Location], replicas: int, lacking: tuple[
     assert missing(*locations, replicas=replicas) == lacking
 
 
-def test_specs_that_nobody_asks_for_do_not_matter() -> None:
+def test_specs_that_no_one_asks_for_do_not_matter() -> None:
     record = BlockRecord(None, 0, (location("a", TP0),))
     assert missing_specs(record, INFOS[:1], VIEW, 1) == ()
     assert missing_specs(None, (), VIEW, 1) == ()
@@ -535,7 +535,7 @@ NONE_LEFT: dict[str, tuple[dict[str, str], type[KvcmError], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", NONE_LEFT)
-async def test_only_when_no_candidate_is_left_the_write_is_refused_and_told_why(world: World, case: str) -> None:
+async def test_only_when_no_candidate_is_left_the_write_is_refused_and_reported_why(world: World, case: str) -> None:
     faults, kind, texts = NONE_LEFT[case]
     await world.begin(*faults)
     for name, fault in faults.items():
@@ -550,7 +550,7 @@ async def test_only_when_no_candidate_is_left_the_write_is_refused_and_told_why(
     assert set(world.pressed) == ({"group"} if kind is CapacityError else set())
 
 
-async def test_a_next_candidate_without_room_in_its_limits_is_named_beside_the_one_that_refused(world: World) -> None:
+async def test_a_next_candidate_without_space_in_its_limits_is_named_beside_the_one_that_refused(world: World) -> None:
     await world.begin("p", "f", limits={"f": 1})
     await world.fill()
     assert await world.goes_to([1, 2]) == ["f"], "what fits of them"
@@ -570,7 +570,7 @@ async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_
         await world.start([1, 2])
 
 
-async def test_the_room_of_an_attempt_is_free_for_the_next_one_at_once(
+async def test_the_space_of_an_attempt_is_free_for_the_next_one_at_once(
     tmp_path: Path, redis_standalone: Standalone
 ) -> None:
     """Also where other managers count with it: nothing is sent here but what the write itself sends."""
@@ -635,7 +635,7 @@ async def test_what_is_full_is_read_and_written_to_last(rig: Rig) -> None:
     assert await hosts(rig, [5]) == ["slow"], "it may have been emptied a moment ago"
 
 
-async def test_with_no_candidate_left_the_caller_is_told_so(rig: Rig) -> None:
+async def test_with_no_candidate_left_the_caller_is_reported_so(rig: Rig) -> None:
     await rig.store(KEYS)
     down(rig)
     down(rig, "slow2")

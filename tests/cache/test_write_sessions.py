@@ -98,7 +98,7 @@ async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
         assert again.mask == BlockMask(offset=2)
 
 
-async def test_replicas_go_to_whoever_asks_for_them(rig: Rig) -> None:
+async def test_replicas_go_to_whichever_asks_for_them(rig: Rig) -> None:
     await rig.store([1])
     assert (await rig.start([1], min_replica_count=1)).mask == BlockMask(offset=1)
     await rig.store([1], min_replica_count=2)
@@ -220,7 +220,7 @@ def asking_as(name: str) -> Iterator[None]:
         call_context.reset(before)
 
 
-async def test_a_repeated_finish_is_told_what_the_first_one_was_told_for_a_minute(rig: Rig) -> None:
+async def test_a_repeated_finish_is_reported_what_the_first_one_was_reported_for_a_minute(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
     await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
     first = await rig.manager.finish_write(
@@ -247,27 +247,27 @@ async def test_a_repeated_finish_is_told_what_the_first_one_was_told_for_a_minut
         (ALL_THREE, BlockMask(flags=(True,)), "has 1 entries.* 3"),
     ],
 )
-async def test_a_repeat_with_another_mask_is_told_what_was_said(
+async def test_a_repeat_with_another_mask_is_reported_what_was_said(
     rig: Rig, first: BlockMask, other: BlockMask, named: str
 ) -> None:
     started = await rig.start([1, 2, 3])
-    told = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first)
+    answer = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first)
     statuses = await rig.statuses([1, 2, 3])
     with pytest.raises(InvalidArgumentError, match=named):
         await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, other)
     assert await rig.statuses([1, 2, 3]) == statuses
-    assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first) == told
+    assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first) == answer
 
 
 async def test_a_repeat_is_for_who_started_the_session_and_for_its_instance(rig: Rig) -> None:
     await rig.manager.register_instance(instance())
     with asking_as("one"):
         started = await rig.start([1, 2, 3])
-        told = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
+        answer = await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
     with asking_as("another"), pytest.raises(InvalidArgumentError, match=UNKNOWN):
         await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE)
     with asking_as("one"):
-        assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE) == told
+        assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, ALL_THREE) == answer
         with pytest.raises(InvalidArgumentError, match=UNKNOWN):
             await rig.manager.renew_write(rig.manager.cache("i"), started.session.id, 30)
         await rig.manager.remove_instance("i")
@@ -297,7 +297,7 @@ async def test_so_is_one_whose_end_by_deadline_was_cut_off(rig: Rig, mask: Block
     assert await rig.statuses([1, 2, 3]) == [["DELETING"]] * 3
 
 
-async def test_a_decision_that_was_carried_out_by_somebody_else_is_repeated(rig: Rig) -> None:
+async def test_a_decision_that_was_carried_out_by_someone_else_is_repeated(rig: Rig) -> None:
     """The manager that was asked died behind its decision; the client comes back after the leader looked after it."""
     session = (await rig.start([1, 2, 3])).session
     sessions = rig.tables.table("sessions", 16)
@@ -306,11 +306,11 @@ async def test_a_decision_that_was_carried_out_by_somebody_else_is_repeated(rig:
     rig.wait(5)
     await rig.manager.expire()
     assert await sessions.all() == {}
-    told = await rig.manager.finish_write(rig.manager.cache("i"), session.id, BlockMask(offset=0))
-    assert told == FinishedWrite(served=0, dropped=3, vanished=0)
+    answer = await rig.manager.finish_write(rig.manager.cache("i"), session.id, BlockMask(offset=0))
+    assert answer == FinishedWrite(served=0, dropped=3, vanished=0)
 
 
-async def test_of_two_who_carry_out_one_decision_the_first_tells_for_both() -> None:
+async def test_of_two_who_carry_out_one_decision_the_first_reports_for_both() -> None:
     """Blocks may be removed between the two: what they found differs."""
     table, clock = MemoryTable(), FakeClock()
     decided = WriteSession("s", 1, 30.0, "l", (1, 2), (True, True))
@@ -395,15 +395,15 @@ async def test_a_full_server_lets_sessions_be_finished_and_finished_again(lone: 
         started = await manager.start_write(manager.cache("i"), WriteRequest((1, 2, 3)))
         with lone.server.admin() as server:
             server.config_set("maxmemory", 1)
-            told = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
-            assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == told
+            answer = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
+            assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == answer
             (key,) = [key for key in server.keys("*:o{sessions.*}*") if started.session.id.encode() in key]
             assert 0 < server.pttl(key) <= REPEAT_SECONDS * 1000, "the server forgets it by itself"
     finally:
         await rig.metadata.close()
 
 
-async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_same(
+async def test_a_manager_that_was_restarted_over_its_data_directory_reports_the_same(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     settings, clock = Settings(data_dir=str(tmp_path_factory.mktemp("rocks")), fsync="never"), FakeClock()
@@ -411,13 +411,13 @@ async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_sa
     await rig.configure(instances=("i",))
     manager = await manager_on(rig)
     started = await manager.start_write(manager.cache("i"), WriteRequest((1, 2, 3)))
-    told = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
+    answer = await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE)
     for seconds in (0.0, REPEAT_SECONDS - 1.0):
         await rig.metadata.close()
         clock.time += seconds
         rig = await rig_on(settings, clock)
         manager = await manager_on(rig)
-        assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == told
+        assert await manager.finish_write(manager.cache("i"), started.session.id, ALL_THREE) == answer
         assert (await rig.verified()).findings == []
     await rig.metadata.close()
     clock.time += 1.0
@@ -443,10 +443,10 @@ async def recorded(rig: Rig, keys: Sequence[int]) -> list[dict[str, int]]:
 
 
 async def finish_with_checksums(
-    rig: Rig, started: StartedWrite, told: Sequence[LocationChecksums], success: BlockMask | None = None
+    rig: Rig, started: StartedWrite, answer: Sequence[LocationChecksums], success: BlockMask | None = None
 ) -> FinishedWrite:
     success = success or BlockMask(offset=len(started.chunks))
-    return await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, success, reported=told)
+    return await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, success, reported=answer)
 
 
 def of_both(first: int, second: int) -> LocationChecksums:
@@ -474,13 +474,13 @@ async def test_the_checksum_of_a_location_is_that_of_its_only_part() -> None:
     """It counts where the part's own is 0, and nowhere where there are two parts."""
     with opened(registered=instance(groups=GROUPS)) as rig:
         started = await rig.start([1, 2, 3, 4], spec_groups=["first", "second", "first", "both"])
-        told = [
+        answer = [
             LocationChecksums([], 7),
             LocationChecksums([("tp1", 0)], MOST),
             LocationChecksums([("tp0", 8)], 9),
             LocationChecksums([("tp0", 0)], 10),
         ]
-        await finish_with_checksums(rig, started, told)
+        await finish_with_checksums(rig, started, answer)
         assert await recorded(rig, [1, 2, 3, 4]) == [{"tp0": 7}, {"tp1": MOST}, {"tp0": 8}, {"tp0": 0, "tp1": 0}]
 
 
@@ -492,7 +492,7 @@ async def test_a_part_that_the_location_does_not_have_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("answer", "message"),
     [
         ([LocationChecksums([], 5)], "locations has 1 entries, must have none, or one per location .* returned: 2"),
         ([LocationChecksums([], 5)] * 3, "locations has 3 entries, .*: 2"),
@@ -508,20 +508,20 @@ async def test_a_part_that_the_location_does_not_have_is_left_out() -> None:
     ],
 )
 async def test_what_does_not_fit_is_refused_and_the_session_stays_open(
-    rig: Rig, told: list[LocationChecksums], message: str
+    rig: Rig, answer: list[LocationChecksums], message: str
 ) -> None:
     started = await rig.start([1, 2])
     with pytest.raises(InvalidArgumentError, match=message):
-        await finish_with_checksums(rig, started, told)
+        await finish_with_checksums(rig, started, answer)
     assert await rig.statuses([1, 2]) == [["WRITING"], ["WRITING"]]
     await finish_with_checksums(rig, started, [of_both(1, 2)] * 2)
     assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}] * 2
 
 
-async def test_what_is_told_of_blocks_that_were_not_written_does_not_count(rig: Rig) -> None:
+async def test_what_is_reported_of_blocks_that_were_not_written_does_not_count(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
-    told = [LocationChecksums([("nonsense", 1)]), of_both(3, 4), LocationChecksums([("tp0", 1), ("tp0", 2)])]
-    await finish_with_checksums(rig, started, told, BlockMask(flags=(False, True, False)))
+    answer = [LocationChecksums([("nonsense", 1)]), of_both(3, 4), LocationChecksums([("tp0", 1), ("tp0", 2)])]
+    await finish_with_checksums(rig, started, answer, BlockMask(flags=(False, True, False)))
     assert await recorded(rig, [2]) == [{"tp0": 3, "tp1": 4}]
 
 
@@ -557,11 +557,11 @@ async def test_a_removed_block_takes_no_checksums_and_stays_removed(rig: Rig) ->
 # ── How they are stored ──────────────────────────────────────────────────────────────────────────────────────────────
 
 SESSION = WriteSession("s", 7, 12.5, "l", (1, -2), (True, False))
-TOLD = asyncio.run(checksums_of([of_both(1, MOST), of_both(2, 3)], SESSION.decision or (), ("tp0", "tp1")))
+REPORTED = asyncio.run(checksums_of([of_both(1, MOST), of_both(2, 3)], SESSION.decision or (), ("tp0", "tp1")))
 
 
 @pytest.mark.parametrize("decision", [None, SESSION.decision])
-@pytest.mark.parametrize("checksums", [NO_CHECKSUMS, TOLD])
+@pytest.mark.parametrize("checksums", [NO_CHECKSUMS, REPORTED])
 @pytest.mark.parametrize("hint", [(0, 0.0), (-3, 0.0), (0, 99.5), (3, 9.5)])
 def test_decision_checksums_and_hint_are_stored_with_the_session(
     decision: tuple[bool, ...] | None, checksums: Checksums, hint: tuple[int, float]
@@ -583,7 +583,7 @@ def test_a_session_without_hint_and_checksums_is_read_and_written_as_ever() -> N
 
 
 def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
-    fields = msgspec.msgpack.decode(replace(SESSION, checksums=TOLD).encoded())
+    fields = msgspec.msgpack.decode(replace(SESSION, checksums=REPORTED).encoded())
     damaged = msgspec.msgpack.encode([*fields[:-1], fields[-1][:-8]])
     with pytest.raises(StorageIOError, match="cannot be read"):
         WriteSession.decoded("s", damaged)
@@ -597,10 +597,10 @@ def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
     ),
     most=st.integers(1, 7),
 )
-def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
-    told = [LocationChecksums(list(row.items()), of_only) for _, row, of_only in rows]
+def test_what_was_reported_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
+    answer = [LocationChecksums(list(row.items()), of_only) for _, row, of_only in rows]
     keys = range(100, 100 + len(rows))
-    stored = asyncio.run(checksums_of(told, [is_written for is_written, _, _ in rows], ("a", "b", "c")))
+    stored = asyncio.run(checksums_of(answer, [is_written for is_written, _, _ in rows], ("a", "b", "c")))
     assert len(stored.values) == 8 * len(keys) * len(stored.names)
     expected = {}
     for key, (is_written, row, of_only) in zip(keys, rows, strict=True):

@@ -134,7 +134,7 @@ def test_lost_memory_loses_blocks(
     assert load(engine, client.match(keys).locations[0]) == (content(1, 0, BLOCK_BYTES), None)
 
 
-def test_an_agent_tells_the_manager_and_engines_use_its_memory(
+def test_an_agent_reports_the_manager_and_engines_use_its_memory(
     manager: ManagerProcess,
     client: ManagerClient,
     pool: str,
@@ -162,7 +162,7 @@ def test_an_agent_tells_the_manager_and_engines_use_its_memory(
     until(lambda: not client.match_length([1, 2, 3]), "blocks of a pool without reports are missing")
 
 
-async def test_coroutines_tell_and_ask_the_same(manager: ManagerProcess, engine: TransferEngine, pool: str) -> None:
+async def test_coroutines_report_and_ask_the_same(manager: ManagerProcess, engine: TransferEngine, pool: str) -> None:
     (attached,) = engine.pools()
     async with AsyncManagerClient(manager.address, "any", ClientSettings(10.0, node_id=NODE)) as client:
         report = await client.report_pool(pool, NODE, attached.generation, attached.capacity_bytes)

@@ -136,7 +136,7 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
     raise AssertionError("the worker was always quicker")
 
 
-def test_nobody_writes_where_a_stopped_writer_may_come_back(
+def test_no_one_writes_where_a_stopped_writer_may_come_back(
     mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
     stamp = stopped_in_a_copy(worker, segment, 100)

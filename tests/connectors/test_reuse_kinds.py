@@ -68,12 +68,12 @@ def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: 
     run(reuse, ids, max_new_tokens=1)
     seen: list[bytes] = []
 
-    def look(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+    def observe(module: Any, arguments: Any, options: dict[str, Any]) -> None:
         if reuse.parts.state:
             layers = options["past_key_values"].layers
             seen.append(pack_state(reuse.parts.state, layers, 0).numpy().tobytes())
 
-    with model.register_forward_pre_hook(look, with_kwargs=True):
+    with model.register_forward_pre_hook(observe, with_kwargs=True):
         output, report = run(reuse, ids, max_new_tokens=1, return_dict_in_generate=True)
     assert report.loaded_tokens == 96
     blocks = find(reuse, ids)

@@ -137,7 +137,7 @@ def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(link: Man
     assert len(link.client.match(keys, spec_names=PARTS).locations) == 3
 
 
-def test_lost_and_corrupt_parts_are_told_apart_and_the_others_arrive(
+def test_lost_and_corrupt_parts_are_reported_apart_and_the_others_arrive(
     manager: ManagerProcess, link: ManagerLink
 ) -> None:
     keys = keys_of(*range(100, 103))
@@ -438,19 +438,19 @@ def test_a_caller_that_waits_gets_the_tray_that_comes_back() -> None:
 # ---- Counts of connectors: nothing is lost or counted twice, in whatever intervals and on whatever ranks ----
 
 NAMES = ("lookups", "saved_blocks")
-DEEDS = st.one_of(
+ACTIONS = st.one_of(
     st.tuples(st.just("add"), st.sampled_from(NAMES), st.integers(0, 9)),
     st.tuples(st.just("observe"), st.just("load_seconds"), st.sampled_from([0.0001, 0.002, 0.5, 99.0])),
     st.tuples(st.just("take"), st.none(), st.none()),
 )
 
 
-@given(st.lists(DEEDS, max_size=40))
-def test_the_takings_add_up_to_the_total(deeds: list[tuple[str, str, float]]) -> None:
+@given(st.lists(ACTIONS, max_size=40))
+def test_the_takings_add_up_to_the_total(actions: list[tuple[str, str, float]]) -> None:
     counted, taken = ReuseStatistics(), Snapshot()
     model: dict[str, float] = dict.fromkeys(NAMES, 0)
     seconds: list[float] = []
-    for deed, name, value in deeds:
+    for deed, name, value in actions:
         if deed == "add":
             counted.add(**{name: int(value)})
             model[name] += value

@@ -165,7 +165,7 @@ def test_one_rank_saves_for_all_when_rows_are_latent(open_store: Open) -> None:
     assert pages_of(second)[:2] == expected
 
 
-def test_a_damaged_page_is_a_miss_that_the_manager_hears_of(open_store: Open) -> None:
+def test_a_damaged_page_is_a_miss_that_the_manager_receives_of(open_store: Open) -> None:
     store = open_store()
     store.save(_HASHES[:4], slots(0, 1, 2, 3))
     damage(uris(store, _HASHES[:4])[2])
@@ -178,7 +178,7 @@ def test_a_damaged_page_is_a_miss_that_the_manager_hears_of(open_store: Open) ->
     assert store.statistics.total()["corrupt_parts"] == 1
 
 
-def test_a_page_whose_file_is_gone_is_a_miss_that_the_manager_hears_of(open_store: Open) -> None:
+def test_a_page_whose_file_is_gone_is_a_miss_that_the_manager_receives_of(open_store: Open) -> None:
     store = open_store()
     store.save(_HASHES[:2], slots(0, 1))
     found = uris(store, _HASHES[:1])[0]

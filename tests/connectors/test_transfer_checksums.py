@@ -103,7 +103,7 @@ def test_pieces_of_any_type_count_by_their_bytes() -> None:
     )
 
 
-def test_a_digest_of_0_is_told_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_of_0_is_reported_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 means that there is none; nobody knows bytes whose digest it is."""
 
     class Zero:
@@ -120,7 +120,9 @@ def test_a_digest_of_0_is_told_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── Saves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_save_tells_the_checksum_of_what_it_was_given(new_engine: Callable[..., TransferEngine], root: Path) -> None:
+def test_a_save_reports_the_checksum_of_what_it_was_given(
+    new_engine: Callable[..., TransferEngine], root: Path
+) -> None:
     """Of pieces that lie apart in memory, as KV does."""
     blocks = range(20)
     items = []
@@ -136,7 +138,7 @@ def test_a_save_tells_the_checksum_of_what_it_was_given(new_engine: Callable[...
     assert [result.moved_bytes for result in results] == [SIZE] * 20
 
 
-def test_without_checksums_none_is_told(new_engine: Callable[..., TransferEngine], root: Path) -> None:
+def test_without_checksums_none_is_reported(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     results = new_engine().save(to_save(root, range(4)), DEADLINE)
     assert [result.checksum for result in results] == [0] * 4
     assert results[0] is moved(SIZE)  # nothing is made anew per item
@@ -337,10 +339,10 @@ def test_ranges_that_are_all_of_a_part_are_loaded_as_the_part() -> None:
     assert memory == b"a" * 8 + b"b" * 8
 
 
-@pytest.mark.parametrize(("ranges", "room"), [([(0, 65)], 65), ([(-1, 4)], 4), ([(60, 5)], 5), ([(0, 0)], 0)])
-def test_ranges_outside_the_part_are_named(ranges: list[tuple[int, int]], room: int) -> None:
+@pytest.mark.parametrize(("ranges", "space"), [([(0, 65)], 65), ([(-1, 4)], 4), ([(60, 5)], 5), ([(0, 0)], 0)])
+def test_ranges_outside_the_part_are_named(ranges: list[tuple[int, int]], space: int) -> None:
     with pytest.raises(InvalidArgumentError, match="must lie in the part's 64"):
-        range_items(uri(Path("/r/c/f"), PART_BYTES), ranges, memoryview(bytearray(room)))
+        range_items(uri(Path("/r/c/f"), PART_BYTES), ranges, memoryview(bytearray(space)))
 
 
 def test_memory_of_another_size_is_named() -> None:

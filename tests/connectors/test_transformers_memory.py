@@ -116,7 +116,7 @@ def test_the_memory_is_there_once_and_never_more() -> None:
     assert pool.acquire(BLOCKS + 1) is None
 
 
-def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
+def test_kept_blocks_are_found_until_their_space_is_needed() -> None:
     pool = BlockPool(parts(), 4)
     first = pool.acquire(3)
     assert first is not None
@@ -183,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(owners.pop(number % len(owners)))
 
     @invariant()
-    def everything_that_nobody_holds_can_be_taken(self) -> None:
+    def everything_that_no_one_holds_can_be_taken(self) -> None:
         held = {block for blocks in self.taken + self.shared for block in blocks}
         assert self.pool.available == BLOCKS - len(held)
 

@@ -16,14 +16,14 @@ from kvcm.connectors.transfer.usrbio import Request, UsrbioMover
 from kvcm.model.uri import LocationUri
 
 STORAGE = "fs_01"
-ROOM = 1024
+SPACE = 1024
 
 
 class PlainRings:
     """Does with positioned reads and writes what 3FS would do."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(bytearray(ROOM))
+        self.memory = memoryview(bytearray(SPACE))
         self.registered: set[int] = set()
         self.batches: list[int] = []
         self.fails: OSError | None = None
@@ -97,7 +97,7 @@ def test_saved_items_are_loaded_in_batches_that_fit(root: Path, rings: PlainRing
     loaded = emptied(saved)
     assert failures(engine.load(loaded, DEADLINE)) == [None] * 10
     assert [bytes_of(item) for item in loaded] == [bytes_of(item) for item in saved]
-    assert max(rings.batches) <= ROOM // 300
+    assert max(rings.batches) <= SPACE // 300
     layer = TransferItem(saved[0].uri, [memoryview(bytearray(7))], 100)
     assert failures(engine.load([layer], DEADLINE)) == [None]
     assert bytes_of(layer) == bytes_of(saved[0])[100:107]
@@ -118,7 +118,7 @@ def test_items_fail_alone(root: Path, rings: PlainRings, mover: UsrbioMover) -> 
     results = mover.load(loaded, DEADLINE)
     assert failures(results) == [None, Failure.LOST, Failure.LOST, Failure.REFUSED, Failure.REFUSED, Failure.ERROR]
     assert bytes_of(loaded[0]) == bytes_of(saved[0])
-    large = items(root, ROOM + 1, 1)
+    large = items(root, SPACE + 1, 1)
     assert failures(mover.save(large, DEADLINE)) == [Failure.REFUSED]
     mover.close()
 

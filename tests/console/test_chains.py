@@ -89,7 +89,7 @@ def test_what_is_no_list_of_numbers_is_refused(text: str, are_tokens: bool, reas
         numbers_in(text, are_tokens=are_tokens)
 
 
-def test_blocks_that_are_alike_are_one_run() -> None:
+def test_blocks_that_are_same_are_one_run() -> None:
     blocks = [block(place) for place in range(640)] + [block(640 + place, "writing") for place in range(60)]
     blocks += [block(700 + place, "absent") for place in range(300)]
     chain = chain_of(document(blocks))
@@ -142,7 +142,7 @@ def test_runs_have_every_block_once(states: list[str]) -> None:
     st.lists(st.sampled_from(["serving", "serving", "serving", "writing", "absent"]), min_size=1, max_size=60),
     st.integers(1, 20),
 )
-def test_a_chain_told_in_pieces_is_the_same(states: list[str], size: int) -> None:
+def test_a_chain_reported_in_pieces_is_the_same(states: list[str], size: int) -> None:
     blocks = [block(place, state) for place, state in enumerate(states)]
     assert in_pieces(blocks, size) == in_pieces(blocks, len(blocks))
 

@@ -62,7 +62,7 @@ def test_what_is_required_is_filled_in() -> None:
         *[("count", "1.5"), ("count", "٣"), ("used_percentage", "-1")],
     ],
 )
-def test_what_is_no_number_is_told_beside_its_field(name: str, text: str) -> None:
+def test_what_is_no_number_is_reported_beside_its_field(name: str, text: str) -> None:
     sheet = Sheet.filled(FIELDS, {"name": "disk", name: text})
     with pytest.raises(RefusedError) as caught:
         sheet.document()
@@ -97,7 +97,7 @@ def test_what_names_no_field_stands_above_all() -> None:
     assert (sheet.fault, sheet.faults) == ("the counter of nothing is away", {})
 
 
-def test_whoever_is_signed_out_signs_in_again() -> None:
+def test_whichever_is_signed_out_signs_in_again() -> None:
     with pytest.raises(RefusedError):
         Sheet.blank(FIELDS).refused(RefusedError(401, {"detail": "name"}))
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_read_is_put_beside_its_field() -> None:
     assert faults.keys() == {"quota.capacity", "cache_config.meta_indexer_config.max_key_count"}
 
 
-def test_changes_are_told_as_people_typed_them() -> None:
+def test_changes_are_reported_as_people_typed_them() -> None:
     group = document(quota=QUOTA)
     (quota, ttl) = changes_of(typed(group, capacity="2 GiB", ttl_seconds="12h"), group)
     assert (quota.label, quota.before, quota.after) == ("Quota", "4 GiB", "2 GiB")
@@ -219,45 +219,45 @@ def test_types_of_storages_follow_from_their_documents() -> None:
     assert storage_types([{"nfs": {}}, {"mooncake": {}, "nfs": None}, {"nfs": {}}]) == ["ST_MOONCAKE", "ST_NFS"]
 
 
-def _told(used: dict[str, int], quota: dict[str, Any], mark: float = 0.8, **more: Any) -> list[str]:
+def _reported(used: dict[str, int], quota: dict[str, Any], mark: float = 0.8, **more: Any) -> list[str]:
     strategy = {"trigger_strategy": {"used_percentage": mark, **more.pop("trigger", {})}}
     config = {"reclaim_strategy": strategy, "meta_indexer_config": {"max_key_count": more.pop("max_key_count", 0)}}
     return consequences(document(quota=quota, cache_config=config), group_usage("g", used, **more))
 
 
 def test_limits_that_hold_have_no_consequences() -> None:
-    assert _told(usage(80, 100), {"capacity": 100 * MIB}) == []
+    assert _reported(usage(80, 100), {"capacity": 100 * MIB}) == []
 
 
-def test_a_smaller_quota_tells_how_much_is_evicted_and_what_is_refused() -> None:
-    evicted, refused = _told(usage(90, 200), {"capacity": 50 * MIB}, pinned_bytes=10 * MIB)
+def test_a_smaller_quota_reports_how_much_is_evicted_and_what_is_refused() -> None:
+    evicted, refused = _reported(usage(90, 200), {"capacity": 50 * MIB}, pinned_bytes=10 * MIB)
     assert "eviction begins above 40.0 MiB: about 51.0 MiB will be evicted" in evicted
     assert evicted.endswith("will be evicted, but 10.0 MiB are pinned and stay.")
     assert refused == "It uses 90.0 MiB of 50.0 MiB: writes are refused until that much is deleted."
 
 
 def test_without_a_mark_nothing_is_evicted() -> None:
-    (refused,) = _told(usage(90, 200), {"capacity": 50 * MIB}, mark=2.0)
+    (refused,) = _reported(usage(90, 200), {"capacity": 50 * MIB}, mark=2.0)
     assert "until blocks are removed: it has no mark" in refused
 
 
 def test_what_is_being_deleted_counts_as_gone() -> None:
-    assert _told(usage(100, 100, deleting=30), {"capacity": 100 * MIB}) == []
+    assert _reported(usage(100, 100, deleting=30), {"capacity": 100 * MIB}) == []
 
 
 def test_the_lowest_mark_counts() -> None:
-    (evicted,) = _told(usage(70, 100), {"capacity": 100 * MIB}, trigger={"used_size": 50 * MIB})
+    (evicted,) = _reported(usage(70, 100), {"capacity": 100 * MIB}, trigger={"used_size": 50 * MIB})
     assert "above 50.0 MiB: about 21.0 MiB" in evicted
 
 
-def test_quotas_of_types_and_limits_of_keys_are_told_apart() -> None:
+def test_quotas_of_types_and_limits_of_keys_are_reported_apart() -> None:
     types = [{"storage_type": "ST_NFS", "usage": usage(30, -1)}]
     instances = [{"instance_id": "i", "key_count": 90}, {"instance_id": "j", "key_count": 80}]
     quota = {"capacity": 1000 * MIB, "quota_config": [{"storage_type": "ST_NFS", "capacity": 20 * MIB}]}
-    found = _told(usage(30, 1000), quota, types=types, instances=instances, max_key_count=100)
+    found = _reported(usage(30, 1000), quota, types=types, instances=instances, max_key_count=100)
     assert found[0].startswith("On file storages it uses 30.0 MiB, and eviction begins above 16.0 MiB")
     assert found[1].startswith("On file storages it uses 30.0 MiB of 20.0 MiB: writes are refused")
     assert found[2] == "Instance i has 90 blocks, and 100 are allowed: about 12 will be evicted."
     assert len(found) == 3
-    without = _told(usage(1, 9), {"capacity": 9 * MIB}, mark=0.0, instances=instances, max_key_count=85)
+    without = _reported(usage(1, 9), {"capacity": 9 * MIB}, mark=0.0, instances=instances, max_key_count=85)
     assert without == ["Instance i has 90 blocks, and 85 are allowed: new ones are refused."]

@@ -78,9 +78,9 @@ def scrub(**report: int) -> Any:
     return {"kind": "scrub", "report": {**found, **report}}
 
 
-def test_a_look_that_found_something_can_be_followed_by_the_deed() -> None:
-    look = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=True)
-    assert (look.headline, look.has_work) == ("3 of them, 3.0 MiB, would be freed; nothing was changed.", True)
+def test_a_observe_that_found_something_can_be_followed_by_the_deed() -> None:
+    observe = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=True)
+    assert (observe.headline, observe.has_work) == ("3 of them, 3.0 MiB, would be freed; nothing was changed.", True)
     done = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=False)
     assert (done.headline, done.has_work) == ("3 of them, 3.0 MiB, were freed.", False)
     assert ("Blocks whose prefix is gone", "3") in done.rows
@@ -101,7 +101,7 @@ def drain(name: str, state: str) -> dict[str, Any]:
     return {"kind": "drain", "storage": name, "state": state, "left_bytes": 1, "reason": "", "started_ms": 1}
 
 
-def test_storages_that_somebody_should_look_at_come_first() -> None:
+def test_storages_that_someone_should_observe_at_come_first() -> None:
     found = storage_views(
         [
             *(storage("b"), storage("a"), storage("draining"), storage("new", "SH_UNSPECIFIED")),
@@ -117,7 +117,7 @@ def test_storages_that_somebody_should_look_at_come_first() -> None:
     }  # fmt: skip
 
 
-def test_a_storage_tells_what_is_known_of_it() -> None:
+def test_a_storage_reports_what_is_known_of_it() -> None:
     usage = {"usage": {"used_bytes": 7}, "deletion_backlog": 2, "deletion_failures": 3, "oversubscription": 1.5}
     (view,) = storage_views(
         [storage("old", reason="slow")], {"storages": [{"storage_unique_name": "old", **usage}]}, [drain("old", "done")]
@@ -157,7 +157,7 @@ def test_instances_know_the_bytes_of_their_blocks_and_what_they_use() -> None:
         ({"expires_at_ms": 20 * 86_400_000}, "all groups", "", False),
     ],
 )
-def test_keys_tell_where_they_count_and_whether_they_end_soon(
+def test_keys_report_where_they_count_and_whether_they_end_soon(
     changes: dict[str, Any], scope: str, verbs: str, ends_soon: bool
 ) -> None:
     key = {"key_id": "k", "name": "n", "role": "ROLE_ENGINE", "instance_groups": [], "verbs": [], "account": ""}
@@ -244,15 +244,15 @@ def test_the_headline_names_what_is_full() -> None:
         groups = [group_usage(f"g{number}", total) for number, total in enumerate(totals)]
         return tuple(headline(group_cards(groups, alerts, QUIET), alerts))
 
-    full, room = usage(100, 100), usage(1, 100, 80, 78)
-    assert line(room) == ("Nothing is wrong.", "good")
-    assert line(full, room) == ("Group g0 is full.", "bad")
+    full, space = usage(100, 100), usage(1, 100, 80, 78)
+    assert line(space) == ("Nothing is wrong.", "good")
+    assert line(full, space) == ("Group g0 is full.", "bad")
     assert line(full, full) == ("Group g0 is full and g1 is full.", "bad")
     assert line(*[full] * 5)[0] == "Group g0 is full, g1 is full, g2 is full and 2 more groups are in trouble."
     assert line(usage(85, 100, 80, 78)) == ("1 group is short of space; nothing is refused.", "warn")
     urgent, low = alert("page", "storage", "disk"), alert("ticket", "manager", "m")
-    assert line(room, alerts=(urgent,)) == ("1 other thing needs attention.", "bad")
-    assert line(room, alerts=(low, alert("info", "cluster", ""))) == ("1 other thing needs attention.", "warn")
+    assert line(space, alerts=(urgent,)) == ("1 other thing needs attention.", "bad")
+    assert line(space, alerts=(low, alert("info", "cluster", ""))) == ("1 other thing needs attention.", "warn")
     assert line(full, alerts=(urgent, low)) == ("Group g0 is full; 2 other things need attention.", "bad")
 
 
@@ -295,7 +295,7 @@ def test_charts_of_a_group_have_every_kind_of_storage() -> None:
     assert [*used.lines] == [("used on file", [2.0]), ("used on hf3fs", [1.0]), ("quota", [4.0])]
 
 
-def test_what_is_lost_with_a_group_is_told_before() -> None:
+def test_what_is_lost_with_a_group_is_reported_before() -> None:
     instances = [{"key_count": 1}, {"key_count": 2}]
     assert len(losses_of(group_usage("g", usage(0, 1)))) == 1
     assert "Its instance stays readable" in losses_of(group_usage("g", usage(3, 4), instances=instances[:1]))[1]
@@ -310,7 +310,7 @@ def test_who_is_refused_is_in_the_headline_however_urgent_that_is() -> None:
     assert headline(cards, low).text == "Group g refuses writes."
 
 
-def test_a_group_without_a_storage_is_not_said_to_have_room() -> None:
+def test_a_group_without_a_storage_is_not_said_to_have_space() -> None:
     without = {**alert("page", "group", "g"), "name": "KvcmGroupWithoutStorage"}
     cards = group_cards([group_usage("g", usage(1, 100, 80, 78))], [without], QUIET)
     assert (cards[0].state, cards[0].kind) == ("no storage", "bad")

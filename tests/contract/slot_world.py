@@ -198,7 +198,7 @@ class SlotWorld:
         picked = {self.random.choice(self._order) for _ in range(min(count, len(self._order)))}
         return [self.live[slot] for slot in sorted(picked)]
 
-    def look_at_space(self, *, by_blocks: bool = True) -> int:
+    def observe_at_space(self, *, by_blocks: bool = True) -> int:
         """Return the bytes that all files take up, those with notes too: blocks, or where a file system has no holes
         their length."""
         found = sum(each.st_blocks * 512 if by_blocks else each.st_size for each in _files(str(self.root)))
@@ -240,9 +240,9 @@ async def live_through(world: SlotWorld, operations: int, most_live: int, *, by_
             writes.append(await world.create(count))
         else:
             victims = _victims(world, writes, count)
-            room = min((goal - len(world.live) + len(victims)) // len(world.specs), count)
-            if room > 0 and random.random() < 0.5:
-                writes.append(await world.evict(victims, room))
+            space = min((goal - len(world.live) + len(victims)) // len(world.specs), count)
+            if space > 0 and random.random() < 0.5:
+                writes.append(await world.evict(victims, space))
             else:
                 await world.delete(victims)
         if random.random() < 0.004:
@@ -250,11 +250,11 @@ async def live_through(world: SlotWorld, operations: int, most_live: int, *, by_
         if random.random() < 0.02:
             await world.delete_stale()
         if steps % 50 == 0:
-            world.look_at_space(by_blocks=by_blocks)
+            world.observe_at_space(by_blocks=by_blocks)
         if steps % 500 == 0:
             writes = [left for each in writes if (left := _still_live(world, each))]
             goal = random.choice([most_live, most_live, most_live // 2])
-    world.look_at_space(by_blocks=by_blocks)
+    world.observe_at_space(by_blocks=by_blocks)
     await world.check_all()
 
 

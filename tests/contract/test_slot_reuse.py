@@ -271,7 +271,7 @@ async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
     assert not {*slots(await world.create(4))} & {*slots(uris)}
 
 
-async def test_what_is_free_stays_free_when_the_storage_is_configured_anew(world: SlotWorld, tmp_path: Path) -> None:
+async def test_what_is_free_stays_free_when_the_storage_is_configured_again(world: SlotWorld, tmp_path: Path) -> None:
     uris = await with_free_slots(world)
     same = world.opened()
     same.take_over(world.storage)

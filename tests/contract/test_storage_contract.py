@@ -138,7 +138,7 @@ async def test_what_was_written_is_listed(storage: StorageBackend, instance_id: 
     assert sum(each.size_bytes for each in found.values()) >= 8 * 22
 
 
-async def test_the_name_of_an_object_tells_its_first_block(storage: StorageBackend) -> None:
+async def test_the_name_of_an_object_reports_its_first_block(storage: StorageBackend) -> None:
     keys = [-1, 0, 5, 2**63 - 1, -(2**63)]
     for number, key in enumerate(keys):
         uris = await storage.allocate(allocation({"tp0": 8}, [key, 77], f"a{number}", "in/st"))
@@ -380,7 +380,7 @@ async def test_a_link_in_place_of_the_directory_is_not_followed(path_kind: Kind,
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-async def test_a_full_storage_fails_until_there_is_room(path_kind: Kind, full: Path) -> None:
+async def test_a_full_storage_fails_until_there_is_space(path_kind: Kind, full: Path) -> None:
     storage = path_kind.open(full / "root")
     filling = full / "filling"
     fill(filling)

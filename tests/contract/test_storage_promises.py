@@ -161,7 +161,7 @@ async def test_deletions_are_idempotent_and_never_touch_what_came_later(
     await assert_intact(setting, later)
 
 
-async def test_places_that_nobody_was_given_are_taken_back(setting: Setting, storage: StorageBackend) -> None:
+async def test_places_that_no_one_was_given_are_taken_back(setting: Setting, storage: StorageBackend) -> None:
     kept = await placed(storage, range(3))
     await save(setting, kept)
     assert await storage.discard(await placed(storage, range(3), "ab")) == [None] * 6
@@ -206,7 +206,7 @@ async def test_space_is_sane(setting: Setting, storage: StorageBackend) -> None:
     assert space.capacity_bytes > 0
 
 
-async def test_only_storages_that_are_told_so_make_objects(setting: Setting, storage: StorageBackend) -> None:
+async def test_only_storages_that_are_reported_so_make_objects(setting: Setting, storage: StorageBackend) -> None:
     assert storage.makes_objects is setting.makes_objects
     uris = await storage.allocate(allocation(SPECS, range(3)))
     await storage.make_objects(uris)

@@ -167,7 +167,7 @@ ENDS = st.tuples(NAMES, st.sampled_from([b"", b"1", b"\x00\xff\r\n", b"x" * 3000
 
 @settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(ENDS, max_size=20), parts=st.sampled_from([1, 4]))
-async def test_how_documents_ended_is_told_beside_those_that_are_there(
+async def test_how_documents_ended_is_reported_beside_those_that_are_there(
     kind: Kind, steps: list[tuple[str, bytes, bool, bool]], parts: int
 ) -> None:
     documents: dict[str, bytes] = {}
@@ -196,7 +196,7 @@ async def test_how_documents_ended_is_told_beside_those_that_are_there(
             assert await store.table("things2", parts).outcome(name, now) is None
 
 
-async def test_of_many_who_end_a_document_one_does_and_its_outcome_is_told(kind: Kind) -> None:
+async def test_of_many_who_end_a_document_one_does_and_its_outcome_is_reported(kind: Kind) -> None:
     async with kind.open() as (store, other):
         tables = [store.table("things", 4), other.table("things", 4)]
         for name in ("a", "b", "c"):
@@ -330,7 +330,7 @@ async def test_only_the_holder_releases_it(rig: Rig) -> None:
     assert await rig.other.acquire("b", LONG_SECONDS) == taken
 
 
-async def test_releasing_what_nobody_holds_is_nothing(rig: Rig) -> None:
+async def test_releasing_what_no_one_holds_is_nothing(rig: Rig) -> None:
     await rig.lease.release("a")
     assert (await rig.lease.acquire("a", LONG_SECONDS)).holder == "a"
 

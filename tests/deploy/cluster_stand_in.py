@@ -139,8 +139,8 @@ def _merged(old: Any, patch: Any) -> Any:
 
 
 def _group(version: str) -> dict[str, Any]:
-    told = {"groupVersion": version, "version": version.partition("/")[2]}
-    return {"name": version.partition("/")[0], "versions": [told], "preferredVersion": told}
+    reported = {"groupVersion": version, "version": version.partition("/")[2]}
+    return {"name": version.partition("/")[0], "versions": [reported], "preferredVersion": reported}
 
 
 def _resources(version: str) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _resources(version: str) -> dict[str, Any]:
 
 
 def _status(reason: str, message: str, code: int) -> dict[str, Any]:
-    told = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-    return {**told, "reason": reason, "message": message, "code": code, "details": {}}
+    reported = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    return {**reported, "reason": reason, "message": message, "code": code, "details": {}}
 
 
 @contextlib.contextmanager

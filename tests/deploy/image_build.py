@@ -129,5 +129,5 @@ def _has_overlays(directory: Path) -> bool:
 
 
 def _size(root: Path) -> int:
-    told = subprocess.run(["du", "-sxB1", root], capture_output=True, text=True, check=True)
-    return int(told.stdout.split()[0])
+    reported = subprocess.run(["du", "-sxB1", root], capture_output=True, text=True, check=True)
+    return int(reported.stdout.split()[0])

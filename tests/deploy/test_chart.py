@@ -245,11 +245,11 @@ def _explained(lines: list[str], number: int) -> bool:
 
 def test_helm_finds_no_fault_and_packs_it(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none")
-    told, packed = helm(
+    reported, packed = helm(
         {"do": "lint", "chart": str(CHART), "kubeconfig": nowhere},
         {"do": "package", "chart": str(CHART), "directory": str(tmp_path), "kubeconfig": nowhere},
     )
-    assert (told["Errors"], [each for each in told["Messages"] if each["Severity"] > 1]) == (None, [])
+    assert (reported["Errors"], [each for each in reported["Messages"] if each["Severity"] > 1]) == (None, [])
     with tarfile.open(packed["file"]) as archive:
         names = {Path(name).relative_to("kvcm") for name in archive.getnames()}
     assert names == {

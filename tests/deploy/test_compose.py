@@ -72,7 +72,7 @@ def stays_as_it_is(name: str, service: Service) -> Iterator[str]:
         yield f"{name} runs image {service['image']}"
 
 
-def tells_no_secret(name: str, service: Service) -> Iterator[str]:
+def reports_no_secret(name: str, service: Service) -> Iterator[str]:
     for key, value in service.get("environment", {}).items():
         if re.search(r"PASSWORD|SECRET|TOKEN|KEY", key) and not str(value).startswith(("/secrets/", "/keys/")):
             yield f"{name} has {key} in its environment"
@@ -98,7 +98,7 @@ def finds_its_files(name: str, service: Service) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    may_do_nothing, is_bounded, comes_back, listens_on_loopback, stays_as_it_is, tells_no_secret,
+    may_do_nothing, is_bounded, comes_back, listens_on_loopback, stays_as_it_is, reports_no_secret,
     has_known_environment, finds_its_files,
 )  # fmt: skip
 
@@ -124,8 +124,8 @@ def test_every_service(rule: Rule) -> None:
         (comes_back, {"healthcheck": {"disable": True}}),
         (listens_on_loopback, {"ports": ["6382:6382"]}),
         (stays_as_it_is, {"image": "kvcm-server:latest"}),
-        (tells_no_secret, {"environment": {"KVCM_KEY": "kvcm_a_b"}}),
-        (tells_no_secret, {"command": ["serve", "--env=kvcm.registry_storage.uri=redis://:pw@valkey:6379"]}),
+        (reports_no_secret, {"environment": {"KVCM_KEY": "kvcm_a_b"}}),
+        (reports_no_secret, {"command": ["serve", "--env=kvcm.registry_storage.uri=redis://:pw@valkey:6379"]}),
         (has_known_environment, {"environment": {"kvcm.service.rpc_prot": "1"}}),
         (finds_its_files, {"volumes": [{"type": "bind", "source": "./deploy/absent", "target": "/x"}]}),
     ],
@@ -147,8 +147,8 @@ def test_settings_of_managers_are_known_and_used(name: str) -> None:
 
 def test_managers_differ_in_name_and_published_ports_only() -> None:
     services = composed()["services"]
-    alike = [{**services[name], "ports": None, "environment": None, "hostname": None} for name in MANAGERS]
-    assert alike[0] == alike[1] == alike[2]
+    same = [{**services[name], "ports": None, "environment": None, "hostname": None} for name in MANAGERS]
+    assert same[0] == same[1] == same[2]
     published = [port.split(":")[1] for each in services.values() for port in each.get("ports", ())]
     assert len(published) == len(set(published))
 
@@ -204,7 +204,7 @@ def test_prometheus_scrapes_every_manager_with_its_key() -> None:
     assert all(path in mounted for path in document["rule_files"])
 
 
-def test_grafana_is_told_of_its_data_source_and_its_dashboards() -> None:
+def test_grafana_is_reported_of_its_data_source_and_its_dashboards() -> None:
     folder = ROOT / "deploy/compose/grafana"
     (source,) = yaml.safe_load((folder / "datasources/prometheus.yml").read_text())["datasources"]
     (provider,) = yaml.safe_load((folder / "dashboards/kvcm.yml").read_text())["providers"]

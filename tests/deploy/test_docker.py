@@ -124,7 +124,7 @@ def test_an_engine_that_is_restarted_loads_what_it_stored(reader: Reader) -> Non
     until(lambda: _loaded(reader) > 1500, "the new process has loaded", 300)
 
 
-def test_somebody_signs_in_to_the_console(reader: Reader) -> None:
+def test_someone_signs_in_to_the_console(reader: Reader) -> None:
     reader.types_password("docker compose exec manager-1 kvcm account add grace")
     accounts = reader.requires_credentials("docker compose exec manager-1 kvcm account list")
     assert re.search(r"grace.*operator", accounts), accounts

@@ -51,13 +51,13 @@ def test_what_is_copied_is_sent_to_the_builder(path: str) -> None:
     assert (ROOT / path).is_file()
 
 
-def test_the_document_tells_the_measured_sizes() -> None:
-    told = re.findall(r"\| size, unpacked \| (.*) \|", (ROOT / "docs/docker.md").read_text())[0]
+def test_the_document_reports_the_measured_sizes() -> None:
+    reported = re.findall(r"\| size, unpacked \| (.*) \|", (ROOT / "docs/docker.md").read_text())[0]
     rows = json.loads((ROOT / "benchmarks/results/images.json").read_text())["rows"]
     sizes = [f"{row['value'] / 1e6:,.0f} MB" for row in rows]
     assert [row["case"] for row in rows] == ["server", "server", "engine", "engine"]
     for row, whole, package in zip(rows[::2], sizes[::2], sizes[1::2], strict=True):
-        assert f"`{row['case']}` {whole}, of which {package}" in told
+        assert f"`{row['case']}` {whole}, of which {package}" in reported
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -86,7 +86,7 @@ def test_a_probe_is_content_with_200_alone(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "https://127.0.0.1:1", "127.0.0.1:6492", "http://[::1"])
-def test_a_probe_says_where_nobody_answers(address: str) -> None:
+def test_a_probe_says_where_no_one_answers(address: str) -> None:
     assert probe(address, "readyz", {}).startswith(f"no manager answers at {address}: ")
 
 

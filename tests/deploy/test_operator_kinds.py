@@ -57,11 +57,11 @@ def _complaints(models: Path, objects: Sequence[Object]) -> str:
     ]  # fmt: skip
     lines += [f"export const o{i}: I{each['kind']} = {json.dumps(each)};" for i, each in enumerate(objects)]
     (models / "objects.ts").write_text("\n".join(lines))
-    told = [
+    reported = [
         {"kind": each["kind"], "models": f"@kubernetes-models/{_KINDS[each['kind']]}", "object": each}
         for each in objects
     ]
-    (models / "objects.json").write_text(json.dumps(told))
+    (models / "objects.json").write_text(json.dumps(reported))
     options = ["--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--moduleResolution", "nodenext"]
     commands = (["npx", "tsc", *options, "objects.ts"], ["node", "validate.js"])
     ran = [subprocess.run(command, cwd=models, capture_output=True, text=True) for command in commands]

@@ -184,5 +184,5 @@ def _check_traffic(traffic: Traffic, engine: Engine) -> None:
 
 def _check_log(pod: Pod) -> None:
     """Nothing that somebody has to look at: secrets cannot be read by others, what stopped did so in time."""
-    told = [event for event in pod.events if event["level"] not in {"info", "debug"}]
-    assert [event for event in told if event["event"] not in _OF_A_BUSY_MACHINE] == []
+    reported = [event for event in pod.events if event["level"] not in {"info", "debug"}]
+    assert [event for event in reported if event["event"] not in _OF_A_BUSY_MACHINE] == []

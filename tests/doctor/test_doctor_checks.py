@@ -73,7 +73,7 @@ def _findings(pair: Pair, now: float | None = None) -> list[Finding]:
     return list(check_certificate(pair.cert, pair.key, time.time() if now is None else now))
 
 
-def test_a_good_certificate_tells_its_names_and_its_end(pair: Pair) -> None:
+def test_a_good_certificate_reports_its_names_and_its_end(pair: Pair) -> None:
     (finding,) = _findings(pair)
     assert (finding.level, "kvcm.example, 10.0.0.1" in finding.found) == (Level.OK, True)
     assert "ends in 36" in finding.found
@@ -96,7 +96,7 @@ def test_a_key_of_another_certificate_is_a_failure(pair: Pair, tmp_path: Path) -
     assert (finding.level, "cannot be used together" in finding.found) == (Level.FAIL, True)
 
 
-def test_a_certificate_without_names_is_told(tmp_path: Path) -> None:
+def test_a_certificate_without_names_is_reported(tmp_path: Path) -> None:
     assert [each.level for each in _findings(_made(tmp_path, "nameless"))] == [Level.OK, Level.WARN]
 
 
@@ -160,7 +160,7 @@ def test_a_file_in_the_place_of_a_directory_is_a_failure(tmp_path: Path) -> None
         (GIB // 20, GIB, Level.FAIL),
     ],
 )
-def test_room(free: int, whole: int, level: Level) -> None:
+def test_space(free: int, whole: int, level: Level) -> None:
     assert free_space("place", "it", free, whole).level is level
 
 
@@ -377,7 +377,7 @@ def test_a_server_that_is_not_there_is_a_failure() -> None:
 NOT_READY = "[+]started ok\n[-]metadata-store failed: no answer within 1 s\nreadyz check failed\n"
 
 
-def test_readiness_is_told_with_its_reasons() -> None:
+def test_readiness_is_reported_with_its_reasons() -> None:
     (ready,) = readiness("u", 200, "ok")
     assert ready.level is Level.OK
     (reason,) = readiness("u", 503, NOT_READY)
@@ -407,7 +407,7 @@ def _group(used: int, deleting: int = 0) -> UsageReport:
     return UsageReport((GroupUsage("g", usage, (), (), (), 0, 0, 0),), (), ())
 
 
-def test_a_group_above_its_mark_is_told_unless_it_is_full_which_is_told_elsewhere() -> None:
+def test_a_group_above_its_mark_is_reported_unless_it_is_full_which_is_reported_elsewhere() -> None:
     assert [each.level for each in above_watermarks(_group(81))] == [Level.WARN]
     assert above_watermarks(_group(81, deleting=1)) == []
     assert above_watermarks(_group(100)) == []
@@ -421,7 +421,7 @@ def test_roots_are_looked_at_from_this_host(tmp_path: Path) -> None:
     assert list(check_storage(StorageConfig("s", DummyStorageSpec()))) == []
 
 
-def test_a_mooncake_master_that_nobody_reaches_is_a_failure() -> None:
+def test_a_mooncake_master_that_no_one_reaches_is_a_failure() -> None:
     spec = MooncakeStorageSpec("127.0.0.1:1", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")
     found = list(check_storage(StorageConfig("s", spec)))
     assert found

@@ -146,7 +146,7 @@ async def _nothing() -> None:
 
 
 async def _deletion_rate(
-    wire: Wire, keys: Iterator[int], seconds: float, look: Callable[[], Awaitable[None]] = _nothing
+    wire: Wire, keys: Iterator[int], seconds: float, observe: Callable[[], Awaitable[None]] = _nothing
 ) -> float:
     """Write and remove on the good storage all the time; returns how many deletions per second that made."""
     begin, deleted = time.monotonic(), sum_of(await metrics(wire), "cache_reclaimer.location_del_count")
@@ -154,6 +154,6 @@ async def _deletion_rate(
         start = next(keys)
         await write(wire, "g/one", range(start, start + _BATCH))
         await remove(wire, "g/one", range(start, start + _BATCH))
-        await look()
+        await observe()
     at_the_end = sum_of(await metrics(wire), "cache_reclaimer.location_del_count")
     return (at_the_end - deleted) / (time.monotonic() - begin)

@@ -18,7 +18,7 @@ from typing import Any
 
 from checked_engine import CHAIN_BLOCKS
 from engine_figures import SHARED, EngineFigures, added, pool_of
-from host_site import HOSTS, NOBODY, PATIENCE_SECONDS, HostSite
+from host_site import HOSTS, NO_ONE, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes
 
@@ -79,7 +79,7 @@ class _Course:
     def __init__(self, site: HostSite) -> None:
         self._site = site
         self._report = HostsReport()
-        self._told: list[tuple[str, dict[str, Any]]] = []
+        self._reported: list[tuple[str, dict[str, Any]]] = []
 
     @property
     def is_right(self) -> bool:
@@ -88,7 +88,7 @@ class _Course:
 
     def alone(self) -> None:
         """Go through what has one right outcome each."""
-        a, b, nobody = (self._site.engines[name] for name in (*HOSTS, NOBODY))
+        a, b, no_one = (self._site.engines[name] for name in (*HOSTS, NO_ONE))
         first, second = _FIRST_KEY, _FIRST_KEY + CHAIN_BLOCKS
         self._expect("each host maps its own pool", [[pool_of(name)] for name in HOSTS] + [[]], self._ask("pools"))
         self._expect("a writes to its pool", _wrote(pool_of("a")), a.ask("write", first=first))
@@ -98,11 +98,11 @@ class _Course:
         self._expect(
             "both read their own", [*map(_all, map(pool_of, HOSTS)), _all(None)], self._ask("read", first=first)
         )
-        self._expect("who names no host writes for all", _wrote(SHARED), nobody.ask("write", first=first))
+        self._expect("who names no host writes for all", _wrote(SHARED), no_one.ask("write", first=first))
         self._expect(
             "each reads the nearest", [*map(_all, map(pool_of, HOSTS)), _all(SHARED)], self._ask("read", first=first)
         )
-        self._expect("nobody writes for all", _wrote(SHARED), nobody.ask("write", first=second))
+        self._expect("nobody writes for all", _wrote(SHARED), no_one.ask("write", first=second))
         self._expect("what is for all is not written again", _MASKED, a.ask("write", first=second))
         self._expect("all read it", [_all(SHARED)] * 3, self._ask("read", first=second))
         self._lie(first)
@@ -177,7 +177,7 @@ class _Course:
 
     def _boot(self, seconds: float) -> None:
         site = self._site
-        self._tell("a")
+        self._say("a")
         self._enter("booting", without="a")
         site.boot("a")
         self._pass(seconds, but="a")
@@ -219,8 +219,8 @@ class _Course:
         """Return what all engines saw."""
         report, site = self._report, self._site
         for name in site.engines:
-            self._tell(name)
-        for name, phases in self._told:
+            self._say(name)
+        for name, phases in self._reported:
             known = report.engines.setdefault(name, {})
             for phase, figures in phases.items():
                 known[phase] = added(known.get(phase, EngineFigures()), EngineFigures(**figures))
@@ -229,8 +229,8 @@ class _Course:
         report.wrong += [f"agent {name} ended" for name, each in site.agents.items() if each.poll() is not None]
         return report
 
-    def _tell(self, name: str) -> None:
-        self._told.append((name, self._site.engines[name].ask("report")))
+    def _say(self, name: str) -> None:
+        self._reported.append((name, self._site.engines[name].ask("report")))
 
     def _lost_memories(self) -> int:
         events = self._site.manager.events()
@@ -262,7 +262,7 @@ class _Course:
                 self._until_working(name)
 
     def _until_working(self, name: str, what: str = "", begin: float = 0.0) -> None:
-        storage = SHARED if name == NOBODY else pool_of(name)
+        storage = SHARED if name == NO_ONE else pool_of(name)
         engine = self._site.engines[name]
         self._site.until(lambda: engine.ask("works_with", storage=storage), f"engine {name} works with {storage}")
         if what:

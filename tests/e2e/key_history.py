@@ -117,7 +117,7 @@ class History:
             latest: Write | None = None
             for write in sorted(writes, key=lambda each: each.held_from_to[0]):
                 if latest is not None and self._overlap(block, latest, write):
-                    yield f"{block}: two sessions hold it: {_told(latest, block)}; {_told(write, block)}"
+                    yield f"{block}: two sessions hold it: {_reported(latest, block)}; {_reported(write, block)}"
                 if latest is None or write.held_from_to[1] > latest.held_from_to[1]:
                     latest = write
 
@@ -208,6 +208,6 @@ class History:
         return wrong
 
 
-def _told(write: Write, block: Block) -> str:
+def _reported(write: Write, block: Block) -> str:
     (start, end), uri = write.held_from_to, write.uris[block[1]]
     return f"{write.session_id[:8]} {write.outcome} sent {write.sent:.4f}, held {start:.4f} to {end:.4f} at {uri}"

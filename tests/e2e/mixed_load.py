@@ -140,12 +140,12 @@ class Client:
         self._pause_seconds = pause_seconds
         self._shares = shares
         self._is_cut_off = False
-        self._deeds: list[Callable[[str], Awaitable[None]]] = [self._write, self._read, self._remove, self._trim]
+        self._actions: list[Callable[[str], Awaitable[None]]] = [self._write, self._read, self._remove, self._trim]
 
     async def run(self) -> None:
         """Work until the load is over, or the manager is gone."""
         while not self._load.is_over and not self._is_cut_off:
-            (deed,) = self._random.choices(self._deeds, self._shares)
+            (deed,) = self._random.choices(self._actions, self._shares)
             await deed(self._random.choice(self._load.site.instances))
             await asyncio.sleep(self._random.uniform(0, self._pause_seconds))
 

@@ -224,10 +224,10 @@ class _Course:
             engine.ask("audit")
 
     def _collect(self) -> None:
-        told = [engine.ask("report") for engine in self._fleet.engines]
+        reported = [engine.ask("report") for engine in self._fleet.engines]
         tokens = self._fleet.generator.ask("report")
         for phase in PHASES:
-            figures = (EngineFigures(**phases.get(phase, {})) for phases in told)
+            figures = (EngineFigures(**phases.get(phase, {})) for phases in reported)
             self._report.engines[phase] = reduce(added, figures)
             self._report.tokens[phase] = TokenFigures(**tokens["phases"].get(phase, {}))
         wrong = self._report.wrong

@@ -129,15 +129,15 @@ class StoreAudit:
         if pending != expected:
             self.wrong.append(f"{where}: due are {len(pending)} blocks, by their records {len(expected)}")
 
-    def group(self, name: str, before: Counters, heard: Counters) -> None:
+    def group(self, name: str, before: Counters, received: Counters) -> None:
         """Compare the shared counters of a group, as they were before and after the records, with the records."""
-        truth, used = +self._fields[name], +Counter(heard.used)
-        if used != truth or any(heard.reserved.values()):
-            text = f"{name}: counted {dict(used)}, reserved {dict(heard.reserved)}, in the records {dict(truth)}"
+        truth, used = +self._fields[name], +Counter(received.used)
+        if used != truth or any(received.reserved.values()):
+            text = f"{name}: counted {dict(used)}, reserved {dict(received.reserved)}, in the records {dict(truth)}"
             self.groups_off.append(text)
             # Blocks are reserved only where their number is limited; without a limit their reports come a moment later.
             sizes = ((field, size) for field, size in truth.items() if field.startswith("b"))
-            if any(max(_covered(before, field), _covered(heard, field)) < size for field, size in sizes):
+            if any(max(_covered(before, field), _covered(received, field)) < size for field, size in sizes):
                 self.groups_below.append(text)
 
     def conclude(self) -> None:
@@ -220,8 +220,8 @@ async def _audit(metadata: Metadata, registry: Registry, capacities: dict[str, i
         session = WriteSession.decoded(session_id, document)
         if session.deadline < time.time() - _LATE_SECONDS:
             audit.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
-    for name, heard in (await _counters(metadata, registry)).items():
-        audit.group(name, before[name], heard)
+    for name, received in (await _counters(metadata, registry)).items():
+        audit.group(name, before[name], received)
     for name, capacity in capacities.items():
         if audit.used_bytes[name] > capacity:
             audit.wrong.append(f"group {name} uses {audit.used_bytes[name]} of {capacity} bytes")

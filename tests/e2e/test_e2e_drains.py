@@ -115,10 +115,11 @@ class World:
 
     def seen(self) -> dict[str, EngineFigures]:
         """Return the figures of all engines by phase."""
-        told = [engine.ask("report") for engine in self.engines]
-        names = {phase for phases in told for phase in phases}
+        reported = [engine.ask("report") for engine in self.engines]
+        names = {phase for phases in reported for phase in phases}
         return {
-            name: reduce(added, (EngineFigures(**phases.get(name, {})) for phases in told)) for name in sorted(names)
+            name: reduce(added, (EngineFigures(**phases.get(name, {})) for phases in reported))
+            for name in sorted(names)
         }
 
 

@@ -15,8 +15,8 @@ from engine_kinds import VLLM, EngineKind
 from engine_process import EngineProcess, StartEngine, start_engine
 from manager_process import ManagerProcess, start_manager
 
-_ROOM = Path(__file__).parent
-sys.path.insert(0, str(_ROOM.parent / "faults"))  # mounts that fail on command
+_SPACE = Path(__file__).parent
+sys.path.insert(0, str(_SPACE.parent / "faults"))  # mounts that fail on command
 _SECONDS = 400  # of a test with the start of its engines
 
 
@@ -24,7 +24,7 @@ _SECONDS = 400  # of a test with the start of its engines
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this room, so that none of them runs with those that need no engine."""
     for item in items:
-        if item.path.is_relative_to(_ROOM):
+        if item.path.is_relative_to(_SPACE):
             item.add_marker("engines")
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(_SECONDS))

@@ -25,7 +25,7 @@ from engine_kinds import FOLDER, ROOT, EngineKind
 _START_SECONDS = 180.0
 _ANSWER_SECONDS = 120.0
 _CLOSE_SECONDS = 30.0
-_LOOK_SECONDS = 0.5  # a process that ended may have left children that hold the pipe open
+_OBSERVE_SECONDS = 0.5  # a process that ended may have left children that hold the pipe open
 _TAIL_LINES = 40
 _WAIT_SECONDS = 30.0
 
@@ -160,7 +160,7 @@ class EngineProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineTimeoutError(f"{self.kind.name} did not answer in {seconds} s{self._tail()}")
-            if not select.select([self.answers_fd], [], [], min(left, _LOOK_SECONDS))[0]:
+            if not select.select([self.answers_fd], [], [], min(left, _OBSERVE_SECONDS))[0]:
                 if not self.alive:
                     raise self._died()
                 continue

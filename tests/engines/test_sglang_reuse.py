@@ -110,7 +110,7 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig) -> None:
 
 
 @pytest.mark.feature("sglang", "changed bytes are found")
-def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
+def test_one_wrong_bit_is_a_miss_and_is_stored_again(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=9)
     computed = rig.store(prompt)
     page = rig.pages("save")[5]
@@ -127,7 +127,7 @@ def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
 
 
 @pytest.mark.feature("sglang", "blocks that fail to load: computed again")
-def test_pages_whose_files_are_gone_are_computed_and_stored_anew(rig: Rig) -> None:
+def test_pages_whose_files_are_gone_are_computed_and_stored_again(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=10)
     computed = rig.store(prompt)
     paths = {page.key: rig.uri(page.key).path for page in rig.pages("save")}

@@ -34,7 +34,7 @@ def other_weights(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.feature("sglang", "metrics")
-def test_metrics_tell_what_was_reused(rig: Rig) -> None:
+def test_metrics_report_what_was_reused(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     rig.store(prompt)
     rig.forget()

@@ -82,10 +82,10 @@ def test_a_conversation_goes_on(rigs: tuple[Rig, Rig], alone: EngineProcess) -> 
         rig = (saver, loader)[turn % 2]
         truth = answer(alone, prompt)
         # The answer fills blocks, too: a state behind them is kept as the tokens come one by one.
-        told = rig.store(prompt, 12)
-        assert told.tokens == truth
+        reported = rig.store(prompt, 12)
+        assert reported.tokens == truth
         if turn:
-            assert told.cached_tokens >= BLOCK
+            assert reported.cached_tokens >= BLOCK
         prompt = [*prompt, *truth, *prompt_tokens(90, seed=20 + turn)]
 
 
@@ -95,23 +95,23 @@ def test_a_shorter_prompt_has_no_state_of_its_own(rigs: tuple[Rig, Rig], alone: 
     saver.store(prompt, 12)
     shorter = prompt[: BLOCK + 20]  # its only full block has KV, and no state
     truth = answer(alone, shorter)
-    told = loader.fresh(shorter, 12)
-    assert (told.tokens, told.cached_tokens) == (truth, 0)
+    reported = loader.fresh(shorter, 12)
+    assert (reported.tokens, reported.cached_tokens) == (truth, 0)
     loader.until_stored(shorter)
     again = saver.fresh(shorter, 12)  # computing it has left a state there
     assert (again.tokens, again.cached_tokens) == (truth, BLOCK)
 
 
 @pytest.mark.feature("vllm", "linear-attention layers")
-def test_a_damaged_state_is_computed_and_stored_anew(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
+def test_a_damaged_state_is_computed_and_stored_again(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
     saver, loader = rigs
     prompt = prompt_tokens(300, seed=4)
     truth = answer(alone, prompt)
     saver.store(prompt, 12)
     (uri,) = saver.uris(saver.keys(prompt)[1:2], _STATES[1])
     overwrite(uri, lambda stored: stored[::-1])
-    told = loader.fresh(prompt, 12)
-    assert told.tokens == truth
+    reported = loader.fresh(prompt, 12)
+    assert reported.tokens == truth
     assert loader.count("corrupt_parts") == 1
     loader.until_stored(prompt)
     again = saver.fresh(prompt, 12)
@@ -131,9 +131,11 @@ def test_a_wrong_state_changes_the_answer(
         (uri,) = saver.uris(saver.keys(prompt)[1:2], part)
         overwrite(uri, lambda stored: bytes(len(stored)))
     options = connected(saver.manager.address, saver.instance_id, checksums=False)
-    told = Rig(new_engine(VLLM, model, **_OPTIONS, **options), saver.manager, saver.instance_id).generate(prompt, 12)
-    assert told.cached_tokens == 2 * BLOCK
-    assert told.tokens != truth
+    reported = Rig(new_engine(VLLM, model, **_OPTIONS, **options), saver.manager, saver.instance_id).generate(
+        prompt, 12
+    )
+    assert reported.cached_tokens == 2 * BLOCK
+    assert reported.tokens != truth
 
 
 @pytest.mark.feature("vllm", "linear-attention layers")
@@ -145,5 +147,5 @@ def test_what_was_saved_of_many_at_once_is_right(rigs: tuple[Rig, Rig], alone: E
     saver.engine.generate(prompts, 20)
     saver.engine.ask("settle")
     for prompt in prompts:
-        told = loader.fresh(prompt, 12)
-        assert (told.tokens, told.cached_tokens) == (answer(alone, prompt), len(prompt) // BLOCK * BLOCK)
+        reported = loader.fresh(prompt, 12)
+        assert (reported.tokens, reported.cached_tokens) == (answer(alone, prompt), len(prompt) // BLOCK * BLOCK)

@@ -72,7 +72,7 @@ def test_all_that_is_counted_is_shown(rig: Rig) -> None:
 
 
 @pytest.mark.feature("vllm", "KV events")
-def test_events_tell_what_was_stored(rig: Rig) -> None:
+def test_events_report_what_was_stored(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=3001)
     forget(rig.engine)
     rig.engine.ask("collect_events")

@@ -53,7 +53,7 @@ class BlockSite:
         self._versions: dict[int, int] = {}
         self._reports = PoolReports(client)
 
-    def tell_of_pools(self) -> None:
+    def report_of_pools(self) -> None:
         """Tell the manager of memory that it does not know, as engines do after their transfers."""
         self._reports.report(self._reports.due_pools(self.engine.pools()), 10.0)
 
@@ -87,12 +87,12 @@ class BlockSite:
         begin = time.monotonic()
         results = self.engine.save(items, deadline_seconds)
         _assert_in_time(begin, deadline_seconds)
-        told: dict[int, dict[str, int]] = {key: {} for key in missing}
+        reported: dict[int, dict[str, int]] = {key: {} for key in missing}
         for ((key, spec), _), result in zip(places, results, strict=True):
             assert result.ok == bool(result.checksum), result
-            told[key] |= {spec: result.checksum} if result.ok else {}
-        whole = [len(sums) == len(SPECS) for sums in told.values()]
-        is_confirmed = self.client.finish_write(grant.session_id, whole, checksums=list(told.values()))
+            reported[key] |= {spec: result.checksum} if result.ok else {}
+        whole = [len(sums) == len(SPECS) for sums in reported.values()]
+        is_confirmed = self.client.finish_write(grant.session_id, whole, checksums=list(reported.values()))
         assert is_confirmed, self.client.counters()
         return [key for key, is_whole in zip(missing, whole, strict=True) if is_whole]
 
@@ -183,7 +183,7 @@ def opened_site(manager: ManagerProcess, medium: Medium) -> Iterator[BlockSite]:
         assert registration.ok, registration.message
         engine = TransferEngine.for_storages(registration.storages, 4, checksums=True)
         site = BlockSite(client, engine, medium)
-        site.tell_of_pools()
+        site.report_of_pools()
         try:
             yield site
         finally:

@@ -49,7 +49,7 @@ class FaultFs(mfusepy.Operations):  # type: ignore[misc]
 
     def init(self, path: str) -> None:
         """Tell that the mount is there."""
-        _tell({"mounted": path})
+        _report({"mounted": path})
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         self._rules.meet("getattr", path)
@@ -137,7 +137,7 @@ class FaultFs(mfusepy.Operations):  # type: ignore[misc]
         return self._directory + path
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _report(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -148,12 +148,12 @@ def _obey(rules: Rules, mount_point: str) -> None:
         command = json.loads(line)
         match command["do"]:
             case "inject":
-                _tell({"id": rules.inject(Fault.from_json(command["fault"]))})
+                _report({"id": rules.inject(Fault.from_json(command["fault"]))})
             case "clear":
                 rules.clear()
-                _tell({})
+                _report({})
             case "look":
-                _tell(rules.look())
+                _report(rules.observe())
     rules.clear()
     _libc.umount2(mount_point.encode(), _MNT_DETACH)
     os._exit(0)

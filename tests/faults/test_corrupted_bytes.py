@@ -65,7 +65,7 @@ def corrupt(parts: list[Part]) -> Mapping[Part, Failure]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("medium", MEDIA, indirect=True)
-def test_a_changed_byte_is_a_miss_of_its_part_alone_and_is_saved_anew(site: BlockSite, seed: int) -> None:
+def test_a_changed_byte_is_a_miss_of_its_part_alone_and_is_saved_again(site: BlockSite, seed: int) -> None:
     random = Random(seed)
     for _ in range(3):
         before = site.match(KEYS) or saved(site)

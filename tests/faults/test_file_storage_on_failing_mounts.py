@@ -221,7 +221,7 @@ async def test_what_cannot_be_looked_at_is_an_error(
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-async def test_a_storage_that_hangs_holds_nobody_but_who_asked(
+async def test_a_storage_that_hangs_holds_no_one_but_who_asked(
     fault_mount: FaultMount, written: Written, tmp_path: Path, name: str
 ) -> None:
     """Neither the event loop nor another storage; who asked may give up, and is answered when it does not."""

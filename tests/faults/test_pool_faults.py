@@ -65,22 +65,22 @@ def failures_of(engine: TransferEngine, way: str, uris: list[LocationUri]) -> se
     return {result.failure for result in (engine.load if way == "load" else engine.save)(items, 5.0)}
 
 
-def assert_begins_anew(site: BlockSite, before: dict[int, Location]) -> None:
+def assert_begins_again(site: BlockSite, before: dict[int, Location]) -> None:
     """The memory is made again by whoever saves, the manager forgets what was in the old one, and all is saved anew."""
     first = KEYS[-1] + 1
     site.save([first])
-    site.tell_of_pools()
+    site.report_of_pools()
     until(lambda: not site.match(KEYS), "the manager forgets what was in the memory that is gone", SECONDS)
     assert site.save(KEYS) == KEYS
     site.assert_all_load(KEYS)
     assert set(site.load(before).values()) == {Failure.LOST}, "old answers lead to nobody else's bytes"
 
 
-def test_memory_that_is_removed_is_a_miss_and_made_anew(site: BlockSite, path: Path) -> None:
+def test_memory_that_is_removed_is_a_miss_and_made_again(site: BlockSite, path: Path) -> None:
     before = saved(site)
     path.unlink()
     assert set(site.load(before).values()) == {Failure.LOST}
-    assert_begins_anew(site, before)
+    assert_begins_again(site, before)
 
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, POOL_BYTES // 2, -1])
@@ -99,11 +99,11 @@ def test_memory_that_is_cut_is_an_error_until_it_is_removed(site: BlockSite, pat
         late.close()
     path.unlink()
     until(lambda: set(site.load(before).values()) == {Failure.LOST}, "the engine looks at it again")
-    assert_begins_anew(site, before)
+    assert_begins_again(site, before)
 
 
 @pytest.mark.parametrize("stamp", [0, 1, 2**64 - 1])
-def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, stamp: int) -> None:
+def test_stamps_that_someone_changed_are_misses(site: BlockSite, path: Path, stamp: int) -> None:
     """Neither the bytes under them nor their neighbours' are taken for what they are not."""
     before = saved(site)
     places = site.places(before)
@@ -156,4 +156,4 @@ def test_whatever_happens_to_the_memory_no_bytes_are_wrong_and_it_ends_well(site
             call.result()
     assert set(seen) <= {None, Failure.LOST, Failure.CORRUPT}
     path.unlink(missing_ok=True)
-    assert_begins_anew(site, known)
+    assert_begins_again(site, known)

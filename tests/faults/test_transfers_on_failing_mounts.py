@@ -178,15 +178,15 @@ def test_a_mount_whose_server_died_fails_until_it_is_back(transfers: Transfers) 
     transfers.until_all_save(transfers.uris("after"))
 
 
-@pytest.mark.parametrize("looks_first", [True, False])
-def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, looks_first: bool) -> None:
+@pytest.mark.parametrize("observes_first", [True, False])
+def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, observes_first: bool) -> None:
     """The empty mount point is left empty: what lay there would be seen by nobody else."""
     uris = transfers.uris("a")
     assert all(transfers.save(uris).ok)
     transfers.mount.close()
-    if looks_first:
+    if observes_first:
         assert Failure.LOST not in transfers.load(uris).failures
-    saved = transfers.save_unseen(transfers.uris("b"))
+    saved = transfers.save_unread(transfers.uris("b"))
     left = list(transfers.mount.path.iterdir())
     shutil.rmtree(transfers.mount.path / "cluster", ignore_errors=True)
     transfers.mount.mount()

@@ -69,12 +69,12 @@ class Transfers:
 
     def save(self, uris: Sequence[LocationUri], deadline_seconds: float = 20.0) -> Moved:
         """Save blocks."""
-        moved = self.save_unseen(uris, deadline_seconds)
+        moved = self.save_unread(uris, deadline_seconds)
         for uri, ok in zip(uris, moved.ok, strict=True):
             assert not ok or self.stored(uri) == self.content(uri), f"{uri} counts as saved"
         return moved
 
-    def save_unseen(self, uris: Sequence[LocationUri], deadline_seconds: float = 20.0) -> Moved:
+    def save_unread(self, uris: Sequence[LocationUri], deadline_seconds: float = 20.0) -> Moved:
         """Save blocks without a look at what was stored."""
         items = [TransferItem(uri, _pieces(bytearray(self.content(uri)))) for uri in uris]
         begin = time.monotonic()

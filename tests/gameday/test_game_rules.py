@@ -175,7 +175,7 @@ def test_damage_of_one_part_explains_no_other_bytes_in_another() -> None:
     assert _judge(_line() | {"parts": parts}, found={("steady", 1): Found(found)}, spoiled=damage).spoiled == 1
 
 
-def test_a_block_with_one_copy_that_nobody_damaged_is_lost_when_it_is_gone() -> None:
+def test_a_block_with_one_copy_that_no_one_damaged_is_lost_when_it_is_gone() -> None:
     damage = Spoiled()
     damage.add(PLACE, 0, 1)
     assert _judge(_line(slot=0), _line(slot=1), spoiled=damage).lost
@@ -286,16 +286,16 @@ def test_nothing_is_wrong_with_a_good_end() -> None:
         ("faults", {"faults": ["step 1"]}),
     ],
 )
-def test_what_is_wrong_is_told(what: str, changes: dict[str, Any]) -> None:
-    told = {name for name, texts in judge_end(replace(GOOD, **changes)).items() if texts}
-    assert len(told) == 1
-    assert told.pop().startswith(what)
+def test_what_is_wrong_is_reported(what: str, changes: dict[str, Any]) -> None:
+    reported = {name for name, texts in judge_end(replace(GOOD, **changes)).items() if texts}
+    assert len(reported) == 1
+    assert reported.pop().startswith(what)
 
 
 def _answer(**changes: Any) -> dict[str, Any]:
     return {"engine": "e1", "prompt": "0/0", "at": 1.0, "is_right": True, "loaded_tokens": 16, **changes}
 
 
-def test_wrong_tokens_and_exceptions_are_told() -> None:
+def test_wrong_tokens_and_exceptions_are_reported() -> None:
     wrong, raised = judge_prompts([_answer(), _answer(is_right=False), _answer(raised="OSError()")]).values()
     assert (len(wrong), len(raised)) == (1, 1)

@@ -51,14 +51,14 @@ def test_a_row_that_is_used_again_shows_nothing_of_its_former_request(name: str)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_request_without_room_holds_nothing(name: str) -> None:
+def test_a_request_without_space_holds_nothing(name: str) -> None:
     traffic = Traffic(Shape(device_pages=30, max_tokens=512), {**ALGORITHMS[name], "host_to_device_ratio": 1.0})
     with pytest.raises(PoolExhaustedError, match=r"pages left, \d+ were asked for; raise"):
         traffic.begin(400, seed=1)
     traffic.assert_empty()
 
 
-def test_a_decode_without_room_loses_nothing_and_goes_on_after_a_retraction() -> None:
+def test_a_decode_without_space_loses_nothing_and_goes_on_after_a_retraction() -> None:
     traffic = Traffic(Shape(device_pages=8), {"algorithm": "full"})
     requests = [traffic.begin(n, seed=n) for n in (30, 31)]
     traffic.prompt(requests)

@@ -309,7 +309,7 @@ def test_each_limit_can_bind() -> None:
     }
 
 
-def test_prefill_needs_room_for_a_whole_request() -> None:
+def test_prefill_needs_space_for_a_whole_request() -> None:
     limits = Limits(80 * GIB, 100 * GIB, staging_requests=2)
     staged = fixed_bytes(LLAMA, SparseConfig("dsa"), LONG, limits)
     assert staged - fixed_bytes(LLAMA, SparseConfig("dsa"), LONG, replace(limits, staging_requests=0)) == (

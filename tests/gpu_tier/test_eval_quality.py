@@ -472,7 +472,7 @@ def test_representations_are_taken_from_a_budget_of_bytes() -> None:
 @pytest.mark.parametrize(
     ("name", "found"), [("oracle", 1), ("quest", 1), ("streaming_llm", 0), ("wave", 1), ("pq m4b8", 1)]
 )
-def test_one_needle_is_found_by_methods_that_look(name: str, found: int) -> None:
+def test_one_needle_is_found_by_methods_that_observe(name: str, found: int) -> None:
     x = adversarial(Adversarial.NEEDLE, 4096, 64, 8, 4, 0, OBSERVED)
     weights = attention_weights(x.q, x.k, x.scale)
     assert recall_at(1, weights, selections(method(name, 512, 4096), x), steady_tokens(4096)) == found

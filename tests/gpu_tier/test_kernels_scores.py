@@ -186,8 +186,8 @@ def problem(heads: int, group: int, parts: int, bits: int, page_tokens: int, see
     g = torch.Generator().manual_seed(seed)
     rows = len(LENGTHS)
     table = torch.randn(rows, heads * group, parts, 2**bits, generator=g)
-    room = torch.randint(0, 2**bits, (rows * PAGES, page_tokens * heads * parts + 24), dtype=torch.uint8, generator=g)
-    codes = room[:, 8:-16].unflatten(1, (page_tokens, heads, parts))
+    space = torch.randint(0, 2**bits, (rows * PAGES, page_tokens * heads * parts + 24), dtype=torch.uint8, generator=g)
+    codes = space[:, 8:-16].unflatten(1, (page_tokens, heads, parts))
     pages = torch.randperm(rows * PAGES, generator=g).view(rows, PAGES).int()
     pages[1, 3] = -1
     limits = [torch.tensor(numbers, dtype=torch.int32) for numbers in (FIRST, LENGTHS)]
@@ -327,7 +327,7 @@ def test_rows_and_centroids_may_have_strides(impl: str) -> None:
 
 @pytest.mark.parametrize("tiling", [0, 2, 4])
 @pytest.mark.parametrize("metric", METRICS)
-def test_every_tiling_labels_alike(tiling: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tiling_labels_same(tiling: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = import_module("kvcm.gpu_tier.kernels.kmeans_assign.triton_impl").kernel
     monkeypatch.setattr(kernel, "forced", kernel.tilings[tiling])
     x, centroids = small_integers(2, 140, 24, seed=8), small_integers(2, 100, 24, seed=9)
@@ -432,7 +432,7 @@ def test_sums_of_a_problem_do_not_depend_on_the_others(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("tiling", [0, 2, 4])
-def test_every_tiling_adds_up_alike(tiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tiling_adds_up_same(tiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = small_integers(2, 140, 40, seed=3), some_labels(75, 2, 140, seed=4)
     start = small_integers(2, 75, 40, seed=5)
     for name in ("segment_sum", "kmeans_update"):

@@ -206,12 +206,12 @@ def pages_of(sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain(ranks: list[float], sizes: list[int], row: Row) -> tuple[list[int], list[int], int]:
-    clusters, most, ranked, room = row
+    clusters, most, ranked, space = row
     order = sorted((c for c in range(clusters) if ranks[c] > -math.inf), key=lambda c: (-ranks[c], c))
     retrieved, overflow, used = [], 0, 0
     for c in order[:most]:
-        used += sizes[c] if sizes[c] <= room else 0
-        if sizes[c] <= room and used <= room:
+        used += sizes[c] if sizes[c] <= space else 0
+        if sizes[c] <= space and used <= space:
             retrieved.append(c)
         else:
             overflow += 1

@@ -134,7 +134,7 @@ class Follower:
     def note(self, what: str, row: int, reads: int = 0) -> None:
         self.events.append((what, self.blocks[row], reads))
 
-    def told(self) -> list[tuple[str, int, int]]:
+    def reported(self) -> list[tuple[str, int, int]]:
         """What was told since it was asked last, without moves."""
         events, self.events = self.events, []
         return [event for event in events if event[0] != "moved"]
@@ -158,7 +158,7 @@ class ColumnsMachine(RuleBasedStateMachine):
         self.keep(key, new)
         names = {(False, True): "added", (True, False): "removed", (True, True): "changed"}
         name = names.get((is_resident(old), is_resident(new)))
-        assert self.follower.told() == ([(name, key, 0)] if name is not None else [])
+        assert self.follower.reported() == ([(name, key, 0)] if name is not None else [])
 
     def keep(self, key: int, new: BlockRecord) -> None:
         """Store a record in the dicts."""
@@ -179,7 +179,7 @@ class ColumnsMachine(RuleBasedStateMachine):
         old = self.records.pop(key, None)
         assert self.columns.swap(key, old, None)
         self.accesses.pop(key, None)
-        assert self.follower.told() == [("removed", key, 0)] * is_resident(old)
+        assert self.follower.reported() == [("removed", key, 0)] * is_resident(old)
 
     @rule(run=runs())
     def begin(self, run: BlockRun) -> None:
@@ -203,7 +203,7 @@ class ColumnsMachine(RuleBasedStateMachine):
             old = self.records[key]
             assert place == ends.serving(old.locations[0])
             self.keep(key, old._replace(locations=(place,)))
-        assert self.follower.told() == [("added", key, 0) for key in keys]
+        assert self.follower.reported() == [("added", key, 0) for key in keys]
 
     @rule(ends=ENDS, random=st.randoms(use_true_random=False))
     def serve_those_of_a_session(self, ends: Ends, random: Random) -> None:
@@ -240,8 +240,8 @@ class ColumnsMachine(RuleBasedStateMachine):
     def touch(self, counts: Mapping[int, int], at: int, moves: bool) -> None:
         """Read blocks, some of which are not there; times go back too."""
         self.columns.touch(counts, at, moves=moves)
-        told = [("touched", key, count) for key, count in counts.items() if is_resident(self.records.get(key))]
-        assert self.follower.told() == told
+        reported = [("touched", key, count) for key, count in counts.items() if is_resident(self.records.get(key))]
+        assert self.follower.reported() == reported
         for key in counts.keys() & self.accesses.keys():
             before, reads = self.accesses[key]
             self.accesses[key] = Access(max(before, at) if moves else before, min(reads + counts[key], 65_535))
@@ -258,8 +258,8 @@ class ColumnsMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         """Remove all."""
         self.columns.clear()
-        told = [("removed", key, 0) for key, found in self.records.items() if is_resident(found)]
-        assert sorted(self.follower.told()) == sorted(told)
+        reported = [("removed", key, 0) for key, found in self.records.items() if is_resident(found)]
+        assert sorted(self.follower.reported()) == sorted(reported)
         self.records.clear()
         self.accesses.clear()
 
@@ -274,7 +274,7 @@ class ColumnsMachine(RuleBasedStateMachine):
         for key in keys:
             assert self.columns.family(key) == sorted(k for k, r in self.records.items() if r.parent == key)
         self.holds_the_same_by_row()
-        assert self.follower.told() == []
+        assert self.follower.reported() == []
         resident = sorted(key for key, found in self.records.items() if is_resident(found))
         assert sorted(self.follower.blocks.values()) == resident
         assert all(self.columns.row(key) == row for row, key in self.follower.blocks.items())
@@ -317,9 +317,9 @@ def test_blocks_of_several_kinds_serve_together() -> None:
     columns = WrittenColumns()
     one = run_location()
     other = one._replace(spec_names=("tp0", "tp1"))
-    for first, alike in ((1, one), (3, other), (5, one)):
+    for first, same in ((1, one), (3, other), (5, one)):
         keys = [first, first + 1]
-        assert columns.begin(BlockRun(keys, first - 1 or None, first - 1, alike, [b"%d" % key for key in keys]))
+        assert columns.begin(BlockRun(keys, first - 1 or None, first - 1, same, [b"%d" % key for key in keys]))
     follower = Follower(columns.observe, columns)
     served = columns.serve([6, 5, 4, 3, 2, 1], Ends("a1", priority=3))
     assert served is not None
@@ -328,7 +328,7 @@ def test_blocks_of_several_kinds_serve_together() -> None:
         ([4, 3], [b"4", b"3"]),
         ([2, 1], [b"2", b"1"]),
     ]
-    assert follower.told() == [("added", key, 0) for key in (6, 5, 4, 3, 2, 1)]
+    assert follower.reported() == [("added", key, 0) for key in (6, 5, 4, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("field", ["storage", "size_bytes", "spec_names", "written_at", "id"])
@@ -348,14 +348,14 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     assert (columns.get([1]), columns.accesses([1])) == before
 
 
-async def test_only_the_last_who_asked_is_told() -> None:
+async def test_only_the_last_who_asked_is_reported() -> None:
     backend = MemoryBackend()
     first = Follower(backend.observe)
     second = Follower(backend.observe)
     await write(backend, {1: record()})
     backend.observe(None)
     await write(backend, {2: record()})
-    assert (first.told(), second.told()) == ([], [("added", 1, 0)])
+    assert (first.reported(), second.reported()) == ([], [("added", 1, 0)])
 
 
 async def test_what_was_loaded_is_followed_too(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ class Rig:
     def __init__(self, max_key_count: int = 1 << 62) -> None:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.backend = CountingBackend()
-        self.told: list[tuple[dict[StorageKey, int], int]] = []
+        self.reported: list[tuple[dict[StorageKey, int], int]] = []
         self.index = MetaIndex(
             self.backend,
             self.view,
             max_key_count=max_key_count,
-            on_usage=lambda: lambda usage, keys: self.told.append((dict(usage), keys)),
+            on_usage=lambda: lambda usage, keys: self.reported.append((dict(usage), keys)),
         )
 
 
@@ -69,15 +69,15 @@ async def test_modify_sees_each_key_once_and_same_means_no_change(rig: Rig) -> N
     await rig.index.put({1: record()})
     calls: list[int] = []
 
-    def look(key: int, old: BlockRecord | None) -> BlockRecord | None:
+    def observe(key: int, old: BlockRecord | None) -> BlockRecord | None:
         calls.append(key)
         return old
 
-    changes = await rig.index.read_modify_write([2, 1, 2, 1], look)
+    changes = await rig.index.read_modify_write([2, 1, 2, 1], observe)
     assert calls == [2, 1]
     assert [change.key for change in changes] == [2, 1]
     assert changes[1].new is changes[1].old
-    assert rig.told == [({NFS: 10}, 1)]
+    assert rig.reported == [({NFS: 10}, 1)]
 
 
 async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
@@ -158,10 +158,10 @@ async def test_known_keys_are_never_refused() -> None:
 
 async def test_a_change_of_status_moves_no_usage(rig: Rig) -> None:
     await rig.index.put({1: record(location(status=LocationStatus.WRITING))})
-    rig.told.clear()
+    rig.reported.clear()
     for status in (LocationStatus.SERVING, LocationStatus.DELETING):
         await rig.index.put({1: record(location(status=status))})
-    assert rig.told == []
+    assert rig.reported == []
     assert rig.index.usage_bytes[NFS] == 10
 
 
@@ -184,12 +184,12 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
         for stored in await rig.index.get(range(7)):
             for place in stored.locations if stored is not None else ():
                 recount[place.place] += place.size_bytes
-        told: Counter[StorageKey] = Counter()
-        for usage, _ in rig.told:
-            told.update(usage)
-        assert +recount == +Counter(rig.index.usage_bytes) == +told
-        assert sum(keys for _, keys in rig.told) == rig.index.key_count
-        assert all(keys or any(usage.values()) for usage, keys in rig.told), "no news is not told"
+        reported: Counter[StorageKey] = Counter()
+        for usage, _ in rig.reported:
+            reported.update(usage)
+        assert +recount == +Counter(rig.index.usage_bytes) == +reported
+        assert sum(keys for _, keys in rig.reported) == rig.index.key_count
+        assert all(keys or any(usage.values()) for usage, keys in rig.reported), "no news is not told"
         assert rig.index.key_count <= limit
 
 
@@ -201,17 +201,17 @@ class UnheardBackend(MemoryBackend):
 
     awaits = True
     is_shared = True
-    is_heard = True
+    is_received = True
     writes = True
 
     async def write_many(self, changes: Sequence[Change]) -> Written:
         written = await super().write_many(changes) if self.writes else None
-        if not self.is_heard or written is None:
+        if not self.is_received or written is None:
             raise StorageIOError("no answer")
         return written
 
 
-class Told:
+class Reported:
     """An index and the sum of what it told of usage."""
 
     def __init__(self) -> None:
@@ -226,34 +226,34 @@ class Told:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-async def test_growth_is_told_when_nobody_knows_whether_it_was_stored(writes: bool) -> None:
-    told = Told()
-    told.backend.is_heard, told.backend.writes = False, writes
+async def test_growth_is_reported_when_no_one_knows_whether_it_was_stored(writes: bool) -> None:
+    reported = Reported()
+    reported.backend.is_received, reported.backend.writes = False, writes
     with pytest.raises(StorageIOError):
-        await told.index.put({1: record(location(size_bytes=10)), 2: record(location(size_bytes=5))})
-    assert told.usage == {NFS: 15}
-    assert told.keys == 2
+        await reported.index.put({1: record(location(size_bytes=10)), 2: record(location(size_bytes=5))})
+    assert reported.usage == {NFS: 15}
+    assert reported.keys == 2
 
 
-async def test_shrinking_is_not_told_before_it_is_certain() -> None:
-    told = Told()
-    await told.index.put({1: record(location(size_bytes=10))})
-    told.backend.is_heard = told.backend.writes = False
+async def test_shrinking_is_not_reported_before_it_is_certain() -> None:
+    reported = Reported()
+    await reported.index.put({1: record(location(size_bytes=10))})
+    reported.backend.is_received = reported.backend.writes = False
     with pytest.raises(StorageIOError):
-        await told.index.delete([1])
-    assert told.usage == told.backend.usage_bytes == {NFS: 10}
-    assert told.keys == 1
+        await reported.index.delete([1])
+    assert reported.usage == reported.backend.usage_bytes == {NFS: 10}
+    assert reported.keys == 1
 
 
 async def test_one_that_shrinks_hides_none_that_grows() -> None:
-    told = Told()
-    await told.index.put({1: record(location(size_bytes=10))})
-    told.backend.is_heard = False
+    reported = Reported()
+    await reported.index.put({1: record(location(size_bytes=10))})
+    reported.backend.is_received = False
     records = {1: None, 2: record(location(size_bytes=10))}
     with pytest.raises(StorageIOError):
-        await told.index.read_modify_write(records, lambda key, _old: records[key])
-    assert told.usage == {NFS: 20}
-    assert told.keys == 2
+        await reported.index.read_modify_write(records, lambda key, _old: records[key])
+    assert reported.usage == {NFS: 20}
+    assert reported.keys == 2
 
 
 # ── Which keys share a lock, and in which batches a call takes them (invariant 8) ──
@@ -317,7 +317,7 @@ async def test_shards_out_of_order_are_a_defect(shards: tuple[int, ...]) -> None
             pass
 
 
-async def test_waits_are_told() -> None:
+async def test_waits_are_reported() -> None:
     waits = Histogram()
     locks = ShardLocks(4, waits)
     entered, leave = asyncio.Event(), asyncio.Event()
@@ -441,13 +441,13 @@ async def test_there_is_one_event_per_storage_with_what_was_marked() -> None:
     }
 
 
-async def test_what_is_forgotten_is_removed_unless_it_was_told_before() -> None:
+async def test_what_is_forgotten_is_removed_unless_it_was_reported_before() -> None:
     changes = [Change(1, placed(("x", "a", SERVING), ("z", "a", DELETING)), None)]
     (event,) = await published(lambda events: events.removed(INSTANCE, changes, "TrimCache"))
     assert (event["keys"], event["location_ids"]) == ([1], [["x"]])
 
 
-async def test_an_eviction_is_also_told_as_the_original_does() -> None:
+async def test_an_eviction_is_also_reported_as_the_original_does() -> None:
     *evicted, submitted = await published(
         lambda events: events.evicted(INSTANCE, iter(CHANGES), "group", "leaf_lru", 1.5)
     )
@@ -463,6 +463,6 @@ async def test_an_eviction_is_also_told_as_the_original_does() -> None:
     )
 
 
-async def test_nothing_is_told_when_nothing_was_marked() -> None:
+async def test_nothing_is_reported_when_nothing_was_marked() -> None:
     unchanged = CHANGES[2:]
     assert await published(lambda events: events.evicted(INSTANCE, unchanged, "group", "lru", 0.0)) == []

@@ -117,7 +117,7 @@ BATCHES = st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(-2, 5), 
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batches=BATCHES)
-async def test_all_keys_of_a_shard_agree_whoever_wins(
+async def test_all_keys_of_a_shard_agree_whichever_wins(
     client: RedisClient, batches: Sequence[tuple[bool, Mapping[int, BlockRecord | None]]]
 ) -> None:
     """A stale batch comes from who read before the previous batch: what that one changed is lost, the rest is not."""
@@ -462,7 +462,7 @@ async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, in
         if name in {"ours", "theirs"}:
             server.write(number, size, is_ours=name == "ours")
         elif name == "hear" and server.unheard:  # answers to writes come in any order
-            hear(server, sums, number % len(server.unheard))
+            receive(server, sums, number % len(server.unheard))
         elif name == "ask":
             asking.append(asyncio.create_task(sums.refresh(server.run)))
         elif name == "arrive":
@@ -470,7 +470,7 @@ async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, in
         await settle()
         assert sums.usage[PLACE] <= sum(server.bytes), "something counts twice"
     while server.unheard:
-        hear(server, sums, 0)
+        receive(server, sums, 0)
     asking.append(asyncio.create_task(sums.refresh(server.run)))
     while not all(task.done() for task in asking):
         await settle()
@@ -478,7 +478,7 @@ async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, in
     assert sums.usage[PLACE] == sum(server.bytes)
 
 
-def hear(server: Server, sums: SharedSums, index: int) -> None:
+def receive(server: Server, sums: SharedSums, index: int) -> None:
     shard, turn, size = server.unheard.pop(index)
     sums.record(shard, turn, {USED: size}, 1)
 

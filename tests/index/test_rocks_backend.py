@@ -44,8 +44,8 @@ RECORDS = st.builds(
 
 
 def run_of(keys: list[int], parent: int | None, written_at: float) -> BlockRun:
-    alike = location("r", LocationStatus.WRITING, 7, written_at)._replace(chunk=b"")
-    return BlockRun(keys, parent, 2, alike, [f"{written_at}/{key}".encode() for key in keys])
+    same = location("r", LocationStatus.WRITING, 7, written_at)._replace(chunk=b"")
+    return BlockRun(keys, parent, 2, same, [f"{written_at}/{key}".encode() for key in keys])
 
 
 RUNS = st.builds(
@@ -258,15 +258,15 @@ async def test_a_row_that_cannot_be_read_stops_the_start_and_is_named(
         opened(tmp_path)
 
 
-async def test_progress_is_told_and_ends_at_the_number_of_blocks(tmp_path: Path) -> None:
+async def test_progress_is_reported_and_ends_at_the_number_of_blocks(tmp_path: Path) -> None:
     store, index = opened(tmp_path)
     records = {key: BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),)) for key in range(10_000)}
     await write(index.backend(1), dict(records))
     await store.close()
     store = RocksStore(tmp_path, "never", SystemClock())
-    told: list[tuple[int, int]] = []
-    loaded = load_index(store, lambda done, estimated: told.append((done, estimated)))
-    assert [done for done, _ in told] == [4096, 8192, 10_000]
-    assert all(estimated >= 10_000 for _, estimated in told)
+    reported: list[tuple[int, int]] = []
+    loaded = load_index(store, lambda done, estimated: reported.append((done, estimated)))
+    assert [done for done, _ in reported] == [4096, 8192, 10_000]
+    assert all(estimated >= 10_000 for _, estimated in reported)
     assert set(await loaded.backend(1).random_sample(20_000, Random(1))) == set(records)
     await store.close()

@@ -76,7 +76,7 @@ def test_a_read_shows_what_it_found_even_where_it_may_not_be_kept() -> None:
     assert rig.known([1, 2]) == [2]
 
 
-def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:
+def test_nothing_is_kept_while_changes_of_others_are_not_received_of() -> None:
     rig = Rig(1 << 20)
     rig.read(1, version(0))
     rig.is_coherent = False
@@ -177,7 +177,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.unheard)
     @rule(pick=st.integers(0, 30), noted=st.booleans())
-    def hear(self, pick: int, noted: bool) -> None:
+    def receive(self, pick: int, noted: bool) -> None:
         key = sorted(self.unheard)[pick % len(self.unheard)]
         self.unheard.remove(key)
         if noted:
@@ -366,7 +366,7 @@ def test_memory_is_bounded() -> None:
     assert 50_000 < most <= 100_000
 
 
-def test_what_nobody_asks_for_any_more_goes_before_the_memory_is_full() -> None:
+def test_what_no_one_asks_for_any_more_goes_before_the_memory_is_full() -> None:
     """Blocks come and go all the time, so a memo of all that ever was grows as long as a manager runs."""
     clock, calls = FakeClock(), list[bytes]()
     memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper(), clock=clock.now)  # type: ignore[func-returns-value]

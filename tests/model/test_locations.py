@@ -81,12 +81,12 @@ def test_many_chunks_at_once_are_what_each_is(storage_type: StorageType, names: 
 
 
 @FIXED
-@given(storage_type=TYPES, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, told=st.data())
+@given(storage_type=TYPES, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, reported=st.data())
 def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
-    storage_type: StorageType, spec_size: int, specs: list[SpecUri], told: st.DataObject
+    storage_type: StorageType, spec_size: int, specs: list[SpecUri], reported: st.DataObject
 ) -> None:
     names = [spec.name for spec in specs]
-    checksums = told.draw(st.dictionaries(st.sampled_from([*names, "unknown"]), CHECKSUMS))
+    checksums = reported.draw(st.dictionaries(st.sampled_from([*names, "unknown"]), CHECKSUMS))
     without = encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
     expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
     assert with_checksums(without, checksums) == encode_chunk(storage_type, spec_size, expected)

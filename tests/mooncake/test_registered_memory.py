@@ -45,7 +45,7 @@ def test_memory_that_is_empty_or_has_gaps_is_refused() -> None:
         span_of(memoryview(bytearray(8))[::2])
 
 
-def test_spans_tell_where_memory_lies_also_when_it_is_read_only() -> None:
+def test_spans_report_where_memory_lies_also_when_it_is_read_only() -> None:
     array = bytearray(b"0123456789")
     whole, part = span_of(memoryview(array)), span_of(memoryview(array)[3:7])
     assert part == MemorySpan(whole.address + 3, 4)

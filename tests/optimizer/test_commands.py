@@ -75,7 +75,7 @@ def test_csv_has_the_same_rows(hand_file: Path, tmp_path: Path) -> None:
     assert {row["capacity_blocks"] for row in read} == {"4", "3"}
 
 
-def test_traces_of_one_name_are_told_apart(hand_file: Path, tmp_path: Path) -> None:
+def test_traces_of_one_name_are_reported_apart(hand_file: Path, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     other = tmp_path / "below" / hand_file.name
     other.write_bytes(hand_file.read_bytes())
@@ -222,7 +222,7 @@ def asked(*options: object, sample: str = "0.25") -> tuple[object, ...]:
     return (*READ, "--policies", ",".join(POLICIES), "--capacities", listed, "--sample", sample, *options)
 
 
-def test_rows_are_what_samples_tell(chains_file: Path) -> None:
+def test_rows_are_what_samples_report(chains_file: Path) -> None:
     run(chains_file, *asked("--json", "a.json", sample="0.25:repeats=5:seed=7"))
     rows = json.loads(Path("a.json").read_text())
     assert [list(row) for row in rows] == [ESTIMATE_FIELDS] * len(POLICIES) * len(CAPACITIES)

@@ -132,7 +132,7 @@ def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
     assert all(word in text for word in ("classes", "step limits", "storage types"))
 
 
-def test_groups_that_nobody_asked_for_get_no_proposal() -> None:
+def test_groups_that_no_one_asked_for_get_no_proposal() -> None:
     recording = recorded(round_robin(3, 10), source="other")
     with rehearsals(recording, workers=1) as rehearse:
         assert propose(ManagerState([GroupState(group_of(10), SIZES, 0)], recording), rehearse) == []

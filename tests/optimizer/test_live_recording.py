@@ -122,7 +122,7 @@ def test_whatever_is_named_in_whatever_order_the_blocks_are_a_forest(
     )
 
 
-def test_a_write_that_found_no_room_is_one_that_ends_at_once() -> None:
+def test_a_write_that_found_no_space_is_one_that_ends_at_once() -> None:
     found = read_recording(lines(start(1, [1, 2], "", block_mask=2, refused_keys=2), start(2, [3], "s")))
     assert list(found.accesses) == [
         Start(1.0, 0, 0, [0, 1], 2),

@@ -179,7 +179,7 @@ def test_without_limits_everything_is_found_again() -> None:
     assert unlimited(group_of(3)).quota.capacity == UNLIMITED_BYTES
 
 
-def test_an_age_frees_room() -> None:
+def test_an_age_frees_space() -> None:
     turns = [(float(second), [100 * second + block for block in range(10)]) for second in range(60)]
     plain = rehearse(recorded(turns), group_of(1000), SIZES)
     aged = rehearse(recorded(turns), group_of(1000, ttl_seconds=5), SIZES)
@@ -187,7 +187,7 @@ def test_an_age_frees_room() -> None:
     assert aged.evicted_blocks > 400
 
 
-def test_what_is_being_deleted_takes_room_for_so_long() -> None:
+def test_what_is_being_deleted_takes_space_for_so_long() -> None:
     turns = [(float(second) / 10, [100 * second + block for block in range(10)]) for second in range(60)]
     group = group_of(40, mark=0.5)
     strategy = replace(group.cache_config.reclaim_strategy, delay_before_delete_ms=5000)

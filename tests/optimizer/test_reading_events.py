@@ -172,9 +172,9 @@ class TestTokens:
         with pytest.raises(TraceError, match="block_tokens: instance 'a' names blocks by their tokens only; give them"):
             of(lookup(1, [], tokens=[1, 2, 3]), block_tokens=None)
 
-    def test_the_size_is_found_out_where_both_are_told(self) -> None:
-        told = lookup(1, [1, 2], tokens=[0] * 33), lookup(1, [1], tokens=[0] * 31)
-        trace = of(*told, lookup(3, [5], source="b"), block_tokens=None)
+    def test_the_size_is_found_out_where_both_are_reported(self) -> None:
+        reported = lookup(1, [1, 2], tokens=[0] * 33), lookup(1, [1], tokens=[0] * 31)
+        trace = of(*reported, lookup(3, [5], source="b"), block_tokens=None)
         assert (trace.block_tokens, trace.instance_block_tokens) == (16, (16, 16))
 
     def test_instances_have_sizes_of_their_own(self) -> None:
@@ -190,7 +190,7 @@ class TestTokens:
 
 
 @pytest.mark.parametrize("is_ring", [False, True])
-async def test_what_our_own_manager_tells_is_read(is_ring: bool) -> None:
+async def test_what_our_own_manager_reports_is_read(is_ring: bool) -> None:
     log = EventLog(now=lambda: 5000.0)
     subscription = log.subscribe()
     recent = RecentAccesses(1000, now=lambda: 5000.0)

@@ -71,7 +71,7 @@ class TestSchema:
         assert trace.read_blocks.tolist() == [2, 0, 2]
         assert trace.writes.tolist() == [False, True, False]
 
-    def test_reads_and_writes_are_told_by_their_fields(self) -> None:
+    def test_reads_and_writes_are_reported_by_their_fields(self) -> None:
         trace = schema({}, {"query_type": "batch_get"}, {"query_type": "prefix_match", "block_mask": [True]})
         assert trace.read_blocks.tolist() == [0, 2, 2]
         assert trace.writes.tolist() == [True, False, False]
@@ -103,16 +103,16 @@ class TestSchema:
         ('{"instance_id": "a", "timestamp_us": 3, "keys": [4]}', "optimizer_schema"),
     ],
 )
-def test_formats_are_told_apart(tmp_path: Path, line: str, name: str) -> None:
+def test_formats_are_reported_apart(tmp_path: Path, line: str, name: str) -> None:
     first = line.replace("dropped", "GetCacheLocation").replace('"count": 4', '"keys": [4]')
     path = tmp_path / "trace"
     path.write_text(f"no JSON\n{line}\n{first}\n")
-    told = read_trace(path, block_tokens=16, use_cache=False)
+    reported = read_trace(path, block_tokens=16, use_cache=False)
     named = read_trace(path, format=name, block_tokens=16, use_cache=False)
-    for trace in (told, named):
+    for trace in (reported, named):
         assert trace.unique_blocks == 1
         assert trace.bad_lines[0].number == 1
-    assert told.times_us.tolist() == named.times_us.tolist()
+    assert reported.times_us.tolist() == named.times_us.tolist()
 
 
 EDGES = st.sampled_from(

@@ -63,7 +63,7 @@ def test_the_hand_sized_example() -> None:
         (b'{"deep": ' + b"[" * 200_000, "is nested too deeply"),
     ],
 )  # fmt: skip
-def test_a_bad_line_is_told_of_and_left_out(text: bytes, reason: str) -> None:
+def test_a_bad_line_is_reported_of_and_left_out(text: bytes, reason: str) -> None:
     trace = of(line(), text, line())
     assert len(trace) == 2
     assert trace.bad_line_count == 1
@@ -198,7 +198,7 @@ class TestFiles:
         with pytest.raises(OptionError, match="format: 'x' is none; allowed: mooncake, "):
             read_trace(tmp_path, format="x")
 
-    def test_a_name_that_leaves_no_room_for_that_of_the_cache(self, tmp_path: Path) -> None:
+    def test_a_name_that_leaves_no_space_for_that_of_the_cache(self, tmp_path: Path) -> None:
         path = tmp_path / ("x" * 250)
         path.write_bytes(line())
         assert len(read_trace(path, block_tokens=10)) == 1
@@ -217,9 +217,9 @@ class TestFiles:
     def test_progress_ends_at_the_size_of_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.gz"
         path.write_bytes(gzip.compress(line() + b"\n"))
-        told: list[tuple[int, int]] = []
-        read_trace(path, block_tokens=10, use_cache=False, progress=lambda done, total: told.append((done, total)))
-        assert told[-1] == (path.stat().st_size, path.stat().st_size)
+        reported: list[tuple[int, int]] = []
+        read_trace(path, block_tokens=10, use_cache=False, progress=lambda done, total: reported.append((done, total)))
+        assert reported[-1] == (path.stat().st_size, path.stat().st_size)
 
 
 def test_numbers_are_those_of_a_dictionary() -> None:

@@ -51,7 +51,7 @@ def test_belady_is_a_bound_of_all_others(trace: Trace, capacity: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "leaf_lru", "belady"])
 @settings(max_examples=examples(100), deadline=None)
 @given(trace=prefix_traces())
-def test_more_room_gives_no_fewer_hits(policy: str, trace: Trace) -> None:
+def test_more_space_gives_no_fewer_hits(policy: str, trace: Trace) -> None:
     found = [replay(trace, parse_policy(policy), each).hits.prefix_blocks for each in range(1, 34)]
     assert found == sorted(found)
 
@@ -59,7 +59,7 @@ def test_more_room_gives_no_fewer_hits(policy: str, trace: Trace) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=examples(100), deadline=None)
 @given(trace=prefix_traces(separate=True) | flat_traces(separate=True))
-def test_room_for_all_blocks_gives_all_hits(mode: Mode, trace: Trace) -> None:
+def test_space_for_all_blocks_gives_all_hits(mode: Mode, trace: Trace) -> None:
     expected = unlimited_hits(trace)
     for spec in WITHOUT_AGE:
         found = replay(trace, spec, max(1, trace.unique_blocks), mode=mode, keep_requests=True)

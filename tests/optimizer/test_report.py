@@ -80,7 +80,7 @@ def test_nodes_for_prefill_and_for_links_meet_at_the_turning_share(hand: Study) 
     assert min(above) - 1.1 <= turning <= min(above), "as far as two decimals tell"
 
 
-def test_waiting_is_told_apart_from_serving(hand: Study) -> None:
+def test_waiting_is_reported_apart_from_serving(hand: Study) -> None:
     without, *_ = hand.first_tokens
     assert without.queued.nodes == max(1, int(np.ceil(hand.returns["lru"].nodes_without)))
     table = {row[0]: row[1:] for row in rows(first_tokens(hand, "x").parts[0])}
@@ -102,7 +102,7 @@ def test_what_is_recommended_can_be_set_and_is_nearly_the_best(policies: str, pr
     assert (found.returns.net_per_hour[: found.place] < 0.99 * nets[found.policy]).all(), "it is the smallest"
 
 
-def test_tiers_share_the_room_that_there_is(hand: Study) -> None:
+def test_tiers_share_the_space_that_there_is(hand: Study) -> None:
     found, tiers = hand.tiering.splits, hand.tiering.replay.tiers
     assert [use.tier.capacity_blocks for use in tiers] == [2, 4]
     assert found.hits.prefix_blocks.sum(axis=1).tolist() == [12] * len(found.shares), "lru with 6 blocks, however split"
@@ -113,12 +113,12 @@ def test_tiers_share_the_room_that_there_is(hand: Study) -> None:
     assert sum(found.best[-1].capacities) >= 6, "levels are not held to their own capacities"
 
 
-def test_local_caches_and_pool_have_the_same_room(hand: Study) -> None:
-    room = hand.recommendation.capacity_blocks if hand.recommendation else 0
+def test_local_caches_and_pool_have_the_same_space(hand: Study) -> None:
+    space = hand.recommendation.capacity_blocks if hand.recommendation else 0
     local = next(row for row in hand.pooling.rows if row.topology is Topology.LOCAL)
     pool = next(row for row in hand.pooling.rows if row.topology is Topology.POOL)
     assert hand.pooling.engines == 2
-    assert local.local_blocks == room // 2
+    assert local.local_blocks == space // 2
     assert pool.pool_blocks == hand.pooling.engines * local.local_blocks
 
 

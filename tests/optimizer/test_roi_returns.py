@@ -217,7 +217,7 @@ def test_a_trace_with_nothing_to_gain_saves_nothing(trace: Trace, change: dict[s
     assert result.best == 0
 
 
-def test_a_trace_without_a_span_needs_to_be_told_what_is_offered() -> None:
+def test_a_trace_without_a_span_needs_to_be_reported_what_is_offered() -> None:
     trace = trace_of([[1, 2], [1, 2]], times_seconds=[5, 5])
     result = returns(curve_of(trace), trace, replace(SMALL, offered_tokens_per_second=1000.0))
     assert result.nodes_without == pytest.approx(10)

@@ -86,16 +86,16 @@ def test_bars_end_where_all_is_held() -> None:
 
 def test_several_policies_are_estimated_from_the_same_samples() -> None:
     specs = [PolicySpec("fifo"), PolicySpec("lru")]
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     both = sampled_curves(
-        CHAINS, specs, repeats=3, capacities=[200, 500], progress=lambda done, total: told.append((done, total))
+        CHAINS, specs, repeats=3, capacities=[200, 500], progress=lambda done, total: reported.append((done, total))
     )
     for spec, curve in zip(specs, both, strict=True):
         alone = sampled(CHAINS, spec, repeats=3, capacities=[200, 500])
         assert curve.policy == spec.label
         assert np.array_equal(curve.hit_rates, alone.hit_rates)
         assert np.array_equal(curve.errors, alone.errors)
-    assert told == [(done, 6) for done in range(1, 7)]
+    assert reported == [(done, 6) for done in range(1, 7)]
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -118,15 +118,15 @@ def test_a_split_of_many_is_better_than_any_of_equal_parts(real_trace: Callable[
     # These are the 2,925 ways to hand out 24 parts, with which the search begins.
     parts = [each for each in product(range(25), repeat=3) if sum(each) <= 24]
     prices = [tier.price_per_gib_month * size / 2**30 for tier in tiers]
-    rooms = np.minimum(np.array(parts) * 12.5 / prices, trace.unique_blocks).astype(np.int64)
-    saved = curve.saved_seconds(tiers, rooms, block_bytes=size, recompute_seconds_per_token=1 / 32_200)
+    spaces = np.minimum(np.array(parts) * 12.5 / prices, trace.unique_blocks).astype(np.int64)
+    saved = curve.saved_seconds(tiers, spaces, block_bytes=size, recompute_seconds_per_token=1 / 32_200)
     assert best.saved_seconds > saved.max() > 0
     assert 250 < best.price_per_month <= 300
     assert best.price_per_month == pytest.approx(np.dot(best.capacities, prices))
     assert best.tried > len(parts)
 
 
-def test_a_budget_stops_where_more_room_is_of_no_use() -> None:
+def test_a_budget_stops_where_more_space_is_of_no_use() -> None:
     curve = split_curve(HAND)
     dear = Tier("memory", 0, price_per_gib_month=2**30 / BLOCK_BYTES)
     rich = best_of(curve, [dear], 1e6)

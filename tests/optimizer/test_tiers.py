@@ -44,14 +44,14 @@ def test_the_replay_counts_what_plain_dictionaries_do(trace: Trace, capacities: 
     trace=st.one_of(prefix_traces(separate=True), flat_traces(separate=True)),
     capacities=st.lists(st.integers(1, 8), min_size=2, max_size=5),
 )
-def test_a_hierarchy_is_one_lru_of_all_its_room(trace: Trace, capacities: list[int]) -> None:
+def test_a_hierarchy_is_one_lru_of_all_its_space(trace: Trace, capacities: list[int]) -> None:
     # Identity 5 of the semantics, for two to five levels.
     assert replay_tiers(trace, tiers_of(capacities)).hits == replay(trace, PolicySpec("lru"), sum(capacities)).hits
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(trace=TRACES, capacities=CAPACITIES, data=st.data())
-def test_a_level_without_room_is_not_there(trace: Trace, capacities: list[int], data: st.DataObject) -> None:
+def test_a_level_without_space_is_not_there(trace: Trace, capacities: list[int], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(capacities)))
     without = replay_tiers(trace, tiers_of(capacities))
     done = replay_tiers(trace, tiers_of([*capacities[:place], 0, *capacities[place:]]))

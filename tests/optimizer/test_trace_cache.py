@@ -65,7 +65,7 @@ def test_the_second_reading_takes_what_the_first_one_kept(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir() if each != path] == ["trace.jsonl.kvtrace"]
 
 
-def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path: Path) -> None:
+def test_a_file_that_changed_is_read_again_even_if_its_times_say_it_did_not(path: Path) -> None:
     read(path)
     before = path.stat()
     path.write_text(path.read_text().replace("4", "5").replace("[1, 2, 3]", "[6, 7, 8]"))
@@ -74,7 +74,7 @@ def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path:
     assert read(path).unique_blocks == 6
 
 
-def test_other_options_are_read_anew(path: Path) -> None:
+def test_other_options_are_read_again(path: Path) -> None:
     read(path)
     assert read(path, block_tokens=11).block_tokens == 11
     assert read(path, format="qwen_bailian").block_tokens == 10
@@ -98,7 +98,7 @@ def test_what_is_no_trace_is_none(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"KVTRACE\x01", b"KVTRACE\x02", b"x" * 1000])
-def test_a_damaged_cache_is_made_anew(path: Path, content: bytes) -> None:
+def test_a_damaged_cache_is_made_again(path: Path, content: bytes) -> None:
     first = read(path)
     cache_path(path).write_bytes(content)
     assert_same(read(path), first)
@@ -146,7 +146,7 @@ def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser gives files away")
-def test_what_somebody_else_put_there_is_not_believed(path: Path) -> None:
+def test_what_someone_else_put_there_is_not_believed(path: Path) -> None:
     read(path)
     os.chown(cache_path(path), 12_345, -1)
     assert not is_from_cache(path)

@@ -49,7 +49,7 @@ def test_info_says_what_is_in_a_trace(file: Path) -> None:
     assert "unique blocks" in run("info", file, "--no-cache")[0]
 
 
-def test_info_keeps_the_binary_form_unless_told_otherwise(file: Path) -> None:
+def test_info_keeps_the_binary_form_unless_reported_otherwise(file: Path) -> None:
     run("info", file, "--no-cache")
     assert [each.name for each in file.parent.iterdir()] == ["in.jsonl"]
     run("info", file)

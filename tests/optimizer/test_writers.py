@@ -74,8 +74,8 @@ def test_turns_as_events_are_a_read_and_then_a_write(trace: Trace) -> None:
     if wanted:
         found = there_and_back(trace, "publisher_log")
         rows = zip(found.times_us, found.writes, strict=True)
-        told = [(int(at), found.request_blocks(row).tolist(), bool(write)) for row, (at, write) in enumerate(rows)]
-        assert told == wanted
+        reported = [(int(at), found.request_blocks(row).tolist(), bool(write)) for row, (at, write) in enumerate(rows)]
+        assert reported == wanted
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -114,7 +114,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_format_leaves_out_is_told() -> None:
+def test_what_a_format_leaves_out_is_reported() -> None:
     talk = trace_of([[1, 2], [1, 2, 3]], sessions=[0, 0], input_tokens=[15, 30])
     assert lost_in(talk, "publisher_log") == ("sessions", "lengths of prompts and answers")
     assert lost_in(talk, "optimizer_schema") == ("sessions",)
@@ -204,7 +204,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_nothing_tells_whose_it_is(tmp_path: Path, name: str) -> None:
+def test_nothing_reports_whose_it_is(tmp_path: Path, name: str) -> None:
     source, target = write(tmp_path / "in", LINES[name]), tmp_path / "out"
     found = anonymise(source, target, Pseudonyms(SALT), block_tokens=2)
     text = target.read_text()
@@ -224,12 +224,12 @@ def test_the_trace_is_the_same_one_later(tmp_path: Path, name: str) -> None:
     after = read_trace(target, block_tokens=2, use_cache=False)
     assert after.times_us[0] == 0
     # Tokens gave the length of prompts that have none of their own.
-    but = {"name", "times_us", "instance_names", "specs"} | ({"input_tokens"} if name in _TOLD_BY_TOKENS else set())
+    but = {"name", "times_us", "instance_names", "specs"} | ({"input_tokens"} if name in _REPORTED_BY_TOKENS else set())
     assert_same(before, after, but=frozenset(but))
     np.testing.assert_array_equal(after.times_us, before.times_us - before.times_us[0])
 
 
-_TOLD_BY_TOKENS = {"publisher_log", "optimizer_schema"}
+_REPORTED_BY_TOKENS = {"publisher_log", "optimizer_schema"}
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -257,8 +257,8 @@ def test_one_salt_gives_one_pseudonym_in_all_files_and_another_salt_another() ->
     assert shown(Pseudonyms(SALT)) == shown(Pseudonyms(SALT))
     for mine, other in zip(shown(Pseudonyms(SALT)), shown(Pseudonyms()), strict=True):
         assert mine != other
-    told = [str(each) for each in shown(Pseudonyms(SALT))]
-    assert len(set(told)) == len(told)
+    reported = [str(each) for each in shown(Pseudonyms(SALT))]
+    assert len(set(reported)) == len(reported)
     for salt in (b"", b"x" * 15, b"x" * 65):
         with pytest.raises(OptionError, match=r"salt: has \d+ bytes; allowed: 16 to 64"):
             Pseudonyms(salt)

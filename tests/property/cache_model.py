@@ -61,7 +61,7 @@ class Block:
 
 
 @dataclass
-class Shelf:
+class Cabinet:
     """A configured storage."""
 
     kind: StorageType
@@ -83,7 +83,7 @@ class Session:
 class Finished:
     session: Session
     flags: list[bool]
-    told: FinishedWrite
+    reported: FinishedWrite
     until: float
 
 
@@ -131,7 +131,7 @@ HELD_RECHECK_SECONDS = 1.0
 
 class CacheModel:
     def __init__(
-        self, clock: FakeClock, group: InstanceGroup, instances: Sequence[Instance], shelves: dict[str, Shelf]
+        self, clock: FakeClock, group: InstanceGroup, instances: Sequence[Instance], shelves: dict[str, Cabinet]
     ) -> None:
         self._clock = clock
         self.group = group
@@ -162,8 +162,8 @@ class CacheModel:
         return used
 
     def rank(self, storage: str) -> int | None:
-        shelf = self.shelves.get(storage)
-        return shelf.rank if shelf is not None and shelf.enabled else None
+        cabinet = self.shelves.get(storage)
+        return cabinet.rank if cabinet is not None and cabinet.enabled else None
 
     def candidates(self) -> list[str]:
         """Wire.md 5.6: storages for writes, the preferred kind first or alone."""
@@ -280,7 +280,7 @@ class CacheModel:
             before = Finished(session, flags, self._end(session, flags), self._clock.now() + REPEAT_SECONDS)
             self.finished[session_id] = before
         is_same = before.flags == flags and self._clock.now() < before.until
-        return before.told if is_same else InvalidArgumentError
+        return before.reported if is_same else InvalidArgumentError
 
     def _is_of(self, session: Session, instance_id: str) -> bool:
         return (session.instance_id, session.epoch) == (instance_id, self.epochs[instance_id])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_model import DELETING, SERVING, WRITING, CacheModel, Plan, Shelf
+from cache_model import DELETING, SERVING, WRITING, Cabinet, CacheModel, Plan
 from cache_world import World, decoded, dummy, group_of, hf3fs, instance, mempool, nfs
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -98,7 +98,7 @@ class MachineCore(RuleBasedStateMachine):
         self.world = World(group, INSTANCES, list(self.configured.values()))
         self.manager = self.world.manager
         self.clock = self.world.clock
-        shelves = {name: self.shelf(name) for name in self.configured}
+        shelves = {name: self.cabinet(name) for name in self.configured}
         self.model = CacheModel(self.clock, group, INSTANCES, shelves)
         self.registrations: dict[int, tuple[str, int]] = {}
         for each in INSTANCES:
@@ -115,9 +115,9 @@ class MachineCore(RuleBasedStateMachine):
             self.world.close()
             self.runner.close()
 
-    def shelf(self, name: str) -> Shelf:
+    def cabinet(self, name: str) -> Cabinet:
         kind = self.configured[name].storage_type
-        return Shelf(kind, RANKS[kind])
+        return Cabinet(kind, RANKS[kind])
 
     def note_registration(self, owner: str) -> None:
         self.registrations[self.manager.cache(owner).placement.uid] = (owner, self.model.epochs[owner])
@@ -149,13 +149,13 @@ class MachineCore(RuleBasedStateMachine):
     @invariant()
     def records_are_those_of_the_model(self) -> None:
         """Those of removed instances too."""
-        for custody in self.manager.indexes():
-            blocks = self.model.resident(*self.registrations[custody.uid])
-            assert self.runner.run(all_records(custody.meta_index)) == {
+        for ownership in self.manager.indexes():
+            blocks = self.model.resident(*self.registrations[ownership.uid])
+            assert self.runner.run(all_records(ownership.meta_index)) == {
                 key: (block.parent, block.depth, [vars(place) for place in block.places])
                 for key, block in blocks.items()
             }
-            due = self.runner.run(custody.meta_index.due(math.inf, len(POOL)))
+            due = self.runner.run(ownership.meta_index.due(math.inf, len(POOL)))
             assert sorted(due) == sorted(
                 key for key, block in blocks.items() if any(place.status is not SERVING for place in block.places)
             )
@@ -350,7 +350,7 @@ class WriterRules(MachineCore):
         self.finish(pick, masks[wrong])
 
     @rule(pick=PICKS, owner=OWNERS)
-    def finish_somebody_elses(self, pick: int, owner: str) -> None:
+    def finish_someone_elses(self, pick: int, owner: str) -> None:
         session_id = self.any_session(pick) or "f" * 32
         session = self.model.sessions.get(session_id)
         if session is None or session.instance_id != owner:
@@ -450,7 +450,7 @@ class CacheMachine(WriterRules):
     def purge_removed(self) -> None:
         """A removed instance is forgotten when its last block is gone, and not before."""
         self.call(self.manager.purge_removed())
-        removed = {custody.uid for custody in self.manager.indexes()}
+        removed = {ownership.uid for ownership in self.manager.indexes()}
         for uid, (owner, epoch) in self.registrations.items():
             is_current = epoch == self.model.epochs[owner]
             assert (uid in removed) == (is_current or bool(self.model.resident(owner, epoch)))
@@ -503,7 +503,7 @@ class CacheMachine(WriterRules):
             del self.model.shelves[name]
             assert self.call(self.world.registry.storages.retire(name, self.world.clock.now())) is None
         elif what == "add" and known is None:
-            self.model.shelves[name] = self.shelf(name)
+            self.model.shelves[name] = self.cabinet(name)
             assert self.call(self.world.registry.storages.add(self.configured[name])) is None
         self.storages_always_up &= what != "remove"
 

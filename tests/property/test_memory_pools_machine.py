@@ -73,8 +73,8 @@ class PoolsMachine(RuleBasedStateMachine):
         self.manager, self.executor = world.manager, world.executor
         remover = Remover(self.clock, self.registry.groups.find)
         self.purges = PoolPurges(self.storages.pools, self.manager.open_caches, remover, self.clock)
-        custody = GarbageSource(self.manager, self.registry, self.store)
-        self.scrubber = StorageScrubber(custody, self.storages, self.clock, CLUSTER)
+        ownership = GarbageSource(self.manager, self.registry, self.store)
+        self.scrubber = StorageScrubber(ownership, self.storages, self.clock, CLUSTER)
         self.down: set[str] = set()
         self.generations = dict.fromkeys(NODE_OF, 1)
         self.serving: dict[int, dict[str, str]] = {key: {} for key in range(8)}  # uri by storage

@@ -357,8 +357,8 @@ class ContestedRig:
         view = StorageDirectory("cluster")
         view.open(dummy("a"))
         self.backend = backend
-        self.told_bytes: Counter[StorageKey] = Counter()
-        self.told_keys = 0
+        self.reported_bytes: Counter[StorageKey] = Counter()
+        self.reported_keys = 0
         self.applied: list[Change] = []
         self.index = MetaIndex(
             backend,
@@ -370,8 +370,8 @@ class ContestedRig:
         )
 
     def on_usage(self, difference: Counter[StorageKey], keys: int) -> None:
-        self.told_bytes.update(difference)
-        self.told_keys += keys
+        self.reported_bytes.update(difference)
+        self.reported_keys += keys
 
     async def increment(self, keys: Sequence[int]) -> list[Change]:
         return await self.index.read_modify_write(keys, increase, self.applied.extend)
@@ -396,7 +396,7 @@ async def test_attempts_are_bounded_and_the_error_says_what_to_do() -> None:
         await rig.increment([7, 8])
     assert rig.backend.written == [rig.backend.written[0], *[[7]] * (ATTEMPTS - 1)]
     assert [change.key for change in rig.applied] == [8], "what was stored was told"
-    assert rig.told_keys == 1
+    assert rig.reported_keys == 1
 
 
 async def test_the_last_attempt_counts() -> None:
@@ -439,5 +439,5 @@ async def test_no_update_is_lost_and_usage_is_the_recount(calls: list[list[int]]
     records = await rig.backend.get_many(range(21))
     assert {key: record.depth for key, record in enumerate(records) if record is not None} == dict(counted)
     recount = sum(place.size_bytes for record in records if record is not None for place in record.locations)
-    assert rig.told_bytes[PLACE] + rig.backend.rival_usage == recount
-    assert rig.told_keys <= rig.backend.key_count == sum(record is not None for record in records)
+    assert rig.reported_bytes[PLACE] + rig.backend.rival_usage == recount
+    assert rig.reported_keys <= rig.backend.key_count == sum(record is not None for record in records)

@@ -70,7 +70,7 @@ class World(Core):
 
     def new_events(self, clock: FakeClock) -> EventLog:
         self.events = EventLog(now=clock.now, new_id=lambda: "")
-        self.heard = self.events.subscribe()
+        self.received = self.events.subscribe()
         return self.events
 
     async def do(self, step: tuple[str, Any]) -> object:
@@ -98,8 +98,10 @@ class World(Core):
         started = self.sessions[number % len(self.sessions)]
         count = len(started.chunks)
         mask = BlockMask(offset=min(offset, count)) if flags is None else BlockMask(flags=(flags * count)[:count])
-        told = [LocationChecksums([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)]
-        return await self.manager.finish_write(self.manager.cache("i"), started.session.id, mask, retention, told)
+        reported = [
+            LocationChecksums([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)
+        ]
+        return await self.manager.finish_write(self.manager.cache("i"), started.session.id, mask, retention, reported)
 
     async def remove(self, keys: Sequence[int]) -> object:
         return await self.manager.remove(self.manager.cache("i"), keys, BlockMask())
@@ -135,7 +137,7 @@ class World(Core):
             dict(self.manager.usage.used("group")),
             list(self.order.candidates(lambda _class: False)),
             list(self.order.expired(self.clock.now())),
-            self.heard.pop_pending(),
+            self.received.pop_pending(),
             self.index.generation > 0,
         ]
 

@@ -94,7 +94,7 @@ class SlotReuseMachine(RuleBasedStateMachine):
         self.world.storage = self.managers[number]
 
     @rule()
-    def configure_anew(self) -> None:
+    def configure_again(self) -> None:
         number = 1 - self.term % 2
         again = self.world.opened(lambda: self.term if self.term % 2 != number else None)
         again.take_over(self.managers[number])

@@ -331,7 +331,7 @@ async def test_a_finish_that_the_store_refuses_can_be_repeated_with_the_same_mas
         )
 
 
-async def test_a_decision_that_nobody_asks_for_again_is_carried_out_after_five_seconds() -> None:
+async def test_a_decision_that_no_one_asks_for_again_is_carried_out_after_five_seconds() -> None:
     with slow_world() as world:
         started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         break_store_once(world)

@@ -73,7 +73,7 @@ class Written:
     session: WriteSession
     since: int
     decisions: set[tuple[bool, ...]] = field(default_factory=set)
-    told: set[FinishedWrite] = field(default_factory=set)
+    reported: set[FinishedWrite] = field(default_factory=set)
     known_until: float = 0.0
 
 
@@ -296,7 +296,7 @@ class TwoManagers(RuleBasedStateMachine):
         assert finished.served + finished.vanished == sum(flags)
         assert finished.dropped == len(flags) - sum(flags)
         written.decisions.add(flags)
-        written.told.add(finished)
+        written.reported.add(finished)
         written.known_until = written.known_until or until
 
     async def renew(self, node: Node, op: Op) -> None:
@@ -367,7 +367,7 @@ class TwoManagers(RuleBasedStateMachine):
     def invariant_3_a_session_has_one_end(self) -> None:
         for written in self.known:
             assert len(written.decisions) <= 1
-            assert len(written.told) <= 1, "a repeated finish was told something else"
+            assert len(written.reported) <= 1, "a repeated finish was told something else"
             for key, success in zip(written.session.keys, next(iter(written.decisions), ()), strict=False):
                 assert success or (written.session.uid, key, written.session.location_id) not in self.served
 
@@ -383,8 +383,8 @@ class TwoManagers(RuleBasedStateMachine):
             assert sum(backend.usage_bytes.values()) == sum(place.size_bytes for place in places)
             assert backend.key_count == sum(record is not None for record in records)
         if not self.crashed:
-            told = sum(sum(node.manager.group_usage_bytes("group").values()) for node in self.nodes)
-            assert told == sum(sum(backend.usage_bytes.values()) for backend in self.store.backends().values())
+            reported = sum(sum(node.manager.group_usage_bytes("group").values()) for node in self.nodes)
+            assert reported == sum(sum(backend.usage_bytes.values()) for backend in self.store.backends().values())
 
     def check_acknowledged(self) -> None:
         for written in self.known:

@@ -58,7 +58,7 @@ CRASHES = st.one_of(st.none(), st.tuples(st.integers(0, 1), st.integers(4, 24)))
 """(which node, after how many turns of the loop)"""
 
 
-def told(telling: int, key: int) -> dict[str, int]:
+def answer(telling: int, key: int) -> dict[str, int]:
     """What a finish tells of a block: other numbers than every other finish and block; of key 3 nothing of one part."""
     if not telling:
         return {}
@@ -100,7 +100,7 @@ class Deployment:
         manager = self.nodes[op.node].manager
         try:
             if op.verb == "finish":
-                locations = [LocationChecksums(list(told(op.telling, key).items())) for key in started.session.keys]
+                locations = [LocationChecksums(list(answer(op.telling, key).items())) for key in started.session.keys]
                 success = BlockMask(offset=len(KEYS))
                 await self.nodes[op.node].ask(
                     manager.finish_write(
@@ -149,7 +149,7 @@ def checksums_in(place: Location) -> dict[str, int]:
 
 
 def expected(telling: int, key: int) -> dict[str, int]:
-    return {name: told(telling, key).get(name, 0) for name in parts_of(key)}
+    return {name: answer(telling, key).get(name, 0) for name in parts_of(key)}
 
 
 @settings(max_examples=examples(150))
@@ -461,7 +461,7 @@ async def two() -> AsyncIterator[Two]:
         await node.close()
 
 
-async def test_what_a_manager_writes_that_has_not_heard_yet_is_found(two: Two) -> None:
+async def test_what_a_manager_writes_that_has_not_received_yet_is_found(two: Two) -> None:
     await two.write(0, MANY)
     await two.drains[0].drain("a")
     late = await two.start(1, [1000])  # this one has not heard
@@ -494,7 +494,7 @@ async def test_what_comes_after_the_drain_was_done_is_found_too(two: Two) -> Non
     assert two.used_bytes == 0
 
 
-async def test_nothing_is_done_before_every_manager_must_have_heard(two: Two) -> None:
+async def test_nothing_is_done_before_every_manager_must_have_received(two: Two) -> None:
     await two.drains[0].drain("a")
     for _ in range(5):
         await two.lead(0, 1.0)

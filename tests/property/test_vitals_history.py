@@ -87,12 +87,12 @@ ticks = st.lists(
 
 
 def _rates(
-    lives: Mapping[str, Life], heard: Mapping[str, tuple[Life, float]], last: float, now: float
+    lives: Mapping[str, Life], received: Mapping[str, tuple[Life, float]], last: float, now: float
 ) -> Sequence[float]:
     """Return the rates of managers as the model has them: of each what it counted since it was heard or began."""
     found = []
     for name, life in lives.items():
-        known, at = heard.get(name, (None, last))
+        known, at = received.get(name, (None, last))
         if known is life:
             found.append(life.counted(at, now) / (now - at))
         elif life.started_at >= at:
@@ -102,18 +102,18 @@ def _rates(
 
 @settings(max_examples=examples(100))
 @given(ticks)
-def test_rates_are_the_events_of_all_managers_whoever_comes_and_goes(
+def test_rates_are_the_events_of_all_managers_whichever_comes_and_goes(
     steps: list[tuple[int, list[tuple[str, str, int]]]],
 ) -> None:
     now = 1000.0
     history, last = History(now), now
     lives: dict[str, Life] = {}
-    heard: dict[str, tuple[Life, float]] = {}
+    received: dict[str, tuple[Life, float]] = {}
     expected: list[float | None] = []
-    for gap, deeds in steps:
+    for gap, actions in steps:
         begin, now = now, now + gap
         silent = set()
-        for number, (name, deed, count) in enumerate(deeds):
+        for number, (name, deed, count) in enumerate(actions):
             at = begin + (number + 1) * gap / 10
             if deed == "end":
                 lives.pop(name, None)
@@ -123,11 +123,11 @@ def test_rates_are_the_events_of_all_managers_whoever_comes_and_goes(
                 lives[name] = Life(at, [(at, count)])
             else:
                 lives[name].events.append((at, count))
-        told = {name: life for name, life in lives.items() if name not in silent}
-        rates = _rates(told, heard, last, now)
-        history.add(now, {name: life.vitals(name, now) for name, life in told.items()}, {"a": 5})
+        reported = {name: life for name, life in lives.items() if name not in silent}
+        rates = _rates(reported, received, last, now)
+        history.add(now, {name: life.vitals(name, now) for name, life in reported.items()}, {"a": 5})
         expected += [None] * (gap // 10 - 1) + [sum(rates) if rates else None]
-        heard, last = {name: (life, now) for name, life in told.items()}, now
+        received, last = {name: (life, now) for name, life in reported.items()}, now
     seconds = max(60, 10 * len(expected))
     span = asyncio.run(history.range(now, seconds))
     values = {(each.name, *each.labels.values()): each.values for each in span.series}
@@ -140,7 +140,7 @@ def test_rates_are_the_events_of_all_managers_whoever_comes_and_goes(
     assert hits == requests
 
 
-def test_a_day_is_told_in_few_values_that_are_means_and_of_the_99th_percentile_the_most() -> None:
+def test_a_day_is_reported_in_few_values_that_are_means_and_of_the_99th_percentile_the_most() -> None:
     history = History(0.0)
     counts = [0, 0]
     for minute in range(1, 1441):
@@ -162,7 +162,7 @@ def test_a_day_is_told_in_few_values_that_are_means_and_of_the_99th_percentile_t
     assert values["match_p50_seconds"][-1] == pytest.approx((0.5 + 1.5) / 2)
 
 
-def test_groups_beyond_the_bound_are_summed_up_and_make_room_when_they_are_gone() -> None:
+def test_groups_beyond_the_bound_are_summed_up_and_make_space_when_they_are_gone() -> None:
     history = History(0.0)
     for tick in range(300):  # of ten minutes: the first groups are gone for more than a day
         names = [f"g{tick // 150}-{number}" for number in range(100)]

@@ -127,14 +127,14 @@ class Levels(ManagerCore):
         for registered in instances:
             now(self.manager.register_instance(registered))
 
-    def new_reclaimer(self, told: Callable[[EvictionRecord], None] | None = None) -> Reclaimer:
+    def new_reclaimer(self, reported: Callable[[EvictionRecord], None] | None = None) -> Reclaimer:
         """A reclaimer that knows nothing yet."""
         return Reclaimer(
             self.manager.indexes,
             self.registry.groups.find,
             self._limits,
             self.clock,
-            told or self.evicted.append,
+            reported or self.evicted.append,
             Random(0),
         )
 
@@ -206,10 +206,10 @@ class Levels(ManagerCore):
         total = 0
         while blocks := await self.reclaimer.reclaim():
             total += blocks
-        await self.hear()
+        await self.receive()
         return total
 
-    async def hear(self) -> None:
+    async def receive(self) -> None:
         """Hear what stores know; what is in this process's memory is heard of anyway."""
         for each in self.manager.indexes():
             await each.meta_index.refresh()
@@ -219,7 +219,7 @@ class Levels(ManagerCore):
         self.wait(60)
         while await self.executor.run_due():
             pass
-        await self.hear()
+        await self.receive()
 
     # What can be seen.
 

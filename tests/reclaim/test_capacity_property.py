@@ -224,37 +224,37 @@ class Run:
         seen = len(self.rig.evicted)
         await self.rig.reclaim()
         after = await self.records()
-        told = self.rig.evicted[seen:]
+        reported = self.rig.evicted[seen:]
         assert gone(before, after) == Counter(
-            (each.instance.instance_id, change.key) for each in told for change in each.changes
+            (each.instance.instance_id, change.key) for each in reported for change in each.changes
         )
         if not crossed:
-            assert not told, "evicted though no mark was crossed"
+            assert not reported, "evicted though no mark was crossed"
             return
         assert all(each.count(alive(after)) <= each.low() for each in crossed), "what was above its mark still is"
         self.check_each_was_needed(crossed, before, after)
-        self.check_that_the_last_was_needed(crossed, told, after)
+        self.check_that_the_last_was_needed(crossed, reported, after)
 
     def check_each_was_needed(self, crossed: Sequence[Level], before: Records, after: Records) -> None:
         """What was evicted helps, or follows what helps, and no block has lost its prefix (invariant 7)."""
-        nobody: Locations = {instance_id: {} for instance_id in SIZES}
+        no_one: Locations = {instance_id: {} for instance_id in SIZES}
         for instance_id, key in gone(before, after):
             chain: dict[int, Sequence[Location]] = {}
             at: int | None = key
             while at is not None and at in before[instance_id]:
                 chain[at] = before[instance_id][at].locations
                 at = before[instance_id][at].parent
-            chains = {**nobody, instance_id: chain}
+            chains = {**no_one, instance_id: chain}
             assert any(each.count(chains) for each in crossed), f"{key} of {instance_id} was evicted for nothing"
         for instance_id, key in gone(before, after):
             for child, record in after[instance_id].items():
                 assert record.parent != key or not alive(after)[instance_id].get(child), f"{child} lost its prefix"
 
     def check_that_the_last_was_needed(
-        self, crossed: Sequence[Level], told: Sequence[EvictionRecord], after: Records
+        self, crossed: Sequence[Level], reported: Sequence[EvictionRecord], after: Records
     ) -> None:
         """Without the last block of some instance, some level would still be above its low end."""
-        last = {each.instance.instance_id: each for each in told}
+        last = {each.instance.instance_id: each for each in reported}
         for instance_id, evicted in last.items():
             change = evicted.changes[-1]
             assert change.old is not None

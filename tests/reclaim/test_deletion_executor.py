@@ -136,7 +136,7 @@ async def test_rounds_at_the_same_time_delete_once(rig: Rig) -> None:
     assert rig.storages.faults["a"].deleted == list(uris)
 
 
-async def test_two_managers_that_delete_the_same_harm_nobody(rig: Rig) -> None:
+async def test_two_managers_that_delete_the_same_harm_no_one(rig: Rig) -> None:
     """The leader that lost its lease is still at it: what was written meanwhile under another location stays."""
     other = rig.new_executor()
     await rig.block(1)
@@ -671,7 +671,7 @@ async def test_it_stays_readable_for_the_delay_and_is_deleted_then(rig: Rig) -> 
     assert (await rig.left(), rig.storages.faults["a"].deleted) == ([], list(uris))
 
 
-async def test_it_is_told_once_per_storage(rig: Rig) -> None:
+async def test_it_is_reported_once_per_storage(rig: Rig) -> None:
     listener = rig.events.subscribe()
     for key in (1, -2):
         await rig.block(key, status=LocationStatus.SERVING, after_seconds=10)
@@ -680,9 +680,9 @@ async def test_it_is_told_once_per_storage(rig: Rig) -> None:
     await rig.run_due(after=10)
     await rig.events.close()
     events = [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
-    told = {(event["type"], event["reason"], event["storage"]): event for event in events}
-    assert set(told) == {("expired", "ttl", "a"), ("expired", "ttl", "b")}
-    event = told["expired", "ttl", "a"]
+    reported = {(event["type"], event["reason"], event["storage"]): event for event in events}
+    assert set(reported) == {("expired", "ttl", "a"), ("expired", "ttl", "b")}
+    event = reported["expired", "ttl", "a"]
     assert (sorted(event["keys"]), event["location_ids"], event["bytes"]) == ([-2, 1], [["l"], ["l"]], 32)
     assert (event["source"], event["component"], event["group"]) == ("i", "cache_manager", "group")
-    assert told["expired", "ttl", "b"]["keys"] == [3]
+    assert reported["expired", "ttl", "b"]["keys"] == [3]

@@ -279,7 +279,7 @@ class Workload:
         return {key: access for key, access in accesses if access is not None}
 
 
-def leaves_nobody_behind(victims: Iterable[int], left: Mapping[int, BlockRecord]) -> bool:
+def leaves_no_one_behind(victims: Iterable[int], left: Mapping[int, BlockRecord]) -> bool:
     gone = set(victims)
     return not any(record.parent in gone for record in left.values())
 
@@ -307,7 +307,7 @@ async def test_nearly_all_victims_are_among_the_coldest(policy: str, backends: R
         victims = await rig.settle()
         left = await rig.resident(index)
         assert len(victims) == len(known) - len(left) == -(-(used - int((used - 1) * 0.94)) // BLOCK)
-        assert leaves_nobody_behind(victims, left)
+        assert leaves_no_one_behind(victims, left)
         ranks = {key: RANKS[policy](each) for key, each in known.items()}
         assert is_among_the_coldest(victims, ranks, 0.1) >= 0.95
         await workload.read(2)
@@ -465,7 +465,7 @@ async def test_the_next_group_pays_where_the_first_has_nothing_to_give() -> None
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru"])
-async def test_blocks_that_follow_each_other_in_a_circle_end_no_look(policy: str) -> None:
+async def test_blocks_that_follow_each_other_in_a_circle_end_no_observe(policy: str) -> None:
     """Writers can say so: whoever climbs a chain comes to an end nevertheless."""
     group = group_of(policy=policy, ratio=0.5, quotas={StorageType.ST_DUMMY: 10 * BLOCK})
     rig = EvictionRig({"g": group})

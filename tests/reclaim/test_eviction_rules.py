@@ -139,12 +139,12 @@ def removing(rig: Levels, removed: str) -> list[asyncio.Task[None]]:
             await rig.executor.run_due()
             await rig.manager.purge_removed()
 
-    def told(evicted: EvictionRecord) -> None:
+    def reported(evicted: EvictionRecord) -> None:
         rig.evicted.append(evicted)
         if not tasks:
             tasks.append(asyncio.get_running_loop().create_task(remove()))
 
-    rig.reclaimer = rig.new_reclaimer(told)
+    rig.reclaimer = rig.new_reclaimer(reported)
     return tasks
 
 
@@ -306,7 +306,7 @@ async def test_a_pin_holds_what_has_expired_and_its_end_lets_it_go(policy: Evict
 
 
 @pytest.mark.parametrize("policy", [*FIXED, *SLIDING], ids=named)
-async def test_a_block_that_was_written_anew_has_a_new_age(policy: EvictionPolicy) -> None:
+async def test_a_block_that_was_written_again_has_a_new_age(policy: EvictionPolicy) -> None:
     """Also while its old bytes wait for their deletion."""
     with levels(aged(policy, delay_ms=60_000)) as rig:
         await rig.write([1])
@@ -333,7 +333,7 @@ async def test_ages_survive_a_new_leader(policy: EvictionPolicy) -> None:
         assert await rig.left(range(5)) == [3, 4]
 
 
-async def test_many_expired_blocks_go_in_one_look() -> None:
+async def test_many_expired_blocks_go_in_one_observe() -> None:
     with levels(aged(EvictionPolicy("ttl", 100))) as rig:
         await rig.write(list(range(100)))
         rig.wait(101)

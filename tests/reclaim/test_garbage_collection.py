@@ -180,7 +180,7 @@ async def test_how_an_instance_is_read_is_its_own(tmp_path: Path) -> None:
         assert (len(await site.serving("i")), len(await site.serving("j"))) == (9, 3)
 
 
-async def test_an_instance_registered_again_begins_anew(site: Deployment) -> None:
+async def test_an_instance_registered_again_begins_again(site: Deployment) -> None:
     await read(site, MatchMode.BATCH_GET)
     instance = site.manager.cache("i").instance
     await site.manager.remove_instance("i")
@@ -265,7 +265,7 @@ async def test_nothing_runs_in_the_background_when_it_is_off(site: Deployment) -
     assert site.marked == []
 
 
-async def test_a_manager_that_lost_the_lead_counts_anew(site: Deployment) -> None:
+async def test_a_manager_that_lost_the_lead_counts_again(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])
     site.collector = site.new_collector()
@@ -556,7 +556,7 @@ async def test_a_manager_that_follows_another_makes_nothing(mounted: Deployment,
     other.close()
 
 
-async def test_an_update_makes_anew_what_is_gone_for_good(mounted: Deployment, mount_point: Path) -> None:
+async def test_an_update_makes_again_what_is_gone_for_good(mounted: Deployment, mount_point: Path) -> None:
     unmount(mount_point)
     again = await restarted(mounted)
     await again.registry.storages.update_in_background(StorageConfig(NFS, NfsStorageSpec(str(mount_point))))

@@ -437,7 +437,7 @@ async def test_proportional_takes_the_same_part_of_each() -> None:
         assert counts(rig) == {"i": 25, "j": 15, "k": 5}
 
 
-async def test_fixed_takes_from_whoever_is_furthest_above_its_share() -> None:
+async def test_fixed_takes_from_whichever_is_furthest_above_its_share() -> None:
     configured = shared("fixed", mark=0.6, instance_overrides=weights(i=2.0))
     with levels(shared("fixed", instance_overrides=weights(i=2.0)), THREE) as rig:
         await rig.fill(i=30, j=40, k=10)
@@ -507,7 +507,7 @@ def stepped(mark: float = 0.5, name: str = "g", **reclaim: Any) -> InstanceGroup
         ({"reclaim_step_size": BLOCK // 2}, 1),
     ],
 )
-async def test_a_look_marks_no_more_than_a_step(limits: dict[str, int], blocks: int) -> None:
+async def test_a_observe_marks_no_more_than_a_step(limits: dict[str, int], blocks: int) -> None:
     """A step below one block is one block: otherwise nothing would ever go."""
     with levels(stepped(**limits)) as rig:
         await rig.write_each(range(80))
@@ -516,12 +516,12 @@ async def test_a_look_marks_no_more_than_a_step(limits: dict[str, int], blocks: 
         assert rig.order() == list(range(blocks))
 
 
-async def test_later_looks_go_on_to_the_low_end_and_then_stop() -> None:
+async def test_later_observes_go_on_to_the_low_end_and_then_stop() -> None:
     """Also below the high end, where a fresh reclaimer would not begin."""
     with levels(stepped(reclaim_step_size=9 * BLOCK)) as rig:
         await rig.write_each(range(80))
-        looks = [await rig.reclaimer.reclaim() for _ in range(6)]
-        assert looks == [9, 9, 9, 9, 4, 0]
+        observes = [await rig.reclaimer.reclaim() for _ in range(6)]
+        assert observes == [9, 9, 9, 9, 4, 0]
         assert not rig.reclaimer.is_held_back
         assert rig.remaining() == 40 * BLOCK
 
@@ -627,7 +627,7 @@ def test_levels_of_one_group_together_take_what_the_greatest_asks_for(amounts: l
     assert turns[found[0].name] == amounts[0]
 
 
-async def test_a_look_serves_groups_in_turns() -> None:
+async def test_a_observe_serves_groups_in_turns() -> None:
     """A batch is 32 blocks."""
     groups = [group(name, blocks=200, mark=0.5, hysteresis=0.0) for name in ("g", "h")]
     with levels(groups, [instance(each.name, each.name) for each in groups]) as rig:
@@ -660,7 +660,7 @@ async def test_levels_that_are_served_in_turns_evict_no_more_than_needed(mark: f
         assert len(await rig.left(range(150))) <= 160 * mark
 
 
-async def test_a_look_that_takes_long_begins_anew() -> None:
+async def test_a_observe_that_takes_long_begins_again() -> None:
     """Else instances, ages and settings that came since would wait until a flood ends. A batch takes 0.4 s here."""
     with levels(group(blocks=1000, mark=0.5, hysteresis=0.0)) as rig:
         await rig.write_each(range(900))

@@ -216,7 +216,7 @@ def test_s3fifo_fills_main_while_it_warms_up() -> None:
     assert [slot for slot in warm.victims() if slot in (3, 10)] == [3, 10]
 
 
-def test_s3fifo_keeps_shares_of_the_size_it_is_told() -> None:
+def test_s3fifo_keeps_shares_of_the_size_it_is_reported() -> None:
     """One block in small, nine in main: ten blocks are one too many in main for eight, and not for ten."""
 
     def first_victim(blocks: int | None) -> int:
@@ -236,7 +236,7 @@ def test_every_name_makes_a_policy_that_evicts(name: str) -> None:
     assert list(policy.victims()) == ([2, 1] if name == "leaf_lru" else [2, 0, 1])
 
 
-def test_the_live_ttl_counts_from_what_it_is_told_and_the_live_lfu_ages() -> None:
+def test_the_live_ttl_counts_from_what_it_is_reported_and_the_live_lfu_ages() -> None:
     def victims(policy: Policy) -> list[int]:
         policy.insert(0, 0)
         policy.insert(1, 1)
@@ -300,12 +300,12 @@ def test_an_iteration_that_is_given_up_leaves_nothing_behind(name: str) -> None:
     assert next(policy.victims()) == victim == next(fresh.victims())
 
 
-def test_leaf_lru_looks_at_few_blocks_of_chains_that_are_touched_from_the_tail() -> None:
-    looks = 0
+def test_leaf_lru_observes_at_few_blocks_of_chains_that_are_touched_from_the_tail() -> None:
+    observes = 0
 
     def is_leaf(slot: int) -> bool:
-        nonlocal looks
-        looks += 1
+        nonlocal observes
+        observes += 1
         return slot % 10 == 9 or slot + 1 not in policy
 
     policy = LeafLru(is_leaf)
@@ -315,15 +315,15 @@ def test_leaf_lru_looks_at_few_blocks_of_chains_that_are_touched_from_the_tail()
     for slot in policy.victims():
         policy.remove(slot)
     assert len(policy) == 0
-    assert looks <= 2000
+    assert observes <= 2000
 
 
 def test_leaf_lru_goes_on_where_it_was_when_many_followed_blocks_are_older() -> None:
-    looks = 0
+    observes = 0
 
     def is_leaf(slot: int) -> bool:
-        nonlocal looks
-        looks += 1
+        nonlocal observes
+        observes += 1
         return slot >= 1000 and (slot % 2 == 1 or slot + 1 not in policy)
 
     policy = LeafLru(is_leaf)
@@ -335,7 +335,7 @@ def test_leaf_lru_goes_on_where_it_was_when_many_followed_blocks_are_older() -> 
         policy.remove(slot)
     # An even block is followed by the odd one behind it, and comes right after it.
     assert found == [slot for odd in range(1001, 1200, 2) for slot in (odd, odd - 1)]
-    assert looks < 1000 + 200 * 260
+    assert observes < 1000 + 200 * 260
 
 
 # ── Blocks put back into an order by what a store remembers of them leave as they would have left ──

@@ -99,7 +99,7 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
 
 
 @pytest.mark.parametrize("level", ["storage", "global"])
-async def test_a_shared_mark_leaves_room_for_the_largest_block_of_all_who_share_it(level: str) -> None:
+async def test_a_shared_mark_leaves_space_for_the_largest_block_of_all_who_share_it(level: str) -> None:
     """Else the group of the large blocks is refused before anything is evicted for it."""
     small, large = big("small", quota="q"), big("large", quota="q")
     with levels([small, large], [instance("s", "small"), instance("l", "large", {"kv": 4 * BLOCK})]) as rig:
@@ -138,7 +138,7 @@ async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() 
         assert books.asked == {"group_bytes": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
 
 
-async def test_what_a_quota_forbids_is_kept_from_nobody_by_the_mark() -> None:
+async def test_what_a_quota_forbids_is_kept_from_no_one_by_the_mark() -> None:
     """Hard limit and mark mean the same by a guarantee: the least of it, the group's quota, and that on the type."""
     a, b = big("x", 60, types={StorageType.ST_DUMMY: 10}), big("y")
     with levels([a, b], [instance("i", "x", {"kv": 1}), instance("j", "y", {"kv": 1})]) as rig:
@@ -252,7 +252,7 @@ async def reclaiming(rig: Levels, is_leader: Callable[[], bool] = lambda: True) 
         running.cancel()
 
 
-async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
+async def test_a_reclaimer_that_was_woken_observes_once_and_waits_again() -> None:
     with levels(group(), instance()) as rig:
         async with reclaiming(rig):
             await turns(lambda: rig.reclaimer.stats.round_count == 1)
@@ -264,7 +264,7 @@ async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
             assert rig.reclaimer.stats.round_count == 2
 
 
-async def test_a_wake_during_a_look_is_not_lost() -> None:
+async def test_a_wake_during_a_observe_is_not_lost() -> None:
     """What is written while a look is under way may be just what that look did not see."""
     with levels(group(), instance()) as rig:
         rig.reclaimer = rig.new_reclaimer(lambda evicted: (rig.evicted.append(evicted), rig.reclaimer.wake())[0])
@@ -273,7 +273,7 @@ async def test_a_wake_during_a_look_is_not_lost() -> None:
             await turns(lambda: rig.reclaimer.stats.round_count == 2)
 
 
-async def test_only_the_leader_looks() -> None:
+async def test_only_the_leader_observes() -> None:
     with levels(group(), instance()) as rig:
         leads: list[bool] = []
         async with reclaiming(rig, lambda: bool(leads)):
@@ -285,7 +285,7 @@ async def test_only_the_leader_looks() -> None:
             await turns(lambda: rig.reclaimer.stats.round_count == 1)
 
 
-async def test_a_step_limit_is_followed_by_the_next_look_without_a_wake() -> None:
+async def test_a_step_limit_is_followed_by_the_next_observe_without_a_wake() -> None:
     with levels(group(blocks=100, mark=0.5, hysteresis=0.0, reclaim={"reclaim_step_size": 200}), instance()) as rig:
         await rig.write_each(range(90))
         async with reclaiming(rig):

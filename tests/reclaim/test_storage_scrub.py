@@ -260,19 +260,19 @@ class Interrupting(GarbageSource):
     """Something happens between the first look and the second one."""
 
     meanwhile: Callable[[], Awaitable[None]]
-    looks = 0
+    observes = 0
 
     async def unreadable_instances(self) -> Sequence[str]:
-        self.looks += 1
-        if self.looks == 2:
+        self.observes += 1
+        if self.observes == 2:
             await self.meanwhile()
         return await super().unreadable_instances()
 
 
 def interrupted(site: Deployment, meanwhile: Callable[[], Awaitable[None]]) -> StorageScrubber:
-    custody = Interrupting(site.manager, site.registry, site.disk.store)
-    custody.meanwhile = meanwhile
-    return StorageScrubber(custody, site.storages, site.clock, site.disk.cluster_id)
+    ownership = Interrupting(site.manager, site.registry, site.disk.store)
+    ownership.meanwhile = meanwhile
+    return StorageScrubber(ownership, site.storages, site.clock, site.disk.cluster_id)
 
 
 async def test_an_orphan_is_looked_for_again_right_before_it_goes(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ async def delete_what_is_due(reusing: Deployment, seconds: float = 5.0) -> None:
 # ── the executor ──
 
 
-async def test_it_tells_what_served_once_its_metadata_is_gone(rig: Rig) -> None:
+async def test_it_reports_what_served_once_its_metadata_is_gone(rig: Rig) -> None:
     uris = await rig.block(1)
     storage = rig.storages.faults["a"]
     storage.outage = OSError("down")
@@ -428,7 +428,7 @@ async def test_it_tells_what_served_once_its_metadata_is_gone(rig: Rig) -> None:
     assert (await rig.left(), storage.forgotten_uris) == ([], list(uris))
 
 
-async def test_it_tells_nothing_of_what_another_manager_dropped(rig: Rig) -> None:
+async def test_it_reports_nothing_of_what_another_manager_dropped(rig: Rig) -> None:
     """Its deletion hung meanwhile, and the place may be somebody else's by now."""
     uris = {key: await rig.block(key) for key in (1, 2)}
     storage = rig.storages.faults["a"]
@@ -441,7 +441,7 @@ async def test_it_tells_nothing_of_what_another_manager_dropped(rig: Rig) -> Non
     assert storage.forgotten_uris == list(uris[2])
 
 
-async def test_it_tells_nothing_of_what_is_kept_or_never_served(rig: Rig) -> None:
+async def test_it_reports_nothing_of_what_is_kept_or_never_served(rig: Rig) -> None:
     await rig.block(1)
     await rig.block(2)
 

@@ -423,7 +423,7 @@ async def test_of_two_changes_with_one_old_password_one_is_made(pair: Pair) -> N
     assert await pair.a.accounts.authenticate("ann", winner) is not None
 
 
-async def test_tries_that_the_store_did_not_hear_are_none(pair: Pair) -> None:
+async def test_tries_that_the_store_did_not_receive_are_none(pair: Pair) -> None:
     api = AccessApi(pair.b, is_required=True)
     pair.way.outage = StorageIOError("the store went away")
     for _ in range(20):

@@ -65,7 +65,7 @@ async def test_a_load_of_what_is_there_changes_nothing_not_even_a_document() -> 
     assert await table.version() == before
 
 
-async def test_instances_that_are_loaded_have_seats() -> None:
+async def test_instances_that_are_loaded_have_slots() -> None:
     registry = await loaded()
     await registry.instances.register(replace(INSTANCE, instance_id="third", instance_group_name="a"))
     with pytest.raises(CapacityError):

@@ -77,7 +77,7 @@ async def run(registry: Registry, calls: Sequence[tuple[bool, str]]) -> None:
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(limit=st.integers(1, 3), managers=MANAGERS)
-async def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
+async def test_the_limit_is_never_exceeded_and_no_slot_is_lost(
     limit: int, managers: list[tuple[list[tuple[bool, str]], list[int], int]]
 ) -> None:
     table = WatchedTable()
@@ -121,7 +121,7 @@ async def cut_off(table: MemoryTable, life: int) -> bool:
     return await table.get("seats/group") is not None and await table.get("instance/a") is None
 
 
-async def test_a_registration_that_was_cut_off_is_completed_when_its_seat_is_needed() -> None:
+async def test_a_registration_that_was_cut_off_is_completed_when_its_slot_is_needed() -> None:
     tables = [MemoryTable() for _ in range(20)]
     tables = [table for life, table in enumerate(tables) if await cut_off(table, life)]
     assert tables
@@ -136,7 +136,7 @@ async def test_a_registration_that_was_cut_off_is_completed_when_its_seat_is_nee
             await registry.instances.register(instance("a", block_size=99))
 
 
-async def test_a_removal_that_was_cut_off_before_the_seat_is_no_registration_to_complete() -> None:
+async def test_a_removal_that_was_cut_off_before_the_slot_is_no_registration_to_complete() -> None:
     seen = 0
     for life in range(20):
         table = MemoryTable()

@@ -137,7 +137,7 @@ async def test_an_answer_under_way_does_not_undo_a_resignation(
     assert (await lease.acquire("node-2", 1)).holder == "node-2"
 
 
-async def test_a_demotion_counts_even_when_the_store_does_not_hear_of_it(
+async def test_a_demotion_counts_even_when_the_store_does_not_receive_of_it(
     leadership: Leadership, clock: FakeClock, lease: UnreliableLease
 ) -> None:
     leadership.campaign_delay_ms = 3000
@@ -211,7 +211,7 @@ async def test_the_first_one_leads_and_all_know_it_and_where_it_is(cluster: Clus
     assert cluster.leaders == ["node-a"]
 
 
-async def test_a_follower_forgets_a_leader_that_nobody_sees_any_more(cluster: Cluster) -> None:
+async def test_a_follower_forgets_a_leader_that_no_one_sees_any_more(cluster: Cluster) -> None:
     await cluster.tick()
     cluster.ways[1].outage = StorageIOError("refused")
     cluster.clock.time += LEASE_SECONDS - 0.1
@@ -329,10 +329,10 @@ async def test_who_lives_is_listed_with_when_he_said_so_and_who_is_silent_is_not
     await first.publish(endpoint_of("node-a"))
     cluster.clock.time += 30
     await second.publish(endpoint_of("node-b"))
-    told_at = cluster.clock.now()
-    assert await first.nodes() == [(endpoint_of("node-a"), told_at - 30), (endpoint_of("node-b"), told_at)]
+    reported_at = cluster.clock.now()
+    assert await first.nodes() == [(endpoint_of("node-a"), reported_at - 30), (endpoint_of("node-b"), reported_at)]
     cluster.clock.time += 31  # nobody ticks, so nobody removes the entry of the first
-    assert await second.nodes() == [(endpoint_of("node-b"), told_at)]
+    assert await second.nodes() == [(endpoint_of("node-b"), reported_at)]
 
 
 async def test_a_leader_that_comes_back_elsewhere_under_its_id_is_found(cluster: Cluster) -> None:

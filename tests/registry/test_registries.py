@@ -218,7 +218,7 @@ async def leaving(pair: Pair) -> Pair:
     return pair
 
 
-async def test_a_drain_is_heard_of_by_every_manager_and_ends_there(leaving: Pair) -> None:
+async def test_a_drain_is_received_of_by_every_manager_and_ends_there(leaving: Pair) -> None:
     await leaving.a.storages.drain("nfs", 7.0)
     await leaving.a.storages.drain("nfs", 8.0)
     await leaving.b.refresh()
@@ -239,7 +239,7 @@ async def test_no_other_change_ends_a_drain(leaving: Pair) -> None:
     assert storages.all() == [replace(MOVED, capacity_bytes=5, is_available=False, draining_since=7.0)]
 
 
-async def test_a_removed_storage_is_seen_by_nobody_but_those_who_forget_it(leaving: Pair) -> None:
+async def test_a_removed_storage_is_seen_by_no_one_but_those_who_forget_it(leaving: Pair) -> None:
     storages = leaving.a.storages
     await storages.drain("nfs", 7.0)
     await storages.retire("nfs", 9.0)
@@ -447,7 +447,7 @@ async def test_a_removal_is_remembered_until_it_is_forgotten(grouped: Pair) -> N
     assert a.instances.placement(ID) != placement
 
 
-async def test_an_instance_that_was_registered_anew_is_not_the_one_that_is_removed(grouped: Pair) -> None:
+async def test_an_instance_that_was_registered_again_is_not_the_one_that_is_removed(grouped: Pair) -> None:
     a, b = grouped.a, grouped.b
     await a.instances.register(INSTANCE)
     meant = a.instances.placement(ID).uid

@@ -86,7 +86,7 @@ def test_the_values_hold_every_kind_of_storage() -> None:
         assert decode_document(StorageConfig, encode_document(config)) == config
 
 
-def test_documents_look_as_other_releases_find_them() -> None:
+def test_documents_observe_as_other_releases_find_them() -> None:
     assert json.loads(encode_document(StorageConfig("s", NfsStorageSpec("/r é", 8)))) == {
         "version": 1,
         "value": {
@@ -177,7 +177,7 @@ class Site:
     def __init__(self) -> None:
         table = MemoryTable()
         self.way = SuspendingTable(table)
-        self.shelf = DocumentCache(self.way, "n/", int)
+        self.cabinet = DocumentCache(self.way, "n/", int)
         self.other = DocumentCache(table, "n/", int)
 
 
@@ -186,8 +186,8 @@ def site() -> Site:
     return Site()
 
 
-async def put(shelf: DocumentCache[int], value: int | None) -> None:
-    await shelf.change("x", lambda _: value)
+async def put(cabinet: DocumentCache[int], value: int | None) -> None:
+    await cabinet.change("x", lambda _: value)
 
 
 async def reached(task: asyncio.Task[object], way: SuspendingTable, call: str) -> None:
@@ -203,46 +203,46 @@ async def reached(task: asyncio.Task[object], way: SuspendingTable, call: str) -
 @pytest.mark.parametrize("value", [2, None])
 async def test_an_old_answer_to_a_read_replaces_no_later_change(site: Site, value: int | None) -> None:
     """Invariant 2."""
-    await put(site.shelf, 1)
+    await put(site.cabinet, 1)
     await put(site.other, 3)
     answer = site.way.hold("get")
-    read = asyncio.create_task(site.shelf.read("x"))
+    read = asyncio.create_task(site.cabinet.read("x"))
     await reached(read, site.way, "get")
-    await put(site.shelf, value)
+    await put(site.cabinet, value)
     answer.set()
     assert await read == value
-    assert site.shelf.get("x") == value
+    assert site.cabinet.get("x") == value
 
 
 @pytest.mark.parametrize("value", [2, None])
 async def test_an_old_answer_to_a_refresh_replaces_no_later_change(site: Site, value: int | None) -> None:
     """Invariant 2."""
-    await put(site.shelf, 1)
+    await put(site.cabinet, 1)
     answer = site.way.hold("all")
 
     async def refresh() -> None:
-        with site.shelf.watching() as changed:
+        with site.cabinet.watching() as changed:
             documents = await site.way.all()
-        site.shelf.refresh_from(documents, changed)
+        site.cabinet.refresh_from(documents, changed)
 
     refreshing = asyncio.create_task(refresh())
     await reached(refreshing, site.way, "all")
-    await put(site.shelf, value)
+    await put(site.cabinet, value)
     answer.set()
     await refreshing
-    assert site.shelf.get("x") == value
+    assert site.cabinet.get("x") == value
 
 
 async def test_an_old_answer_to_a_change_replaces_no_later_one(site: Site) -> None:
     """Invariant 2: the change was made, another manager went on from it, and that is known here already."""
     answer = site.way.hold("replace")
-    change = asyncio.create_task(put(site.shelf, 1))
+    change = asyncio.create_task(put(site.cabinet, 1))
     await reached(change, site.way, "replace")
     await put(site.other, 2)
-    await site.shelf.read("x")
+    await site.cabinet.read("x")
     answer.set()
     await change
-    assert site.shelf.get("x") == 2
+    assert site.cabinet.get("x") == 2
 
 
 async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: Site) -> None:
@@ -253,7 +253,7 @@ async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: 
         seen.append(known)
         return (known or 0) + 1
 
-    change = asyncio.create_task(site.shelf.change("x", decide))
+    change = asyncio.create_task(site.cabinet.change("x", decide))
     await reached(change, site.way, "get")
     await put(site.other, 10)
     answer.set()
@@ -262,31 +262,31 @@ async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: 
 
 
 async def test_what_does_not_change_is_not_written(site: Site) -> None:
-    await put(site.shelf, 1)
-    generation = site.shelf.generation
-    await put(site.shelf, 1)
-    assert (site.way.asked.count("replace"), site.shelf.generation) == (1, generation)
+    await put(site.cabinet, 1)
+    generation = site.cabinet.generation
+    await put(site.cabinet, 1)
+    assert (site.way.asked.count("replace"), site.cabinet.generation) == (1, generation)
 
 
 async def test_other_kinds_of_documents_are_not_touched(site: Site) -> None:
-    await put(site.shelf, 1)
-    site.shelf.refresh_from({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
-    assert site.shelf.names() == ["x"]
+    await put(site.cabinet, 1)
+    site.cabinet.refresh_from({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
+    assert site.cabinet.names() == ["x"]
 
 
-async def test_values_stand_in_the_order_of_their_names_whoever_brings_or_takes_them() -> None:
+async def test_values_stand_in_the_order_of_their_names_whichever_brings_or_takes_them() -> None:
     """After every single step, since the order is kept between them."""
     table, generator = MemoryTable(), Random(1)
-    shelf, other = DocumentCache(table, "n/", int), DocumentCache(table, "n/", int)
+    cabinet, other = DocumentCache(table, "n/", int), DocumentCache(table, "n/", int)
     known: dict[str, int] = {}
     for _ in range(300):
         name, value = generator.choice("abcdef"), generator.choice([None, 1, 2])
-        await generator.choice([shelf, other]).change(name, lambda _, new=value: new)
-        shelf.refresh_from(await table.all(), ())
+        await generator.choice([cabinet, other]).change(name, lambda _, new=value: new)
+        cabinet.refresh_from(await table.all(), ())
         known[name] = value or 0
         known = {name: value for name, value in known.items() if value}
-        assert shelf.names() == sorted(known)
-        assert shelf.all() == [known[name] for name in sorted(known)]
+        assert cabinet.names() == sorted(known)
+        assert cabinet.all() == [known[name] for name in sorted(known)]
 
 
 # ── A store of a schema that this release does not know is refused before anything of it is read ──
@@ -296,7 +296,7 @@ async def _flushed() -> None:
     pass
 
 
-def _shelf(table: Table) -> DocumentCache[Schema]:
+def _cabinet(table: Table) -> DocumentCache[Schema]:
     return DocumentCache(table, "meta/", Schema)
 
 
@@ -312,7 +312,7 @@ def configured(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 async def _put(configured: Settings, schema: Schema) -> None:
     metadata = await open_metadata(configured, SystemClock(), "test")
     try:
-        await _shelf(metadata.store.table("registry")).change("schema", lambda _known: schema)
+        await _cabinet(metadata.store.table("registry")).change("schema", lambda _known: schema)
         await metadata.store.flush()
     finally:
         await metadata.close()
@@ -324,18 +324,18 @@ async def test_a_store_says_who_gave_it_its_schema_and_keeps_that() -> None:
     assert await table.all() == {}, "looking writes nothing"
     await ensure_schema(table, _flushed)
     first = await table.all()
-    assert await _shelf(table).read("schema") == Schema(1, __version__)
+    assert await _cabinet(table).read("schema") == Schema(1, __version__)
     await ensure_schema(table, _flushed)
     assert await table.all() == first
 
 
-@pytest.mark.parametrize("look", [check_schema, lambda table: ensure_schema(table, _flushed)])
-async def test_a_schema_that_is_too_new_names_the_release_to_run(look: object) -> None:
+@pytest.mark.parametrize("observe", [check_schema, lambda table: ensure_schema(table, _flushed)])
+async def test_a_schema_that_is_too_new_names_the_release_to_run(observe: object) -> None:
     table = MemoryTable()
-    await _shelf(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
+    await _cabinet(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
     before = await table.all()
     with pytest.raises(StorageIOError, match=rf"schema {NEWEST_SCHEMA + 1}, given by release 7\.1\.0.*run 7\.1\.0"):
-        await look(table)  # type: ignore[operator]
+        await observe(table)  # type: ignore[operator]
     assert await table.all() == before
 
 
@@ -378,7 +378,7 @@ def vitals(node_id: str, requests: int = 1) -> Vitals:
     )  # fmt: skip
 
 
-async def test_everybody_reads_what_everybody_tells() -> None:
+async def test_everybody_reads_what_everybody_reports() -> None:
     clock, table = FakeClock(), MemoryTable()
     one, other = VitalsTable(clock, table), VitalsTable(clock, table)
     await one.publish(vitals("m1"))
@@ -387,7 +387,7 @@ async def test_everybody_reads_what_everybody_tells() -> None:
     assert await other.all() == await one.all() == {"m1": vitals("m1", 7), "m2": vitals("m2")}
 
 
-async def test_who_falls_silent_is_not_told_of_and_is_removed_by_others() -> None:
+async def test_who_falls_silent_is_not_reported_of_and_is_removed_by_others() -> None:
     clock, table = FakeClock(), MemoryTable()
     await VitalsTable(clock, table).publish(vitals("dead"))
     clock.time += 30
@@ -416,7 +416,7 @@ async def test_who_leaves_is_forgotten_at_once() -> None:
     assert await table.all() == {}
 
 
-async def test_what_a_later_release_adds_is_passed_over_and_what_nobody_can_read_vanishes() -> None:
+async def test_what_a_later_release_adds_is_passed_over_and_what_no_one_can_read_vanishes() -> None:
     clock, table = FakeClock(), MemoryTable()
     board = VitalsTable(clock, table)
     await board.publish(vitals("m1"))

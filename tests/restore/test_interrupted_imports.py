@@ -56,8 +56,8 @@ def test_an_import_that_is_killed_is_run_again(
 def _imported(backup: Path, target: DrillStore, *options: str) -> dict[str, Any]:
     done = kvcm("index", "import", str(backup), "--json", *options, *target.options)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout)
+    return reported
 
 
 def _killed_import(archive: bytes, place: float, target: DrillStore) -> None:

@@ -109,7 +109,7 @@ class Rig:
         return refusal.reason if refusal is not None else ""
 
 
-def test_what_nobody_waits_for_any_more_is_not_read() -> None:
+def test_what_no_one_waits_for_any_more_is_not_read() -> None:
     rig = Rig()
     assert [rig.reason(Arrival("grpc", "a", NOW + late)) for late in (-0.1, 0.0, 0.1)] == ["deadline", "deadline", ""]
 
@@ -407,7 +407,7 @@ def test_full_buckets_are_forgotten_and_others_are_not() -> None:
     assert buckets.acquire("debtor", 1) == 8.0
 
 
-def test_who_finds_no_room_in_the_table_shares_one_bucket() -> None:
+def test_who_finds_no_space_in_the_table_shares_one_bucket() -> None:
     buckets, time = _buckets()
     for number in range(4):
         buckets.acquire(f"debtor {number}", 199)
@@ -489,7 +489,7 @@ def test_every_reason_has_a_series_from_the_start(server: ManagerProcess) -> Non
     assert reasons == {"draining", "rate", "overload", "deadline", "queue", "unauthenticated", "forbidden"}
 
 
-def test_a_client_that_asks_for_too_many_keys_is_told_when_to_come_back(limited: Limited) -> None:
+def test_a_client_that_asks_for_too_many_keys_is_reported_when_to_come_back(limited: Limited) -> None:
     before = limited.rejected("rate")
     with limited.under(_RATE):
         with grpc.insecure_channel(limited.process.address.rpc) as channel:
@@ -514,7 +514,7 @@ def test_a_client_that_asks_for_too_many_keys_is_told_when_to_come_back(limited:
         api.ok("GetClusterInfo")
 
 
-async def test_our_clients_do_not_ask_again_before_they_are_told_to(limited: Limited) -> None:
+async def test_our_clients_do_not_ask_again_before_they_are_reported_to(limited: Limited) -> None:
     before = limited.rejected("rate")
     with limited.under(_RATE):
         with ManagerClient(limited.process.address.rpc, limited.instance, ClientSettings(30.0)) as client:

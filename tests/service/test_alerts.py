@@ -190,7 +190,7 @@ def test_the_most_telling_holder_comes_first_and_trifles_are_left_out() -> None:
     assert "pinned" not in alert.reason
 
 
-def test_a_limit_of_blocks_is_told_in_blocks() -> None:
+def test_a_limit_of_blocks_is_reported_in_blocks() -> None:
     group = used_by(usage(1), instances=(InstanceUsage("m", 1000, 1000, GIB, "lru"),))
     alert = of_group(group, refused={"g": 2})
     assert "The key limit of instance m is 100 % used (1,000 of 1,000 blocks)." in alert.reason
@@ -198,7 +198,7 @@ def test_a_limit_of_blocks_is_told_in_blocks() -> None:
     assert "max_key_count" in alert.advice
 
 
-def test_a_shared_quota_and_a_shared_storage_tell_what_others_use() -> None:
+def test_a_shared_quota_and_a_shared_storage_report_what_others_use() -> None:
     quota = GlobalQuotaUsage("team", usage(9.9), ("g", "h"))
     alert = of_group(used_by(usage(2)), refused={"g": 1}, quotas=(quota,))
     assert "The global quota team is 99 % used" in alert.reason
@@ -213,7 +213,7 @@ def test_a_shared_quota_and_a_shared_storage_tell_what_others_use() -> None:
     assert "Other groups use 7.9 GiB of it." in alert.reason
 
 
-def test_the_limit_of_one_storage_is_none_while_another_has_room() -> None:
+def test_the_limit_of_one_storage_is_none_while_another_has_space() -> None:
     full = StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
     both = {"disk": status(), "spare": status("spare")}
     roomy = facts(used_by(usage(2)), configured(storages=("disk", "spare")), storages=both, storage_usages=(full,))
@@ -380,7 +380,7 @@ def neighbour(name: str, refused: int = 0, *, leads: bool = False) -> ManagerVie
     return ManagerView(reported.endpoint, 0.0, is_leader=leads, is_self=False, vitals=reported, rates=None)
 
 
-async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_nobody(world: World) -> None:
+async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_no_one(world: World) -> None:
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
     await world.watch.check()
     begun = world.clock.now()
@@ -394,7 +394,7 @@ async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_nobody(world
     assert {alert.since_ms for alert in await world.watch.alerts()} == {int(world.clock.now() * 1000)}
 
 
-async def test_what_has_to_last_is_told_only_when_it_was_there_at_every_look(world: World) -> None:
+async def test_what_has_to_last_is_reported_only_when_it_was_there_at_every_observe(world: World) -> None:
     await world.leadership.demote()
     world.leadership.campaign_delay_ms = 10_000_000
     assert await world.names() == []
@@ -420,7 +420,7 @@ async def test_refused_writes_count_for_five_minutes_wherever_they_were_refused(
     assert await world.names() == []
 
 
-async def test_several_that_lead_for_long_are_told(world: World) -> None:
+async def test_several_that_lead_for_long_are_reported(world: World) -> None:
     world.watch.managers = lambda: [neighbour("a", leads=True), neighbour("b", leads=True), neighbour("c")]
     assert await world.names() == []
     await world.pass_time(30)
@@ -428,7 +428,7 @@ async def test_several_that_lead_for_long_are_told(world: World) -> None:
     assert (alert.name, alert.reason) == ("KvcmSeveralLeaders", "They are a, b.")
 
 
-async def test_who_is_limited_to_groups_hears_of_those_alone_and_changes_nothing_for_others(world: World) -> None:
+async def test_who_is_limited_to_groups_receives_of_those_alone_and_changes_nothing_for_others(world: World) -> None:
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
     begun = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
     world.clock.time += 30
@@ -447,7 +447,7 @@ ROOT = Path(__file__).parents[2]
 NAME = re.compile(r'"(Kvcm[A-Za-z]+)"')
 
 
-def _told() -> set[str]:
+def _reported() -> set[str]:
     folder = Path(kvcm.service.alerts.__file__).parent
     return {name for path in folder.glob("*.py") for name in NAME.findall(path.read_text())}
 
@@ -456,12 +456,12 @@ def test_every_name_has_a_rule_or_stands_among_those_that_have_none() -> None:
     rules = set(re.findall(r"alert: (\w+)", (ROOT / "deploy/prometheus/rules.yml").read_text()))
     (listed,) = re.findall(r"Names without a rule: (.*?)\.", (ROOT / "docs/rest.md").read_text(), re.DOTALL)
     without = set(re.findall(r"`(\w+)`", listed))
-    assert _told() - rules == without
-    assert len(_told() & rules) >= 10
+    assert _reported() - rules == without
+    assert len(_reported() & rules) >= 10
 
 
-def test_what_needs_patience_is_told_at_all() -> None:
-    assert alert_watch._DELAY_SECONDS.keys() <= _told()
+def test_what_needs_patience_is_reported_at_all() -> None:
+    assert alert_watch._DELAY_SECONDS.keys() <= _reported()
 
 
 def rates(before: Vitals | None, after: Vitals, since: float = 0.0) -> Rates:
@@ -486,7 +486,7 @@ def test_counters_that_shrink_have_gained_nothing() -> None:
     assert found.match_counts == (0, 0, 3)
 
 
-def test_vitals_that_are_still_the_same_tell_no_rate() -> None:
+def test_vitals_that_are_still_the_same_report_no_rate() -> None:
     assert rates_between(vitals(at=10), vitals(at=10), 0.0) is None
 
 
@@ -539,7 +539,7 @@ def test_buckets_of_another_release_are_left_out() -> None:
     assert sample[_of(vitals_history.P99)] <= 0.001
 
 
-def test_nothing_is_told_where_nothing_is_known() -> None:
+def test_nothing_is_reported_where_nothing_is_known() -> None:
     assert _sample() == {}
     assert vitals_history.P50 not in {series.name for series in _sample(rates(None, vitals(at=1)))}
 

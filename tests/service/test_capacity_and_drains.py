@@ -99,7 +99,7 @@ def test_usage_is_reported_by_group_type_storage_and_instance_invariant_4(site: 
     assert report.global_quotas == (GlobalQuotaUsage(quota_name, Usage(used, 0, 20_000, 15_000, 14_600), (group,)),)
 
 
-def test_writes_refused_for_want_of_room_are_counted(site: Site) -> None:
+def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
     group = site.group(capacity=2 * BLOCK, ratio=2.0)
     instance = site.instance(group)
     site.write(instance, [1, 2])
@@ -111,7 +111,7 @@ def test_writes_refused_for_want_of_room_are_counted(site: Site) -> None:
 # ── Global quotas ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_of_two_managers_of_one_store_each_tells_what_the_other_does(
+def test_of_two_managers_of_one_store_each_reports_what_the_other_does(
     tmp_path: Path, redis_standalone: Standalone
 ) -> None:
     uri = f"kvcm.registry_storage.uri={redis_standalone.uri(f'test-{secrets.token_hex(8)}')}"
@@ -273,7 +273,7 @@ def test_what_holds_a_drain_up_is_said(site: Site) -> None:
     eventually(lambda: (_drain(site, storage) or {})["state"] == 2)
 
 
-class Look(NamedTuple):
+class Observe(NamedTuple):
     """Parts of a manager, and the view of its drains."""
 
     storages: StorageDirectory
@@ -288,7 +288,7 @@ class Look(NamedTuple):
 
 
 @pytest.fixture
-async def look() -> AsyncIterator[Look]:
+async def observe() -> AsyncIterator[Observe]:
     """A leader with one storage that is drained, of which it is not certain yet that nothing lies on it."""
     clock, storages = SystemClock(), StorageDirectory("cluster")
     registry = Registry(storages)
@@ -300,46 +300,46 @@ async def look() -> AsyncIterator[Look]:
     await registry.storages.add(StorageConfig("s", DummyStorageSpec()))
     await drains.drain("s")
     view = DrainView(drains, storages, DeletionExecutor(storages, clock), leadership)
-    yield Look(storages, registry, drains, leadership, view)
+    yield Observe(storages, registry, drains, leadership, view)
     storages.close_all()
 
 
-async def test_one_that_goes_on_has_no_reason(look: Look) -> None:
-    (status,) = await look.view.list_drains()
+async def test_one_that_goes_on_has_no_reason(observe: Observe) -> None:
+    (status,) = await observe.view.list_drains()
     assert (status.storage_unique_name, status.state, status.reason) == ("s", DrainState.DRAIN_RUNNING, "")
     assert status.state.label == "running"
 
 
-async def test_a_storage_that_is_down_is_the_reason(look: Look) -> None:
-    look.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "no mount"))
-    assert await look.reason() == "the storage is down: no mount"
+async def test_a_storage_that_is_down_is_the_reason(observe: Observe) -> None:
+    observe.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "no mount"))
+    assert await observe.reason() == "the storage is down: no mount"
 
 
-async def test_an_instance_that_cannot_be_read_is_the_reason(look: Look) -> None:
-    assert await look.registry._table.replace("instance/old", None, b"garbage")
-    await look.registry.refresh()
-    assert await look.reason() == (
+async def test_an_instance_that_cannot_be_read_is_the_reason(observe: Observe) -> None:
+    assert await observe.registry._table.replace("instance/old", None, b"garbage")
+    await observe.registry.refresh()
+    assert await observe.reason() == (
         "1 stored instances cannot be read, 'old' for one, so that nobody knows what they have there: run `kvcm index "
         "verify`"
     )
 
 
-async def test_a_storage_that_is_not_open_is_the_reason(look: Look, tmp_path: Path) -> None:
-    await look.registry.storages.add(StorageConfig("t", NfsStorageSpec(str(tmp_path))))
-    await look.registry.storages.cancel_drain("s")
-    await look.drains.drain("t")
-    look.storages.close("t")
-    assert await look.reason() == "the storage is not open on this manager, which leads: nothing can be deleted"
+async def test_a_storage_that_is_not_open_is_the_reason(observe: Observe, tmp_path: Path) -> None:
+    await observe.registry.storages.add(StorageConfig("t", NfsStorageSpec(str(tmp_path))))
+    await observe.registry.storages.cancel_drain("s")
+    await observe.drains.drain("t")
+    observe.storages.close("t")
+    assert await observe.reason() == "the storage is not open on this manager, which leads: nothing can be deleted"
 
 
-async def test_who_does_not_lead_names_who_does(look: Look) -> None:
-    await look.leadership.demote()
-    assert await look.reason() == "no manager leads at the moment"
+async def test_who_does_not_lead_names_who_does(observe: Observe) -> None:
+    await observe.leadership.demote()
+    assert await observe.reason() == "no manager leads at the moment"
 
 
-async def test_a_removal_says_that_it_can_be_taken_back(look: Look) -> None:
-    await look.registry.storages.retire("s", SystemClock().now())
-    assert await look.reason() == "it begins 10 s after the removal, so that it can be added again as it was"
+async def test_a_removal_says_that_it_can_be_taken_back(observe: Observe) -> None:
+    await observe.registry.storages.retire("s", SystemClock().now())
+    assert await observe.reason() == "it begins 10 s after the removal, so that it can be added again as it was"
 
 
 def test_the_status_of_a_storage_is_shown_and_counted(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
     assert report.global_quotas == (GlobalQuotaUsage("all", Usage(305, 20, 4000, 2000, 1920), ("x",)),)
 
 
-def test_a_mark_leaves_room_for_the_largest_block_of_those_who_use_the_limit() -> None:
+def test_a_mark_leaves_space_for_the_largest_block_of_those_who_use_the_limit() -> None:
     sources = UsageSources(
         [_group("x", ratio=1.0), _group("y")],
         [_limited("a", 1000)],
@@ -467,7 +467,7 @@ def test_a_mark_leaves_room_for_the_largest_block_of_those_who_use_the_limit() -
     assert report.storages[0].usage.high_mark_bytes == 700
 
 
-def test_of_two_marks_of_a_group_the_lower_one_is_told() -> None:
+def test_of_two_marks_of_a_group_the_lower_one_is_reported() -> None:
     for used_size, high in ((300, 300), (900, 800), (0, 800)):
         report = usage_report(UsageSources([_group("x", ratio=0.8, used_size=used_size)], [], [], []))
         assert report.groups[0].total.high_mark_bytes == high
@@ -483,7 +483,7 @@ def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage()
     assert [storage.oversubscription for storage in report.storages] == [2.0, 0.0]
 
 
-def test_what_is_gone_while_bytes_still_count_is_told_without_limits() -> None:
+def test_what_is_gone_while_bytes_still_count_is_reported_without_limits() -> None:
     report = usage_report(UsageSources([], [], [], [_index("gone", {A: 5})]))
     (group,), (storage,) = report.groups, report.storages
     assert (group.name, group.total) == ("gone", Usage(5, 0, 0))
@@ -491,7 +491,7 @@ def test_what_is_gone_while_bytes_still_count_is_told_without_limits() -> None:
     assert (storage.storage_unique_name, storage.usage) == ("a", Usage(5, 0))
 
 
-def test_one_group_is_told_with_the_storages_and_quotas_that_it_draws_from() -> None:
+def test_one_group_is_reported_with_the_storages_and_quotas_that_it_draws_from() -> None:
     groups = [_group("x"), _group("y", storage_candidates=("b",), global_quota_group_name="other")]
     quotas = [GlobalQuota("other", 1), GlobalQuota("all", 1)]
     indexes = [_index("x", {A: 5, StorageKey("old", NFS): 1}), _index("y", {B: 7, A: 2})]

@@ -128,7 +128,7 @@ def test_the_reason_that_a_manager_gives_for_a_bad_body_is_passed_on() -> None:
             _ask(front.url)
 
 
-def test_no_manager_and_one_that_does_not_answer_are_told_apart() -> None:
+def test_no_manager_and_one_that_does_not_answer_are_reported_apart() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -201,7 +201,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown() -> None:
         (403, {"KVCM_KEY": "kvcm_a_b"}, "does not allow this key ListGlobalQuota: it has ended; `kvcm whoami` shows"),
     ],
 )
-def test_who_is_not_let_in_is_told_what_to_do_with_exit_code_3(
+def test_who_is_not_let_in_is_reported_what_to_do_with_exit_code_3(
     status: int, environment: dict[str, str], reason: str
 ) -> None:
     with _front(status, b"{}", x_kvcm_error="it has ended") as front:

@@ -74,7 +74,9 @@ def test_of_a_manager_elsewhere_only_what_it_says_is_looked_at(server: ManagerPr
     assert not any("memory only" in each["found"] for each in findings)
 
 
-def test_settings_that_serve_refuses_are_told_and_the_rest_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
+def test_settings_that_serve_refuses_are_reported_and_the_rest_is_looked_at(
+    server: ManagerProcess, tmp_path: Path
+) -> None:
     config = tmp_path / "kvcm.conf"
     config.write_text("kvcm.store.fsnyc=always\n")
     url = f"http://{server.address.admin_http}"
@@ -84,7 +86,7 @@ def test_settings_that_serve_refuses_are_told_and_the_rest_is_looked_at(server: 
     assert any("is ready" in each["found"] for each in findings)
 
 
-def test_what_is_full_or_switched_off_is_told(tmp_path: Path) -> None:
+def test_what_is_full_or_switched_off_is_reported(tmp_path: Path) -> None:
     with manager(tmp_path) as process, process.api() as api:
         site = Site(api)
         storage = site.storage()

@@ -61,14 +61,14 @@ def test_a_manager_that_is_asked_as_it_wants_is_well(site: TlsSite) -> None:
     assert any("is ready" in each.found for each in found)
 
 
-def test_an_authority_that_is_not_given_or_another_one_is_told(site: TlsSite) -> None:
+def test_an_authority_that_is_not_given_or_another_one_is_reported(site: TlsSite) -> None:
     for ca in (None, site.clients.file):
         found = _asked(site.process, "https", ca, _own(site))
         assert _advice(found) == "give --ca-file with the authority that issued the manager's certificate"
         assert "certificate verify failed" in found[0].found
 
 
-def test_a_certificate_that_is_demanded_and_not_shown_is_told(site: TlsSite) -> None:
+def test_a_certificate_that_is_demanded_and_not_shown_is_reported(site: TlsSite) -> None:
     found = _asked(site.process, "https", site.authority.file)
     if not _is_required(site):
         assert {each.level for each in found} == {Level.OK}
@@ -77,18 +77,18 @@ def test_a_certificate_that_is_demanded_and_not_shown_is_told(site: TlsSite) -> 
 
 
 @pytest.mark.parametrize("flaw", ["foreign", "ended"])
-def test_a_certificate_that_is_not_believed_is_told(site: TlsSite, flaw: str) -> None:
+def test_a_certificate_that_is_not_believed_is_reported(site: TlsSite, flaw: str) -> None:
     authority = Authority.make(site.clients.directory / "foreign") if flaw == "foreign" else site.clients
     own = authority.issue(flaw, [dns("operator.example")], ENDED if flaw == "ended" else dt.timedelta(days=1))
     advice = _advice(_asked(site.process, "https", site.authority.file, own))
     assert advice == "give a --cert-file that has not ended, of an authority in the manager's kvcm.tls.client_ca_file"
 
 
-def test_who_asks_in_plain_text_is_told_to_encrypt(site: TlsSite) -> None:
+def test_who_asks_in_plain_text_is_reported_to_encrypt(site: TlsSite) -> None:
     assert "ask https:// and give --ca-file" in _advice(_asked(site.process, "http"))
 
 
-def test_who_encrypts_where_nobody_does_is_told(server: ManagerProcess) -> None:
+def test_who_encrypts_where_no_one_does_is_reported(server: ManagerProcess) -> None:
     assert "ask http://" in _advice(_asked(server, "https"))
 
 
@@ -100,7 +100,7 @@ def test_who_encrypts_where_nobody_does_is_told(server: ManagerProcess) -> None:
     ],
     ids=["ended", "other names"],
 )
-def test_a_manager_whose_certificate_is_no_good_is_told(
+def test_a_manager_whose_certificate_is_no_good_is_reported(
     tmp_path: Path, names: tuple[str, str], lasts: dt.timedelta, advice: str
 ) -> None:
     authority = Authority.make(tmp_path / "ca")

@@ -175,7 +175,7 @@ async def test_operators_are_never_turned_away_nor_counted() -> None:
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_body_in_pieces_that_nobody_reads_does_not_harm_the_next_request() -> None:
+async def test_a_body_in_pieces_that_no_one_reads_does_not_harm_the_next_request() -> None:
     async with serving() as site, site.connected() as (reader, writer):
         async with site.busy():
             writer.write(post(b"", "getCacheLocation", "transfer-encoding: chunked") + b"3\r\nabc\r\n")
@@ -187,7 +187,7 @@ async def test_a_body_in_pieces_that_nobody_reads_does_not_harm_the_next_request
         assert (await answer(reader))[0] == 200
 
 
-async def test_who_cannot_be_told_at_once_is_served_as_ever() -> None:
+async def test_who_cannot_be_reported_at_once_is_served_as_ever() -> None:
     """Behind another request on its connection, or before it sends its body, or if the connection is to be closed."""
     async with serving() as site, site.busy():
         for header in ("connection: close", "expect: 100-continue"):

@@ -105,7 +105,7 @@ def fields(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in ENVELOPE}
 
 
-async def test_the_calls_of_an_engine_are_told_as_the_original_tells_them(node: Node) -> None:
+async def test_the_calls_of_an_engine_are_reported_as_the_original_reports_them(node: Node) -> None:
     async with published(node) as events:
         started = await node.write([-3, 7])
         query = {"query_type": pb.QT_PREFIX_MATCH, "block_keys": [-3, 7, 9], "location_spec_names": ["tp0"]}
@@ -155,7 +155,7 @@ async def test_keys_are_those_made_from_tokens_and_masks_keep_their_form(node: N
     assert start["block_mask"] == [False, True, False]
 
 
-async def test_what_fails_and_what_only_peeks_is_not_told(node: Node) -> None:
+async def test_what_fails_and_what_only_peeks_is_not_reported(node: Node) -> None:
     async with published(node) as events:
         await node.ask("GetCacheLocation", query_type=77, block_keys=[1])
         await node.ask("GetCacheLocation", query_type=pb.QT_PREFIX_MATCH, block_keys=[1], peek=True)
@@ -164,7 +164,7 @@ async def test_what_fails_and_what_only_peeks_is_not_told(node: Node) -> None:
     assert events == []
 
 
-async def test_removals_are_told_with_who_asked_for_them(node: Node) -> None:
+async def test_removals_are_reported_with_who_asked_for_them(node: Node) -> None:
     for keys in ([1, 2], [3], [4], [5]):
         await node.write(keys)
     async with published(node) as events:
@@ -188,7 +188,7 @@ async def test_removals_are_told_with_who_asked_for_them(node: Node) -> None:
     assert all(len(ids) == 1 and len(ids[0]) > 0 for event in removed for ids in event["location_ids"])
 
 
-async def test_a_write_session_that_expires_is_told_once(node: Node) -> None:
+async def test_a_write_session_that_expires_is_reported_once(node: Node) -> None:
     await node.ask("StartWriteCache", block_keys=[1, 2], write_timeout_seconds=5)
     async with published(node) as events:
         node.clock.time += 5

@@ -409,7 +409,7 @@ def test_grpc_refuses_a_request_whose_body_ends_early(guarded: Guarded, sent: by
 
 
 @pytest.mark.parametrize("odd", _ODD)
-def test_odd_credentials_are_those_of_nobody(guarded: Guarded, odd: str) -> None:
+def test_odd_credentials_are_those_of_no_one(guarded: Guarded, odd: str) -> None:
     with guarded.all_turned_away(2):
         for port, path in _HTTP_CALLS[:2]:
             assert _http(guarded, port, path, _LARGE, *_headers(*_ODD[odd])).status == 401
@@ -425,7 +425,7 @@ def test_a_right_key_that_is_shown_twice_is_nobodys(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\n", b"\x7f", b"\x80", b"\xff", "ü".encode()])
-def test_bytes_that_no_key_has_let_nobody_in(guarded: Guarded, byte: bytes) -> None:
+def test_bytes_that_no_key_has_let_no_one_in(guarded: Guarded, byte: bytes) -> None:
     key = _bearer(guarded)
     for shown in (key + byte, b"Bearer " + byte + key[7:], byte + key):
         assert _http(guarded, "http", _INFO, _TWO_BYTES, *_headers(shown), body=b"{}").status in {400, 401}

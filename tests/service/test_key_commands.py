@@ -133,17 +133,17 @@ def test_a_person_logs_in_with_a_password(
     name, out = unique("person"), tmp_path / "key"
     right, wrong = passwords("correct horse battery"), passwords("wrong")
     admin.ok("account", "add", name, "--role", "operator", "--password-file", right)
-    nobody = Commands(server.process, KVCM_KEY="")
+    no_one = Commands(server.process, KVCM_KEY="")
     login = ("login", name, "--ttl", "15m", "--out", str(out), "--password-file")
-    assert "the secret is in" in nobody.ok(*login, right)
+    assert "the secret is in" in no_one.ok(*login, right)
     person = Commands(server.process, KVCM_KEY_FILE=str(out))
     me = person.json("whoami")["key"]
     assert (me["account"], me["role"]) == (name, "ROLE_OPERATOR")
     assert (name in admin.ok("key", "list"), name in admin.ok("key", "list", "--logins")) == (False, True)
-    refusal = nobody.refused(*login, wrong, "--force", exit_code=3)
+    refusal = no_one.refused(*login, wrong, "--force", exit_code=3)
     assert "refuses the login: user name or password is wrong" in refusal
     assert Path(out).read_text().startswith("kvcm_")
-    assert "give --password-file" in nobody.refused("login", name, exit_code=2)
+    assert "give --password-file" in no_one.refused("login", name, exit_code=2)
 
 
 def test_passwords_are_changed_by_administrators_and_by_their_owners(
@@ -154,16 +154,16 @@ def test_passwords_are_changed_by_administrators_and_by_their_owners(
     assert "'never' does not exist" in admin.refused("account", "password", "never", *set_password[3:], passwords("a"))
     admin.ok("account", "add", name, "--password-file", passwords("first"))
     assert admin.ok(*set_password, passwords("second")) == ""
-    nobody = Commands(server.process, KVCM_KEY="")
+    no_one = Commands(server.process, KVCM_KEY="")
     login = ("login", name, "--password-file")
-    assert "is wrong" in nobody.refused(*login, passwords("first"), exit_code=3)
-    person = _as(server, nobody.json(*login, passwords("second"))["secret"])
+    assert "is wrong" in no_one.refused(*login, passwords("first"), exit_code=3)
+    person = _as(server, no_one.json(*login, passwords("second"))["secret"])
     third = (*set_password, passwords("third"))
     assert "give --old-password-file" in person.refused(*third, exit_code=2)
     assert "old_password is not" in person.refused(*third, "--old-password-file", passwords("first"), exit_code=3)
     person.ok(*third, "--old-password-file", passwords("second"))
     assert "does not know the key" in person.refused("whoami", exit_code=3)
-    assert nobody.json(*login, passwords("third"))["key"]["account"] == name
+    assert no_one.json(*login, passwords("third"))["key"]["account"] == name
 
 
 def test_passwords_are_asked_for_on_a_terminal_that_does_not_show_them(

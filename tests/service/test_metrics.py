@@ -204,7 +204,7 @@ def test_write_sessions_are_counted_by_how_they_end(fresh: ManagerProcess, fresh
     assert Scrape(fresh).since(before, SESSIONS, outcome="committed") == 3  # nothing to write is no failure
 
 
-def test_sessions_that_nobody_finishes_expire(fresh: ManagerProcess, fresh_api: Api) -> None:
+def test_sessions_that_no_one_finishes_expire(fresh: ManagerProcess, fresh_api: Api) -> None:
     site = Site(fresh_api)
     instance = site.instance()
     before = Scrape(fresh).of(SESSIONS, outcome="expired")
@@ -212,7 +212,7 @@ def test_sessions_that_nobody_finishes_expire(fresh: ManagerProcess, fresh_api: 
     eventually(lambda: Scrape(fresh).of(SESSIONS, outcome="expired") == before + 1, 15)
 
 
-def test_usage_is_told_by_group_tier_and_storage(fresh: ManagerProcess, fresh_api: Api) -> None:
+def test_usage_is_reported_by_group_tier_and_storage(fresh: ManagerProcess, fresh_api: Api) -> None:
     site = Site(fresh_api)
     storage = site.storage()
     group = site.group(storage, capacity=1 << 20, types={"ST_NFS": 1 << 19}, pin_budget_bytes=1 << 10)
@@ -236,7 +236,7 @@ def test_probes_are_counted(fresh: ManagerProcess) -> None:
     eventually(lambda: Scrape(fresh).of("kvcm_loop_lag_seconds_count") > 0, 15)
 
 
-def test_no_label_tells_a_key_a_token_or_an_id(fresh: ManagerProcess, fresh_api: Api) -> None:
+def test_no_label_reports_a_key_a_token_or_an_id(fresh: ManagerProcess, fresh_api: Api) -> None:
     site = Site(fresh_api)
     instance = site.instance()
     keys = [7_700_000_000_000_000_000 + position for position in range(50)]
@@ -253,7 +253,7 @@ def test_no_label_tells_a_key_a_token_or_an_id(fresh: ManagerProcess, fresh_api:
     assert len(Scrape(fresh).values) - before < 20
 
 
-def test_both_formats_are_valid_and_tell_the_same_metrics(fresh: ManagerProcess) -> None:
+def test_both_formats_are_valid_and_report_the_same_metrics(fresh: ManagerProcess) -> None:
     _, plain_type, plain = scrape(fresh)
     _, open_type, text = scrape(fresh, Accept=OPENMETRICS)
     assert plain_type.startswith("text/plain; version=0.0.4")
@@ -269,7 +269,7 @@ def test_web_pages_are_refused(fresh: ManagerProcess, header: str) -> None:
 
 
 @pytest.mark.ci
-def test_the_document_lists_what_a_scrape_tells(fresh: ManagerProcess) -> None:
+def test_the_document_lists_what_a_scrape_reports(fresh: ManagerProcess) -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) ?\| (.+) \|$", text, re.MULTILINE)
     assert {tuple(map(str.strip, row)) for row in rows} == {
@@ -569,7 +569,7 @@ def shared(store: tuple[RedisServer, str], tmp_path: Path) -> Iterator[ManagerPr
         yield process
 
 
-def test_what_was_heard_last_is_told_while_the_store_does_not_answer(
+def test_what_was_received_last_is_reported_while_the_store_does_not_answer(
     store: tuple[RedisServer, str], shared: ManagerProcess
 ) -> None:
     with shared.api() as api:
@@ -587,7 +587,7 @@ def test_what_was_heard_last_is_told_while_the_store_does_not_answer(
             store[0].resume()
 
 
-def test_followers_tell_what_others_wrote(
+def test_followers_report_what_others_wrote(
     store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path
 ) -> None:
     with manager(tmp_path / "second", f"kvcm.registry_storage.uri={store[1]}") as second, shared.api() as api:

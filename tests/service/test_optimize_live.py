@@ -104,7 +104,7 @@ def test_nothing_is_changed_without_a_yes(
     assert group_of(commands, driven[0]) == before
 
 
-def test_what_somebody_else_changed_meanwhile_stays(
+def test_what_someone_else_changed_meanwhile_stays(
     keeping: ManagerProcess, driven: tuple[str, float], commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group, _ = driven

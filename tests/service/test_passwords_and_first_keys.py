@@ -84,7 +84,7 @@ def test_an_administrator_changes_any_password_and_the_logins_of_that_account_en
     assert lasts(admin, logged_in(admin, name, "new"))
 
 
-def test_whoever_is_logged_in_changes_the_own_password_with_the_old_one(admin: Api) -> None:
+def test_whichever_is_logged_in_changes_the_own_password_with_the_old_one(admin: Api) -> None:
     name = account(admin)
     login = logged_in(admin, name)
     assert admin.attempt(_SET, login, user_name=name, password="new", old_password="old").status == 200
@@ -93,7 +93,7 @@ def test_whoever_is_logged_in_changes_the_own_password_with_the_old_one(admin: A
 
 
 @pytest.mark.parametrize("role", ["ROLE_USER", "ROLE_ADMIN"])
-def test_nobody_changes_the_own_password_without_the_old_one(audited: Secured, role: str) -> None:
+def test_no_one_changes_the_own_password_without_the_old_one(audited: Secured, role: str) -> None:
     """Who finds a login of somebody else, an administrator's too, does not become that account."""
     with audited.api() as api:
         name = account(api, role)
@@ -166,7 +166,7 @@ def test_changes_of_passwords_are_audited_without_them(audited: Secured) -> None
         ("unix", "unix"),
     ],
 )
-def test_of_ipv6_a_network_stands_for_whoever_has_an_address_in_it(peer: str, network: str) -> None:
+def test_of_ipv6_a_network_stands_for_whichever_has_an_address_in_it(peer: str, network: str) -> None:
     assert network_of(peer) == network
 
 
@@ -297,7 +297,7 @@ async def test_a_rotated_key_goes_on_for_the_overlap(start: Start) -> None:
     assert start.is_let_in(start.shown())
 
 
-async def test_whoever_revoked_the_last_administrator_s_key_is_told_to_remove_the_file(start: Start) -> None:
+async def test_whichever_revoked_the_last_administrator_s_key_is_reported_to_remove_the_file(start: Start) -> None:
     await start.run()
     old = start.shown()
     await start.registry.keys.revoke(old.id)
@@ -321,7 +321,7 @@ async def test_a_file_with_another_secret_for_a_known_key_is_refused(start: Star
     assert start.is_let_in(old)
 
 
-async def test_a_file_with_somebody_else_s_key_is_no_administrator_s(start: Start) -> None:
+async def test_a_file_with_someone_else_s_key_is_no_administrator_s(start: Start) -> None:
     _, presented = await start.registry.keys.create(NewKey("v", Role.ROLE_VIEWER))
     assert presented is not None
     start.file.write_text(presented.text)
@@ -355,7 +355,7 @@ def test_a_file_without_a_key_is_an_error_that_does_not_show_it(tmp_path: Path, 
     assert len(text) < 3 or text not in ended.stderr
 
 
-def test_keys_made_while_nobody_was_asked_count_when_everybody_is(tmp_path: Path) -> None:
+def test_keys_made_while_no_one_was_asked_count_when_everybody_is(tmp_path: Path) -> None:
     with manager(tmp_path) as process, process.api() as api:
         made = api.ok("AccessService.CreateKey", name="prepared", role="ROLE_ADMIN").secret
         assert not api.ok("AccessService.WhoAmI").is_required

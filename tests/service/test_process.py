@@ -26,7 +26,7 @@ from test_start_and_stop import _refusal as refusal_of
 from test_transport_drivers import Api, post
 from test_transport_process import ManagerProcess, manager
 
-from kvcm import components as rooms_module
+from kvcm import components as spaces_module
 from kvcm.app import Manager
 from kvcm.config import DEBUG_PORT_OFFSET, Settings
 from kvcm.index.meta_index import IndexHandle
@@ -255,7 +255,7 @@ class EndlessIndexes:
 
 
 async def test_memory_that_is_gone_is_forgotten_while_a_pool_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms_module, "_POOLS_SECONDS", 0.0)
+    monkeypatch.setattr(spaces_module, "_POOLS_SECONDS", 0.0)
     clock, indexes = FakeClock(), EndlessIndexes()
     async with Manager(Settings(), clock).opened() as opened:
         await opened.leadership.tick()
@@ -266,8 +266,8 @@ async def test_memory_that_is_gone_is_forgotten_while_a_pool_is_scrubbed(monkeyp
         await pool.allocate(Allocation("i", "x", [Part("kv", 1, 1)]))
         scrubber = StorageScrubber(indexes, opened.storages, clock, opened.storages.cluster_id)
         leaks = PoolLeaks(opened.storages.pools, lambda _name: 0, scrubber, clock)
-        rooms = replace(opened, leaks=leaks)
-        duties = [asyncio.create_task(duty()) for name, duty in rooms.background_tasks() if name in {"pools", "leaks"}]
+        spaces = replace(opened, leaks=leaks)
+        duties = [asyncio.create_task(duty()) for name, duty in spaces.background_tasks() if name in {"pools", "leaks"}]
         try:
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 while not indexes.asked.is_set():
@@ -399,7 +399,7 @@ def test_it_is_refused_where_others_could_reach_it(tmp_path: Path) -> None:
     assert ("enable_debug_service" in line, "--insecure" in line) == (True, True)
 
 
-def test_a_port_that_leaves_no_room_for_it_is_refused(tmp_path: Path) -> None:
+def test_a_port_that_leaves_no_space_for_it_is_refused(tmp_path: Path) -> None:
     options = ["-e", "kvcm.service.enable_debug_service=true", "-e", "kvcm.service.http_port=62536"]
     assert "62535" in refusal_of(tmp_path, *options)
 

@@ -30,7 +30,7 @@ def states(chain: Any) -> list[str]:
     return [block["state"] for block in chain["blocks"]]
 
 
-def test_a_chain_tells_of_every_block_and_where_the_match_ends(rest: RestClient, data: Site) -> None:
+def test_a_chain_reports_of_every_block_and_where_the_match_ends(rest: RestClient, data: Site) -> None:
     instance = data.instance()
     data.write(instance, [11, 12])
     data.start(instance, [13], parent_block_key=12)
@@ -106,7 +106,7 @@ def test_a_removed_block_is_being_deleted(rest: RestClient, data: Site) -> None:
     assert "it was evicted or removed; its bytes go in" in chain["summary"]["end_reason"]
 
 
-def test_of_a_block_that_is_written_again_the_end_of_the_write_is_told(rest: RestClient, data: Site) -> None:
+def test_of_a_block_that_is_written_again_the_end_of_the_write_is_reported(rest: RestClient, data: Site) -> None:
     instance = data.instance(data.group(delay_ms=3_600_000))
     data.write(instance, [1])
     data.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
@@ -131,7 +131,7 @@ def test_a_block_whose_prefix_is_gone_says_so(rest: RestClient, data: Site) -> N
     assert (parents("1", "2", "3"), parents("3")) == ([True, False, False], [False])
 
 
-def test_long_chains_are_told_as_a_whole(rest: RestClient, data: Site) -> None:
+def test_long_chains_are_reported_as_a_whole(rest: RestClient, data: Site) -> None:
     instance = data.instance()
     keys = list(range(1, 3001))
     data.write(instance, keys)
@@ -197,18 +197,18 @@ def test_a_group_that_pins_fill_says_so(rest: RestClient, data: Site) -> None:
     refused = data.api.refused("StartWriteCache", instance_id=instance, block_keys=[77])
     assert refused.code == "REACH_MAX_ENTITY_CAPACITY"
 
-    def that_tells_of_pins() -> Any:
+    def that_reports_of_pins() -> Any:
         (alert,) = alerts_of(rest, group)  # the store is asked for pins once in two seconds at most
         return alert if "pinned" in alert["reason"] else None
 
-    alert = eventually(that_tells_of_pins)
+    alert = eventually(that_reports_of_pins)
     assert (alert["name"], alert["severity"]) == ("KvcmGroupFull", "page")
     assert alert["subject"] == {"kind": "group", "name": group}
     assert (group in alert["summary"], "end pins" in alert["advice"].lower()) == (True, True)
     assert abs(alert["since_ms"] / 1000 - time.time()) < 60
 
 
-def test_a_disabled_storage_is_told_to_the_groups_that_use_it(rest: RestClient, data: Site) -> None:
+def test_a_disabled_storage_is_reported_to_the_groups_that_use_it(rest: RestClient, data: Site) -> None:
     storage = data.storage()
     group = data.group(storage)
     assert alerts_of(rest, group) == []
@@ -275,7 +275,7 @@ def test_who_is_limited_to_a_group_sees_its_sessions(tenants: Tenants, by_tenant
     assert foreign.status == 403
 
 
-def test_who_is_limited_to_a_group_hears_its_alerts(tenants: Tenants, by_tenants: RestClient) -> None:
+def test_who_is_limited_to_a_group_receives_its_alerts(tenants: Tenants, by_tenants: RestClient) -> None:
     with tenants.server.api() as api:
         full = group_spec("full", Site(api).storage(), capacity=64)
         api.ok("AdminService.CreateInstanceGroup", instance_group=full)

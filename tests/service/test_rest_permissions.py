@@ -111,7 +111,7 @@ def _curve(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
     return "GET", f"/v1/groups/{component(tenants.groups['a'])}/curve", None
 
 
-DEEDS = {
+ACTIONS = {
     "listStorages": _get("/v1/storages"),
     "getStorage": Deed(_VIEWERS, _storage("GET")),
     "getStorageStatus": Deed(_VIEWERS, _storage("GET", "/status")),
@@ -183,14 +183,14 @@ def _ask(client: RestClient, deed: tuple[str, str, Any], authorization: str) -> 
 def test_the_table_has_every_operation(client: RestClient) -> None:
     document = client.get("/v1/openapi.json").body
     operations = {each["operationId"] for path in document["paths"].values() for each in path.values()}
-    assert operations - {"login"} == DEEDS.keys()
+    assert operations - {"login"} == ACTIONS.keys()
 
 
-@pytest.mark.parametrize("operation", DEEDS)
-def test_a_resource_is_asked_by_those_who_may_and_by_nobody_else(
+@pytest.mark.parametrize("operation", ACTIONS)
+def test_a_resource_is_asked_by_those_who_may_and_by_no_one_else(
     operation: str, tenants: Tenants, client: RestClient
 ) -> None:
-    may, make = DEEDS[operation]
+    may, make = ACTIONS[operation]
     with tenants.server.api() as api:
         deed = make(Site(api), tenants)
     for who, authorization in (*_STRANGERS.items(), ("expired", tenants.authorization("expired"))):

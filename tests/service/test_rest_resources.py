@@ -142,7 +142,7 @@ def test_conditions_decide_what_is_created_and_what_is_replaced(rest: RestClient
     assert rest.delete(_path(name), if_match="*").status == 204
 
 
-def test_a_client_that_has_the_state_is_told_so(rest: RestClient) -> None:
+def test_a_client_that_has_the_state_is_reported_so(rest: RestClient) -> None:
     name = unique("group")
     tag = rest.put(_path(name), _doc()).headers["etag"]
     for known in (tag, f"W/{tag}", f'"a", {tag}', "*"):
@@ -280,7 +280,7 @@ def test_conditions_hold_for_storages_too(rest: RestClient) -> None:
     assert rest.delete(path, if_match="*").status == 204
 
 
-def test_lists_tell_how_storages_are_when_they_are_asked_to(rest: RestClient) -> None:
+def test_lists_report_how_storages_are_when_they_are_asked_to(rest: RestClient) -> None:
     name = _add(rest)
     (shown,) = [each for each in rest.items("/v1/storages?with_status=true") if each["global_unique_name"] == name]
     status = rest.get(f"/v1/storages/{name}/status")
@@ -454,12 +454,12 @@ def test_traffic_shows_in_the_rates_and_in_the_history(own_rest: RestClient, own
         body = rest.get(f"/v1/history?seconds=600&group={component(group)}").body
         return {(each["name"], *each["labels"].values()): each["values"] for each in body["series"]}
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         site.hits(instance, [1, 2, 3, 4])
         return any(series().get(("hit_ratio", group), ()))
 
     site.write(instance, [1, 2, 3])
-    eventually(is_told, seconds=60)
+    eventually(is_reported, seconds=60)
     found = series()
     assert {len(values) for values in found.values()} == {60}
     assert max(filter(None, found["hit_ratio", group])) == 0.75
@@ -479,7 +479,7 @@ def test_traffic_shows_in_the_rates_and_in_the_history(own_rest: RestClient, own
         ("group=none", 404, None),
     ],
 )
-def test_what_cannot_be_told_is_refused(rest: RestClient, query: str, status: int, field: str | None) -> None:
+def test_what_cannot_be_reported_is_refused(rest: RestClient, query: str, status: int, field: str | None) -> None:
     answer = rest.get(f"/v1/history?{query}")
     assert answer.status == status
     assert [error["field"] for error in answer.body.get("errors", ())] == ([field] if field else [])
@@ -491,7 +491,7 @@ def test_a_day_is_answered_in_360_values(rest: RestClient) -> None:
     assert {len(each["values"]) for each in body["series"]} == {360}
 
 
-def test_whoever_is_limited_to_a_group_is_told_of_that_alone(tenants: Tenants) -> None:
+def test_whichever_is_limited_to_a_group_is_reported_of_that_alone(tenants: Tenants) -> None:
     own, other = "default", tenants.groups["b"]
     key = tenants.server.key("viewer-of-one", "ROLE_VIEWER", instance_groups=[own])
     client = RestClient(tenants.server.process.address.admin_http)

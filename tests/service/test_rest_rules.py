@@ -187,7 +187,7 @@ async def test_a_manager_that_starts_or_stops_sends_clients_away(method: str) ->
         assert (sent[0]["status"], headers[b"content-type"], headers[b"retry-after"]) == (503, PROBLEM.encode(), b"1")
 
 
-async def test_resources_are_told_how_a_request_came_and_made_once() -> None:
+async def test_resources_are_reported_how_a_request_came_and_made_once() -> None:
     gate, made, seen = ServingGate(), [], []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

@@ -26,7 +26,7 @@ def _texts(numbers: list[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def test_get_tells_where_a_prompt_lies_run_by_run(site: Site, commands: Commands) -> None:
+def test_get_reports_where_a_prompt_lies_run_by_run(site: Site, commands: Commands) -> None:
     storage = site.storage()
     instance = site.instance(site.group(storage))
     uris = [each["kv"] for each in site.write(instance, KEYS[:3])]
@@ -189,7 +189,7 @@ def test_a_group_without_storage_or_quota_or_of_a_taken_name_is_refused(group: s
     assert "exists" in commands.refused("group", "create", group, "--storage", "x", "--quota", "1")
 
 
-def test_a_storage_that_is_not_there_is_told(commands: Commands) -> None:
+def test_a_storage_that_is_not_there_is_reported(commands: Commands) -> None:
     name = unique("made")
     done = commands.run("group", "create", name, "--storage", "nowhere", "--quota", "1GiB")
     assert (done.exit_code, "['nowhere'] do not exist" in done.stderr) == (0, True)
@@ -361,7 +361,7 @@ def test_what_no_storage_is_made_of_is_refused(commands: Commands, arguments: tu
     assert reason in commands.refused("storage", "add", "never", *arguments)
 
 
-def test_an_update_changes_what_is_given_and_tells_it(commands: Commands, storage: str) -> None:
+def test_an_update_changes_what_is_given_and_reports_it(commands: Commands, storage: str) -> None:
     dry = commands.ok("storage", "update", storage, "--capacity", "2GiB", "--dry-run")
     assert ("capacity_bytes: 0 B → 2.0 GiB" in dry, "nothing was changed" in dry) == (True, True)
     assert commands.json("storage", "show", storage)["capacity_bytes"] == 0
@@ -443,7 +443,7 @@ def test_global_quotas_are_set_listed_and_removed(commands: Commands) -> None:
     assert commands.refused("quota", "remove", name) == f"kvcm: global quota {name!r} does not exist\n"
 
 
-def test_a_scrub_deletes_only_when_it_is_told_to(site: Site, commands: Commands, tmp_path: Path) -> None:
+def test_a_scrub_deletes_only_when_it_is_reported_to(site: Site, commands: Commands, tmp_path: Path) -> None:
     root = tmp_path / "root"
     storage = site.storage(nfs={"root_path": str(root), "key_count_per_file": 1})
     instance = site.instance(site.group(storage))
@@ -465,7 +465,7 @@ def test_a_scrub_deletes_only_when_it_is_told_to(site: Site, commands: Commands,
     assert "nowhere" in commands.refused("storage", "scrub", "nowhere")
 
 
-def test_garbage_is_freed_only_when_it_is_told_to(site: Site, commands: Commands, tmp_path: Path) -> None:
+def test_garbage_is_freed_only_when_it_is_reported_to(site: Site, commands: Commands, tmp_path: Path) -> None:
     storage = site.storage(nfs={"root_path": str(tmp_path / "root"), "key_count_per_file": 1})
     instance = site.instance(site.group(storage))
     site.write(instance, [1, 2])  # and never the bytes

@@ -103,7 +103,7 @@ def test_a_key_that_is_rotated_without_overlap_or_revoked_ends_at_once(audited: 
             assert key_id not in [each.key_id for each in admin.ok("AccessService.ListKeys").keys]
 
 
-def test_keys_survive_a_restart_and_tell_when_they_were_used(tmp_path: Path) -> None:
+def test_keys_survive_a_restart_and_report_when_they_were_used(tmp_path: Path) -> None:
     with secured(tmp_path) as server:
         key = server.key("lasting", "ROLE_VIEWER")
         with server.api(key=key) as api:
@@ -131,7 +131,7 @@ def test_a_password_becomes_a_key_of_the_account_s_role(audited: Tenants, role: 
             assert api.attempt("AccessService.WhoAmI").status == 401
 
 
-def test_a_wrong_password_and_a_wrong_name_look_alike(audited: Tenants) -> None:
+def test_a_wrong_password_and_a_wrong_name_observe_same(audited: Tenants) -> None:
     name = unique("user")
     with audited.server.api() as admin, audited.server.api(key="") as stranger:
         admin.ok("AdminService.AddAccount", user_name=name, password="right", role="ROLE_USER")
@@ -140,7 +140,7 @@ def test_a_wrong_password_and_a_wrong_name_look_alike(audited: Tenants) -> None:
     assert (wrong.status, wrong.text) == (unknown.status, unknown.text) == (401, "user name or password is wrong")
 
 
-def test_whoever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
+def test_whichever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
     with secured(tmp_path) as server, server.api("http", key="") as stranger:
         shown = f"Bearer {server.admin_key}"
         set_password = {"user_name": "u", "password": "p", "old_password": "p"}
@@ -332,11 +332,11 @@ def test_a_stream_ends_with_its_key_and_others_go_on(
     key, end = of(tenants)
     ending, lasting = listen(key), listen(tenants.keys["viewer"])
     before = start(tenants)
-    told = ending.write_sessions()
-    assert next(told) == before
+    reported = ending.write_sessions()
+    assert next(reported) == before
     end()
     after = start(tenants)
-    assert list(told) == []
+    assert list(reported) == []
     assert ending.asked_again(key) == 401
     sessions = lasting.write_sessions()
     assert [next(sessions), next(sessions)] == [before, after]

@@ -132,7 +132,7 @@ async def eventually(holds: Callable[[], object], seconds: float = 30.0) -> floa
     return time.monotonic() - begin
 
 
-async def test_every_manager_tells_of_the_sessions_and_the_chains_of_all(nodes: list[Node]) -> None:
+async def test_every_manager_reports_of_the_sessions_and_the_chains_of_all(nodes: list[Node]) -> None:
     def asked(on: Node, method: str, path: str, body: object = None) -> Any:
         client = RestClient(f"127.0.0.1:{on.endpoint.admin_http_port}")
         with contextlib.closing(client.connection):
@@ -161,7 +161,7 @@ async def _knows(on: Node) -> bool:
     return bool(answer.header.status.code == meta.OK)
 
 
-async def test_every_manager_tells_how_all_of_them_are(nodes: list[Node]) -> None:
+async def test_every_manager_reports_how_all_of_them_are(nodes: list[Node]) -> None:
     """One of them leads, whichever it is, and all name the same one."""
     ports = [each.endpoint.admin_http_port for each in nodes]
 
@@ -188,8 +188,8 @@ async def leading(nodes: list[Node]) -> Node:
     found: list[Node] = []
 
     async def one_leads() -> bool:
-        told = [await each.admin.CheckHealth(admin.CheckHealthRequest()) for each in nodes]
-        found[:] = [each for each, answer in zip(nodes, told, strict=True) if answer.is_leader]
+        reported = [await each.admin.CheckHealth(admin.CheckHealthRequest()) for each in nodes]
+        found[:] = [each for each, answer in zip(nodes, reported, strict=True) if answer.is_leader]
         return len(found) == 1
 
     await eventually(one_leads)
@@ -270,7 +270,7 @@ async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
     await eventually(writable)
 
 
-async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_anew(nodes: list[Node]) -> None:
+async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_again(nodes: list[Node]) -> None:
     await registered(nodes[0])
     await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
     assert await hits(nodes[2]) == len(KEYS)

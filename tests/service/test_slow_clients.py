@@ -150,7 +150,7 @@ def test_who_does_not_read_is_disconnected_and_others_are_served(hasty: ManagerP
     assert "Traceback" not in hasty.log_text()
 
 
-def test_a_connection_too_many_is_told_so(hasty: ManagerProcess) -> None:
+def test_a_connection_too_many_is_reported_so(hasty: ManagerProcess) -> None:
     port = _data(hasty)
     with contextlib.ExitStack() as stack:
         said = b""

@@ -290,19 +290,19 @@ def test_while_the_last_requests_finish_others_are_turned_away(tmp_path: Path) -
         assert process.events("tasks_left") == []
 
 
-async def test_a_task_that_is_left_at_the_end_is_told() -> None:
+async def test_a_task_that_is_left_at_the_end_is_reported() -> None:
     async def forgotten() -> None:
         await asyncio.sleep(3600)
 
     with structlog.testing.capture_logs() as quiet:
         await log_unfinished_tasks()
     task = asyncio.create_task(forgotten())
-    with structlog.testing.capture_logs() as told:
+    with structlog.testing.capture_logs() as reported:
         await log_unfinished_tasks()
     task.cancel()
     assert quiet == []
-    assert [(event["event"], event["count"]) for event in told] == [("tasks_left", 1)]
-    assert "forgotten" in told[0]["tasks"][0]
+    assert [(event["event"], event["count"]) for event in reported] == [("tasks_left", 1)]
+    assert "forgotten" in reported[0]["tasks"][0]
 
 
 def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ async def _for_ever(event: asyncio.Event) -> None:
     await _stands_here(event)
 
 
-async def test_tasks_and_where_they_stand_are_told_until_the_end() -> None:
+async def test_tasks_and_where_they_stand_are_reported_until_the_end() -> None:
     event = asyncio.Event()
     with capture_logs() as logs:
         with ShutdownWatch(after_seconds=0.0) as end:
@@ -384,11 +384,11 @@ async def test_tasks_and_where_they_stand_are_told_until_the_end() -> None:
             end.begin()
             for _ in range(10):  # turns of the loop
                 await asyncio.sleep(0)
-        told = len(logs)
-        assert told > 1
+        reported = len(logs)
+        assert reported > 1
         for _ in range(3):
             await asyncio.sleep(0)
-        assert len(logs) == told
+        assert len(logs) == reported
     event.set()
     await task
     assert {log["event"] for log in logs} == {"ending_is_slow"}
@@ -465,12 +465,12 @@ def test_a_serving_manager_is_well_on_both_ports(server: ManagerProcess, path: s
 
 
 @pytest.mark.parametrize("path", PROBES)
-def test_reasons_are_told_on_the_admin_port_alone(server: ManagerProcess, path: str) -> None:
+def test_reasons_are_reported_on_the_admin_port_alone(server: ManagerProcess, path: str) -> None:
     assert ask(server.address.http, f"{path}?verbose").body == b"ok"
-    told = ask(server.address.admin_http, f"{path}?verbose").body.decode().splitlines()
-    assert told[-1] == f"{path[1:]} check passed"
-    assert [line for line in told[:-1] if not line.startswith("[+]")] == []
-    assert len(told) > 1
+    reported = ask(server.address.admin_http, f"{path}?verbose").body.decode().splitlines()
+    assert reported[-1] == f"{path[1:]} check passed"
+    assert [line for line in reported[:-1] if not line.startswith("[+]")] == []
+    assert len(reported) > 1
 
 
 def test_probes_are_pages_and_nothing_else(server: ManagerProcess) -> None:
@@ -478,7 +478,7 @@ def test_probes_are_pages_and_nothing_else(server: ManagerProcess) -> None:
     assert ask(server.address.http, "/readyz/").status == 404
 
 
-def test_grpc_tells_the_health_of_each_service_where_it_is_served(server: ManagerProcess) -> None:
+def test_grpc_reports_the_health_of_each_service_where_it_is_served(server: ManagerProcess) -> None:
     for name, service in SERVICES.items():
         here, there = server.address.rpc, server.address.admin_rpc
         assert health(there if name in ON_ADMIN_PORT else here, service.full_name) == "SERVING"

@@ -113,7 +113,7 @@ def test_trim_and_removal_of_the_instance_delete_the_files_after_the_delay(lasti
     eventually(lambda: not any(file.path.exists() for file in stored))
 
 
-def test_a_delayed_delete_never_touches_the_block_that_was_written_anew_decision_1(files: Files) -> None:
+def test_a_delayed_delete_never_touches_the_block_that_was_written_again_decision_1(files: Files) -> None:
     (old,) = files.write([1])
     files.remove(1)
     (new,) = files.write([1])
@@ -157,19 +157,19 @@ async def test_nothing_is_made_in_place_of_a_storage_that_is_away(tmp_path: Path
     """Its store knows the storage already, though the document names it again at every start."""
     settings = Settings(data_dir=str(tmp_path / "data"))
     root = tmp_path / "data" / "nfs"
-    async with Manager(settings).opened() as rooms:
-        assert rooms.storages.backend(STORAGE) is not None
+    async with Manager(settings).opened() as spaces:
+        assert spaces.storages.backend(STORAGE) is not None
     (cluster,) = root.iterdir()
     root.rename(tmp_path / "away")
     if is_there:
         root.mkdir()
-    async with Manager(settings).opened() as rooms:
-        assert rooms.storages.backend(STORAGE) is None
-        assert rooms.registry.storages.is_configured(STORAGE)
+    async with Manager(settings).opened() as spaces:
+        assert spaces.storages.backend(STORAGE) is None
+        assert spaces.registry.storages.is_configured(STORAGE)
     assert [*root.rglob("*")] == []
     if is_there:
         root.rmdir()
     (tmp_path / "away").rename(root)
-    async with Manager(settings).opened() as rooms:
-        assert rooms.storages.backend(STORAGE) is not None
+    async with Manager(settings).opened() as spaces:
+        assert spaces.storages.backend(STORAGE) is not None
     assert [*root.iterdir()] == [cluster]

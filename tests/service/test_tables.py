@@ -200,7 +200,7 @@ def test_titles_are_whole_and_leave_only_with_their_column(sheet: Sheet, width: 
 
 
 @given(sheet=sheets())
-def test_where_there_is_room_a_row_is_a_line(sheet: Sheet) -> None:
+def test_where_there_is_space_a_row_is_a_line(sheet: Sheet) -> None:
     lines = _shown(sheet.table(), 2000).splitlines()
     rows = sheet.rows if any(map(any, sheet.rows)) else []
     assert [[cell in line for cell in row] for row, line in zip(rows, lines[2:], strict=bool(rows))] == [
@@ -263,7 +263,7 @@ def test_what_is_degraded_is_yellow_and_what_is_down_is_red(status: StorageStatu
 
 
 @pytest.mark.parametrize("status", [UP, SLOW, CLOSED, StorageStatus.of(CONFIG, StorageHealth())])
-def test_a_status_is_read_as_it_was_told(status: StorageStatus) -> None:
+def test_a_status_is_read_as_it_was_reported(status: StorageStatus) -> None:
     message = pb.StorageStatus()
     fill(message, status)
     assert read(StorageStatus, message) == status

@@ -93,8 +93,8 @@ def test_what_is_no_tls_is_closed_without_a_word_of_http(optional: TlsSite, port
     with socket.create_connection(_host_port(optional, port), SECONDS) as connection:
         connection.sendall(said)
         with contextlib.suppress(ConnectionResetError):
-            while heard := connection.recv(1 << 16):
-                assert b"HTTP" not in heard
+            while received := connection.recv(1 << 16):
+                assert b"HTTP" not in received
     with optional.channel() as channel:
         assert channel.unary_unary(HEALTH)(b"", timeout=SECONDS)
     assert "Traceback" not in optional.process.log_text()
@@ -153,7 +153,7 @@ def test_every_kind_of_name_stands_for_its_principal(required: TlsSite, kind: st
     assert required.who_over_http(pair, times=3) == f"by-{kind}"
 
 
-def test_a_common_name_stands_for_nobody(required: TlsSite) -> None:
+def test_a_common_name_stands_for_no_one(required: TlsSite) -> None:
     for names in ([], [dns("unknown.example")]):
         pair = required.clients.issue("engine.example", names)
         assert (required.who_over_grpc(pair), required.who_over_http(pair)) == ("", "")
@@ -206,7 +206,7 @@ def _gets_in(site: TlsSite, port: str) -> bool:
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_manager_ends_in_time_whoever_is_connected(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_manager_ends_in_time_whichever_is_connected(tmp_path_factory: pytest.TempPathFactory) -> None:
     with tls_manager(tmp_path_factory.mktemp("end"), "kvcm.service.drain_timeout_ms=20000") as site:
         with contextlib.closing(site.connection()) as idle, socket.create_connection(_host_port(site, "http")):
             idle.request("GET", "/livez")
@@ -255,7 +255,7 @@ def test_no_setting_is_no_tls() -> None:
     assert open_tls(Settings()) is None
 
 
-def test_what_is_loaded_is_told(authority: Authority) -> None:
+def test_what_is_loaded_is_reported(authority: Authority) -> None:
     pair = authority.issue("server", [uri("spiffe://a/b")])
     with capture_logs() as logs:
         files = TlsFiles(_settings(pair, str(authority.file)))
@@ -317,7 +317,7 @@ def test_a_key_that_is_too_short_is_refused(authority: Authority) -> None:
         TlsFiles(_settings(weak))
 
 
-def test_a_key_that_others_can_read_is_told(authority: Authority) -> None:
+def test_a_key_that_others_can_read_is_reported(authority: Authority) -> None:
     pair = authority.server()
     pair.key.chmod(0o640)
     with capture_logs() as logs:
@@ -325,7 +325,7 @@ def test_a_key_that_others_can_read_is_told(authority: Authority) -> None:
     assert [event["event"] for event in logs] == ["certificate_loaded", "tls_key_readable"]
 
 
-async def test_a_look_that_finds_nothing_new_reads_nothing(authority: Authority) -> None:
+async def test_a_observe_that_finds_nothing_new_reads_nothing(authority: Authority) -> None:
     pair = authority.server()
     files = TlsFiles(_settings(pair))
     before = files.tls.material, files.tls.context
@@ -335,7 +335,7 @@ async def test_a_look_that_finds_nothing_new_reads_nothing(authority: Authority)
     assert (files.tls.material, files.tls.context) == before
 
 
-async def test_what_cannot_be_used_is_told_once(authority: Authority) -> None:
+async def test_what_cannot_be_used_is_reported_once(authority: Authority) -> None:
     pair = authority.server()
     files = TlsFiles(_settings(pair))
     pair.key.unlink()
@@ -367,7 +367,7 @@ def test_settings_that_do_not_fit_together_are_refused(texts: list[str], said: s
     assert str(caught.value).startswith(said)
 
 
-def test_names_of_a_peer_are_those_that_grpc_tells() -> None:
+def test_names_of_a_peer_are_those_that_grpc_reports() -> None:
     peer = {
         "subject": ((("commonName", "nobody"),),),
         "subjectAltName": (
@@ -460,9 +460,9 @@ def test_a_new_certificate_is_shown_and_no_request_fails(reloading: TlsSite) -> 
         eventually(lambda: all(traffic.answers[name] > before[name] + 5 for name in before))
     assert not traffic.failures
     assert _loaded_subjects(reloading) == ["CN=server", "CN=second", "CN=third"]
-    told = reloading.process.events("certificate_loaded")[-1]
-    assert told["names"] == ["localhost", "127.0.0.1"]
-    assert told["not_after"].endswith("+00:00")
+    reported = reloading.process.events("certificate_loaded")[-1]
+    assert reported["names"] == ["localhost", "127.0.0.1"]
+    assert reported["not_after"].endswith("+00:00")
 
 
 def test_a_link_above_the_files_can_be_turned(tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def _replace_client_authority(site: TlsSite) -> Authority:
     return successor
 
 
-def test_an_authority_that_is_taken_away_lets_nobody_in_any_more(reloading: TlsSite) -> None:
+def test_an_authority_that_is_taken_away_lets_no_one_in_any_more(reloading: TlsSite) -> None:
     reloading.create_key(name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
     pair = reloading.clients.issue("engine", [dns("engine.example")])
     assert reloading.who_over_http(pair) == "engine"

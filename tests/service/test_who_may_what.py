@@ -166,7 +166,7 @@ def test_the_table_has_every_call() -> None:
 
 @pytest.mark.parametrize("tenants", ["plain"], indirect=True)
 @pytest.mark.parametrize("rpc", _MAY_CALL)
-def test_a_call_is_made_by_those_who_may_and_by_nobody_else(rpc: str, tenants: Tenants, stranger: Api) -> None:
+def test_a_call_is_made_by_those_who_may_and_by_no_one_else(rpc: str, tenants: Tenants, stranger: Api) -> None:
     """Each kind of credential once; who may do a thing gets an answer, be it that the request makes no sense."""
     may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)

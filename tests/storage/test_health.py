@@ -95,7 +95,7 @@ class Site:
         await until(lambda: self.health(name) is not before)
         return self.health(name)
 
-    async def looks(self, seconds: float, name: str = "s") -> list[HealthState]:
+    async def observes(self, seconds: float, name: str = "s") -> list[HealthState]:
         """Look eight times a second, and return how a storage is after each second."""
         found = []
         for _ in range(round(seconds)):
@@ -155,7 +155,9 @@ async def test_a_directory_is_down_after_three_failures_and_up_after_two_success
     assert site.storages.rank("s") is not None
 
 
-async def test_a_good_storage_tells_the_space_of_its_medium_and_what_the_probe_took(site: Site, tmp_path: Path) -> None:
+async def test_a_good_storage_reports_the_space_of_its_medium_and_what_the_probe_took(
+    site: Site, tmp_path: Path
+) -> None:
     site.open_files(tmp_path)
     health = await site.probed()
     status = os.statvfs(tmp_path)
@@ -170,9 +172,9 @@ async def test_what_hangs_is_down_after_the_timeout_and_two_more_seconds_and_hol
     hanging, other = site.open_faulty("s"), site.open_faulty("other")
     await site.probed()
     hanging.gate.clear()
-    await site.looks(INTERVAL)  # the one that hangs begins
+    await site.observes(INTERVAL)  # the one that hangs begins
     assert (
-        await site.looks(TIMEOUT + 3) == [UP] * 4 + [DEGRADED] * 2 + [DOWN] * 2
+        await site.observes(TIMEOUT + 3) == [UP] * 4 + [DEGRADED] * 2 + [DOWN] * 2
     )  # by then no answer for 5, 6, 7 seconds
     assert (hanging.most_under_way, hanging.probes) == (1, 2)
     assert site.health().reason == "no answer for 8.0 s"
@@ -185,7 +187,7 @@ async def test_an_answer_that_comes_too_late_counts_for_nothing_and_the_next_pro
     hanging = site.open_faulty()
     await site.probed()
     hanging.gate.clear()
-    await site.looks(INTERVAL + TIMEOUT + 3)
+    await site.observes(INTERVAL + TIMEOUT + 3)
     assert site.health().state is DOWN
     hanging.gate.set()
     await until(lambda: not hanging.under_way)
@@ -241,7 +243,7 @@ async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site
     """What the old one answers in the end is not said of the new one."""
     old = site.open_faulty()
     old.gate.clear()
-    await site.looks(TIMEOUT + 3)
+    await site.observes(TIMEOUT + 3)
     assert site.health().state is DOWN
     new = site.open_faulty()
     assert site.health().state is UP
@@ -256,7 +258,7 @@ async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site
 async def test_a_storage_that_is_closed_while_its_probe_hangs_is_forgotten(site: Site) -> None:
     storage = site.open_faulty()
     storage.gate.clear()
-    await site.looks(1.0)
+    await site.observes(1.0)
     site.storages.close("s")
     site.prober.start_due()
     storage.gate.set()
@@ -320,7 +322,7 @@ async def test_another_pace_holds_at_once_also_for_what_is_due_much_later() -> N
 
 
 COUNT = 200
-LOOK_SECONDS = 0.1
+OBSERVE_SECONDS = 0.1
 
 
 class CountedStorage(DummyStorage):
@@ -350,20 +352,20 @@ async def probe_all(seconds: float, interval_seconds: float, error: Exception | 
         storages.open(StorageConfig(f"s{number}", DummyStorageSpec()))
     prober, begin = Prober(storages, clock, interval_seconds, 5.0), clock.now()
     try:
-        for _ in range(round(seconds / LOOK_SECONDS)):
+        for _ in range(round(seconds / OBSERVE_SECONDS)):
             prober.start_due()
             for _ in range(3):
                 await asyncio.sleep(0)  # a probe of these waits for nothing
-            clock.time += LOOK_SECONDS
+            clock.time += OBSERVE_SECONDS
     finally:
         prober.stop()
         storages.close_all()
     return [[at - begin for at in each.probed_at] for each in opened]
 
 
-async def test_a_look_begins_a_part_of_them() -> None:
+async def test_a_observe_begins_a_part_of_them() -> None:
     times = await probe_all(20.0, 5.0)
-    at_once = Counter(round(at / LOOK_SECONDS) for each in times for at in each)
+    at_once = Counter(round(at / OBSERVE_SECONDS) for each in times for at in each)
     assert max(at_once.values()) <= COUNT // 5
     assert len({each[-1] for each in times}) > 1, "each goes on at a time of its own"
 
@@ -373,13 +375,13 @@ async def test_every_one_is_probed_as_often_as_if_it_were_alone(error: Exception
     for each in await probe_all(30.0, 5.0, error):
         assert each[0] <= 1.0
         pauses = [later - earlier for earlier, later in pairwise(each)]
-        assert max(pauses) <= period + 2 * LOOK_SECONDS
-        assert len(each) >= 30 / (period + 2 * LOOK_SECONDS) - 1
+        assert max(pauses) <= period + 2 * OBSERVE_SECONDS
+        assert len(each) >= 30 / (period + 2 * OBSERVE_SECONDS) - 1
 
 
 async def test_short_intervals_are_kept() -> None:
-    for each in await probe_all(5.0, LOOK_SECONDS):
-        assert len(each) >= 5.0 / LOOK_SECONDS / 2
+    for each in await probe_all(5.0, OBSERVE_SECONDS):
+        assert len(each) >= 5.0 / OBSERVE_SECONDS / 2
 
 
 # ── Health of a storage: a row of probes decides ──

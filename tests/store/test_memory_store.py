@@ -55,11 +55,11 @@ def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | 
     assert due or not most or queue.earliest > now, "who asked once knows that there is nothing"
 
 
-ALIKE = st.tuples(st.lists(st.integers(0, 8), unique=True), st.one_of(st.none(), st.integers(0, 4).map(float)))
+SAME = st.tuples(st.lists(st.integers(0, 8), unique=True), st.one_of(st.none(), st.integers(0, 4).map(float)))
 
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
-@given(moves=st.lists(ALIKE, max_size=30), now=st.integers(0, 5).map(float), most=st.integers(0, 9))
+@given(moves=st.lists(SAME, max_size=30), now=st.integers(0, 5).map(float), most=st.integers(0, 9))
 def test_many_at_a_time_are_as_one_after_the_other(
     moves: list[tuple[list[int], float | None]], now: float, most: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_deadlines_that_move_leave_nothing_behind() -> None:
 # ── How documents ended, in memory ──
 
 
-def test_an_outcome_is_told_until_it_is_over() -> None:
+def test_an_outcome_is_reported_until_it_is_over() -> None:
     outcomes = Outcomes()
     assert outcomes.store("a", b"1", until=10.0, now=0.0) == []
     assert [outcomes.get("a", now) for now in (0.0, 9.99, 10.0)] == [b"1", b"1", None]

@@ -271,7 +271,7 @@ def test_every_part_of_a_server_is_read() -> None:
     )  # fmt: skip
 
 
-def test_connecting_may_take_as_long_as_an_answer_unless_told_otherwise() -> None:
+def test_connecting_may_take_as_long_as_an_answer_unless_reported_otherwise() -> None:
     assert parse_redis_uri("redis://h?cluster_name=c&timeout_ms=50").connect_timeout_seconds == 0.05
 
 
@@ -435,7 +435,7 @@ async def test_changes_by_others_arrive_by_themselves(kind: str, request: pytest
         assert listener.resets == 1, "once, before it went live"
 
 
-async def test_only_keys_below_the_prefix_are_told(redis_standalone: Standalone) -> None:
+async def test_only_keys_below_the_prefix_are_reported(redis_standalone: Standalone) -> None:
     async with listening(redis_standalone) as listener:
         last = listener.prefix + b"last"
         names = [listener.client.prefix.encode() + b":z{1}", b"foreign:b{1}", last]
@@ -499,7 +499,7 @@ async def test_silence_is_noticed_within_about_a_second(tmp_path: Path) -> None:
             await listener.live()
 
 
-async def test_every_master_of_a_cluster_has_to_be_heard(redis_cluster: Cluster) -> None:
+async def test_every_master_of_a_cluster_has_to_be_received(redis_cluster: Cluster) -> None:
     async with listening(redis_cluster) as listener:
         redis_cluster.nodes[2].pause()
         try:

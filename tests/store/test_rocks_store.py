@@ -147,7 +147,7 @@ async def test_a_sync_of_the_store_is_one_of_its_log(tmp_path: Path) -> None:
     await store.close()
 
 
-def test_progress_is_silent_where_nobody_watches(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_silent_where_no_one_watches(capfd: pytest.CaptureFixture[str]) -> None:
     with shown_progress("Loading") as on_progress:
         on_progress(0, 0)
         on_progress(5, 3)
@@ -189,7 +189,7 @@ async def test_changes_are_applied_in_the_order_of_their_append(log: CommitLog, 
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
-async def test_closing_writes_what_nobody_waited_for(tmp_path: Path, fsync: Fsync) -> None:
+async def test_closing_writes_what_no_one_waited_for(tmp_path: Path, fsync: Fsync) -> None:
     log = CommitLog(tmp_path, fsync, SystemClock())
     for row in ROWS:
         log.append([row])
@@ -257,13 +257,13 @@ def held(log: CommitLog) -> threading.Condition:
 @pytest.fixture
 async def failed(tmp_path: Path) -> AsyncIterator[tuple[CommitLog, list[str]]]:
     """A log whose database fails to write, and what it told of that."""
-    told: list[str] = []
-    log = CommitLog(tmp_path, Fsync.ALWAYS, SystemClock(), on_failure=told.append)
+    reported: list[str] = []
+    log = CommitLog(tmp_path, Fsync.ALWAYS, SystemClock(), on_failure=reported.append)
     log._database.close()  # every write from now on fails
     log.append(ROWS)
     with pytest.raises(StorageIOError, match=r"cannot be written: .*; nothing is accepted any more"):
         await log.flush()
-    yield log, told
+    yield log, reported
     with pytest.raises(StorageIOError):
         log.close_at_once()
 
@@ -281,7 +281,7 @@ async def test_a_sync_that_fails_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_failed_log_refuses_everything_and_says_so_once(failed: tuple[CommitLog, list[str]]) -> None:
-    log, told = failed
+    log, reported = failed
     calls: list[Callable[[], object]] = [log.admit, lambda: log.append(ROWS)]
     for call in calls:
         with pytest.raises(StorageIOError, match="cannot be written"):
@@ -289,7 +289,7 @@ async def test_a_failed_log_refuses_everything_and_says_so_once(failed: tuple[Co
     with pytest.raises(StorageIOError, match="cannot be written"):
         await log.flush()
     log._thread.join(timeout=30)
-    assert told == [log.failure]
+    assert reported == [log.failure]
 
 
 async def test_a_closed_log_refuses_changes(log: CommitLog) -> None:

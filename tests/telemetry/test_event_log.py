@@ -66,7 +66,7 @@ async def test_an_event_is_one_line_with_the_envelope_of_the_original() -> None:
     }
 
 
-async def test_nothing_is_kept_while_nobody_listens() -> None:
+async def test_nothing_is_kept_while_no_one_listens() -> None:
     log = new_log()
     tell(log)
     assert (log.is_active, log.published, log.dropped) == (False, 0, 0)
@@ -102,7 +102,7 @@ async def test_listeners_end_when_the_log_stops_and_keep_what_they_have_not_take
     assert [numbers(lines) async for lines in listener] == [[7]]
 
 
-async def test_who_comes_when_the_log_has_stopped_is_told_so_at_once() -> None:
+async def test_who_comes_when_the_log_has_stopped_is_reported_so_at_once() -> None:
     """As a listener does that connects while the manager stops."""
     log = new_log()
     async with running(log):
@@ -146,7 +146,7 @@ async def test_one_event_is_kept_however_large_it_is() -> None:
     assert (log.published, log.dropped, len(listener.pop_pending())) == (1, 1, 1)
 
 
-async def test_a_slow_listener_loses_events_is_told_how_many_and_holds_up_no_other() -> None:
+async def test_a_slow_listener_loses_events_is_reported_how_many_and_holds_up_no_other() -> None:
     log = new_log()
     slow, swift = log.subscribe(), log.subscribe()
     taken: list[int] = []
@@ -159,8 +159,13 @@ async def test_a_slow_listener_loses_events_is_told_how_many_and_holds_up_no_oth
         kept = numbers(await anext(slow))
         assert (kept, slow.lost, swift.lost) == (list(range(7)), 13, 0)
         tell(log, 20)
-        told, last = parsed(await anext(slow))
-    assert (told["component"], told["type"], told["count"], last["number"]) == ("event_log", "dropped", 13, 20)
+        reported, last = parsed(await anext(slow))
+    assert (reported["component"], reported["type"], reported["count"], last["number"]) == (
+        "event_log",
+        "dropped",
+        13,
+        20,
+    )
 
 
 async def test_the_file_has_every_line_and_is_for_its_owner_only(tmp_path: Path) -> None:
@@ -256,24 +261,24 @@ def test_a_subscription_is_a_bounded_queue_that_accounts_for_every_line(steps: l
     """Against a plain model: lines of so many bytes are put, or everything is taken."""
     subscription = Subscription(lambda _subscription: None)
     model: list[str] = []
-    room, missed, sizes = MOST_BYTES, 0, 0
+    space, missed, sizes = MOST_BYTES, 0, 0
     for number, size in enumerate(steps):
         if size is None:
             assert [line.split(b" ")[0].decode() for line in subscription.pop_pending()] == model
-            model, room = [], MOST_BYTES
+            model, space = [], MOST_BYTES
             continue
         line = f"{number} ".encode().ljust(size, b"x")
         subscription.put(line, lambda count: f"lost-{count} ".encode())
-        if model and len(line) > room:
+        if model and len(line) > space:
             missed += 1
             sizes += 1
             continue
         if missed:
             model.append(f"lost-{missed}")
-            room -= len(f"lost-{missed} ")
+            space -= len(f"lost-{missed} ")
             missed = 0
         model.append(line.split(b" ")[0].decode())
-        room -= len(line)
+        space -= len(line)
     assert [line.split(b" ")[0].decode() for line in subscription.pop_pending()] == model
     assert subscription.lost == sizes
 
@@ -289,17 +294,17 @@ class Ticks:
         return self.at
 
 
-async def told(ring: RecentAccesses) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def reported(ring: RecentAccesses) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the first line and the others."""
     text = b"".join([part async for part in ring.lines()])
     first, *others = [json.loads(line) for line in text.splitlines()]
     return first, others
 
 
-async def test_an_access_is_told_as_an_event_with_its_keys() -> None:
+async def test_an_access_is_reported_as_an_event_with_its_keys() -> None:
     ring = RecentAccesses(1000, Ticks(), lambda: "i" * 32)
     ring.add("qwen", "GetCacheLocation", {"query_type": "prefix_match", "hit_keys": 1}, [-3, (1 << 63) - 1])
-    _, events = await told(ring)
+    _, events = await reported(ring)
     assert events == [
         {
             "id": "i" * 32,
@@ -319,7 +324,7 @@ async def test_the_first_line_says_what_is_there_and_what_was_pushed_out() -> No
     ring = RecentAccesses(2 * (EVENT_KEYS + 10), Ticks())
     for first in range(0, 50, 10):
         ring.add("i", "GetCacheLocation", {}, range(first, first + 10))
-    summary, events = await told(ring)
+    summary, events = await reported(ring)
     assert [event["keys"][0] for event in events] == [30, 40], "the newest stay"
     shown = {
         name: summary[name]
@@ -336,7 +341,7 @@ async def test_the_first_line_says_what_is_there_and_what_was_pushed_out() -> No
 
 async def test_a_ring_that_is_off_says_so() -> None:
     ring = RecentAccesses(0)
-    summary, events = await told(ring)
+    summary, events = await reported(ring)
     assert (ring.is_active, summary["most_keys"], events) == (False, 0, [])
 
 

@@ -30,12 +30,12 @@ from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 _SPEC = LocationSpecInfo("kv", 4096)
 _SECONDS = 20.0
 Place = Mapping[str, str]
-Told = dict[str, Any]
+Reported = dict[str, Any]
 
 
-def _resources(place: Place) -> Told:
+def _resources(place: Place) -> Reported:
     """Make a storage and a group through /v1, and change and read them."""
-    name, told = place["name"], {}
+    name, reported = place["name"], {}
     group = {
         "storage_candidates": [name],
         "global_quota_group_name": "all",
@@ -55,64 +55,66 @@ def _resources(place: Place) -> Told:
     ]
     for method, path, body in steps:
         status, answer = _rest(place, method, path, body)
-        told[f"{method} {path.replace(name, 'N')}"] = [status, sorted(answer)]
-    return told
+        reported[f"{method} {path.replace(name, 'N')}"] = [status, sorted(answer)]
+    return reported
 
 
-def _engine(place: Place) -> Told:
+def _engine(place: Place) -> Reported:
     """Be an engine: register, write, read back, keep, forget."""
-    keys, told = list(range(1, 25)), {}
+    keys, reported = list(range(1, 25)), {}
     with ManagerClient(place["rpc"], place["name"]) as client:
         registered = client.register_instance(
             place["name"], 4, [_SPEC], ModelDeployment("m", "f"), timeout_seconds=_SECONDS
         )
-        told["register"] = registered.ok
+        reported["register"] = registered.ok
         transfers = TransferEngine.for_storages(registered.storages, checksums=True)
         try:
-            told |= _blocks(client, transfers, keys)
+            reported |= _blocks(client, transfers, keys)
         finally:
             transfers.close()
         pin = client.pin_prefix(keys[:6], "me", 600, timeout_seconds=_SECONDS)
-        told["pin"] = pin and [pin.blocks, pin.size_bytes]
+        reported["pin"] = pin and [pin.blocks, pin.size_bytes]
         pins = client.list_pins(timeout_seconds=_SECONDS)
-        told["pins"] = None if pins is None else [[each.owner, each.blocks] for each in pins]
-        told["unpin"] = bool(pin and client.unpin(pin.id, timeout_seconds=_SECONDS))
-        told["remove"] = client.remove(keys[20:], timeout_seconds=_SECONDS)
-        told["left"] = client.match_length(keys, timeout_seconds=_SECONDS)
+        reported["pins"] = None if pins is None else [[each.owner, each.blocks] for each in pins]
+        reported["unpin"] = bool(pin and client.unpin(pin.id, timeout_seconds=_SECONDS))
+        reported["remove"] = client.remove(keys[20:], timeout_seconds=_SECONDS)
+        reported["left"] = client.match_length(keys, timeout_seconds=_SECONDS)
         info = client.cluster_info(timeout_seconds=_SECONDS)
-        told["cluster"] = bool(info and info.self_node_id)
-    return told
+        reported["cluster"] = bool(info and info.self_node_id)
+    return reported
 
 
-def _blocks(client: ManagerClient, transfers: TransferEngine, keys: list[int]) -> Told:
-    told: Told = {}
+def _blocks(client: ManagerClient, transfers: TransferEngine, keys: list[int]) -> Reported:
+    reported: Reported = {}
     grant = client.start_write(keys, session_seconds=60, timeout_seconds=_SECONDS)
     if grant is None:
         return {"start": None}
-    told["renew"] = client.renew_write(grant.session_id, 120, timeout_seconds=_SECONDS)
+    reported["renew"] = client.renew_write(grant.session_id, 120, timeout_seconds=_SECONDS)
     items = [
         TransferItem(where.uris[_SPEC.name], [memoryview(_content(key))])
         for key, where in zip(keys, grant.locations, strict=True)
     ]
     saved = transfers.save(items, _SECONDS)
-    told["saved"] = all(each.ok for each in saved)
-    told["finish"] = client.finish_write(
+    reported["saved"] = all(each.ok for each in saved)
+    reported["finish"] = client.finish_write(
         grant.session_id, [True] * len(keys), checksums=[{_SPEC.name: each.checksum} for each in saved],
         priority=1, ttl_seconds=3600, timeout_seconds=_SECONDS,
     )  # fmt: skip
     found = client.match([*keys, 99], read_lease_ms=5000, timeout_seconds=_SECONDS)
-    told["prefix"] = len(found.locations)
-    told["released"] = client.release_lease(found.lease_id, timeout_seconds=_SECONDS)
+    reported["prefix"] = len(found.locations)
+    reported["released"] = client.release_lease(found.lease_id, timeout_seconds=_SECONDS)
     batch = client.match([99, *keys], MatchMode.BATCH, timeout_seconds=_SECONDS).locations
-    told["batch"] = [where is not None for where in batch]
-    told["loaded"] = [_loaded(transfers, where) == _content(key) for key, where in zip(keys, batch[1:], strict=True)]
-    told["checksums"] = [bool(where and where.checksums.get(_SPEC.name)) for where in batch[1:]]
+    reported["batch"] = [where is not None for where in batch]
+    reported["loaded"] = [
+        _loaded(transfers, where) == _content(key) for key, where in zip(keys, batch[1:], strict=True)
+    ]
+    reported["checksums"] = [bool(where and where.checksums.get(_SPEC.name)) for where in batch[1:]]
     again = client.start_write([*keys, 200, 201], timeout_seconds=_SECONDS)
-    told["again"] = again and [list(again.mask), len(again.locations)]
-    told["abort"] = bool(again and client.abort_write(again.session_id, timeout_seconds=_SECONDS))
+    reported["again"] = again and [list(again.mask), len(again.locations)]
+    reported["abort"] = bool(again and client.abort_write(again.session_id, timeout_seconds=_SECONDS))
     missing = client.report_missing([(keys[-1], batch[-1].uris[_SPEC.name])], timeout_seconds=_SECONDS)
-    told["missing"] = missing is not None
-    return told
+    reported["missing"] = missing is not None
+    return reported
 
 
 def _loaded(transfers: TransferEngine, where: Any) -> bytes:
@@ -125,9 +127,9 @@ def _content(key: int) -> bytes:
     return key.to_bytes(8, "little") * (_SPEC.size // 8)
 
 
-def _calls(place: Place) -> Told:
+def _calls(place: Place) -> Reported:
     """Ask with the messages themselves, as a client in another language does."""
-    name, told = place["name"], {}
+    name, reported = place["name"], {}
     with grpc.insecure_channel(place["rpc"]) as data, grpc.insecure_channel(place["admin_rpc"]) as admin:
         meta: Any = MetaServiceStub(data)  # type: ignore[no-untyped-call]
         operator: Any = AdminServiceStub(admin)  # type: ignore[no-untyped-call]
@@ -150,15 +152,15 @@ def _calls(place: Place) -> Told:
         ]  # fmt: skip
         for number, (call, request) in enumerate(asked):
             answer = call(request, timeout=_SECONDS)
-            told[f"{number} {type(request).__name__}"] = [
+            reported[f"{number} {type(request).__name__}"] = [
                 answer.header.status.code, sorted(field.name for field, _ in answer.ListFields())
             ]  # fmt: skip
-    return told
+    return reported
 
 
-def _commands(place: Place) -> Told:
+def _commands(place: Place) -> Reported:
     """Run the command line of this release."""
-    name, told = place["name"], {}
+    name, reported = place["name"], {}
     for words in (
         ["storage", "list", "--json"],
         ["group", "show", name, "--json"],
@@ -172,15 +174,15 @@ def _commands(place: Place) -> Told:
             [sys.executable, "-m", "kvcm", *words, "--manager", f"http://{place['admin_http']}"],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
-        told[" ".join(words).replace(name, "N")] = [done.returncode, done.stderr.replace(name, "N")]
-    return told
+        reported[" ".join(words).replace(name, "N")] = [done.returncode, done.stderr.replace(name, "N")]
+    return reported
 
 
-def _rest(place: Place, method: str, path: str, body: Any) -> tuple[int, Told]:
+def _rest(place: Place, method: str, path: str, body: Any) -> tuple[int, Reported]:
     return _http(method, f"http://{place['admin_http']}/v1/{path}", body)
 
 
-def _http(method: str, url: str, body: Any) -> tuple[int, Told]:
+def _http(method: str, url: str, body: Any) -> tuple[int, Reported]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
     try:

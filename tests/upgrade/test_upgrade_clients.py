@@ -32,7 +32,7 @@ def managers(tmp_path_factory: pytest.TempPathFactory, previous: Release) -> Ite
     assert [manager.failures() for manager in both.values()] == [[], []]
 
 
-def _told(client: Release, manager: Manager, name: str, folder: Path) -> dict[str, Any]:
+def _reported(client: Release, manager: Manager, name: str, folder: Path) -> dict[str, Any]:
     """Run a client of a release against a manager; returns what came of it."""
     ports = ("rpc", "http", "admin_rpc", "admin_http")
     place = {port: f"127.0.0.1:{manager.settings[f'kvcm.service.{port}_port']}" for port in ports}
@@ -41,31 +41,31 @@ def _told(client: Release, manager: Manager, name: str, folder: Path) -> dict[st
         [sys.executable, str(_CLIENT), asked], env=client.environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout)
+    return reported
 
 
-def test_what_clients_are_told_depends_on_no_release(
+def test_what_clients_are_reported_depends_on_no_release(
     managers: dict[str, Manager], previous: Release, tmp_path: Path
 ) -> None:
     asked = {"own": (THIS, "this"), "older": (previous, "this"), "newer": (THIS, "previous")}
     with ThreadPoolExecutor() as pool:
         begun = {
-            name: pool.submit(_told, client, managers[manager], name, tmp_path / name)
+            name: pool.submit(_reported, client, managers[manager], name, tmp_path / name)
             for name, (client, manager) in asked.items()
         }
-        told = {name: each.result() for name, each in begun.items()}
-    _assert_all_went_well(told["own"])
-    assert told["older"] == told["own"]
-    assert told["newer"] == told["own"]
+        reported = {name: each.result() for name, each in begun.items()}
+    _assert_all_went_well(reported["own"])
+    assert reported["older"] == reported["own"]
+    assert reported["newer"] == reported["own"]
 
 
-def _assert_all_went_well(told: dict[str, Any]) -> None:
-    engine = told["engine"]
+def _assert_all_went_well(reported: dict[str, Any]) -> None:
+    engine = reported["engine"]
     assert (engine["prefix"], engine["left"], engine["pin"], engine["pins"]) == (24, 20, [6, 6 * 4096], [["me", 6]])
     assert engine["loaded"] == engine["checksums"] == [True] * 24
     assert all(
         engine[step] for step in ("register", "renew", "saved", "finish", "released", "abort", "unpin", "remove")
     )
-    assert {words: outcome for words, outcome in told["commands"].items() if outcome != [0, ""]} == {}
-    assert [status for status, _ in told["resources"].values()] == [201, 201, 200, 200, 200, 200, 200, 200, 400]
+    assert {words: outcome for words, outcome in reported["commands"].items() if outcome != [0, ""]} == {}
+    assert [status for status, _ in reported["resources"].values()] == [201, 201, 200, 200, 200, 200, 200, 200, 400]

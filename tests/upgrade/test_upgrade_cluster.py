@@ -142,12 +142,12 @@ class Cluster:
         """Return who leads, when somebody does."""
         found: list[Manager] = []
 
-        def look() -> bool:
-            told = ((each, JsonApi(each).admin("GetManagerClusterInfo")) for each in self.managers)
-            found[:] = [each for each, answer in told if answer["self_node_id"] == answer.get("leader_node_id")]
+        def observe() -> bool:
+            reported = ((each, JsonApi(each).admin("GetManagerClusterInfo")) for each in self.managers)
+            found[:] = [each for each, answer in reported if answer["self_node_id"] == answer.get("leader_node_id")]
             return len(found) == 1
 
-        await self.until(look, "one manager leads")
+        await self.until(observe, "one manager leads")
         return found[0]
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:

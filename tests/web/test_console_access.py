@@ -142,7 +142,7 @@ def state(rest: RestClient) -> list[Any]:
     return [{**each, "last_used_at_ms": 0} for documents in found for each in documents]
 
 
-def test_whoever_is_limited_to_groups_sees_only_those(browser: Browser, secured: ConsoleSite) -> None:
+def test_whichever_is_limited_to_groups_sees_only_those(browser: Browser, secured: ConsoleSite) -> None:
     with watched(browser, secured, "limited") as watch:
         menu = watch.page.locator(".menu a").all_inner_texts()
         assert "Storages" not in menu

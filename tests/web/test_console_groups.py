@@ -53,9 +53,9 @@ def test_what_a_change_does_is_seen_before_it_is_saved(browser: Browser, site: C
         watch.page.get_by_label("Quota", exact=True).fill("1 MiB")
         watch.page.get_by_label("Evict at an age").fill("12h")
         watch.press("See what it does")
-        told = watch.page.locator("main").inner_text()
-        assert "eviction begins above 819.2 KiB: about 1.2 MiB will be evicted" in told
-        assert "writes are refused until that much is deleted" in told
+        reported = watch.page.locator("main").inner_text()
+        assert "eviction begins above 819.2 KiB: about 1.2 MiB will be evicted" in reported
+        assert "writes are refused until that much is deleted" in reported
         assert stored(site, group)["quota"]["capacity"] == 8 * MIB
         watch.press("Save")
         assert "The limits were changed. Quota: 1 MiB; Evict at an age: 12h." in watch.said
@@ -80,7 +80,7 @@ def test_what_is_wrong_stands_beside_its_field(browser: Browser, site: ConsoleSi
     assert stored(site, group)["version"] == 1
 
 
-def test_a_change_of_somebody_else_is_not_overwritten_unseen(browser: Browser, site: ConsoleSite, group: str) -> None:
+def test_a_change_of_someone_else_is_not_overwritten_unread(browser: Browser, site: ConsoleSite, group: str) -> None:
     with watched(browser, site) as watch:
         begin(watch, group)
         with site.rest() as rest:

@@ -61,7 +61,7 @@ def test_everybody_can_read_a_chain(watch: Watch) -> None:
     assert faults_of(watch) == []
 
 
-def test_tokens_and_keys_that_are_pasted_stay_for_the_next_look(watch: Watch) -> None:
+def test_tokens_and_keys_that_are_pasted_stay_for_the_next_observe(watch: Watch) -> None:
     explore(watch, CHAT, "tokens: 1; 2; 3 " * 64, "tokens of the prompt")
     assert "None of the 3 blocks is found" in watch.said
     assert watch.page.get_by_label("Numbers").input_value() == "tokens: 1; 2; 3 " * 64
@@ -77,7 +77,9 @@ def test_tokens_and_keys_that_are_pasted_stay_for_the_next_look(watch: Watch) ->
         ("nobody", "1", "'nobody'"),
     ],
 )
-def test_what_cannot_be_explored_is_told_beside_its_field(watch: Watch, instance: str, numbers: str, said: str) -> None:
+def test_what_cannot_be_explored_is_reported_beside_its_field(
+    watch: Watch, instance: str, numbers: str, said: str
+) -> None:
     explore(watch, instance, numbers)
     assert said in watch.said
     assert watch.page.locator("[aria-invalid=true]").count() == 1
@@ -191,7 +193,7 @@ def test_a_drain_is_cancelled_after_it_was_asked_again(watch: Watch, site: Conso
         assert "drain:nothing" not in [task["id"] for task in rest.items("/v1/tasks")]
 
 
-def test_who_may_only_look_is_offered_nothing_to_do(browser: Browser, secured: ConsoleSite) -> None:
+def test_who_may_only_observe_is_offered_nothing_to_do(browser: Browser, secured: ConsoleSite) -> None:
     with watched(browser, secured, "viewer") as watch:
         watch.go("/console/tasks")
         assert watch.page.locator("main form, main .button").count() == 0

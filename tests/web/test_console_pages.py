@@ -134,7 +134,7 @@ def test_what_is_left_out_of_a_page_is_seen_to_be(cake: ConsoleSite) -> None:
 
 
 @pytest.mark.parametrize("role", ["operator", "viewer", "limited"])
-def test_only_administrators_are_told_the_passwords_of_addresses(cake: ConsoleSite, role: str) -> None:
+def test_only_administrators_are_reported_the_passwords_of_addresses(cake: ConsoleSite, role: str) -> None:
     paths = ("storages", "storages?with_status=true", "storages/cake", "storages/cake/status", "groups", "groups/cakes")
     for path in (*paths, "usage", "alerts", "tasks", "managers", "events/recent"):
         answer = ask(cake, "GET", f"/v1/{path}", authorization=f"Bearer {cake.keys[role]}")

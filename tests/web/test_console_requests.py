@@ -61,13 +61,13 @@ def test_no_way_of_writing_a_path_lets_strangers_in(secured: ConsoleSite, method
         "other={key}",
     ],
 )
-def test_what_is_no_key_of_one_visitor_is_nobody(secured: ConsoleSite, cookie: str) -> None:
+def test_what_is_no_key_of_one_visitor_is_no_one(secured: ConsoleSite, cookie: str) -> None:
     answer = ask(secured, "GET", "/console/groups", cookie=cookie.replace("{key}", secured.keys["viewer"]))
     assert answer.status == 303
 
 
 @pytest.mark.parametrize("others", ['settings={"a": [1, 2]}', "a@b=c", "x", "=;;=", "a=\x80\xff"])
-def test_cookies_of_other_services_of_the_host_shut_nobody_out(secured: ConsoleSite, others: str) -> None:
+def test_cookies_of_other_services_of_the_host_shut_no_one_out(secured: ConsoleSite, others: str) -> None:
     for cookie in (f"{others}; kvcm_key={secured.keys['viewer']}", f"kvcm_key={secured.keys['viewer']}; {others}"):
         assert ask(secured, "GET", "/console/groups", cookie=cookie).status == 200
 

@@ -93,9 +93,7 @@ def test_a_storage_that_is_down_comes_first_with_the_reason(browser: Browser, si
         assert "no host agent has reported the pool on node 'node-1' yet" in card.inner_text()
 
 
-def test_its_capacity_is_changed_unless_somebody_was_faster(
-    browser: Browser, site: ConsoleSite, tmp_path: Path
-) -> None:
+def test_its_capacity_is_changed_unless_someone_was_faster(browser: Browser, site: ConsoleSite, tmp_path: Path) -> None:
     add(site, "to-limit", tmp_path)
     with watched(browser, site) as watch:
         watch.go("/console/storages/to-limit")

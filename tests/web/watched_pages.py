@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from console_site import ConsoleSite
     from playwright.sync_api import Browser, Locator, Page, Response
 
-__all__ = ["LOOKS", "Watch", "faults_of", "keyboard_faults", "sign_in", "watched"]
+__all__ = ["APPEARANCES", "Watch", "faults_of", "keyboard_faults", "sign_in", "watched"]
 
-LOOKS: Final = [(1280, "light"), (390, "dark"), *([(1280, "dark"), (390, "light")] if is_thorough() else [])]
+APPEARANCES: Final = [(1280, "light"), (390, "dark"), *([(1280, "dark"), (390, "light")] if is_thorough() else [])]
 """Widths of windows in pixels, and colours. The first two show what depends on either of them."""
 
 _HEIGHT: Final = 900
-_BY_LOOK: Final = ("color-contrast", "link-in-text-block", "scrollable-region-focusable", "target-size")
+_BY_OBSERVE: Final = ("color-contrast", "link-in-text-block", "scrollable-region-focusable", "target-size")
 """Rules of axe whose findings depend on width and colours."""
 _GRAVE: Final = {"serious", "critical"}
 _RAW: Final = re.compile(r"""[{\[]\s*["'{\[]|["']:\s|\b(None|null|undefined|NaN)\b|\b[A-Z]{2,}_[A-Z0-9_]+\b""")
@@ -71,12 +71,12 @@ class Watch:
 
     def notice(self) -> None:
         """Begin to notice."""
-        self.page.on("console", lambda said: self._hear(said.type, said.text))
+        self.page.on("console", lambda said: self._receive(said.type, said.text))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("request", lambda request: self._ask(request.url))
         self.page.on("response", self._answer)
 
-    def _hear(self, kind: str, text: str) -> None:
+    def _receive(self, kind: str, text: str) -> None:
         if kind in {"error", "warning"} and not text.startswith("Failed to load resource"):  # see _answer
             self.faults.append(text)
 
@@ -118,10 +118,10 @@ def faults_of(watch: Watch) -> list[str]:
     page.evaluate("() => document.querySelectorAll('details').forEach(each => each.open = true)")
     page.evaluate(AXE_SCRIPT)
     found = [f"raw: {text!r}" for text in _raw_texts(page)]
-    for number, (width, scheme) in enumerate(LOOKS):
+    for number, (width, scheme) in enumerate(APPEARANCES):
         page.set_viewport_size({"width": width, "height": _HEIGHT})
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        faults = [*_axe_faults(page, _BY_LOOK if number else ()), *_crowding(page)]
+        faults = [*_axe_faults(page, _BY_OBSERVE if number else ()), *_crowding(page)]
         found += [f"{width} {scheme}: {fault}" for fault in faults]
     return found
 
