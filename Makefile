@@ -152,7 +152,7 @@ unit: setup redis fuse mooncake promtool
 # processes that are killed. One run of pytest, so that servers are started once and no core waits at its end.
 CI_TOOLS := redis fuse mooncake chromium nginx helm promtool buildah iproute
 ci-tests: setup $(CI_TOOLS)
-	$(BIN)/python -m pytest -m '(ci or e2e) and not engines' --ignore tests/e2e/test_crash_smoke.py --durations 15 \
+	$(BIN)/python -m pytest -m '(ci or e2e) and not engines' --durations 15 \
 	    --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile
 
 # The same, and the tests marked `ci`, with every history that the property tests know: five times as many.
