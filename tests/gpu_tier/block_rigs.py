@@ -104,7 +104,7 @@ class _Rig:
     requests: dict[int, Any]
     gathered: list[Tensor]
 
-    def _to_buffer(self, request: int, ring: SteadyRing, tokens: int) -> None:
+    def _cover(self, request: int, ring: SteadyRing, tokens: int) -> None:
         """Let a request of so many tokens have its buffer, or a larger one."""
         capacity = ring.capacity + self.policy.cache_slots(tokens)
         self.buffers.cover(request, capacity)
@@ -228,8 +228,11 @@ class ClusterRig(_Rig):
         stop = tokens - self.settings.local
         while state.indexed < stop:
             self._cluster(request, min(self.settings.segment, stop - state.indexed))
-        self._to_buffer(request, self.ring, tokens)
+        self._to_buffer(request)
         self._write(request, [t for t in range(tokens) if t < self.ring.sink or t >= tokens - self.ring.ring])
+
+    def _to_buffer(self, request: int) -> None:
+        self._cover(request, self.ring, self.requests[request].tokens)
 
     def _write(self, request: int, tokens: list[int]) -> None:
         slots = torch.tensor([self.buffers.item_slot(request, self.ring.position(t)) for t in tokens])
@@ -270,7 +273,7 @@ class ClusterRig(_Rig):
             before = self.policy.cache_slots(state.tokens)
             state.tokens += 1
             if self.policy.cache_slots(state.tokens) > before:
-                self._to_buffer(request, self.ring, state.tokens)
+                self._to_buffer(request)
             self._write(request, [state.tokens - 1])
             if state.tokens - state.indexed == s.local + s.update_segment:
                 self._cluster(request, s.update_segment)
@@ -394,7 +397,7 @@ class BlockRig(_Rig):
         steady = SteadyRing(self.settings.init, ring)
         self.requests[request] = Decoding(seed, 0, steady, local)
         self.host_tokens.cover(request, tokens)
-        self._to_buffer(request, steady, tokens)
+        self._cover(request, steady, tokens)
         self._add_tokens(request, tokens)
         self.host_tokens.locate([request], [tokens])
 
@@ -415,7 +418,7 @@ class BlockRig(_Rig):
             n = self.requests[request].tokens + 1
             self.host_tokens.cover(request, n)
             if self.policy.cache_slots(n) > self.policy.cache_slots(n - 1):
-                self._to_buffer(request, self.requests[request].ring, n)
+                self._cover(request, self.requests[request].ring, n)
             self._add_tokens(request, 1)
             self.host_tokens.locate([request], [max(0, n - _LAG)])
 

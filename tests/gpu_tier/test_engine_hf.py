@@ -134,8 +134,7 @@ def generator_of(model: Any, algorithm: str, **options: Any) -> SparseGenerator:
     [
         *((name, "llama") for name in sorted(WHOLE)),
         *(("full", name) for name in ("deepseek_v3", "mistral", "qwen3")),
-        ("quest", "deepseek_v3"),
-        ("dsa", "deepseek_v32"),
+        *(("quest", "deepseek_v3"), ("dsa", "deepseek_v32")),
     ],
 )
 def test_batches_of_unequal_lengths_generate_what_the_model_does(algorithm: str, name: str) -> None:
