@@ -160,10 +160,10 @@ def test_attention_is_measured_again_for_another_shape(monkeypatch: pytest.Monke
 
 
 def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:
-    room = scratch(CPU, torch.float32, 100)
-    assert room.numel() == 128
-    assert scratch(CPU, torch.float32, 128) is room
-    assert scratch(CPU, torch.float32, 129) is not room
+    memory = scratch(CPU, torch.float32, 100)
+    assert memory.numel() == 128
+    assert scratch(CPU, torch.float32, 128) is memory
+    assert scratch(CPU, torch.float32, 129) is not memory
     assert scratch(CPU, torch.int32, 100).dtype is torch.int32
     assert scratch(CPU, torch.int32, 0).numel() == 1
 

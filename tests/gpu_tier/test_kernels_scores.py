@@ -187,8 +187,8 @@ def problem(heads: int, group: int, parts: int, bits: int, page_tokens: int, see
     g = torch.Generator().manual_seed(seed)
     rows = len(LENGTHS)
     table = torch.randn(rows, heads * group, parts, 2**bits, generator=g)
-    room = torch.randint(0, 2**bits, (rows * PAGES, page_tokens * heads * parts + 24), dtype=torch.uint8, generator=g)
-    codes = room[:, 8:-16].unflatten(1, (page_tokens, heads, parts))
+    longer = torch.randint(0, 2**bits, (rows * PAGES, page_tokens * heads * parts + 24), dtype=torch.uint8, generator=g)
+    codes = longer[:, 8:-16].unflatten(1, (page_tokens, heads, parts))
     pages = torch.randperm(rows * PAGES, generator=g).view(rows, PAGES).int()
     pages[1, 3] = -1
     limits = [torch.tensor(numbers, dtype=torch.int32) for numbers in (FIRST, LENGTHS)]
