@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -168,8 +169,8 @@ def test_indexer_scores_have_their_scales_before_or_after_the_relu(
 
 def test_indexer_skips_negative_pages_and_checks_its_arguments() -> None:
     q8, keys = torch.ones(1, 2, 8).to(torch.float8_e4m3fn), RowFormat(8, KVDtype.FP8).encode(torch.ones(8, 8))
-    good = {"q8": q8, "weight": torch.ones(1, 2), "keys": keys, "page_table": ints([-1, 1])[None], "page_tokens": 4}
-    good |= {"lengths": ints([8]), "out": torch.zeros(1, 8)}
+    good: dict[str, Any] = {"q8": q8, "weight": torch.ones(1, 2), "keys": keys, "page_table": ints([-1, 1])[None]}
+    good |= {"page_tokens": 4, "lengths": ints([8]), "out": torch.zeros(1, 8)}
     wrong = {"q8": q8.float(), "keys": keys[:, :8], "lengths": ints([]), "out": torch.zeros(1, 9)}
     each_is_refused(indexer_score, good, **wrong)
     assert good["out"].tolist() == [[-math.inf] * 4 + [16] * 4]
@@ -336,11 +337,10 @@ def test_every_tiling_labels_same(tiling: int, metric: str, monkeypatch: pytest.
 
 
 def test_arguments_of_assign_are_checked() -> None:
-    centroids, labels = torch.zeros(2, 4, 8), ints([0] * 6).view(2, 3)
-    good = {"x": torch.zeros(2, 3, 8), "centroids": centroids, "counts": ints([1, 1]), "n_centroids": ints([1, 1])}
-    good |= {"out_labels": labels, "metric": "ip"}
-    wrong = {"centroids": centroids[..., :7], "counts": ints([1]), "out_labels": labels[:, :2]}
-    each_is_refused(kmeans_assign, good, metric="cosine", **wrong)
+    x, centroids, ones, labels = torch.zeros(2, 3, 8), torch.zeros(2, 4, 8), ints([1, 1]), ints([0] * 6).view(2, 3)
+    good: dict[str, Any] = {"x": x, "centroids": centroids, "counts": ones, "n_centroids": ones, "out_labels": labels}
+    wrong = {"centroids": centroids[..., :7], "counts": ones[:1], "out_labels": labels[:, :2]}
+    each_is_refused(kmeans_assign, good | {"metric": "ip"}, metric="cosine", **wrong)
 
 
 # kmeans_update and segment_sum ---------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_every_tiling_adds_up_same(tiling: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_arguments_of_sums_and_updates_are_checked() -> None:
     x, labels, out = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 4, 8)
-    sizes, good = torch.zeros(2, 4, dtype=torch.int32), {"x": x, "labels": labels}
+    sizes, good = torch.zeros(2, 4, dtype=torch.int32), dict[str, Any](x=x, labels=labels)
     each_is_refused(segment_sum, good | {"out": out}, x=x.double(), labels=labels[:, :2], out=out[..., :7])
     good |= {"centroids": out, "out_sizes": sizes, "spherical": True}
     each_is_refused(kmeans_update, good, labels=labels[:1], centroids=out[:1], out_sizes=sizes[:, :3])

@@ -585,7 +585,7 @@ def test_another_algorithm_parameter_or_format_has_another_fingerprint() -> None
     geometries = [MLA, replace(MHA, num_layers=3), replace(MHA, start_layer=2), replace(MHA, dtype=KVDtype.FP8)]
     geometries += [replace(MHA, num_kv_heads=4), replace(MHA, head_dim=8), replace(MHA, v_head_dim=8)]
     formats = [*(replace(KV, **change) for change in changes), *map(format_of, geometries)]
-    formats += [format_of(MHA, Layout.LAYER_FIRST)]
+    formats += [format_of(MHA, Layout.LAYER_FIRST), *(format_of(MHA, first_head=first) for first in (2, 4))]
     found = [fingerprint8(kv, "dsa", PARAMETERS) for kv in formats]
     found += [fingerprint8(KV, "quest", PARAMETERS)]
     found += [fingerprint8(KV, "dsa", changed) for changed in ({**PARAMETERS, "index_dim": 64}, {})]

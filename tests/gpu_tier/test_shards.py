@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from memory_connector import MemoryStorage
-from prefix_cases import MHA, Tier
+from prefix_cases import Tier
 from retrieval_cases import CASES
 from shard_ranks import MODEL, WHOLE, Rank, all_ranks, decode_traffic, generate, heads_of, layers_of
 
-from kvcm.gpu_tier.connector import KVFormat
 from kvcm.gpu_tier.errors import ConfigError
-from kvcm.gpu_tier.geometry import Layout
 
 pytestmark = pytest.mark.ci
 
@@ -89,16 +87,6 @@ def test_a_model_through_engines(algorithm: str, tmp_path: Path) -> None:
 
 
 # What ranks share with others.
-
-
-def test_ranks_of_other_heads_have_other_blocks() -> None:
-    """Their blocks have the same keys and the same size."""
-    formats = [
-        KVFormat.of(MHA, Layout.PAGE_FIRST, model="m", weights="0", rope={}, first_head=first) for first in (0, 2, 4)
-    ]
-    assert len({kv.shape for kv in formats}) == 3
-    assert len({kv.sidecar_spec("retroinfer", {}) for kv in formats}) == 3
-    assert formats[0] == KVFormat.of(MHA, Layout.PAGE_FIRST, model="m", weights="0", rope={})
 
 
 def test_ranks_go_on_from_the_shortest_prefix() -> None:

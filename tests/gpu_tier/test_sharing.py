@@ -411,9 +411,6 @@ LAYERS = 3
 SEGMENTS = 5  # whole ones of RetroInfer in 200 tokens; number i lies beside pages 1 + 2i and 2 + 2i
 
 
-INDEXED = ["retroinfer", "pqcache"]
-
-
 def indexed_rig(storage: MemoryStorage, algorithm: str, **algo: Any) -> Rig:
     settings = {**SHORT[algorithm]["algo"], **algo}
     return Rig("llama", algorithm, lambda *_: MemoryConnector(storage), KEYS, algo=settings)
@@ -448,9 +445,10 @@ def test_only_a_sidecar_that_is_missing_is_built(
     assert second.is_empty()
 
 
-@pytest.mark.parametrize("algorithm", INDEXED)
-def test_settings_that_change_the_index_are_another_index(storage: MemoryStorage, algorithm: str) -> None:
-    other = {"retroinfer": {"iterations": 1}, "pqcache": {"seed": 1}}[algorithm]
+@pytest.mark.parametrize(("algorithm", "other"), [("retroinfer", {"iterations": 1}), ("pqcache", {"seed": 1})])
+def test_settings_that_change_the_index_are_another_index(
+    storage: MemoryStorage, algorithm: str, other: dict[str, int]
+) -> None:
     indexed_rig(storage, algorithm, **other).run(TOKENS)
     second = indexed_rig(storage, algorithm)
     assert second.run(TOKENS) == (continued("llama", algorithm, TOKENS), 192, 1)

@@ -191,7 +191,8 @@ Row = tuple[int, int, int, int]  # clusters, retrieved, ranked, room
 
 def asked(rows: list[Row]) -> ZoneSizes:
     columns = torch.tensor(rows, dtype=torch.int32).T.contiguous()
-    return ZoneSizes(*columns, *columns[:3].amax(1).tolist())
+    most = columns.amax(1).tolist()
+    return ZoneSizes(columns[0], columns[1], columns[2], columns[3], most[0], most[1], most[2])
 
 
 def pages_of(sizes: Tensor) -> tuple[Tensor, Tensor]:
