@@ -158,7 +158,7 @@ def test_a_client_that_is_not_admitted_misses(
     assert WRONG.split("_", 2)[2] not in result.reason
 
 
-def test_the_name_of_the_certificate_can_be_told(secure: Secure, kind: Any, pair: Pair, instance_id: str) -> None:
+def test_the_name_of_the_certificate_can_be_given(secure: Secure, kind: Any, pair: Pair, instance_id: str) -> None:
     key = secure.engine_key(instance_id).secret
     for name, is_believed in (("localhost", True), ("elsewhere", False)):
         with closing(_client(kind, secure, instance_id, pair, key=key, server_name=name)) as client:

@@ -248,7 +248,7 @@ def test_system_calls_that_time_out_open_the_breaker(root: Path, monkeypatch: py
     assert "timed out" in results[0].reason
 
 
-def test_a_file_that_cannot_be_told_is_closed(mover: FileMover, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_file_is_closed(mover: FileMover, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "f").write_bytes(b"1")
     items = [TransferItem(uri(root / "f", 1), [memoryview(bytearray(1))])]
 

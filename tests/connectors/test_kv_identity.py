@@ -162,7 +162,7 @@ def test_other_formats_of_the_same_weights_do_not_count(tmp_path: Path) -> None:
     assert weights_fingerprint(tmp_path / "model") == before
 
 
-def test_files_of_other_formats_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_other_formats_differ(tmp_path: Path) -> None:
     prints = set()
     for fill in (b"a", b"b"):
         (tmp_path / "model.gguf").write_bytes(bytes(5_000) + fill * 5_000)

@@ -200,7 +200,7 @@ def test_memory_that_cannot_be_used_is_an_error_and_never_lost(mover: MemPoolMov
         assert is_failure(result, Failure.ERROR, "does not begin as")
 
 
-def test_a_pool_that_does_not_fit_is_an_error_until_there_is_room(pool_directory: Path) -> None:
+def test_a_pool_that_does_not_fit_is_an_error(pool_directory: Path) -> None:
     mover = mover_at(pool_directory, 1 << 50)
     assert is_failure(save_one(mover, 0, 100, 5), Failure.ERROR, "free of")
     assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "not there")

@@ -136,9 +136,7 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
     raise AssertionError("the worker was always quicker")
 
 
-def test_nobody_writes_where_a_stopped_writer_may_come_back(
-    mover: MemPoolMover, segment: PoolSegment, worker: Worker
-) -> None:
+def test_pages_of_a_stopped_writer_stay_locked(mover: MemPoolMover, segment: PoolSegment, worker: Worker) -> None:
     stamp = stopped_in_a_copy(worker, segment, 100)
     newer = stamp + 1
     refused = save_one(mover, LARGE - PAGE_BYTES, 100, newer)

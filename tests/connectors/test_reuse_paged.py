@@ -88,7 +88,7 @@ def test_many_prompts_use_the_same_memory(connect: Connect) -> None:
     assert (report.local_tokens, report.loaded_tokens) == (0, 96)
 
 
-def test_a_call_without_room_has_memory_of_its_own(connect: Connect) -> None:
+def test_a_call_without_free_blocks_has_memory_of_its_own(connect: Connect) -> None:
     reuse, ids = connect(settings=replace(POOL, pool_blocks=4)), prompt(100)
     for tokens in (0, 96):
         report = checked(reuse, plain(ids), ids)

@@ -103,7 +103,7 @@ def test_pieces_of_any_type_count_by_their_bytes() -> None:
     )
 
 
-def test_a_digest_of_0_is_told_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_of_0_counts_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 means that there is none; nobody knows bytes whose digest it is."""
 
     class Zero:
@@ -136,7 +136,7 @@ def test_a_save_tells_the_checksum_of_what_it_was_given(new_engine: Callable[...
     assert [result.moved_bytes for result in results] == [SIZE] * 20
 
 
-def test_without_checksums_none_is_told(new_engine: Callable[..., TransferEngine], root: Path) -> None:
+def test_without_checksums_none_is_returned(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     results = new_engine().save(to_save(root, range(4)), DEADLINE)
     assert [result.checksum for result in results] == [0] * 4
     assert results[0] is moved(SIZE)  # nothing is made anew per item

@@ -521,7 +521,7 @@ def test_the_budget_is_never_exceeded(
     assert gate.budget.total_bytes == 0
 
 
-def test_no_save_begins_while_a_load_waits_for_room() -> None:
+def test_no_save_begins_while_a_load_waits_for_bytes() -> None:
     gate = TransferAdmission(ByteBudget(100, ["a", "b"]))
     condition = threading.Condition(gate.lock)
     with gate.lock:
@@ -555,7 +555,7 @@ def test_a_load_that_waits_for_its_own_share_holds_up_no_save() -> None:
         assert gate.try_acquire("b", Direction.SAVE, 8, condition)
 
 
-def test_saves_are_woken_when_a_load_that_room_would_help_gives_way_to_one_that_it_would_not() -> None:
+def test_saves_are_woken_when_a_waiting_load_is_replaced() -> None:
     gate = TransferAdmission(ByteBudget(99, ["a", "b", "c"]))
     condition, bell = threading.Condition(gate.lock), Bell(gate.lock)
     with gate.lock:

@@ -116,7 +116,7 @@ def test_the_memory_is_there_once_and_never_more() -> None:
     assert pool.acquire(BLOCKS + 1) is None
 
 
-def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
+def test_kept_blocks_are_found_until_they_are_needed() -> None:
     pool = BlockPool(parts(), 4)
     first = pool.acquire(3)
     assert first is not None

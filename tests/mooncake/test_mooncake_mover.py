@@ -127,7 +127,7 @@ def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(site: Site) -
     eventually(lambda: engine.ask("load", uris=uris)["failures"] == ["lost"] * 8)
 
 
-def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(site: Site) -> None:
+def test_a_stopped_owner_of_memory_costs_the_deadline(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 2)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 2

@@ -145,7 +145,7 @@ def test_a_malformed_field_is_named_when_the_storage_is_opened(field: str, spec:
         MooncakeStorage.open(StorageConfig("mc", spec), "cluster")
 
 
-def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)

@@ -126,7 +126,7 @@ def freed(**files: int) -> World:
     return world
 
 
-def test_the_fullest_file_with_room_for_all_is_filled_first() -> None:
+def test_the_fullest_file_that_takes_all_is_filled_first() -> None:
     assert freed(a=5, b=2, c=9).take(POOL, 4) == [InFile("a", POOL, [0, 1, 2, 3])]
     assert freed(a=5, b=2, c=9).take(POOL, 2) == [InFile("b", POOL, [0, 1])]
 

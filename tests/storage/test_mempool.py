@@ -113,7 +113,7 @@ async def test_a_full_pool_says_so_as_a_file_system_would_and_takes_nothing(pool
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-async def test_room_that_another_manager_made_is_found(clock: FakeClock, is_shared: bool) -> None:
+async def test_pages_that_another_manager_freed_are_found(clock: FakeClock, is_shared: bool) -> None:
     table = SlowTable()
     first = await reported(open_pool(table, clock, is_shared=is_shared))
     uris = await first.allocate(allocation([PAGE_BYTES] * PAGES))
