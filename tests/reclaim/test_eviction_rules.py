@@ -306,22 +306,6 @@ async def test_a_pin_holds_what_has_expired_and_its_end_lets_it_go(policy: Evict
 
 
 @pytest.mark.parametrize("policy", [*FIXED, *SLIDING], ids=named)
-async def test_a_block_that_was_written_anew_has_a_new_age(policy: EvictionPolicy) -> None:
-    """Also while its old bytes wait for their deletion."""
-    with levels(aged(policy, delay_ms=60_000)) as rig:
-        await rig.write([1])
-        assert await rig.reclaim(after=101) == 1
-        await rig.write([1])
-        record = await rig.record(1)
-        assert record is not None
-        assert [each.status for each in record.locations] == [LocationStatus.DELETING, LocationStatus.SERVING]
-        assert await rig.reclaim() == 0
-        assert await rig.left([1]) == [1]
-        assert await rig.reclaim(after=99) == 0
-        assert await rig.reclaim(after=2) == 1
-
-
-@pytest.mark.parametrize("policy", [*FIXED, *SLIDING], ids=named)
 async def test_ages_survive_a_new_leader(policy: EvictionPolicy) -> None:
     """Whoever leads next reads the blocks and knows when they have to go."""
     with levels(aged(policy)) as rig:
