@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
@@ -20,7 +20,7 @@ from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
-from kvcm.model.groups import StorageGuarantee
+from kvcm.model.groups import EvictionPolicy, StorageGuarantee
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.needs import Limits
@@ -462,6 +462,22 @@ async def test_the_next_group_pays_where_the_first_has_nothing_to_give() -> None
     assert len(await rig.settle()) == 5  # of 900 bytes 850 may stay
     assert [evicted.instance.instance_id for evicted in rig.evicted] == ["b"]
     assert not rig.reclaimer.stats.unmet
+
+
+@pytest.mark.parametrize("name", ["ttl", "fifo", "lru", "leaf_lru"])
+async def test_a_block_that_is_written_again_while_its_bytes_are_deleted_is_young(name: str) -> None:
+    aged = group_of(delay_ms=60_000)
+    strategy = replace(aged.cache_config.reclaim_strategy, policy=EvictionPolicy(name, 100))
+    rig = EvictionRig({"g": replace(aged, cache_config=replace(aged.cache_config, reclaim_strategy=strategy))})
+    index = rig.add()
+    await rig.write(index, [1])
+    rig.clock.time += 101
+    assert await rig.settle() == [1]
+    rig.clock.time += 10
+    await rig.write(index, [1])
+    assert await rig.settle() == []
+    rig.clock.time += 101
+    assert await rig.settle() == [1]
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru"])
