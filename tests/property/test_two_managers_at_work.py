@@ -504,6 +504,25 @@ async def test_nothing_is_done_before_every_manager_must_have_received(two: Two)
     assert [(await two.progress(n, is_leader=n == 0)).is_done for n in (0, 1)] == [True, True]
 
 
+async def test_the_next_leader_goes_on_where_the_last_one_stopped(two: Two) -> None:
+    await two.write(0, MANY)
+    await two.drains[0].drain("a")
+    turns = iter([True, False])
+    await two.drains[0].resume(lambda: next(turns))
+    await two.nodes[0].executor.run_due()
+    await two.nodes[1].registry.refresh()
+    assert (await two.progress(1, is_leader=False)).remaining_bytes > 0
+    two.nodes[0].crash()
+    two.clock.time += 2.0
+    for _ in range(4):
+        two.clock.time += 10.0
+        await two.nodes[1].registry.refresh()
+        await two.drains[1].resume()
+        await two.nodes[1].executor.run_due()
+    assert two.used_bytes == 0
+    assert (await two.progress(1)).is_done
+
+
 async def test_two_that_believe_to_lead_do_each_other_no_harm(two: Two) -> None:
     await two.write(0, MANY)
     await two.drains[0].drain("a")
