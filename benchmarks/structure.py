@@ -3,7 +3,6 @@
 python benchmarks/structure.py                 the figures as a table
 python benchmarks/structure.py --json FILE     and as JSON
 python benchmarks/structure.py --check         exit code 1 where a figure is above its limit
-python benchmarks/structure.py --lint --check  the same, of the limits in LINT alone: a few seconds
 python benchmarks/structure.py --places        and where long functions, starred calls, banned names and words are
 """
 
@@ -64,14 +63,6 @@ NAMES: Final = frozenset(
 
 PUBLIC_NAMES: Final = frozenset({"WhoAmIDocument", "who_am_i"})
 """Names of the REST resource `/v1/whoami`, which is public."""
-
-LINT: Final = (
-    "product_files",
-    "modules_with_one_importer",
-    "functions_over_60_lines",
-    "calls_with_over_5_positional_arguments",
-)
-"""Limits that `make lint` enforces, of the product alone, since all of them take half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +275,7 @@ def prose_places(parts: Iterable[tuple[str, int, str]]) -> list[str]:
 
 
 def shape(product: Sequence[Source]) -> dict[str, Any]:
-    """Return the figures of LINT, and where long functions are."""
+    """Return the figures of the product's files, and where long functions and calls are."""
     return {
         "product_files": len(product),
         "modules_with_one_importer": sum(len(each) == 1 for each in importers(product).values()),
@@ -368,9 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--check", action="store_true", help="fail where a figure is above its limit")
     parser.add_argument("--places", action="store_true", help="list where functions, calls, names and words are")
-    parser.add_argument("--lint", action="store_true", help="count only the figures that `make lint` compares")
     options = parser.parse_args(arguments)
-    figures = shape(sources([f"{each}/" for each in PRODUCT])) if options.lint else measure()
+    figures = measure()
     _print(figures, with_places=options.places)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -280,7 +280,7 @@ class CacheManager:
         """End a write session.
 
         Raises:
-            KvcmError: as `SessionEndings.finish`.
+            KvcmError: as `SessionStore.finish`.
         """
         await self._expire_if_alone()
         finished = await self.endings.finish(cache, session_id, success, retention, reported)
@@ -293,7 +293,7 @@ class CacheManager:
         """Move a write session's deadline.
 
         Raises:
-            KvcmError: as `SessionEndings.renew`.
+            KvcmError: as `SessionStore.renew`.
         """
         await self._expire_if_alone()
         session = await self.endings.renew(cache, session_id, timeout_seconds)

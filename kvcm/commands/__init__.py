@@ -1,3 +1,3 @@
-"""The command line, one module per noun. What they share: `connection`, `options`, `shown`, `completion`."""
+"""The command line, one module per noun. They share `connection`, `options` and `output`."""
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ from thoroughness import examples
 from traces import HAND, HAND_HITS, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.options import PolicySpec, parse_policies, parse_policy
+from kvcm.optimizer.options import POLICY_NAMES, PolicySpec, parse_policies, parse_policy
 from kvcm.optimizer.replay import Job, Mode, reference_replay, replay, replay_all
 from kvcm.optimizer.results import Hits
 from kvcm.optimizer.trace import QueryMode, Trace
@@ -138,6 +138,10 @@ SPECS = (
     *parse_policies("random_lru:sample=1:seed=7,ttl:seconds=2,ttl:seconds=2:fixed,ttl:seconds=0.5"),
 )
 TRACES = prefix_traces() | prefix_traces(separate=True) | flat_traces() | flat_traces(separate=True)
+
+
+def test_every_policy_is_compared_with_the_reference() -> None:
+    assert {spec.name for spec in SPECS} == set(POLICY_NAMES)
 
 
 @pytest.mark.parametrize("mode", ["block", "request"])

@@ -189,6 +189,10 @@ class PolicyMachine(RuleBasedStateMachine):
             self.model.end(walk)
 
 
+def test_every_policy_is_compared_with_a_model() -> None:
+    assert POLICIES.keys() - MAKE.keys() == {"ttl"}, "ttl is fifo or lru"
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_a_policy_does_what_its_model_does(name: str) -> None:
     machine = type("Machine", (PolicyMachine,), {"name": name})

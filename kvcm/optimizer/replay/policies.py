@@ -211,5 +211,7 @@ def policy_of(spec: PolicySpec, capacity: int | None, is_leaf: IsLeaf, future: F
             return Sieve()
         case "fifo":
             return Fifo()
-        case _:
+        case "lru":
             return Lru()
+        case _:
+            raise AssertionError(f"policy {spec.name!r} is not replayed")
