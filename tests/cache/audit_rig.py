@@ -185,7 +185,7 @@ async def opened(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Ind
         name = f"test-{secrets.token_hex(8)}"
         settings = Settings(registry_storage_uri=request.getfixturevalue(kind).uri(name, timeout_ms=10_000))
     metadata = await open_metadata(settings, clock, f"node-{secrets.token_hex(4)}")
-    if kind == "memory":  # that of a process is found again by nobody; here by its number
+    if kind == "memory":  # the memory of a process cannot be opened again; this dict keeps it by number
         made: dict[int, MemoryBackend] = {}
         metadata = dataclasses.replace(
             metadata, new_backend=lambda placement: made.setdefault(placement.uid, MemoryBackend())

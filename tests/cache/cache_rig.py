@@ -39,7 +39,7 @@ SPECS = {"tp0": 10, "tp1": 10}
 
 @dataclass
 class TableView:
-    """Storages as a table of speed ranks; what is not listed is unavailable."""
+    """Storages as a table of speed ranks; a storage without a rank is unavailable."""
 
     ranks: dict[str, int] = field(default_factory=dict)
     types: dict[str, StorageType] = field(default_factory=dict)

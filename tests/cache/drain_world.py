@@ -154,7 +154,7 @@ class DrainWorld:
         ]
 
     def used_bytes(self, storage: str) -> int:
-        """What is counted on a storage."""
+        """Return the bytes that the manager counts on a storage."""
         used = self.manager.group_usage_bytes("group")
         return sum(size for place, size in used.items() if place.storage == storage)
 

@@ -103,7 +103,7 @@ async def test_a_deployment_moves_from_store_to_store_as_it_is(
 async def test_a_group_of_a_redis_comes_to_a_store_of_one_manager_and_back(
     request: pytest.FixtureRequest, source: IndexRig, kind: str
 ) -> None:
-    """What names the store becomes local, what is as it was on the way back, and equal is what differs in that only."""
+    """The import stores `local` for the name of the store; back in Redis, a group that differs only there is equal."""
     async with opened("redis_standalone", request) as there, opened(kind, request) as here:
         await there.configure(instances=("i",))
         named = MetaStorageBackendConfig("redis", "redis://:secret@host/")
@@ -153,14 +153,14 @@ async def test_the_archive_of_an_import_is_the_archive_again(source: IndexRig, t
 
 
 async def test_pins_stay_behind(source: IndexRig, target: IndexRig) -> None:
-    """A mark without its pin would take no budget, and nobody could end it."""
+    """A mark without its pin would take no budget, and no client could end it."""
     pinned = location("x", deadline=7e9, priority=-3, pinned_until=8e9)
     await source.put("i", {1: BlockRecord(None, 0, (pinned,))})
     await target.imported((await source.exported())[0])
     assert (await target.blocks("i"))[1][0].locations == (pinned._replace(pinned_until=0.0),)
 
 
-async def test_what_is_being_written_is_left_out(source: IndexRig) -> None:
+async def test_locations_in_writing_are_left_out(source: IndexRig) -> None:
     writing = location("w", LocationStatus.WRITING, session_id="s", deadline=9e9)
     await source.put("i", {1: BlockRecord(None, 0, (writing,)), 2: BlockRecord(None, 0, (writing, location("x")))})
     archive, exported = await source.exported()
@@ -476,7 +476,7 @@ async def test_a_pin_holds_the_same_again_and_a_second_import_changes_nothing(ri
     assert (await rig.verified()).is_clean
 
 
-async def test_what_is_over_or_does_not_fit_or_has_no_blocks_is_left_out(rig: IndexRig) -> None:
+async def test_pins_that_expired_or_do_not_fit_or_have_no_blocks_are_left_out(rig: IndexRig) -> None:
     work = _import(rig)
     fits = _pin(rig, "a", range(1, 5))
     await work.restore(
@@ -545,7 +545,7 @@ async def test_keys_move_with_accounts_and_stay_with_groups(rig: IndexRig, reque
             imported = await target.imported(archive)
             await target.registry.refresh()
             assert target.registry.keys.authenticate(secret) == key
-            assert await target.registry.taken_keys.import_key("admin", admin) is None, "what was revoked stays revoked"
+            assert await target.registry.taken_keys.import_key("admin", admin) is None, "a revoked key stays revoked"
         assert imported.created == {}
     async with opened("memory", request) as part:
         await part.imported(archive, "g")

@@ -1,4 +1,4 @@
-"""Verification of stores of every kind: what is found, in which order, what is repaired, and recounts of usage."""
+"""Verification of stores of every kind: findings, their order, repairs, and recounts of usage."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def _mended(rig: IndexRig, **options: bool) -> AuditReport:
     """Look, repair and look again: found both times, mended, then clean."""
     found = await rig.verified()
     repaired = await rig.verified(repair=True, **options)
-    # What is wrong only because of something else is right as soon as that is mended.
+    # A finding that only follows from another one disappears with the repair of that one.
     assert {each[:2] for each in repaired.findings} <= {each[:2] for each in found.findings} != set()
     assert not any(each.is_mended for each in found.findings)
     assert repaired.is_repaired, repaired.findings
@@ -227,11 +227,11 @@ async def test_rows_of_an_instance_that_is_gone_are_forgotten(request: pytest.Fi
         repaired = await rig.verified(repair=True, rows=Counter({uid: 50}))
         assert [(each.where, each.is_mended) for each in repaired.findings] == [(f"registration {uid}", True)]
         assert backend.key_count == 0
-        assert rig.metadata.new_backend(Placement(uid, 1)) is not backend, "the memory of what is gone is given back"
+        assert rig.metadata.new_backend(Placement(uid, 1)) is not backend, "the removed instance freed its memory"
         await rig.settle()
 
 
-# ── What is derived from records ─────────────────────────────────────────────────────────────────────────────────────
+# ── Data derived from records ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_wrong_usage_is_found_and_recounted(shared: IndexRig, redis_standalone: Standalone) -> None:
@@ -411,7 +411,7 @@ async def test_a_block_on_the_wrong_side_of_the_order_is_found_and_moved(
     assert (await backend.coldest(2))[0] == (1, Access(5, 1024))
 
 
-async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
+async def test_wrong_sums_of_blocks_in_deletion_are_found_and_recounted(
     shared: IndexRig, redis_standalone: Standalone
 ) -> None:
     """Invariant 4."""
@@ -634,7 +634,7 @@ def spoil(recount_rig: IndexRig, server: Standalone, account: str, change: int =
 
 @pytest.mark.parametrize("account", list(ACCOUNTS))
 @pytest.mark.parametrize("change", [7, -7])
-async def test_what_differs_in_two_observes_in_a_row_is_recounted(
+async def test_a_difference_in_two_checks_in_a_row_is_recounted(
     recount_rig: IndexRig, redis_standalone: Standalone, account: str, change: int
 ) -> None:
     recount = recount_of(recount_rig)
@@ -648,7 +648,7 @@ async def test_what_differs_in_two_observes_in_a_row_is_recounted(
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
-async def test_what_is_right_again_at_the_second_observe_is_left_alone(
+async def test_an_account_that_is_right_again_at_the_second_check_is_left_alone(
     recount_rig: IndexRig, redis_standalone: Standalone
 ) -> None:
     recount = recount_of(recount_rig)
@@ -664,7 +664,7 @@ async def test_what_is_right_again_at_the_second_observe_is_left_alone(
 async def test_a_recount_counts_what_another_manager_registered_and_wrote_meanwhile(
     recount_rig: IndexRig, redis_standalone: Standalone
 ) -> None:
-    """Invariant 4: what an instance uses that whoever recounts has not heard of yet stays counted."""
+    """Invariant 4: the usage of an instance that the recounting manager does not know yet stays counted."""
     leader = Registry(ClosedStorages(), recount_rig.metadata.store.table("registry"), recount_rig.metadata.store.flush)
     await leader.load()
     recount = recount_of(recount_rig, leader)
@@ -672,13 +672,13 @@ async def test_a_recount_counts_what_another_manager_registered_and_wrote_meanwh
     await recount.check()
     await recount_rig.registry.instances.register(replace(recount_rig.registry.instances.get("i"), instance_id="new"))
     await recount_rig.put("new", chain(10, start=1000))
-    assert not await recount.different_accounts(["g.g", "s.one"]), "nothing is wrong with what was written"
+    assert not await recount.different_accounts(["g.g", "s.one"]), "the written blocks make no difference"
     recount_rig.clock.time += 1
     await recount.recount(list(ACCOUNTS))
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED + 100)
 
 
-async def test_a_difference_that_is_another_one_at_the_second_observe_is_left_alone(
+async def test_a_difference_that_is_another_one_at_the_second_check_is_left_alone(
     recount_rig: IndexRig, redis_standalone: Standalone
 ) -> None:
     """As in an account whose reports are always on their way."""
@@ -743,7 +743,9 @@ async def test_a_verification_leaves_the_leader_the_time_to_recount(
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
-async def test_what_no_one_recounts_is_found(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
+async def test_a_difference_that_no_manager_recounts_is_found(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
     spoil(recount_rig, redis_standalone, "g.g")
     (finding,) = (await recount_rig.verified(pause=_Leader(recount_rig, every=1_000).pause)).findings
     assert (finding.check, finding.where) == ("usage", "group 'g'")

@@ -125,7 +125,7 @@ async def test_what_serves_on_a_drained_storage_is_written_again_elsewhere(world
     assert await world.hits(KEYS) == KEYS
 
 
-async def test_what_is_being_written_on_a_drained_storage_has_no_second_writer_invariant_2(opened: Open) -> None:
+async def test_a_write_in_flight_on_a_drained_storage_has_no_second_writer_invariant_2(opened: Open) -> None:
     world = await opened()
     started = await world.start(KEYS)
     await world.drains.drain("a")
@@ -149,7 +149,7 @@ async def test_a_replica_that_is_being_written_is_left_to_its_writer(opened: Ope
     assert [place.status.name for place in await world.places("a")] == ["DELETING", "WRITING"]
 
 
-async def test_what_is_pinned_waits_for_the_end_of_its_pin(world: DrainWorld) -> None:
+async def test_a_pinned_block_waits_for_the_end_of_its_pin(world: DrainWorld) -> None:
     pin = await world.manager.pin(world.manager.cache("i"), PinRequest([0, 1], "somebody", 3600))
     assert pin is not None
     await world.drains.drain("a")
@@ -323,7 +323,7 @@ async def test_a_drain_that_is_cancelled_marks_nothing_more(full_world: DrainWor
 
 
 @pytest.mark.parametrize(("when", "marked"), [("during a page", 0), ("after a page", PAGE)])
-async def test_a_storage_that_comes_back_during_a_lap_has_what_is_left(
+async def test_a_storage_that_comes_back_during_a_lap_keeps_the_unmarked_blocks(
     full_world: DrainWorld, when: str, marked: int
 ) -> None:
     drains = drains_that(full_world, lambda: full_world.registry.storages.add(full_world.config("a")), when)
@@ -462,7 +462,7 @@ async def test_the_name_of_a_storage_without_blocks_is_free_at_once(world: Drain
     await world.registry.storages.add(world.config("b", "2"))
 
 
-async def test_what_is_pinned_goes_too(world: DrainWorld) -> None:
+async def test_pinned_blocks_go_too(world: DrainWorld) -> None:
     assert await world.manager.pin(world.manager.cache("i"), PinRequest(KEYS, "somebody", 3600)) is not None
     await world.drains.remove("a")
     await purge(world)
@@ -482,7 +482,7 @@ async def test_the_name_is_not_free_while_a_writer_may_still_come(world: DrainWo
 
 
 class Gated(DummyStorage):
-    """Hands out addresses when it is told to."""
+    """Hands out addresses once the test opens the gate."""
 
     def __init__(self, name: str, gate: asyncio.Event) -> None:
         super().__init__(name, "/r/", 1)
@@ -528,10 +528,10 @@ class Drains(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.world = DrainWorld(Path(self.directory.name), NAMES)
         self.open: list[StartedWrite] = []
-        self.media = dict.fromkeys(NAMES, "1")  # of what is configured
+        self.media = dict.fromkeys(NAMES, "1")  # of the configured storages
         self.draining: set[str] = set()
         self.removed: dict[str, tuple[float, str]] = {}  # when, and the medium
-        self.safe: dict[tuple[int, str], str] = {}  # nobody asked these to go: block and address, by storage
+        self.safe: dict[tuple[int, str], str] = {}  # blocks that must stay: key and address, by storage
         self.pinned: dict[str, float] = {}  # addresses
         self.runner.run(self.world.begin())
 
@@ -654,7 +654,7 @@ class Drains(RuleBasedStateMachine):
         self.runner.run(self.world.restart())
 
     @invariant()
-    def everything_that_no_one_asked_to_go_is_there(self) -> None:
+    def every_block_outside_drains_and_removals_is_there(self) -> None:
         self.runner.run(self.check())
 
     async def check(self) -> None:
@@ -678,7 +678,7 @@ class Drains(RuleBasedStateMachine):
                     assert f"/{place.storage}/{self.media[place.storage]}/" in str(file_of(spec.uri))
 
     def _was_removed(self, uri: str) -> bool:
-        """Whoever removes a storage means its pinned blocks, too."""
+        """The removal of a storage includes its pinned blocks."""
         self.ever_removed = getattr(self, "ever_removed", set()) | set(self.removed)
         return uri.partition("://")[2].partition("/")[0] in self.ever_removed
 

@@ -213,7 +213,7 @@ def open_ids(rig: Rig) -> list[str]:
     return [each.instance_id for each in rig.manager.indexes()]
 
 
-async def test_what_is_opened_for_a_removal_that_is_over_does_not_stay(rig: Rig) -> None:
+async def test_a_cache_opened_for_a_removal_that_is_over_does_not_stay(rig: Rig) -> None:
     """Another manager may have ended it while this one was on its way to it."""
     await rig.store([1])
     await rig.manager.remove_instance("i")

@@ -213,7 +213,7 @@ async def test_blocks_without_a_required_spec_are_missing(
 
 
 class CountingBackend(MemoryBackend):
-    """The memory backend, keeping what it is told of reads."""
+    """The memory backend, keeping the reads that the manager reports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ async def test_a_lease_keeps_the_bytes_and_nothing_else() -> None:
 
 
 async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end() -> None:
-    """The executor looked while the lease was open; what was pinned for minutes must go soon after the release."""
+    """The executor checked while the lease was open; a block held for minutes must go soon after the release."""
     with opened(group(delay_ms=1000)) as rig:
         await rig.store([1])
         held = await lease(rig, [1], MAX_LEASE_MS)

@@ -83,7 +83,7 @@ async def test_a_repeated_key_counts_once(rig: Rig) -> None:
     assert (await pin(rig, [1, 1, 2, 1])).block_count == 2
 
 
-async def test_the_budget_names_itself_and_what_is_pinned() -> None:
+async def test_the_error_names_the_budget_and_the_pinned_bytes() -> None:
     with opened(replace(BUDGETED, pin_budget_bytes=3 * BLOCK)) as rig:
         await rig.store([1, 2])
         await pin(rig, [1, 2])
@@ -110,7 +110,7 @@ async def test_a_pin_ends_at_its_deadline_without_anybody_doing_anything() -> No
         await pin(rig, [1], 10)
 
 
-async def test_what_is_due_leaves_the_store(rig: Rig) -> None:
+async def test_expired_pins_leave_the_store(rig: Rig) -> None:
     await rig.store([1])
     await pin(rig, [1], 10)
     await pin(rig, [1], 20)
@@ -259,7 +259,7 @@ async def test_a_lower_budget_ends_no_pin(rig: Rig) -> None:
 
 
 async def test_an_unpin_that_was_cut_off_is_carried_out(rig: Rig) -> None:
-    """The document says that the pin ends, and whoever looks for due pins goes on."""
+    """The document says that the pin ends, and the next manager that expires pins goes on."""
     await rig.store([1])
     pinned = await pin(rig, [1])
     ended = replace(pinned, is_ended=True)
@@ -281,7 +281,7 @@ async def test_a_pin_that_was_cut_off_before_its_document_costs_budget_until_its
         await pin(rig, [1])
 
 
-async def test_a_damaged_pin_holds_up_no_one(rig: Rig) -> None:
+async def test_a_damaged_pin_holds_up_no_other_pin(rig: Rig) -> None:
     await rig.store([1, 2])
     damaged, good = await pin(rig, [1], 10), await pin(rig, [1, 2], 50)
     table = rig.tables.table("pins")
@@ -374,7 +374,7 @@ def interrupted_pins(rig: Rig, pins: Interrupted, budgets: Table) -> Pins:
     """Pins of another manager on the same store."""
 
     async def find(_uid: int) -> None:
-        raise AssertionError("nothing looks for what is due")
+        raise AssertionError("no call expires pins here")
 
     return Pins(pins, PinBudgets(budgets, rig.clock), find, rig.storages, rig.clock, lambda: "mine")
 
@@ -392,7 +392,7 @@ async def seconds_left(rig: Rig) -> list[list[float]]:
     return [[max(0.0, place.pinned_until - now) for place in record.locations] if record else [] for record in records]
 
 
-async def test_blocks_removed_between_observe_and_mark_are_not_counted() -> None:
+async def test_blocks_removed_between_lookup_and_mark_are_not_counted() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
         pinned = await begin(rig, 0, lambda: rig.manager.remove(rig.manager.cache("i"), [2], NO_MASK))
@@ -403,7 +403,7 @@ async def test_blocks_removed_between_observe_and_mark_are_not_counted() -> None
         assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [pinned]
 
 
-async def test_a_location_that_came_after_the_observe_is_not_pinned() -> None:
+async def test_a_location_that_came_after_the_lookup_is_not_pinned() -> None:
     with opened(BUDGETED) as rig:
         await rig.store(KEYS)
         pinned = await begin(rig, 0, lambda: rig.store(KEYS[:1], min_replica_count=2))
@@ -415,7 +415,7 @@ async def test_a_location_that_came_after_the_observe_is_not_pinned() -> None:
 
 
 @pytest.mark.parametrize("table", ["pins", "pinbudgets"])
-async def test_what_is_marked_is_in_the_budget_at_every_moment(table: str) -> None:
+async def test_marked_blocks_are_in_the_budget_at_every_moment(table: str) -> None:
     """Wherever a manager dies while it ends a pin or makes it smaller."""
     moments: list[tuple[float, int]] = []
 
@@ -461,7 +461,7 @@ async def test_a_pin_that_begins_while_another_one_ends_keeps_its_marks() -> Non
         async def begin_another() -> None:
             begun.append(await rig.manager.pin(rig.manager.cache("i"), PinRequest(KEYS[:2], "other", 50)))
 
-        budgets = Interrupted(rig.tables.table("pinbudgets"), 0, begin_another, late=True)  # has read what is left
+        budgets = Interrupted(rig.tables.table("pinbudgets"), 0, begin_another, late=True)  # has read the other pins
         pins = interrupted_pins(rig, Interrupted(rig.tables.table("pins")), budgets)
         await pins.unpin(rig.manager.cache("i"), longer.id)
         assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == begun

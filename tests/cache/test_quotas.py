@@ -244,7 +244,7 @@ def by_keys(rig: Rig, blocks: int) -> None:
     ],
 )
 async def test_a_limit_holds_from_the_next_start_on(rig: Rig, limiter: Limiter, named: str) -> None:
-    """Also below what is used already: then nothing more comes in, and nothing is lost."""
+    """Also a limit below the current usage: the manager then rejects new blocks, and loses none."""
     await rig.store([1, 2])
     limiter(rig, 2)
     with pytest.raises(CapacityError) as refusal:
@@ -256,10 +256,10 @@ async def test_a_limit_holds_from_the_next_start_on(rig: Rig, limiter: Limiter, 
     limiter(rig, 1)
     with pytest.raises(CapacityError, match="is full"):
         await rig.start([9])
-    assert (await rig.start([1, 2])).chunks == [], "what needs no room is never refused"
+    assert (await rig.start([1, 2])).chunks == [], "a write that needs no space is never refused"
 
 
-async def test_what_is_guaranteed_to_a_group_is_there_for_it_alone(rig: Rig) -> None:
+async def test_guaranteed_bytes_are_there_for_their_group_alone(rig: Rig) -> None:
     change(rig, storage_candidates=("slow",))
     add_group(rig, "kept", storage_candidates=("slow",), storage_guarantees=(StorageGuarantee("slow", 3 * BLOCK),))
     limit_storage(rig, 5)
@@ -279,7 +279,7 @@ async def test_a_group_that_is_gone_gives_its_guarantee_up(rig: Rig) -> None:
 
 
 async def test_refused_writes_are_counted_and_reported_by_group() -> None:
-    """Wholly and partly refused ones; what leaves a group above a mark is told and not counted."""
+    """Wholly and partly refused ones; a write that leaves a group above a mark is reported and not counted."""
     reported: list[str] = []
     with opened(group(capacity=4 * BLOCK)) as rig:
         above = False

@@ -42,8 +42,8 @@ async def test_a_removed_key_vanishes_at_once_and_is_freed_after_the_delay() -> 
 
 
 @pytest.mark.parametrize("seconds", [20, 120])
-async def test_what_is_being_written_is_deleted_when_its_session_is_over(seconds: int) -> None:
-    """Before that its writer, who may renew it, could put the bytes back."""
+async def test_a_block_in_writing_is_deleted_when_its_session_is_over(seconds: int) -> None:
+    """Before that its writer, which may renew the session, could put the bytes back."""
     with opened(group(delay_ms=0)) as rig:
         started = await rig.start([1], timeout_seconds=20)
         await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
@@ -91,7 +91,7 @@ async def test_a_removed_instance_is_unknown_at_once_and_freed_later(rig: Rig) -
 
 @pytest.mark.parametrize("finished", [0, 1])
 async def test_a_removed_block_goes_as_soon_as_its_writer_is_done(finished: int) -> None:
-    """The session's own deadline holds it no longer: nobody writes there any more, and nobody was given it to read."""
+    """The session's own deadline holds it no longer: the writer is done, and no client received the location."""
     with opened(group(delay_ms=5000)) as rig:
         started = await rig.start([1], timeout_seconds=20)
         await rig.manager.remove(rig.manager.cache("i"), [1], NO_MASK)
@@ -103,7 +103,7 @@ async def test_a_removed_block_goes_as_soon_as_its_writer_is_done(finished: int)
 
 
 async def test_removing_a_large_instance_goes_through_when_the_caller_hangs_up() -> None:
-    """The instance is unknown from the first moment: nobody could ask again for what is left of it."""
+    """The instance is unknown from the first moment: no client could repeat the removal of the remaining blocks."""
     with opened(group(delay_ms=0)) as rig:
         await rig.store(range(3000))
         task = asyncio.create_task(rig.manager.remove_instance("i"))
@@ -117,8 +117,8 @@ async def test_removing_a_large_instance_goes_through_when_the_caller_hangs_up()
 
 
 @pytest.mark.parametrize("storage", ["slow", "pool"])
-async def test_metas_show_what_is_visible_best_first(storage: str) -> None:
-    """Readable ones by speed, then those being written; what is being deleted is not shown."""
+async def test_metas_show_visible_locations_best_first(storage: str) -> None:
+    """Readable ones by speed, then those in writing; the answer omits those in deletion."""
     with opened(group(storages=("slow", "pool"))) as rig:
         await rig.store([1])
         rig.enable("slow", enabled=False)
@@ -211,7 +211,7 @@ async def test_parts_that_are_there_are_not_believed_to_be_missing(rig: Rig) -> 
 
 
 async def test_parts_of_no_serving_location_are_unconfirmed(rig: Rig) -> None:
-    """Made-up uris, unknown blocks, the right uri with the wrong block, what is written or deleted meanwhile."""
+    """Made-up uris, unknown blocks, the right uri with the wrong block, locations in writing or in deletion."""
     await store(rig, [1, 2])
     started = await rig.start([3])
     await store(rig, [4])
@@ -260,7 +260,7 @@ async def test_the_rest_that_makes_up_a_spec_group_stays(damage: str) -> None:
         assert await rig.statuses([2]) == [["DELETING", "DELETING"]]  # tp1 alone is none
 
 
-async def test_what_is_being_written_may_complete_the_block() -> None:
+async def test_a_write_in_flight_may_complete_the_block() -> None:
     with opened(registered=instance(groups=GROUPS)) as rig:
         await rig.store([1], spec_groups=["first"])
         started = await rig.start([1])
@@ -273,7 +273,7 @@ async def test_what_is_being_written_may_complete_the_block() -> None:
 
 
 class Faulty(DummyStorage):
-    """A storage that does not say what is there."""
+    """A storage that cannot say which objects exist."""
 
     error: Exception | None = None
     asked = 0
@@ -300,7 +300,7 @@ async def test_a_storage_that_cannot_be_asked_loses_nothing(error: Exception) ->
         (on_slow,), on_pool = await lose(rig, on_slow), corrupt._replace(mismatched_checksum=0)
         with pytest.raises(StorageIOError, match="storage 'pool' is not available"):
             await report(rig, on_slow, on_pool)
-        assert faulty.asked == 0, "what is down may hang"
+        assert faulty.asked == 0, "a storage that is down may hang"
         rig.enable("pool", enabled=True)
         with pytest.raises(StorageIOError, match=f"storage 'pool' cannot be asked: {error}"):
             await report(rig, on_slow, on_pool)
@@ -407,7 +407,7 @@ async def pool_rig() -> PoolRig:
     return made
 
 
-async def test_a_write_that_was_under_way_is_found_by_the_second_observe(pool_rig: PoolRig) -> None:
+async def test_a_write_that_was_under_way_is_found_by_the_second_scan(pool_rig: PoolRig) -> None:
     await pool_rig.store_blocks([1, 2])
     late = await pool_rig.start([3])
     (record,) = await pool_rig.manager.cache("i").index.get([3])

@@ -119,7 +119,7 @@ class Managers:
         return Manager(ledger, indexes)
 
     async def take(self, manager: Manager, limits: Limits, place: StorageKey, count: int, deadline: float) -> bool:
-        """Reserve room for blocks."""
+        """Reserve bytes for blocks; return whether they fit."""
         name = limits.group.name
         wanted = {place: count * SIZE}
         reservation = Reservation(secrets.token_hex(4), limits, self.groups[name], wanted, count, deadline)
@@ -225,7 +225,7 @@ async def test_the_key_limit_is_one_of_all_managers(client: RedisClient) -> None
 
 
 async def test_a_report_that_is_sent_twice_counts_once(client: RedisClient) -> None:
-    """The store heard it and the answer was lost: the manager sends it again."""
+    """The store received it and the answer was lost: the manager sends it again."""
     world = World(client)
     manager = world.manager()
     assert await world.reserve(manager, 3, NFS)
@@ -249,7 +249,7 @@ async def test_a_reservation_of_a_manager_that_died_is_void_after_its_deadline(c
 
 
 async def test_what_shrank_before_a_recount_is_not_taken_off_after_it(client: RedisClient) -> None:
-    """The store answered late: the recount has seen the shrinking, and this manager has heard of the recount."""
+    """The store answered late: the recount has seen the shrinking, and this manager knows of the recount."""
     world = World(client)
     manager = world.manager()
     await world.reserve(manager, 6, NFS)
@@ -335,7 +335,7 @@ class SharedWorld(Managers):
             assert sum(on.values()) <= limit.capacity_bytes, storage
             for name, kept in limit.guaranteed.items():
                 others = sum(size for each, size in on.items() if each != name)
-                assert others <= limit.capacity_bytes - kept, "the rest of what is guaranteed is free"
+                assert others <= limit.capacity_bytes - kept, "the unused guaranteed bytes are free"
         assert sum(truth[OVERALL][f"b{name}"] for name in QUOTA.group_names) <= QUOTA.quota.capacity_bytes
 
 
@@ -381,7 +381,7 @@ async def test_a_group_gets_what_others_are_not_guaranteed(client: RedisClient, 
     world = SharedWorld(client)
     manager = world.manager()
     assert [await world.reserve(manager, name, ON_NFS, 1) for _ in range(count + 1)] == [True] * count + [False]
-    rest = {A: 5, B: 0, C: 5}  # of C: what is kept for it, which A could not take; of A likewise 12
+    rest = {A: 5, B: 0, C: 5}  # of C: its guarantee, which A could not take; of A likewise 12
     if name == C:
         assert await world.reserve(manager, A, ON_NFS, 12)
     elif name == A:
@@ -398,10 +398,10 @@ async def test_what_a_later_account_refuses_is_given_back_in_the_earlier_ones(cl
     for account in (group_account(B), storage_account("s")):
         assert not any((await world.counters.read(account)).reserved.values()), account
     assert (await world.counters.read(group_account(A))).reserved == {"b3/p": 200}
-    assert await world.reserve(second, A, ON_NFS, 5), "nothing of what was refused counts"
+    assert await world.reserve(second, A, ON_NFS, 5), "a refused reservation does not count"
 
 
-async def test_a_limit_that_is_set_at_runtime_counts_what_was_written_before(client: RedisClient) -> None:
+async def test_a_limit_that_is_set_at_runtime_counts_earlier_writes(client: RedisClient) -> None:
     world = SharedWorld(client)
     manager, other = world.manager(), world.manager()
     unlimited = Limits(InstanceGroup(B, ("s",), quota=InstanceGroupQuota(25 * SIZE)))
@@ -425,7 +425,7 @@ async def test_a_group_that_changes_its_global_quota_takes_its_usage_along(clien
 
 
 async def test_spaces_report_what_fits(client: RedisClient) -> None:
-    """As the reservation does right afterwards, while nobody else writes."""
+    """As the reservation does right afterwards, while no other manager writes."""
     world, random = SharedWorld(client), Random(7)
     manager, answers = world.manager(), Counter[bool]()
     for _ in range(60):
@@ -437,7 +437,7 @@ async def test_spaces_report_what_fits(client: RedisClient) -> None:
     assert min(answers[True], answers[False]) > 5, answers
 
 
-async def test_what_is_used_is_received_by_group_and_storage(client: RedisClient) -> None:
+async def test_usage_is_received_by_group_and_storage(client: RedisClient) -> None:
     world = SharedWorld(client)
     writer, other = world.manager(), world.manager()
     for name, place, count in ((A, ON_NFS, 3), (A, POOL, 2), (C, ON_NFS, 1)):
@@ -450,7 +450,7 @@ async def test_what_is_used_is_received_by_group_and_storage(client: RedisClient
     assert other.ledger.bytes_on_storage("s") == {A: 30, C: 10}
 
 
-async def test_what_was_just_stored_is_held_before_it_is_reported(client: RedisClient) -> None:
+async def test_newly_stored_bytes_are_held_before_they_are_reported(client: RedisClient) -> None:
     """A write asks right afterwards whether a mark was crossed, and other groups count in what they share."""
     world = SharedWorld(client)
     one, two = world.manager(), world.manager()

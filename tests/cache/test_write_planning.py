@@ -91,7 +91,7 @@ def test_missing_specs(locations: list[Location], replicas: int, lacking: tuple[
     assert missing(*locations, replicas=replicas) == lacking
 
 
-def test_specs_that_no_one_asks_for_do_not_matter() -> None:
+def test_specs_outside_the_request_do_not_matter() -> None:
     record = BlockRecord(None, 0, (location("a", TP0),))
     assert missing_specs(record, INFOS[:1], VIEW, 1) == ()
     assert missing_specs(None, (), VIEW, 1) == ()
@@ -463,14 +463,14 @@ async def test_the_next_candidate_takes_the_blocks_in_the_same_call(world: World
     assert await world.goes_to([3, 4]) == ["f", "f"]
     assert await world.places([3, 4]) == [[("f", IS_WRITING)]] * 2
     assert world.pool().allocated_bytes == before
-    assert world.pressed == (["group"] if fault == "full" else []), "room can be made where there is none, only there"
+    assert world.pressed == (["group"] if fault == "full" else []), "an eviction helps only a full storage"
     assert world.manager.usage.rejections["group"] == 0
     assert world.manager.endings.open_count == 2
     assert dict(world.manager.usage.bytes_on_storage("f")) == {"group": 2 * PAGE}
 
 
-async def test_what_refused_is_asked_last_until_a_probe_of_it_is_answered(world: World) -> None:
-    """Failed probes tell nothing of writes; without that, each of them would send the next write there again."""
+async def test_a_storage_that_refused_is_asked_last_until_it_answers_a_probe(world: World) -> None:
+    """A failed probe proves nothing about writes; otherwise each one would send the next write there again."""
     await world.begin("p", "f")
     await world.lose_agent()
     assert await world.goes_to([1]) == ["f"]
@@ -489,7 +489,7 @@ def _probed(world: World, end: ProbeOutcome) -> None:
 
 
 async def test_a_write_of_many_pages_goes_as_a_whole_and_leaves_nothing_behind(world: World) -> None:
-    """The first page of blocks has room in the pool, the second has not, though the pool's limit allows it."""
+    """The first page of blocks fits in the pool, the second does not, though the pool's limit allows it."""
     await world.begin("p", "f")
     keys = range(POOL_BYTES // PAGE)
     await world.fill(but=BATCH_KEYS + 10)
@@ -606,7 +606,7 @@ async def hosts(rig: Rig, keys: Sequence[int] = KEYS) -> list[str]:
     return [location["tp0"].partition("://")[2].partition("/")[0] for location in uris(found.chunks)]
 
 
-async def test_blocks_on_what_is_down_are_written_to_the_next_candidate_and_both_copies_serve_afterwards(
+async def test_blocks_on_a_storage_that_is_down_go_to_the_next_candidate_and_both_copies_serve_afterwards(
     rig: Rig,
 ) -> None:
     await rig.store(KEYS)
@@ -624,7 +624,7 @@ async def test_blocks_on_what_is_down_are_written_to_the_next_candidate_and_both
         up(rig, storage)
 
 
-async def test_what_is_full_is_read_and_written_to_last(rig: Rig) -> None:
+async def test_a_full_storage_is_read_and_written_to_last(rig: Rig) -> None:
     await rig.store(KEYS)
     full = StorageHealth(HealthState.SH_DEGRADED, "no space left", is_unwritable=True)
     rig.storages.set_health("slow", full)

@@ -1,4 +1,4 @@
-"""Write sessions from start to end: who ends them, how, how often, and what is stored with the blocks (invariant 3)."""
+"""Write sessions from start to end: their endings, repeats, and the data stored with the blocks (invariant 3)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
         assert again.mask == BlockMask(offset=2)
 
 
-async def test_replicas_go_to_whichever_asks_for_them(rig: Rig) -> None:
+async def test_each_write_adds_only_the_replicas_that_it_requests(rig: Rig) -> None:
     await rig.store([1])
     assert (await rig.start([1], min_replica_count=1)).mask == BlockMask(offset=1)
     await rig.store([1], min_replica_count=2)
@@ -231,7 +231,7 @@ async def test_a_repeated_finish_is_reported_what_the_first_one_was_reported_for
     rig.wait(REPEAT_SECONDS - 0.001)
     for mask in (BlockMask(offset=2), BlockMask(flags=(True, True, False))):
         assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, mask) == first
-    assert await rig.statuses([2]) == [["DELETING"]], "what was removed since is not revived"
+    assert await rig.statuses([2]) == [["DELETING"]], "a block removed since is not revived"
     rig.wait(0.001)
     with pytest.raises(InvalidArgumentError, match=UNKNOWN):
         await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, BlockMask(offset=2))
@@ -247,7 +247,7 @@ async def test_a_repeated_finish_is_reported_what_the_first_one_was_reported_for
         (ALL_THREE, BlockMask(flags=(True,)), "has 1 entries.* 3"),
     ],
 )
-async def test_a_repeat_with_another_mask_is_reported_what_was_said(
+async def test_a_repeat_with_another_mask_is_rejected_with_the_first_outcome(
     rig: Rig, first: BlockMask, other: BlockMask, named: str
 ) -> None:
     started = await rig.start([1, 2, 3])
@@ -259,7 +259,7 @@ async def test_a_repeat_with_another_mask_is_reported_what_was_said(
     assert await rig.manager.finish_write(rig.manager.cache("i"), started.session.id, first) == answer
 
 
-async def test_a_repeat_is_for_who_started_the_session_and_for_its_instance(rig: Rig) -> None:
+async def test_a_repeat_is_for_the_principal_that_started_the_session_and_for_its_instance(rig: Rig) -> None:
     await rig.manager.register_instance(instance())
     with asking_as("one"):
         started = await rig.start([1, 2, 3])
@@ -310,7 +310,7 @@ async def test_a_decision_that_was_carried_out_by_someone_else_is_repeated(rig: 
     assert answer == FinishedWrite(served=0, dropped=3, vanished=0)
 
 
-async def test_of_two_who_carry_out_one_decision_the_first_reports_for_both() -> None:
+async def test_of_two_managers_that_carry_out_one_decision_the_first_reports_for_both() -> None:
     """Blocks may be removed between the two: what they found differs."""
     table, clock = MemoryTable(), FakeClock()
     decided = WriteSession("s", 1, 30.0, "l", (1, 2), (True, True))
@@ -321,7 +321,7 @@ async def test_of_two_who_carry_out_one_decision_the_first_reports_for_both() ->
     assert await managers[1].put(decided, document, FinishedWrite(1, 0, 1)) == FinishedWrite(2, 0, 0)
 
 
-async def test_what_is_remembered_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remembered_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_sessions, "_MOST", 2)
     with opened() as rig:
         ids = [(await rig.store([3 * at, 3 * at + 1, 3 * at + 2])).session.id for at in range(3)]
@@ -368,7 +368,7 @@ async def rig_on(settings: Settings, clock: FakeClock) -> IndexRig:
 
 
 async def manager_on(rig: IndexRig) -> CacheManager:
-    """A manager that knows what is registered."""
+    """A manager that has loaded the registry."""
     metadata: Metadata = rig.metadata
     storages = StorageDirectory("cluster")
     registry = type(rig.registry)(storages, metadata.store.table("registry"), metadata.store.flush, metadata.kind)
@@ -428,7 +428,7 @@ async def test_a_manager_that_was_restarted_over_its_data_directory_reports_the_
     await rig.metadata.close()
 
 
-# ── Told checksums ──
+# ── Reported checksums ──
 
 
 MOST = 2**64 - 1
@@ -518,7 +518,7 @@ async def test_what_does_not_fit_is_refused_and_the_session_stays_open(
     assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}] * 2
 
 
-async def test_what_is_reported_of_blocks_that_were_not_written_does_not_count(rig: Rig) -> None:
+async def test_checksums_of_blocks_that_were_not_written_do_not_count(rig: Rig) -> None:
     started = await rig.start([1, 2, 3])
     answer = [LocationChecksums([("nonsense", 1)]), of_both(3, 4), LocationChecksums([("tp0", 1), ("tp0", 2)])]
     await finish_with_checksums(rig, started, answer, BlockMask(flags=(False, True, False)))
@@ -597,7 +597,7 @@ def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
     ),
     most=st.integers(1, 7),
 )
-def test_what_was_reported_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
+def test_reported_checksums_come_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
     answer = [LocationChecksums(list(row.items()), of_only) for _, row, of_only in rows]
     keys = range(100, 100 + len(rows))
     stored = asyncio.run(checksums_of(answer, [is_written for is_written, _, _ in rows], ("a", "b", "c")))

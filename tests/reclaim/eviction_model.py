@@ -37,7 +37,7 @@ MODELS["ttl"] = MODELS["fifo"]
 
 
 class Model:
-    """The blocks of one instance, and who is evicted.
+    """The blocks of one instance, and the choice of victims.
 
     Args:
         policy: its name.

@@ -83,7 +83,7 @@ class EvictionRig:
         groups: by name.
         limits: above the groups.
         kept: the indexes.
-        evicted: what the reclaimer told.
+        evicted: the evictions that the reclaimer reported.
     """
 
     groups: dict[str, InstanceGroup]
@@ -118,7 +118,7 @@ class EvictionRig:
         return strategy.delay_before_delete_ms / 1000
 
     async def abort_overdue_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
-        raise AssertionError(f"nobody's session is overdue, not even that of {overdue} in {uid}")
+        raise AssertionError(f"no session is overdue here, but the executor ends {overdue} in {uid}")
 
     async def pinned_until(self, items: Sequence[DeletionItem]) -> list[float]:
         return [0.0] * len(items)
@@ -201,7 +201,7 @@ class EvictionRig:
         await index.read_modify_write(keys, mark)
 
     async def settle(self) -> list[int]:
-        """Reclaim until nothing is left to do; return the keys of what was evicted, in order."""
+        """Reclaim until nothing is left to do; return the keys of the evicted blocks, in order."""
         before = len(self.evicted)
         while await self.reclaimer.reclaim():
             pass

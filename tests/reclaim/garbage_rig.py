@@ -54,7 +54,7 @@ class Deployment:
     """One manager.
 
     Attributes:
-        marked: what the collector told of, in order: (key, kind).
+        marked: the blocks that the collector reported, in order: (key, kind).
     """
 
     def __init__(self, disk: Disk, clock: FakeClock) -> None:

@@ -68,7 +68,7 @@ def group(
     reclaim: dict[str, Any] | None = None,
     **fields: Any,
 ) -> InstanceGroup:
-    """A group with room for so many blocks; what is not named here is in `reclaim` or `fields`."""
+    """A group that fits so many blocks; `reclaim` and `fields` hold all other settings."""
     trigger = TriggerStrategy(used_size, mark, hysteresis)
     strategy = CacheReclaimStrategy(
         trigger_strategy=trigger, delay_before_delete_ms=delay_ms, **{"trigger_period_seconds": 3600, **(reclaim or {})}
@@ -151,7 +151,7 @@ class Levels(ManagerCore):
         retention: Retention = NO_HINT,
         **fields: Any,
     ) -> list[dict[str, str]]:
-        """Write a chain; return the uris of what was written, by spec. Refusals are raised."""
+        """Write a chain; return the uris of the written blocks, by spec. Refusals are raised."""
         started = await self.manager.start_write(self.manager.cache(to), WriteRequest(keys, **fields))
         count = len(started.chunks)
         await self.manager.finish_write(self.manager.cache(to), started.session.id, BlockMask(offset=count), retention)
@@ -210,7 +210,7 @@ class Levels(ManagerCore):
         return total
 
     async def receive(self) -> None:
-        """Hear what stores know; what is in this process's memory is heard of anyway."""
+        """Refresh every index from its store; an index in this process's memory is current anyway."""
         for each in self.manager.indexes():
             await each.meta_index.refresh()
 
@@ -244,12 +244,12 @@ class Levels(ManagerCore):
         return sum(self.manager.group_usage_bytes(group_name).values())
 
     def remaining(self, to: str = "i") -> int:
-        """Return the bytes of an instance without what is marked."""
+        """Return the bytes of an instance without its marked blocks."""
         index = self.manager.cache(to).index
         return sum(index.usage_bytes.values()) - sum(index.deleting_bytes.values())
 
     def order(self) -> list[int]:
-        """Return the keys of what was marked, in that order."""
+        """Return the keys of the marked blocks, in the order of marking."""
         return [change.key for each in self.evicted for change in each.changes]
 
     def reasons(self) -> Counter[str]:

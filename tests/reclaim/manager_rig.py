@@ -57,14 +57,14 @@ class ManagerRig(Levels):
         return {key: record for key, record in records if record is not None}
 
     async def store(self, instance_id: str, keys: Sequence[int]) -> int:
-        """Write a chain as far as there is room; return the number of blocks that were stored now."""
+        """Write the part of a chain that fits; return the number of blocks that were stored now."""
         try:
             return len(await self.write(keys, instance_id))
         except CapacityError:
             return 0
 
     async def read(self, instance_id: str, keys: Sequence[int]) -> int:  # type: ignore[override]
-        """Match a prefix; return how many blocks of it can be read. What was read is written down later."""
+        """Match a prefix; return how many blocks of it can be read. The manager records the reads later."""
         return len((await self.manager.match(self.manager.cache(instance_id), self.prefix(keys))).keys)
 
     async def settle(self) -> int:

@@ -1,7 +1,7 @@
 """What each policy means, in lists and dicts: slow, short, and written from the definitions alone.
 
-Models speak of blocks by their names, which never change; the policies under test hear of slots. An order is a list
-that is sorted, or searched, anew for every answer.
+Models speak of blocks by their names, which never change; the policies under test use slots. Each answer sorts or
+searches the list of an order again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Walk:
 
 
 class PolicyModel(ABC):
-    """What all models share: who is resident, and the walks that have begun."""
+    """The common part of all models: the resident blocks, and the walks that have begun."""
 
     def __init__(self, is_leaf: Callable[[int], bool]) -> None:
         self.is_leaf = is_leaf

@@ -19,7 +19,7 @@ from kvcm.telemetry.events import EventLog
 
 @dataclass
 class Faulty:
-    """A real storage whose deletions go wrong as told.
+    """A real storage whose deletions fail or hang as a test sets them.
 
     Attributes:
         inner: the storage.
@@ -29,7 +29,7 @@ class Faulty:
         under_way: uris that are being deleted.
         twice: uris whose deletion was begun while it was under way.
         open_gate: while unset, deletions hang.
-        forgotten_uris: uris that it was told of, that their metadata is gone.
+        forgotten_uris: uris that the executor reported as gone from the metadata.
     """
 
     inner: StorageBackend
@@ -90,13 +90,13 @@ def owned_index(instance_id: str, uid: int, meta_index: MetaIndex) -> IndexHandl
 
 
 class Rig:
-    """Blocks that are marked as deleting, the executor that deletes them, and who tells it what is due.
+    """Blocks that are marked as deleting, the executor that deletes them, and its callbacks.
 
     Attributes:
         held: until when the bytes of a block must stay, by key.
         delay: seconds for which what expired stays readable.
-        events: what the executor tells.
-        overdue: what the executor asked to be ended: (uid, blocks by session) each.
+        events: the events that the executor logs.
+        overdue: the sessions that the executor asked to end: (uid, blocks by session) each.
     """
 
     def __init__(self, names: Sequence[str] = ("a", "b")) -> None:
@@ -146,7 +146,7 @@ class Rig:
         await index.read_modify_write([key for keys in overdue.values() for key in keys], renew)
 
     async def run_due(self, after: float = 0.0) -> int:
-        """Delete what is due some seconds from now."""
+        """Run the deletions that are due some seconds from now."""
         self.clock.time += after
         return await self.executor.run_due()
 

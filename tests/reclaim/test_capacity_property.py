@@ -81,10 +81,10 @@ BOUNDS = st.builds(
 
 @dataclass(frozen=True)
 class Step:
-    """What happens next: a verb of `Run`, by which instance, with which chain, how long."""
+    """The next step: a verb of `Run`, its instance, its chain and their length."""
 
     verb: str
-    who: str
+    instance_id: str
     pick: int
     length: int
 
@@ -138,7 +138,7 @@ class Level(NamedTuple):
         return sum(size > 0 for size in sizes) if self.counts_blocks else sum(sizes)
 
     def high(self) -> int:
-        """What leaves no room for the largest block of the groups that may use it is too much as well."""
+        """Usage that leaves too few bytes for the largest block of its groups is above the mark as well."""
         largest = max(SIZES[one] for one in self.instances)
         return min(int(self.capacity * self.ratio + 1e-6), self.capacity - (1 if self.counts_blocks else largest))
 
@@ -192,26 +192,26 @@ class Run:
 
     async def write(self, step: Step) -> None:
         """A new chain, or one that goes on or branches off from another, whose prefix is written where it is gone."""
-        known = self.chains[step.who]
+        known = self.chains[step.instance_id]
         prefix = known[step.pick % len(known)][: step.pick % 11] if known and step.pick % 3 else ()
         chain = (*prefix, *(next(self.keys) for _ in range(step.length)))
         known.append(chain)
-        await self.rig.store(step.who, chain)
+        await self.rig.store(step.instance_id, chain)
         if step.pick % 5:
             await self.settle(step)
 
     async def read(self, step: Step) -> None:
-        known = self.chains[step.who]
+        known = self.chains[step.instance_id]
         if known:
-            await self.rig.read(step.who, known[step.pick % len(known)])
+            await self.rig.read(step.instance_id, known[step.pick % len(known)])
             await self.rig.manager.accesses.drain()
 
     async def remove(self, step: Step) -> None:
-        known = self.chains[step.who]
+        known = self.chains[step.instance_id]
         if known:
             chain = known[step.pick % len(known)]
             await self.rig.manager.remove(
-                self.rig.manager.cache(step.who), chain[step.pick % len(chain) :][:2], NO_MASK
+                self.rig.manager.cache(step.instance_id), chain[step.pick % len(chain) :][:2], NO_MASK
             )
 
     async def wait(self, step: Step) -> None:
@@ -231,20 +231,20 @@ class Run:
         if not crossed:
             assert not reported, "evicted though no mark was crossed"
             return
-        assert all(each.count(alive(after)) <= each.low() for each in crossed), "what was above its mark still is"
+        assert all(each.count(alive(after)) <= each.low() for each in crossed), "a level above its mark stays above it"
         self.check_each_was_needed(crossed, before, after)
         self.check_that_the_last_was_needed(crossed, reported, after)
 
     def check_each_was_needed(self, crossed: Sequence[Level], before: Records, after: Records) -> None:
-        """What was evicted helps, or follows what helps, and no block has lost its prefix (invariant 7)."""
-        no_one: Locations = {instance_id: {} for instance_id in SIZES}
+        """Each evicted block helps, or follows one that helps, and no block has lost its prefix (invariant 7)."""
+        empty: Locations = {instance_id: {} for instance_id in SIZES}
         for instance_id, key in gone(before, after):
             chain: dict[int, Sequence[Location]] = {}
             at: int | None = key
             while at is not None and at in before[instance_id]:
                 chain[at] = before[instance_id][at].locations
                 at = before[instance_id][at].parent
-            chains = {**no_one, instance_id: chain}
+            chains = {**empty, instance_id: chain}
             assert any(each.count(chains) for each in crossed), f"{key} of {instance_id} was evicted for nothing"
         for instance_id, key in gone(before, after):
             for child, record in after[instance_id].items():
@@ -267,7 +267,7 @@ class Run:
         return {instance_id: await self.rig.records(instance_id) for instance_id in SIZES}
 
     async def check_limits(self) -> None:
-        """Hard limits count what is being deleted, too (invariant 4)."""
+        """Hard limits count blocks in deletion, too (invariant 4)."""
         records = await self.records()
         used = {one: {key: record.locations for key, record in of.items()} for one, of in records.items()}
         for each in self.levels:
@@ -282,7 +282,7 @@ class Run:
 
 
 def alive(records: Records) -> dict[str, dict[int, Sequence[Location]]]:
-    """What is not being deleted."""
+    """Return the locations that are not in deletion."""
     return {
         instance_id: {
             key: [each for each in record.locations if each.status is not LocationStatus.DELETING]
@@ -316,7 +316,7 @@ async def test_limits_hold_and_no_more_is_evicted_than_they_ask_for(
 @EXAMPLES
 @given(policy=st.sampled_from(POLICIES), steps=STEPS)
 async def test_the_delay_before_deletions_changes_nothing(backends: Rig, policy: str, steps: list[Step]) -> None:
-    """Where no write is refused for what is still being deleted, the same blocks go in the same order."""
+    """If blocks in deletion cause no refusal of a write, the same blocks go in the same order."""
     orders = []
     for delay_ms in (0, 100, 1000):
         bounds = Bounds(1 << 40, 0, 0, 0, 0, 0.0, None, policy, delay_ms)

@@ -29,7 +29,7 @@ def rig() -> Rig:
     return Rig()
 
 
-async def test_what_is_due_first_is_deleted_first(rig: Rig) -> None:
+async def test_the_earliest_due_block_is_deleted_first(rig: Rig) -> None:
     uris = {key: await rig.block(key, after_seconds=due) for key, due in ((0, 4), (1, 1), (2, 2), (3, 3), (4, 0))}
     await rig.run_due(after=10)
     assert rig.storages.faults["a"].deleted == [uri for key in (4, 1, 2, 3, 0) for uri in uris[key]]
@@ -121,7 +121,7 @@ async def test_a_storage_that_is_configured_and_not_open_here_keeps_what_lies_on
 
 
 async def test_overdue_writers_are_ended_and_their_bytes_stay_until_then(rig: Rig) -> None:
-    """Whoever knows the sessions decides: here the session turns out to be renewed."""
+    """The owner of the sessions decides: here the session turns out to be renewed."""
     for key, due in ((1, 5.0), (2, 5.0), (3, 50.0)):
         await rig.block(key, status=LocationStatus.WRITING, after_seconds=due)
     assert await rig.run_due(after=5) == 2
@@ -136,8 +136,8 @@ async def test_rounds_at_the_same_time_delete_once(rig: Rig) -> None:
     assert rig.storages.faults["a"].deleted == list(uris)
 
 
-async def test_two_managers_that_delete_the_same_harm_no_one(rig: Rig) -> None:
-    """The leader that lost its lease is still at it: what was written meanwhile under another location stays."""
+async def test_two_managers_that_delete_the_same_block_harm_no_other_location(rig: Rig) -> None:
+    """The former leader still deletes: a location that a client wrote meanwhile stays."""
     other = rig.new_executor()
     await rig.block(1)
     rig.storages.faults["a"].open_gate.clear()
@@ -250,7 +250,7 @@ async def test_a_hanging_storage_is_asked_once_and_goes_on_where_it_stopped(rig:
         assert await rig.turns(lambda: is_gone(rig, *range(8)))
 
 
-async def test_what_was_held_is_looked_at_again_by_the_loop(rig: Rig) -> None:
+async def test_the_loop_checks_held_blocks_again(rig: Rig) -> None:
     """A lease that is released early gives its bytes back within a second."""
     rig.held[1] = rig.clock.time + 500
     async with running(rig):
@@ -312,7 +312,7 @@ async def test_a_failing_storage_shows_what_waits_and_drains_when_it_returns(rig
     assert (deleted.blocks, deleted.locations, deleted.byte_count) == (300, 300, 300 * 16)
 
 
-async def test_what_is_counted_as_deleted_is_what_went(rig: Rig) -> None:
+async def test_the_deletion_counters_count_the_deleted_locations(rig: Rig) -> None:
     await rig.block(1, location_id="old")
     await rig.block(1, location_id="older")
     await rig.block(1, location_id="later", after_seconds=10)
@@ -373,7 +373,7 @@ async def test_after_a_hang_the_free_workers_go_on(rig: Rig) -> None:
         assert await rig.turns(lambda: rig.index.key_count == 0)
 
 
-async def test_what_is_due_on_another_storage_is_reached_behind_all_that_hangs(rig: Rig) -> None:
+async def test_due_blocks_on_another_storage_are_reached_behind_all_that_hang(rig: Rig) -> None:
     """However much lies on the hanging one, and however early it was due."""
     rig.storages.faults["a"].open_gate.clear()
     for key in range(3000):
@@ -465,7 +465,7 @@ class Placed(NamedTuple):
 
 
 class World:
-    """A rig, what was put into it, and the executor that runs."""
+    """A rig, the blocks that the test put into it, and the running executor."""
 
     def __init__(self) -> None:
         self.rig = Rig(STORAGES[:2])
@@ -579,8 +579,8 @@ async def hang(rig: Rig, blocks: int) -> Faulty:
     return storage
 
 
-async def test_what_hangs_and_what_waits_is_dropped_once_the_storage_is_removed(rig: Rig) -> None:
-    """Usage returns (invariant 4); the storage is asked for nothing more, and told of nothing."""
+async def test_hanging_and_pending_deletions_are_dropped_once_the_storage_is_removed(rig: Rig) -> None:
+    """Usage returns (invariant 4); the executor sends the storage no more deletions and no reports."""
     storage = await hang(rig, 2000)
     async with running(rig):
         assert await rig.turns(lambda: storage.attempts == 4)
@@ -588,17 +588,17 @@ async def test_what_hangs_and_what_waits_is_dropped_once_the_storage_is_removed(
         await rig.turns(lambda: False, most=50)
         assert rig.executor.backlog("a").late == 4 * 128
         del rig.storages.faults["a"]
-        rig.clock.time += 61  # what was put off before is due
+        rig.clock.time += 61  # the postponed deletions are due
         assert await rig.turns(lambda: rig.index.key_count == 0, most=3000)
         assert sum(rig.index.usage_bytes.values()) == 0
-        storage.outage = OSError("late")  # nobody hears of it
+        storage.outage = OSError("late")  # no caller gets this error
         storage.open_gate.set()
         assert await rig.turns(lambda: not storage.under_way)
     assert (storage.attempts, storage.forgotten_uris) == (4, [])
 
 
-async def test_what_was_let_go_of_is_not_asked_for_again_when_the_storage_comes_back_at_once(rig: Rig) -> None:
-    """The call that hangs may still delete: those bytes are nobody's before it is over, so nobody is told of them."""
+async def test_a_dropped_deletion_is_not_repeated_when_the_storage_comes_back_at_once(rig: Rig) -> None:
+    """The call that hangs may still delete: until it is over the bytes have no owner, and the storage no report."""
     storage = await hang(rig, 1)
     async with running(rig):
         assert await rig.turns(lambda: storage.attempts == 1)
@@ -656,7 +656,7 @@ async def place(rig: Rig, key: int = 1) -> Location | None:
 
 
 async def test_it_stays_readable_for_the_delay_and_is_deleted_then(rig: Rig) -> None:
-    """Invariant 6: whoever was given it a moment ago can still read it."""
+    """Invariant 6: a client that just got its location can still read it."""
     rig.delay = 5.0
     uris = await rig.block(1, status=LocationStatus.SERVING, after_seconds=100)
     assert await rig.run_due(after=99) == 0

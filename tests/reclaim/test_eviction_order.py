@@ -149,7 +149,7 @@ class Run:
 
 
 class OneByOne(Run):
-    """Room is made after every block."""
+    """A run that reclaims after every block."""
 
     async def store(self, chain: Sequence[int]) -> None:
         for start in range(len(chain)):
@@ -205,9 +205,9 @@ async def test_no_leaf_goes_before_a_colder_one(backends: Rig, steps: list[Step]
 @EXACT
 @pytest.mark.parametrize("policy", sorted(MODELS.keys() - {"leaf_lru", "s3fifo"}))
 async def test_an_eviction_of_many_batches_goes_on_in_order(policy: str, backends: Rig) -> None:
-    """What is chosen in one batch does not disturb the order of the next."""
+    """The victims of one batch do not disturb the order of the next."""
     run, random = Run(policy, backends), Random(policy)
-    run.rig.groups["g"] = group_of(policy=policy)  # there is room
+    run.rig.groups["g"] = group_of(policy=policy)  # without a limit
     for _ in range(60):
         pick = random.randrange(1 << 16)
         prefix = run.chain(pick)[: pick % 7]
@@ -219,7 +219,7 @@ async def test_an_eviction_of_many_batches_goes_on_in_order(policy: str, backend
     await run.reclaim()
 
 
-# ── Who is evicted over a store that managers share ──
+# ── Victims over a store that managers share ──
 
 
 CHAINS, CHAIN = 320, 11
@@ -279,7 +279,7 @@ class Workload:
         return {key: access for key, access in accesses if access is not None}
 
 
-def leaves_no_one_behind(victims: Iterable[int], left: Mapping[int, BlockRecord]) -> bool:
+def leaves_no_block_without_its_prefix(victims: Iterable[int], left: Mapping[int, BlockRecord]) -> bool:
     gone = set(victims)
     return not any(record.parent in gone for record in left.values())
 
@@ -307,7 +307,7 @@ async def test_nearly_all_victims_are_among_the_coldest(policy: str, backends: R
         victims = await rig.settle()
         left = await rig.resident(index)
         assert len(victims) == len(known) - len(left) == -(-(used - int((used - 1) * 0.94)) // BLOCK)
-        assert leaves_no_one_behind(victims, left)
+        assert leaves_no_block_without_its_prefix(victims, left)
         ranks = {key: RANKS[policy](each) for key, each in known.items()}
         assert is_among_the_coldest(victims, ranks, 0.1) >= 0.95
         await workload.read(2)
@@ -440,7 +440,7 @@ FOR_EVER = 1e12
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru", "sieve"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "writing"])
 async def test_a_type_that_can_give_nothing_costs_no_other_type(policy: str, is_pinned: bool) -> None:
-    """What is above its mark is pinned, or just being written: nothing elsewhere would help."""
+    """The blocks above the mark are pinned or in writing: no eviction elsewhere would help."""
     group = group_of(policy=policy, ratio=0.5, quotas={StorageType.ST_DUMMY: 10 * BLOCK})
     rig = EvictionRig({"g": group})
     index = rig.add()
@@ -481,8 +481,8 @@ async def test_a_block_that_is_written_again_while_its_bytes_are_deleted_is_youn
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru"])
-async def test_blocks_that_follow_each_other_in_a_circle_end_no_observe(policy: str) -> None:
-    """Writers can say so: whoever climbs a chain comes to an end nevertheless."""
+async def test_blocks_that_follow_each_other_in_a_circle_hang_no_round(policy: str) -> None:
+    """Writers can send such parents: a walk up a chain ends nevertheless."""
     group = group_of(policy=policy, ratio=0.5, quotas={StorageType.ST_DUMMY: 10 * BLOCK})
     rig = EvictionRig({"g": group})
     index = rig.add()
@@ -493,7 +493,7 @@ async def test_blocks_that_follow_each_other_in_a_circle_end_no_observe(policy: 
     assert await rig.settle() == []
 
 
-# ── What was chosen and could not be marked stays where it was in the order ──
+# ── A victim that could not be marked stays where it was in the order ──
 
 
 class Refusing(MemoryBackend):

@@ -70,7 +70,7 @@ async def test_a_policy_of_the_same_name_with_another_age_is_in_force_at_once() 
 
 
 async def test_marks_that_are_switched_off_and_on_again() -> None:
-    """Meanwhile nobody listens to the index: what was written and removed then is known all the same."""
+    """Meanwhile the reclaimer does not follow the index: it knows the blocks written and removed then all the same."""
     with levels(ordered("lru")) as rig:
         await rig.write_each(range(8))
         await rig.reclaim()
@@ -151,7 +151,7 @@ def removing(rig: Levels, removed: str) -> list[asyncio.Task[None]]:
 @pytest.mark.parametrize("age", [0, 100])
 @pytest.mark.parametrize("removed", ["i", "j"])
 async def test_an_instance_may_be_removed_while_another_one_is_being_reclaimed(removed: str, age: int) -> None:
-    """For want of room as for its age: looks end in good order, whichever of them they look at first."""
+    """For lack of space as for age: rounds end in good order, in either order of the instances."""
     strategy = {"policy": EvictionPolicy("fifo", age)}
     configured = group(blocks=8000, mark=0.01, hysteresis=0.0, reclaim=strategy)
     with levels(configured, [instance("i"), instance("j")]) as rig:
@@ -179,7 +179,7 @@ async def test_a_group_that_is_gone_is_left_alone() -> None:
         assert await rig.reclaim() == 2
 
 
-async def test_what_was_crossed_counts_until_its_low_end_was_reached() -> None:
+async def test_a_crossed_mark_counts_until_usage_reaches_its_low_end() -> None:
     """Also when the step ends in between; but not after a setting that needs nothing any more."""
     configured = group(blocks=100, mark=0.8, hysteresis=0.4, reclaim={"reclaim_step_size": 10 * BLOCK})
     with levels(configured) as rig:
@@ -236,7 +236,7 @@ async def test_ages_of_evicted_blocks_are_counted() -> None:
         assert (evicted, ages.counts[-1], ages.total) == (3, 3, 48.0 + 47.0 + 46.0)
 
 
-# ── Ages at which blocks leave although there is room ──
+# ── Ages at which blocks leave although they fit ──
 
 
 FIXED = [EvictionPolicy("ttl", 100), EvictionPolicy("fifo", 100)]
@@ -323,7 +323,7 @@ async def test_a_block_that_was_written_again_has_a_new_age(policy: EvictionPoli
 
 @pytest.mark.parametrize("policy", [*FIXED, *SLIDING], ids=named)
 async def test_ages_survive_a_new_leader(policy: EvictionPolicy) -> None:
-    """Whoever leads next reads the blocks and knows when they have to go."""
+    """The next leader reads the blocks and knows when they have to go."""
     with levels(aged(policy)) as rig:
         await rig.write_each(range(5), seconds=10)
         await rig.reclaim()
@@ -333,7 +333,7 @@ async def test_ages_survive_a_new_leader(policy: EvictionPolicy) -> None:
         assert await rig.left(range(5)) == [3, 4]
 
 
-async def test_many_expired_blocks_go_in_one_observe() -> None:
+async def test_many_expired_blocks_go_in_one_round() -> None:
     with levels(aged(EvictionPolicy("ttl", 100))) as rig:
         await rig.write(list(range(100)))
         rig.wait(101)
@@ -515,8 +515,8 @@ async def test_priorities_of_writer_and_class_add_up() -> None:
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo"])
-async def test_what_is_pinned_stays_whatever_the_pressure_and_goes_afterwards(policy: str) -> None:
-    """Invariant 7 holds around it: the head of what is pinned is not taken from under it."""
+async def test_pinned_blocks_stay_under_any_pressure_and_go_afterwards(policy: str) -> None:
+    """Invariant 7 holds around it: the reclaimer does not evict the prefix of a pinned block."""
     strategy = {"policy": EvictionPolicy(policy)}
     configured = group(blocks=20, mark=0.5, hysteresis=0.0, reclaim=strategy, pin_budget_bytes=1000)
     with levels(configured) as rig:
@@ -534,7 +534,7 @@ async def test_what_is_pinned_stays_whatever_the_pressure_and_goes_afterwards(po
         assert await rig.left([1, 2, 3, *range(100, 200)]) == []
 
 
-async def test_what_was_unpinned_goes_at_once() -> None:
+async def test_unpinned_blocks_go_at_once() -> None:
     configured = group(blocks=20, mark=0.5, hysteresis=0.0, pin_budget_bytes=1000)
     with levels(configured) as rig:
         await rig.write_each(range(10))
@@ -632,7 +632,7 @@ async def test_states_stay_at_branch_points_and_ends() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 async def test_only_the_bytes_of_the_states_are_deleted(apart: bool) -> None:
-    """Invariants 4 and 5: what was marked, what is gone and what still counts are the same."""
+    """Invariants 4 and 5: marked bytes, deleted bytes and the decrease of usage are the same."""
     with levels(bytes_for(8 * (KV + STATE), low=7 * STATE - 1), hybrid()) as rig:
         if apart:
             attention = [each["kv"] for each in await rig.write(CHAIN, spec_groups=["light"] * 8)]

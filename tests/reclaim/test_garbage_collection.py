@@ -48,7 +48,7 @@ async def read(site: Deployment, mode: MatchMode, keys: Sequence[int] = CHAIN, w
 # ── blocks whose prefix is gone ──
 
 
-async def test_what_is_behind_a_gap_goes_from_the_tail_when_its_grace_is_over(site: Deployment) -> None:
+async def test_blocks_behind_a_gap_go_from_the_tail_when_their_grace_is_over(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])
     assert (await collect(site)).without_prefix == 0
@@ -62,7 +62,7 @@ async def test_what_is_behind_a_gap_goes_from_the_tail_when_its_grace_is_over(si
     assert (await collect(site)).without_prefix == 0
 
 
-async def test_what_is_collected_stays_readable_for_the_delay(site: Deployment) -> None:
+async def test_collected_blocks_stay_readable_for_the_delay(site: Deployment) -> None:
     """Invariant 6; then bytes and metadata go as in any deletion."""
     await site.store(CHAIN)
     await site.remove([1])
@@ -80,7 +80,7 @@ async def test_a_parent_that_is_only_being_deleted_is_gone(site: Deployment) -> 
     assert (await after_grace(site)).without_prefix == 6
 
 
-async def test_a_prefix_that_came_back_in_time_saves_what_is_behind(site: Deployment) -> None:
+async def test_a_prefix_that_came_back_in_time_saves_the_blocks_behind(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])
     await collect(site)
@@ -90,7 +90,7 @@ async def test_a_prefix_that_came_back_in_time_saves_what_is_behind(site: Deploy
     assert await site.serving() == {1, 2, 3, 5, 6, 7, 8, 9, 10}
 
 
-async def test_a_pin_holds_its_block_and_what_is_before_it(site: Deployment) -> None:
+async def test_a_pin_holds_its_block_and_its_prefix(site: Deployment) -> None:
     await site.store(CHAIN)
     await site.remove([4])
     until = site.clock.time + 5000
@@ -102,7 +102,7 @@ async def test_a_pin_holds_its_block_and_what_is_before_it(site: Deployment) -> 
     assert await site.serving() == {1, 2, 3}
 
 
-async def test_a_writer_holds_its_block_and_what_is_before_it(tmp_path: Path) -> None:
+async def test_a_writer_holds_its_block_and_its_prefix(tmp_path: Path) -> None:
     """It stores another spec of a block behind the gap."""
     with deployed(Disk(tmp_path), specs=("a", "b"), groups={"a": ("a",), "ab": ("a", "b")}) as site:
         await site.store(CHAIN, spec_groups=["a"] * 10)
@@ -225,7 +225,7 @@ async def test_the_background_collects_when_the_grace_is_over(site: Deployment) 
     await lap(site)
     assert site.marked == []
     site.clock.time += 1
-    assert await site.collector.step() == 0, "between two laps: what is due does not wait for the next one"
+    assert await site.collector.step() == 0, "between two laps: due blocks do not wait for the next one"
     assert len(site.marked) == 149
 
 
@@ -311,7 +311,7 @@ STEPS = st.one_of(
 
 
 class Model:
-    """Which blocks serve, what is before each, and since when a block's prefix is not complete."""
+    """The serving blocks, the parent of each, and since when a block's prefix is not complete."""
 
     def __init__(self) -> None:
         self.stored: dict[int, int | None] = {}
@@ -393,7 +393,7 @@ async def test_blocks_whose_file_is_missing_or_short_go(site: Deployment) -> Non
     assert sorted(site.marked) == [(9, "without_bytes"), (10, "without_bytes")]
 
 
-async def test_a_missing_part_takes_what_is_useless_without_it(tmp_path: Path) -> None:
+async def test_a_missing_part_removes_the_parts_that_are_useless_without_it(tmp_path: Path) -> None:
     """Each spec was written by itself: without `a` nothing is left of group `ab`; without `c` it is whole."""
     with deployed(Disk(tmp_path), specs=("a", "b", "c"), groups={"ab": ("a", "b"), "abc": ("a", "b", "c")}) as site:
         for name in (["ab"], ["abc"]):
@@ -407,7 +407,7 @@ async def test_a_missing_part_takes_what_is_useless_without_it(tmp_path: Path) -
         assert (await site.serving(), serving) == ({2}, [("a", "b")])
 
 
-async def test_what_is_being_written_may_complete_a_replica(tmp_path: Path) -> None:
+async def test_a_write_in_flight_may_complete_a_replica(tmp_path: Path) -> None:
     """`a` lies in two locations, one of which is lost, and `b` is on its way."""
     with deployed(Disk(tmp_path), specs=("a", "b")) as site:
         await site.store([1])
@@ -463,7 +463,7 @@ SHORT_CHAIN = [1, 2, 3]
 
 @pytest.fixture(params=["missing", "empty"])
 def mount_point(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Root of the storage; what is seen of it while nothing is mounted is the parameter."""
+    """Root of the storage; the parameter says how it looks while nothing is mounted."""
     return tmp_path / request.param
 
 
@@ -556,7 +556,7 @@ async def test_a_manager_that_follows_another_makes_nothing(mounted: Deployment,
     other.close()
 
 
-async def test_an_update_makes_again_what_is_gone_for_good(mounted: Deployment, mount_point: Path) -> None:
+async def test_an_update_creates_a_lost_root_again(mounted: Deployment, mount_point: Path) -> None:
     unmount(mount_point)
     again = await restarted(mounted)
     await again.registry.storages.update_in_background(StorageConfig(NFS, NfsStorageSpec(str(mount_point))))
@@ -582,11 +582,11 @@ async def test_a_manager_that_saw_it_mounted_puts_off_its_deletions_as_well(
 async def test_a_deployment_that_was_moved_writes_beside_the_blocks_of_the_first(
     mounted: Deployment, mount_point: Path
 ) -> None:
-    """Its storages came configured, and it never wrote there. Another deployment's blocks tell that it is mounted."""
+    """Its storages came configured, and it never wrote there. Another deployment's blocks prove that it is mounted."""
     moved = Disk(mount_point, "cluster-2", store=mounted.disk.store, backends=mounted.disk.backends)
     empty = Deployment(moved, mounted.clock)
     await empty.registry.load()
-    assert empty.storages.backend(NFS) is None, "nothing tells that it is mounted"
+    assert empty.storages.backend(NFS) is None, "nothing proves that it is mounted"
     empty.close()
     await mounted.store(SHORT_CHAIN)
     full = Deployment(moved, mounted.clock)
@@ -596,7 +596,7 @@ async def test_a_deployment_that_was_moved_writes_beside_the_blocks_of_the_first
     full.close()
 
 
-async def test_a_start_says_what_is_missing(mounted: Deployment, mount_point: Path) -> None:
+async def test_a_start_names_the_missing_root(mounted: Deployment, mount_point: Path) -> None:
     unmount(mount_point)
     with pytest.raises(StorageIOError, match=r"storage nfs: .*/cluster-1/ is not there, is it mounted on this host\?"):
         mounted.storages.prepare(StorageConfig(NFS, NfsStorageSpec(str(mount_point))), is_new=False)

@@ -47,7 +47,7 @@ async def test_a_type_gives_up_its_own_copies_only() -> None:
 
 
 async def test_states_between_go_first() -> None:
-    """40 bytes per block, 30 of them state; the mark is 110 bytes below what is used."""
+    """40 bytes per block, 30 of them state; the mark is 110 bytes below the usage."""
     registered = instance(specs={"kv": 10, "state": 30}, linear=("state",))
     configured = group(blocks=40, mark=0.525, hysteresis=0.0)
     with levels(configured, registered) as rig:
@@ -85,7 +85,7 @@ async def test_a_short_age_of_a_class_is_kept_behind_many_older_blocks() -> None
         assert await rig.left([5000, 5001, 5002]) == [5000]
 
 
-async def test_what_may_go_again_goes_before_what_is_warmer() -> None:
+async def test_unpinned_blocks_go_before_warmer_ones() -> None:
     """The coldest blocks, two windows of them, are pinned: the walk goes on behind them, and comes back."""
     fields: Any = {"blocks": 10_000, "mark": 0, "hysteresis": 0.0, "pin_budget_bytes": 100_000}
     with levels(group(**fields)) as rig:

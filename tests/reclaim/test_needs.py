@@ -46,7 +46,7 @@ PREFERS_POOL = CachePreferStrategy.CPS_PREFER_TAIR_MEMPOOL
 
 
 def typed(**changes: object) -> InstanceGroup:
-    """Writes go to the pool while that has room for them: 100 bytes, of which 80 are its mark."""
+    """Writes go to the pool while they fit there: its limit is 100 bytes, its mark 80."""
     fields = {"storages": ("a", LEVELS_POOL), "types": {POOL: 100}, "prefers": PREFERS_POOL, **changes}
     return group(blocks=100, hysteresis=0.2, **fields)  # type: ignore[arg-type]
 
@@ -164,7 +164,7 @@ async def test_the_hysteresis_is_how_far_eviction_goes(hysteresis: float | None,
 @pytest.mark.parametrize("level", ["group", "type", "keys", "storage", "global", "size"])
 @pytest.mark.parametrize("mark", [0.8, 1.0])
 async def test_a_write_that_crosses_a_mark_wakes(level: str, mark: float) -> None:
-    """Whatever there is to evict after a write, somebody was woken for."""
+    """If a write leaves something to evict, it wakes a reclaimer."""
     limits = {"types": {DUMMY: 100}} if level == "type" else {"max_keys": 10} if level == "keys" else {}
     size = {"used_size": 80} if level == "size" else {}
     quota = "q" if level == "global" else ""
@@ -312,8 +312,8 @@ class Rules(NamedTuple):
         guaranteed: dict[str, int],
         kept_bytes: int,
     ) -> Iterator[Seen]:
-        """Each gives what it uses above its guarantee and an equal share of what nobody is guaranteed, whoever is
-        furthest above first; what that leaves is taken from all."""
+        """Each gives its usage above its guarantee and an equal share of the bytes without a guarantee, the group
+        furthest above first; the rest comes from all."""
         users = [one for one in groups if self.used(one, counts)]
         total = sum(self.used(one, counts) for one in users)
         excess = self.excess(label, mark, total + kept_bytes)
@@ -437,7 +437,7 @@ async def test_proportional_takes_the_same_part_of_each() -> None:
         assert counts(rig) == {"i": 25, "j": 15, "k": 5}
 
 
-async def test_fixed_takes_from_whichever_is_furthest_above_its_share() -> None:
+async def test_fixed_takes_from_the_instance_furthest_above_its_share() -> None:
     configured = shared("fixed", mark=0.6, instance_overrides=weights(i=2.0))
     with levels(shared("fixed", instance_overrides=weights(i=2.0)), THREE) as rig:
         await rig.fill(i=30, j=40, k=10)
@@ -507,7 +507,7 @@ def stepped(mark: float = 0.5, name: str = "g", **reclaim: Any) -> InstanceGroup
         ({"reclaim_step_size": BLOCK // 2}, 1),
     ],
 )
-async def test_a_observe_marks_no_more_than_a_step(limits: dict[str, int], blocks: int) -> None:
+async def test_a_round_marks_no_more_than_a_step(limits: dict[str, int], blocks: int) -> None:
     """A step below one block is one block: otherwise nothing would ever go."""
     with levels(stepped(**limits)) as rig:
         await rig.write_each(range(80))
@@ -516,12 +516,12 @@ async def test_a_observe_marks_no_more_than_a_step(limits: dict[str, int], block
         assert rig.order() == list(range(blocks))
 
 
-async def test_later_observes_go_on_to_the_low_end_and_then_stop() -> None:
+async def test_later_rounds_go_on_to_the_low_end_and_then_stop() -> None:
     """Also below the high end, where a fresh reclaimer would not begin."""
     with levels(stepped(reclaim_step_size=9 * BLOCK)) as rig:
         await rig.write_each(range(80))
-        observes = [await rig.reclaimer.reclaim() for _ in range(6)]
-        assert observes == [9, 9, 9, 9, 4, 0]
+        marked = [await rig.reclaimer.reclaim() for _ in range(6)]
+        assert marked == [9, 9, 9, 9, 4, 0]
         assert not rig.reclaimer.is_held_back
         assert rig.remaining() == 40 * BLOCK
 
@@ -577,7 +577,7 @@ G, H = holding(1, "g"), holding(2, "h")
 
 
 def served(found: list[ReclaimNeed], batches: int) -> list[tuple[str, int]]:
-    """Return who is served, and how much, when every batch gives one block and new writes take its place."""
+    """Return the served groups with their amounts, when every batch gives one block and new writes replace it."""
     servings, turns = NeedQueue(set()), []
     for _ in range(batches):
         chosen = servings.next(found)
@@ -627,7 +627,7 @@ def test_levels_of_one_group_together_take_what_the_greatest_asks_for(amounts: l
     assert turns[found[0].name] == amounts[0]
 
 
-async def test_a_observe_serves_groups_in_turns() -> None:
+async def test_a_round_serves_groups_in_turns() -> None:
     """A batch is 32 blocks."""
     groups = [group(name, blocks=200, mark=0.5, hysteresis=0.0) for name in ("g", "h")]
     with levels(groups, [instance(each.name, each.name) for each in groups]) as rig:
@@ -660,7 +660,7 @@ async def test_levels_that_are_served_in_turns_evict_no_more_than_needed(mark: f
         assert len(await rig.left(range(150))) <= 160 * mark
 
 
-async def test_a_observe_that_takes_long_begins_again() -> None:
+async def test_a_round_that_takes_long_begins_again() -> None:
     """Else instances, ages and settings that came since would wait until a flood ends. A batch takes 0.4 s here."""
     with levels(group(blocks=1000, mark=0.5, hysteresis=0.0)) as rig:
         await rig.write_each(range(900))

@@ -172,7 +172,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.model.end(each.walk)
 
     @invariant()
-    def agree_on_who_is_resident(self) -> None:
+    def agree_on_the_resident_blocks(self) -> None:
         assert len(self.policy) == len(self.blocks) == len(self.model.order())
         assert [slot for slot in range(-3, SLOTS + 3) if slot in self.policy] == sorted(self.blocks)
 
@@ -304,12 +304,12 @@ def test_an_iteration_that_is_given_up_leaves_nothing_behind(name: str) -> None:
     assert next(policy.victims()) == victim == next(fresh.victims())
 
 
-def test_leaf_lru_observes_at_few_blocks_of_chains_that_are_touched_from_the_tail() -> None:
-    observes = 0
+def test_leaf_lru_checks_few_blocks_of_chains_that_are_touched_from_the_tail() -> None:
+    checks = 0
 
     def is_leaf(slot: int) -> bool:
-        nonlocal observes
-        observes += 1
+        nonlocal checks
+        checks += 1
         return slot % 10 == 9 or slot + 1 not in policy
 
     policy = LeafLru(is_leaf)
@@ -319,15 +319,15 @@ def test_leaf_lru_observes_at_few_blocks_of_chains_that_are_touched_from_the_tai
     for slot in policy.victims():
         policy.remove(slot)
     assert len(policy) == 0
-    assert observes <= 2000
+    assert checks <= 2000
 
 
 def test_leaf_lru_goes_on_where_it_was_when_many_followed_blocks_are_older() -> None:
-    observes = 0
+    checks = 0
 
     def is_leaf(slot: int) -> bool:
-        nonlocal observes
-        observes += 1
+        nonlocal checks
+        checks += 1
         return slot >= 1000 and (slot % 2 == 1 or slot + 1 not in policy)
 
     policy = LeafLru(is_leaf)
@@ -339,7 +339,7 @@ def test_leaf_lru_goes_on_where_it_was_when_many_followed_blocks_are_older() -> 
         policy.remove(slot)
     # An even block is followed by the odd one behind it, and comes right after it.
     assert found == [slot for odd in range(1001, 1200, 2) for slot in (odd, odd - 1)]
-    assert observes < 1000 + 200 * 260
+    assert checks < 1000 + 200 * 260
 
 
 # ── Blocks put back into an order by what a store remembers of them leave as they would have left ──
@@ -384,14 +384,14 @@ def summary(written_at: float, reads: int) -> Summary:
     return Summary(written_at, written_at + reads, reads)
 
 
-def test_sieve_takes_what_was_never_read_and_then_the_rest_each_by_age() -> None:
+def test_sieve_evicts_unread_blocks_and_then_the_others_each_by_age() -> None:
     summaries = {0: summary(4, 0), 1: summary(1, 2), 2: summary(2, 0), 3: summary(3, 1)}
     policy = restored(Sieve, summaries)
     policy.insert(4, 4)
     assert list(policy.victims()) == [2, 0, 4, 1, 3]
 
 
-def test_s3fifo_puts_what_was_read_twice_into_main() -> None:
+def test_s3fifo_puts_blocks_read_twice_into_main() -> None:
     summaries = {slot: summary(slot, 2 if slot < 6 else slot % 2) for slot in range(10)}
     policy = restored(S3Fifo, summaries)
     assert list(policy.victims()) == [*range(6, 10), *range(6)]

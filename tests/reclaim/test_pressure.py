@@ -1,4 +1,4 @@
-"""What wakes the reclaimer: a write that crosses a mark, another manager; and what is cached of usage."""
+"""Wakes of the reclaimer: a write that crosses a mark, another manager; and the cache of usage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Books:
     """Bytes of groups on storage `a`.
 
     Attributes:
-        asked: what was asked for, how often.
+        asked: number of calls of each method.
     """
 
     on_a: Mapping[str, int]
@@ -71,8 +71,8 @@ def big(name: str, guaranteed: int = 0, quota: str = "", types: dict[StorageType
 def test_a_write_wakes_exactly_where_there_is_something_to_evict(
     used: list[int], guaranteed: list[int], grown: int
 ) -> None:
-    """A storage of 100 bytes, marked at 90: who is woken finds something to do, and a write that makes something to do
-    wakes."""
+    """A storage of 100 bytes, marked at 90: a woken reclaimer finds something to evict, and a write that leaves
+    something to evict wakes it."""
     groups = [big(name, size) for name, size in zip(NAMES, guaranteed, strict=True)]
     instances = [instance(name, name, {"kv": 1}) for name in NAMES]
     with levels(groups, instances) as rig:
@@ -99,7 +99,7 @@ def test_a_write_wakes_exactly_where_there_is_something_to_evict(
 
 
 @pytest.mark.parametrize("level", ["storage", "global"])
-async def test_a_shared_mark_leaves_space_for_the_largest_block_of_all_who_share_it(level: str) -> None:
+async def test_a_shared_mark_leaves_space_for_the_largest_block_of_all_its_groups(level: str) -> None:
     """Else the group of the large blocks is refused before anything is evicted for it."""
     small, large = big("small", quota="q"), big("large", quota="q")
     with levels([small, large], [instance("s", "small"), instance("l", "large", {"kv": 4 * BLOCK})]) as rig:
@@ -138,7 +138,7 @@ async def test_a_write_asks_once_for_each_limit_however_many_groups_there_are() 
         assert books.asked == {"group_bytes": 1, "bytes_on_storage": 2, "bytes_by_group": 1}
 
 
-async def test_what_a_quota_forbids_is_kept_from_no_one_by_the_mark() -> None:
+async def test_a_mark_reserves_no_guaranteed_bytes_that_a_quota_forbids() -> None:
     """Hard limit and mark mean the same by a guarantee: the least of it, the group's quota, and that on the type."""
     a, b = big("x", 60, types={StorageType.ST_DUMMY: 10}), big("y")
     with levels([a, b], [instance("i", "x", {"kv": 1}), instance("j", "y", {"kv": 1})]) as rig:
@@ -201,10 +201,10 @@ async def nodes() -> list[Node]:
     ("steps", "woken"),
     [
         ("a!", (1, 0, 0)),
-        ("b! b c a b c a b c a", (1, 0, 0)),  # another manager's write is heard of once
+        ("b! b c a b c a b c a", (1, 0, 0)),  # the leader receives another manager's write once
         ("b! b a c! c a b! b a b! b a", (4, 0, 0)),  # and every later one again
         ("b! c! b c a", (1, 0, 0)),
-        ("-a b! b +c c", (0, 0, 1)),  # the next leader hears of what was requested while nobody led
+        ("-a b! b +c c", (0, 0, 1)),  # the next leader receives the requests from the time without a leader
         ("-a b! b a +a a", (1, 0, 0)),
     ],
 )
@@ -237,7 +237,7 @@ async def test_a_store_that_fails_loses_no_wake() -> None:
 async def turns(enough: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Let the loop run until something holds; return whether it did."""
     async with asyncio.timeout(seconds):
-        while not enough():  # noqa: ASYNC110 - what is waited for says nothing
+        while not enough():  # noqa: ASYNC110 - the condition sends no signal
             await asyncio.sleep(0.001)
     return True
 
@@ -252,7 +252,7 @@ async def reclaiming(rig: Levels, is_leader: Callable[[], bool] = lambda: True) 
         running.cancel()
 
 
-async def test_a_reclaimer_that_was_woken_observes_once_and_waits_again() -> None:
+async def test_a_woken_reclaimer_runs_one_round_and_waits_again() -> None:
     with levels(group(), instance()) as rig:
         async with reclaiming(rig):
             await turns(lambda: rig.reclaimer.stats.round_count == 1)
@@ -264,8 +264,8 @@ async def test_a_reclaimer_that_was_woken_observes_once_and_waits_again() -> Non
             assert rig.reclaimer.stats.round_count == 2
 
 
-async def test_a_wake_during_a_observe_is_not_lost() -> None:
-    """What is written while a look is under way may be just what that look did not see."""
+async def test_a_wake_during_a_round_is_not_lost() -> None:
+    """A round may miss the blocks that are written while it is under way."""
     with levels(group(), instance()) as rig:
         rig.reclaimer = rig.new_reclaimer(lambda evicted: (rig.evicted.append(evicted), rig.reclaimer.wake())[0])
         await rig.write_each(range(9))
@@ -273,7 +273,7 @@ async def test_a_wake_during_a_observe_is_not_lost() -> None:
             await turns(lambda: rig.reclaimer.stats.round_count == 2)
 
 
-async def test_only_the_leader_observes() -> None:
+async def test_only_the_leader_runs_rounds() -> None:
     with levels(group(), instance()) as rig:
         leads: list[bool] = []
         async with reclaiming(rig, lambda: bool(leads)):
@@ -285,7 +285,7 @@ async def test_only_the_leader_observes() -> None:
             await turns(lambda: rig.reclaimer.stats.round_count == 1)
 
 
-async def test_a_step_limit_is_followed_by_the_next_observe_without_a_wake() -> None:
+async def test_the_next_round_follows_a_step_limit_without_a_wake() -> None:
     with levels(group(blocks=100, mark=0.5, hysteresis=0.0, reclaim={"reclaim_step_size": 200}), instance()) as rig:
         await rig.write_each(range(90))
         async with reclaiming(rig):
@@ -293,7 +293,7 @@ async def test_a_step_limit_is_followed_by_the_next_observe_without_a_wake() -> 
             assert rig.reclaimer.stats.round_count >= 2
 
 
-# ── What is remembered of an index between two looks is what a look at it would find ──
+# ── The remembered usage of an index equals its current usage ──
 
 
 STEPS = 300
@@ -325,7 +325,7 @@ async def change(rig: Levels, generator: Random) -> None:
     await generator.choice(steps)()
 
 
-async def test_what_is_remembered_is_what_is_there() -> None:
+async def test_remembered_usage_is_current_usage() -> None:
     generator, known = Random(1), UsageReader()
     with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
         held: set[tuple[int, ...]] = set()
@@ -337,7 +337,7 @@ async def test_what_is_remembered_is_what_is_there() -> None:
         assert len(held) > STEPS // 10
 
 
-async def test_what_did_not_change_is_not_looked_at_again() -> None:
+async def test_an_unchanged_index_is_not_read_again() -> None:
     known = UsageReader()
     with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
         await rig.write([1, 2], "i")

@@ -126,11 +126,11 @@ def test_the_memory_of_names_forgets_the_oldest_first(steps: list[tuple[str, int
         assert not any(each in ghost for each in names[: len(names) - count])
 
 
-# ── Whose turn it is to give up a block ──
+# ── The instance that gives up the next block ──
 
 
 def turns(strategy: str, used: list[int], weights: list[float], amount: int, ages: list[float]) -> list[int]:
-    """Return who gives, one block after the other."""
+    """Return the instance that gives each block, in order."""
     sharing = Sharing(strategy, dict(enumerate(used)), dict(enumerate(weights)), amount)
     given = []
     for _ in range(amount):
@@ -151,7 +151,7 @@ def test_the_same_part_of_each() -> None:
     assert turns("proportional", [12, 12], [2, 1], 9, [1, 1]) == [3, 6]
 
 
-def test_what_is_above_a_share_of_what_remains() -> None:
+def test_instances_above_their_share_of_the_remaining_bytes_give() -> None:
     assert turns("fixed", [11, 5], [3, 1], 8, [1, 1]) == [5, 3]
     assert turns("fixed", [11, 5], [1, 1], 8, [1, 1]) == [7, 1]
     assert turns("fixed", [8, 8], [1, 3], 4, [1, 9]) == [4, 0]

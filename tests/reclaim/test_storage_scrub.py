@@ -42,7 +42,7 @@ def scrub(site: Deployment, **fields: object) -> Awaitable[ScrubReport]:
     return site.scrubber.scrub(NFS, **({"dry_run": False} | fields))  # type: ignore[arg-type]
 
 
-async def test_orphans_go_and_what_is_known_stays(site: Deployment) -> None:
+async def test_orphans_go_and_known_files_stay(site: Deployment) -> None:
     for instance_id in ("i", "Qwen/.."):
         await site.store(KEYS, instance_id)
     await site.store([*KEYS[::-1], 100, 101, 102, 103], "i")  # of another session: files of its own
@@ -75,7 +75,7 @@ async def test_whatever_status_a_location_has_its_bytes_are_known(site: Deployme
 
 
 async def test_young_files_stay(site: Deployment) -> None:
-    """Nobody knows them yet, or their writer is late: it is at them."""
+    """The metadata does not name them yet, or their writer is late and still writes them."""
     await site.store([1, 2, 3, 4], age_seconds=3599)
     await site.forget([1, 2, 3, 4])
     before = files_below(site.disk.root)
@@ -130,7 +130,7 @@ async def test_blocks_that_came_from_a_dead_deployment_stay(tmp_path: Path) -> N
         await live.assert_readable(kept)
 
 
-async def test_refusals_name_what_is_wrong(site: Deployment) -> None:
+async def test_errors_name_the_wrong_argument(site: Deployment) -> None:
     with pytest.raises(InvalidArgumentError, match="storage_unique_name 'other' is not an open storage"):
         await site.scrubber.scrub("other", dry_run=True)
     with pytest.raises(InvalidArgumentError, match="cluster_id 'cluster-1' is this deployment's own"):
@@ -169,7 +169,7 @@ async def test_links_are_never_followed(site: Deployment, tmp_path: Path) -> Non
     assert all(link.is_symlink() for link in links)
 
 
-async def test_what_is_not_ours_is_left_alone(site: Deployment) -> None:
+async def test_foreign_files_are_left_alone(site: Deployment) -> None:
     top = site.disk.root / "cluster-1"
     foreign = [
         put(top / name, 0, b"x", 0.0)
@@ -213,7 +213,7 @@ def packed(tmp_path: Path) -> Iterator[Deployment]:
         yield made
 
 
-async def test_what_is_noted_beside_a_file_belongs_to_it(packed: Deployment) -> None:
+async def test_a_record_of_deletions_belongs_to_its_file(packed: Deployment) -> None:
     await packed.store([1, 2, 3, 4])
     (path,) = await packed.paths(1)
     await packed.remove([2])
@@ -229,7 +229,7 @@ async def test_what_is_noted_beside_a_file_belongs_to_it(packed: Deployment) -> 
 
 
 async def test_a_scrub_that_was_cut_off_is_finished_by_the_next(packed: Deployment) -> None:
-    """The file is gone, what was noted beside it is not."""
+    """The file is gone, the record of deletions beside it is not."""
     await packed.store([1, 2, 3, 4])
     (path,) = await packed.paths(1)
     await packed.remove([2])
@@ -260,11 +260,11 @@ class Interrupting(GarbageSource):
     """Something happens between the first look and the second one."""
 
     meanwhile: Callable[[], Awaitable[None]]
-    observes = 0
+    reads = 0
 
     async def unreadable_instances(self) -> Sequence[str]:
-        self.observes += 1
-        if self.observes == 2:
+        self.reads += 1
+        if self.reads == 2:
             await self.meanwhile()
         return await super().unreadable_instances()
 
@@ -340,7 +340,7 @@ async def test_files_that_vanish_meanwhile_count_as_deleted(site: Deployment) ->
     forgotten=st.sets(st.integers(0, 40)),
     dry_run=st.booleans(),
 )
-def test_what_is_left_is_what_a_plain_set_says(
+def test_the_remaining_files_match_a_plain_set(
     tmp_path_factory: pytest.TempPathFactory,
     keys_per_file: int,
     sessions: list[tuple[str, int, bool]],
@@ -373,7 +373,7 @@ def test_what_is_left_is_what_a_plain_set_says(
     asyncio.run(history())
 
 
-# ── What storages hear of places that nobody will delete again ──
+# ── Reports to storages of slots that no manager will delete again ──
 
 
 GRACE_SECONDS = 600.0
@@ -408,7 +408,7 @@ async def objects_of(site: Deployment) -> list[StoredObject]:
     return [each async for page in pages for each in page.objects]
 
 
-async def delete_what_is_due(reusing: Deployment, seconds: float = 5.0) -> None:
+async def run_due_deletions(reusing: Deployment, seconds: float = 5.0) -> None:
     reusing.clock.time += seconds
     await reusing.executor.run_due()
 
@@ -416,7 +416,7 @@ async def delete_what_is_due(reusing: Deployment, seconds: float = 5.0) -> None:
 # ── the executor ──
 
 
-async def test_it_reports_what_served_once_its_metadata_is_gone(rig: Rig) -> None:
+async def test_it_reports_a_served_block_once_its_metadata_is_gone(rig: Rig) -> None:
     uris = await rig.block(1)
     storage = rig.storages.faults["a"]
     storage.outage = OSError("down")
@@ -428,8 +428,8 @@ async def test_it_reports_what_served_once_its_metadata_is_gone(rig: Rig) -> Non
     assert (await rig.left(), storage.forgotten_uris) == ([], list(uris))
 
 
-async def test_it_reports_nothing_of_what_another_manager_dropped(rig: Rig) -> None:
-    """Its deletion hung meanwhile, and the place may be somebody else's by now."""
+async def test_it_reports_no_block_that_another_manager_dropped(rig: Rig) -> None:
+    """Its deletion hung meanwhile, and another block may use the slot by now."""
     uris = {key: await rig.block(key) for key in (1, 2)}
     storage = rig.storages.faults["a"]
     storage.open_gate.clear()
@@ -441,7 +441,7 @@ async def test_it_reports_nothing_of_what_another_manager_dropped(rig: Rig) -> N
     assert storage.forgotten_uris == list(uris[2])
 
 
-async def test_it_reports_nothing_of_what_is_kept_or_never_served(rig: Rig) -> None:
+async def test_it_reports_no_block_that_is_kept_or_never_served(rig: Rig) -> None:
     await rig.block(1)
     await rig.block(2)
 
@@ -458,14 +458,14 @@ async def test_it_reports_nothing_of_what_is_kept_or_never_served(rig: Rig) -> N
     assert all("/1" in uri or "0001" in uri for uri in storage.forgotten_uris)
 
 
-# ── who is told of, from the session on ──
+# ── slots that are reported, from the session on ──
 
 
 async def test_a_slot_is_handed_out_again_after_the_delay_and_the_grace(reusing: Deployment) -> None:
     await reusing.store([1, 2, 3, 4])
     before = await places(reusing, [1, 2])
     await reusing.manager.remove(reusing.manager.cache("i"), [1, 2], BlockMask(offset=0))
-    await delete_what_is_due(reusing)
+    await run_due_deletions(reusing)
     await reusing.store([5], age_seconds=0)
     reusing.clock.time += GRACE_SECONDS
     await reusing.store([6, 7], "j")
@@ -477,7 +477,7 @@ async def test_a_slot_is_handed_out_again_after_the_delay_and_the_grace(reusing:
 
 @pytest.mark.parametrize("end", ["expired", "aborted", "removed while writing", "failed"])
 async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(reusing: Deployment, end: str) -> None:
-    await reusing.store([1, 2, 3, 4])  # of one session, which ended well: its file has room for nobody
+    await reusing.store([1, 2, 3, 4])  # of one session, which ended well: its file has no free slot
     started = await reusing.manager.start_write(
         reusing.manager.cache("i"), WriteRequest([11, 12, 13, 14], timeout_seconds=30)
     )
@@ -494,7 +494,7 @@ async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(reusing: De
         await reusing.manager.finish_write(
             reusing.manager.cache("i"), name, BlockMask(flags=(False, False, end == "failed", False))
         )
-    await delete_what_is_due(reusing, 40)
+    await run_due_deletions(reusing, 40)
     assert await reusing.locations(11) == ()
     reusing.clock.time += GRACE_SECONDS
     await reusing.store(list(range(20, 32)))
@@ -518,7 +518,7 @@ async def test_what_never_served_keeps_its_session_to_the_end_however_often_it_i
 
 
 async def test_a_file_that_only_later_owners_live_in_is_no_orphan(reusing: Deployment) -> None:
-    """Its name tells of a block that is gone for long."""
+    """Its name contains the key of a block that is long gone."""
     await reusing.store([1, 2, 3, 4])
     (path,) = await reusing.paths(1)
     await reusing.remove([1, 2, 3])
@@ -541,7 +541,7 @@ async def test_a_file_that_only_later_owners_live_in_is_no_orphan(reusing: Deplo
 
 
 async def test_a_file_that_a_slot_is_handed_out_of_is_too_young_for_the_scrub(reusing: Deployment) -> None:
-    """Nobody knows the file; then a writer gets a slot of it between the two looks of the scrub."""
+    """No block uses the file; then a writer gets a slot of it between the two reads of the scrub."""
     await reusing.store([1, 2, 3, 4])
     (path,) = await reusing.paths(1)
     await reusing.remove([1, 2])
