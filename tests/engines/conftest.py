@@ -1,4 +1,4 @@
-"""Real engines, the models that they run and a manager; every test of this room is marked `engines`."""
+"""Real engines, the models that they run and a manager; every test of this directory is marked `engines`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 400  # of a test with the start of its engines
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this room, so that none of them runs with those that need no engine."""
+    """Mark the tests of this directory, so that none of them runs with those that need no engine."""
     for item in items:
         if item.path.is_relative_to(_SPACE):
             item.add_marker("engines")

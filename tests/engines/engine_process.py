@@ -1,4 +1,4 @@
-"""An engine in a process of its own, told what to do by a test.
+"""An engine in a process of its own, under the control of a test.
 
 The process runs one of the scripts beside this file in the engine's own environment. Commands go to its standard input
 and answers come back through a pipe of their own, one JSON document per line: engines print a lot, and that goes to a
@@ -47,7 +47,7 @@ class Generated:
     """The answer to one prompt.
 
     Attributes:
-        tokens: what was generated.
+        tokens: the generated ones.
         finish_reason: as the engine calls it.
         cached_tokens: of the prompt, those that were not computed, as the engine counts them.
         details: what else the engine says about it.
@@ -67,7 +67,7 @@ class EngineProcess:
         kind: which engine.
         process: its first process, which leads a group of all others.
         log: where everything that they print goes.
-        started: what it said when it was ready: `version`, `seconds`, and what else the script tells.
+        started: the report of the script when it was ready: `version`, `seconds`, and others by script.
     """
 
     kind: EngineKind

@@ -16,7 +16,7 @@ _OPTIONS = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.9,  # of what is free now: other processes come and go; the tokens are what counts
+    "mem_fraction_static": 0.9,  # of the memory free now: other processes come and go; the number of tokens decides
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "page_size": 16,
@@ -33,7 +33,7 @@ _STORAGE = {
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",
     "hicache_storage_backend": "dynamic",
-    "hicache_storage_prefetch_policy": "wait_complete",  # else a test cannot know what was loaded
+    "hicache_storage_prefetch_policy": "wait_complete",  # else a test cannot know the loaded pages
 }
 
 

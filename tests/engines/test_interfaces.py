@@ -40,7 +40,7 @@ def asked(kind: EngineKind, request: dict[str, Any], directory: Path) -> dict[st
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what an engine is; each is asked once."""
+    """Return a function that reports the interface of an engine; it asks each engine once."""
 
     @cache
     def ask(engine: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SGLang reuses what it, or another of its processes, stored: the same tokens, and the same bytes page by page.
 
 Whole pages that are swapped do not change the answer, since positions are in K already. So tokens alone prove little,
-and every page is compared with what was stored under its key.
+and the tests compare every page with the bytes stored under its key.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_an_engine_that_is_killed_while_it_saves(
     assert sessions_open(manager) > 0
     expired = manager_metric(manager, "kvcm_write_sessions_total", outcome="expired")
     os.killpg(killed.engine.process.pid, signal.SIGKILL)
-    mount.clear()  # who hangs in a file system cannot die
+    mount.clear()  # a process that hangs in a file system cannot die
     killed.engine.kill()
     assert killed.stored_blocks(keys) == 0
     until(lambda: manager_metric(manager, "kvcm_write_sessions_total", outcome="expired") > expired)

@@ -197,7 +197,7 @@ def test_preempted_requests_and_prompts_in_pieces(
     for prompt, answer in zip(prompts, truth, strict=True):
         later = [*prompt, *answer, 7]
         assert small_rig.fresh(later).tokens == _answer(plain, later)
-    for each in (small_rig, *engines.values()):  # who shares the manager
+    for each in (small_rig, *engines.values()):  # all engines that share the manager
         settle(each.engine)
     assert engine.ask("free_blocks") == 59
     until(lambda: sessions_open(small_rig.manager) == 0)

@@ -1,7 +1,7 @@
 """vLLM reuses what it, or another of its processes, stored: the same tokens, and the same bytes block by block.
 
 Whole blocks that are swapped do not change the answer, since positions are in K already. So tokens alone prove little,
-and every block that was loaded is compared with what was stored under its key.
+and the tests compare every loaded block with the bytes stored under its key.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _k_as_v(stored: bytes) -> bytes:
 def test_the_answer_depends_on_what_was_loaded(
     rig: Rig, other_rig: Rig, plain_vllm: EngineProcess, change: Callable[[bytes], bytes]
 ) -> None:
-    """If it did not, equal tokens would prove nothing. With checksums such blocks are misses, and are stored anew."""
+    """If it did not, equal tokens would prove nothing. With checksums such blocks are misses, and are stored again."""
     prompt = prompt_tokens(200, seed=13 if change is _k_as_v else 14)
     (truth,) = plain_vllm.generate([prompt], 16)
     rig.store(prompt)

@@ -1,4 +1,4 @@
-"""Alerts and vitals: what is wrong, since when, and how managers are doing."""
+"""Alerts and vitals: faults, since when they last, and the state of the managers."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ async def test_refused_writes_count_for_five_minutes_wherever_they_were_refused(
     assert "refused 2 writes" in alert.summary
     await world.pass_time(320)
     assert await world.names() == []
-    world.watch.managers = lambda: [neighbour("other", 1000)]  # what it counted before it was met is not known
+    world.watch.managers = lambda: [neighbour("other", 1000)]  # its count before this manager found it is unknown
     assert await world.names() == []
     await world.pass_time(10)
     world.watch.managers = lambda: [neighbour("other", 1003)]

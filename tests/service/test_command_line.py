@@ -266,7 +266,7 @@ def test_https_is_trusted_when_the_authority_is_given_and_a_client_certificate_i
 
 
 def _completed(words: str, url: str) -> list[str]:
-    """Return what bash is told for a line that ends in the middle of a word."""
+    """Return the completions that bash gets for a line that ends in the middle of a word."""
     environment = {
         "_KVCM_COMPLETE": "complete_bash",
         "COMP_WORDS": f"kvcm {words}",

@@ -1,4 +1,4 @@
-"""`kvcm doctor` as operators run it: with a manager, without one, and with what is wrong."""
+"""`kvcm doctor` as operators run it: with a manager, without one, and with faults."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _own(site: TlsSite) -> Pair:
 
 
 def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pair | None = None) -> list[Finding]:
-    """What the doctor finds who asks it, by what he trusts and shows."""
+    """The findings of the doctor, by the authority that it trusts and the certificate that it shows."""
     shown: dict[str, Any] = {} if own is None else {"cert_file": own.cert, "cert_key_file": own.key}
     connection = Connection(
         manager=f"{scheme}://{process.address.admin_http}",
@@ -49,7 +49,7 @@ def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pa
 
 
 def _advice(found: list[Finding]) -> str:
-    """What the only finding says is to be done."""
+    """The advice of the only finding."""
     (finding,) = found
     assert (finding.level, finding.check) == (Level.FAIL, "manager")
     return finding.advice

@@ -42,7 +42,7 @@ UNREAD_BYTES = 8 << 20
 
 
 class TurnedAway:
-    """A `CallObserver` that notes who is turned away."""
+    """A `CallObserver` that records rejected calls."""
 
     def __init__(self) -> None:
         self.reasons: list[tuple[str, str, str]] = []
@@ -58,7 +58,7 @@ class TurnedAway:
 
 
 class Site:
-    """An HTTP listener whose calls wait until they are let go; while one does, whoever comes is turned away."""
+    """An HTTP listener whose calls wait until they are let go; while one does, it rejects all others."""
 
     tls: ClassVar[ServerTls | None] = None
     secure: ClassVar[dict[str, Any]] = {}
@@ -132,7 +132,7 @@ async def serving() -> AsyncIterator[Site]:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - nobody tells of it
+        while not holds():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.001)
 
 
@@ -230,7 +230,7 @@ async def test_every_way_in_which_a_request_can_end_ends_its_count() -> None:
 
 
 async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
-    """TLS forgets its socket a turn of the loop before anybody is told that the connection is lost."""
+    """TLS forgets its socket a turn of the loop before the protocol learns that the connection is lost."""
     async with serving() as site, site.connected() as (reader, writer):
         writer.write(post(BODY)[:-1])
         await until(lambda: site.ahead.seconds > 0)

@@ -51,7 +51,7 @@ ENVELOPE = {"id", "source", "component", "type", "trigger_time_us"}
 
 
 class Node:
-    """A manager without servers, and what it told."""
+    """A manager without servers, and the events that it published."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(5000.0)
@@ -181,7 +181,7 @@ async def test_removals_are_reported_with_who_asked_for_them(node: Node) -> None
     assert [(event["reason"], sorted(event["keys"]), event["bytes"]) for event in removed] == [
         ("RemoveCache", [1, 2], 16),
         ("TrimCache", [3, 4, 5], 24),
-        ("TrimCache", [6], 8),  # without bytes; the others were told of already
+        ("TrimCache", [6], 8),  # without bytes; the others were reported already
         ("RemoveInstance", [7], 8),
     ]
     assert {(event["group"], event["storage"]) for event in removed} == {("g", "s")}
@@ -222,7 +222,7 @@ async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
         return {"type": "http.disconnect"}
 
     async def send(_event: Any) -> None:
-        """What is sent reaches no client."""
+        """Drop the event: the client is gone."""
 
     listener = node.log.subscribe()
     assert node.log.is_active
@@ -487,7 +487,7 @@ def test_the_client_decides_whether_its_call_is_sampled(world: World) -> None:
     for parent in ("", _parent("00"), "nonsense", f"00-{'0' * 32}-{_SPAN}-01", _parent()):
         _match(world.process, instance, parent)
     world.process.signal(signal.SIGTERM)
-    assert world.process.wait() == 0  # what is left is sent then
+    assert world.process.wait() == 0  # the manager sends the remaining spans before it ends
     assert [span.trace_id.hex() for span in world.collector.of(_MATCH)] == [_TRACE]
     assert world.collector.of(_START) == []
 

@@ -1,5 +1,5 @@
 """Requests that mean harm, of strangers and of those with a key, against a manager that asks for keys: giant, nested,
-cut, slow, or with credentials of every odd kind. Who has no key is refused by the head of his request."""
+cut, slow, or with credentials of every odd kind. The manager refuses a request without a key by its head."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def rest(connection: socket.socket) -> bytes:
 
 
 class HttpAnswer(NamedTuple):
-    """What was answered; header names in lower case."""
+    """Status and headers of an answer; header names in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -300,7 +300,7 @@ def _metadata(*shown: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _http(guarded: Guarded, port: str, path: str, *headers: bytes, body: bytes = b"") -> HttpAnswer:
-    """Return what a request over HTTP is answered whose body may never end."""
+    """Return the answer to a request over HTTP whose body may never end."""
     with guarded.http(port) as connection:
         connection.sendall(http_head(path, *headers) + body)
         return read_answer(connection)
@@ -325,7 +325,7 @@ def _grpc(
 @pytest.mark.parametrize("client", _STRANGERS)
 def test_http_refuses_a_stranger_before_the_body(guarded: Guarded, client: str, length: bytes) -> None:
     asked = [(), (b"expect: 100-continue",)]
-    with guarded.all_turned_away(2 * len(asked)):  # those of /v1 are not among what is counted so
+    with guarded.all_turned_away(2 * len(asked)):  # this counter leaves out those of /v1
         for port, path in _HTTP_CALLS:
             for expectation in asked:
                 answer = _http(guarded, port, path, length, *expectation, *_headers(*_STRANGERS[client]))

@@ -87,7 +87,7 @@ def refusal(text: str, message_type: type[Message] = Request) -> str:
     return str(caught.value)
 
 
-# ── Parsing: what is accepted ────────────────────────────────────────────────────────────────────────────────────────
+# ── Parsing: accepted input ──────────────────────────────────────────────────────────────────────────────────────────
 ACCEPTED: list[tuple[str, Message]] = [
     ("{}", Request()),
     (" {} \n", Request()),
@@ -146,7 +146,7 @@ def test_a_checksum_has_64_bits_and_no_sign_and_is_shown_as_a_decimal_string() -
         assert refusal(f'{{"checksum": {literal}}}', meta.LocationSpec) == "checksum: is out of the range of fixed64"
 
 
-# ── Parsing: what is refused ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Parsing: refused input ───────────────────────────────────────────────────────────────────────────────────────────
 _BROKEN = "body: is not acceptable JSON: "
 
 

@@ -19,7 +19,7 @@ WINDOW, MAMBA = "QT_REVERSE_ROLL_SW_MATCH", "QT_PREFIX_MATCH_WITH_MAMBA"
 
 
 def _keys(entries: Sequence[dict[str, str]]) -> list[int | None]:
-    """The block key of every entry as its uri tells it, None for a placeholder."""
+    """The block key of every entry, from its uri; None for a placeholder."""
     uris = [entry["kv"] for entry in entries]
     return [int(uri.rpartition("/")[2].partition(".")[0], 16) if uri else None for uri in uris]
 

@@ -1,4 +1,4 @@
-"""Prometheus: what is counted, how it is written, and what a scrape of a real manager holds."""
+"""Prometheus: the metrics, their text format, and the content of a scrape of a real manager."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def scrape(server: ManagerProcess, **headers: str) -> tuple[int, str, str]:
 
 
 def families(server: ManagerProcess) -> list[Metric]:
-    """Return what a scrape tells."""
+    """Return the metric families of a scrape."""
     status, _, text = scrape(server)
     assert status == 200
     return list(parse_plain(text))
@@ -74,7 +74,7 @@ class Scrape:
     def __init__(self, server: ManagerProcess) -> None:
         samples = [sample for family in families(server) for sample in family.samples]
         self.values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
-        assert len(self.values) == len(samples), "a series is told twice"
+        assert len(self.values) == len(samples), "a series is reported twice"
 
     def of(self, name: str, **labels: str) -> float:
         """Return one value."""
@@ -104,7 +104,7 @@ def first(fresh: ManagerProcess) -> Scrape:
 
 
 def known(scrape: Scrape) -> Scrape | None:
-    """A scrape that tells sizes of storages."""
+    """Return the scrape when it has sizes of storages."""
     return scrape if "kvcm_backend_capacity_bytes" in scrape.names else None
 
 
@@ -392,7 +392,7 @@ async def test_a_defect_is_an_internal_error() -> None:
 
 
 class Refuses:
-    """Admits nobody, for a reason that is new each time."""
+    """Admits no call, for a reason that is new each time."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -402,7 +402,7 @@ class Refuses:
         raise RejectedError("later", f"reason {self.refused}", 1.0)
 
     def leave(self, *_: Any) -> None:
-        raise AssertionError("nobody entered")
+        raise AssertionError("no call entered")
 
 
 async def test_reasons_of_refusals_are_bounded() -> None:
@@ -596,5 +596,5 @@ def test_followers_report_what_others_wrote(
         site.write(site.instance(group), [1, 2])
         assert Scrape(shared).of("kvcm_index_keys", group=group) == 2
         keys = ("kvcm_index_keys", frozenset({("group", group)}))
-        eventually(lambda: Scrape(second).values.get(keys) == 2)  # a group is heard of within a second
+        eventually(lambda: Scrape(second).values.get(keys) == 2)  # managers see a new group within a second
         assert sum(Scrape(process).of("kvcm_leader") for process in (shared, second)) == 1

@@ -94,7 +94,7 @@ def test_whichever_is_logged_in_changes_the_own_password_with_the_old_one(admin:
 
 @pytest.mark.parametrize("role", ["ROLE_USER", "ROLE_ADMIN"])
 def test_no_one_changes_the_own_password_without_the_old_one(audited: Secured, role: str) -> None:
-    """Who finds a login of somebody else, an administrator's too, does not become that account."""
+    """A stolen login, an administrator's too, does not give its finder the account."""
     with audited.api() as api:
         name = account(api, role)
         login = logged_in(api, name)
@@ -283,7 +283,7 @@ async def test_a_key_that_was_rotated_or_revoked_does_not_come_back(start: Start
     for _ in range(2):
         assert await start.run() == ["admin_key_ended"]
         assert not start.is_let_in(old)
-    assert start.shown() == old  # nobody writes over what may be mounted
+    assert start.shown() == old  # the manager does not overwrite a file that may be mounted
     start.file.write_text(new_key().text)
     start.file.chmod(0o600)
     assert await start.run() == []

@@ -1,4 +1,4 @@
-"""Every resource x every kind of credential: who may do it is who may make the calls behind it, written down again."""
+"""Every resource x every kind of credential: the permissions are those of the calls behind it, written down again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Deed(NamedTuple):
     """One operation of the document.
 
     Attributes:
-        may: who may do it.
+        may: names of the keys that may do it.
         make: prepares what it is done to; returns method, path and body.
     """
 

@@ -47,7 +47,7 @@ def entries(audited: Tenants) -> list[dict[str, Any]]:
 
 
 def test_a_session_is_finished_by_who_started_it(audited: Tenants) -> None:
-    """Nobody else: not another engine of the group, not an administrator; and whoever guesses an id learns nothing."""
+    """No other key can: no other engine of the group, no administrator; and a guessed id reveals nothing."""
     instance = audited.instances["a"]
     key = 5000
     with audited.server.api(key=audited.keys["write"]) as api:
@@ -154,7 +154,7 @@ def test_whichever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
 
 
 def test_of_logins_that_fail_only_wrong_passwords_are_audited(tmp_path: Path) -> None:
-    """And little of what strangers say: they would fill the disk. The others are counted."""
+    """And little of the input of strangers: they would fill the disk. The other failures are counted."""
     log = tmp_path / "audit.jsonl"
     with secured(tmp_path, f"kvcm.audit.log_file={log}") as server, server.api(key="") as stranger:
         for fields in ({"password": ""}, {"user_name": ""}, {"password": "p" * 2000}, {"ttl_seconds": -1}):
@@ -296,7 +296,7 @@ _BLOCKS = iter(range(1_000_000))
 
 
 def start(tenants: Tenants) -> str:
-    """Let something happen that streams tell of."""
+    """Make an event that streams report."""
     with tenants.server.api(key=tenants.keys["engine"]) as api:
         started = api.ok("StartWriteCache", instance_id=tenants.instances["a"], block_keys=[next(_BLOCKS)])
         return str(started.write_session_id)
@@ -328,7 +328,7 @@ def _call(tenants: Tenants, rpc: str, **fields: Any) -> Any:
 def test_a_stream_ends_with_its_key_and_others_go_on(
     of: Callable[[Tenants], tuple[str, Callable[[], Any]]], tenants: Tenants, listen: Callable[[str], Stream]
 ) -> None:
-    """What happens after the end of the key it does not tell."""
+    """It does not report events after the end of the key."""
     key, end = of(tenants)
     ending, lasting = listen(key), listen(tenants.keys["viewer"])
     before = start(tenants)
@@ -547,7 +547,7 @@ def test_a_secret_that_is_nowhere_is_refused(tenants: Tenants, admin: Api, stora
 def test_resources_keep_secrets_and_conditions(
     tenants: Tenants, by_tenants: RestClient, storage: str, group: str, kind: str
 ) -> None:
-    """Whoever sees less has tags of its own: one over the secret would tell who guessed it right."""
+    """A role that sees less has tags of its own: a tag over the secret would confirm a right guess."""
     path = f"/v1/{kind}/{component(storage if kind == 'storages' else group)}"
     by_admin, by_operator = ({"authorization": tenants.authorization(who)} for who in ("admin", "operator"))
     full, read = by_tenants.get(path, **by_admin), by_tenants.get(path, **by_operator)

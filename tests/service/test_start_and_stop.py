@@ -74,7 +74,7 @@ def test_an_unknown_option_or_command_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A port that somebody listens on."""
+    """A port with a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -260,7 +260,7 @@ def test_before_it_stops_it_says_so_gives_up_the_lead_and_serves_on(tmp_path: Pa
             site = Site(api)
             assert len(site.write(site.instance(), [1])) == 1
             assert data.ended == admin.ended == []
-        process.signal(signal.SIGINT)  # whichever comes second ends it at once
+        process.signal(signal.SIGINT)  # the second signal ends it at once
         assert process.wait() == -signal.SIGINT
         assert not process.events("stopped")
 

@@ -250,7 +250,7 @@ def test_a_table_of_storages_and_a_sentence_for_each_that_is_not_well() -> None:
         ListedStorage("nfs", "file", 4 * GIB, 8 * GIB, UP),
         ListedStorage("moon", "mooncake", 0, 0, SLOW),
         ListedStorage("[red]gone", "file", 0, 0, CLOSED),
-        ListedStorage("old", "file", 0, 0, None),  # of a manager that does not tell
+        ListedStorage("old", "file", 0, 0, None),  # from a manager that does not report health
     )
     assert _shown_storages(*listed) == SEEN
 

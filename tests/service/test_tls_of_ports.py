@@ -49,7 +49,7 @@ def optional(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
 
 @pytest.fixture(scope="module")
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
-    """Nobody gets in without a certificate."""
+    """A manager that requires a certificate of every client."""
     with tls_manager(tmp_path_factory.mktemp("required"), "kvcm.tls.client_auth=required") as site:
         admin = site.clients.issue("bootstrap", [dns("bootstrap")])
         for kind, name in NAMES.items():
@@ -114,7 +114,7 @@ def test_a_handshake_that_does_not_end_is_cut_off(optional: TlsSite, port: str, 
     assert 0.5 < time.monotonic() - begin < 15
 
 
-# ── who is believed ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── authentication ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_manager_of_another_authority_is_not_believed(optional: TlsSite) -> None:
@@ -403,7 +403,7 @@ def _all_show(reloading: TlsSite, pair: Pair) -> bool:
 
 
 class Traffic:
-    """Requests of both transports, on connections that are kept and on new ones, until it is told to end."""
+    """Requests of both transports, on connections that are kept and on new ones, until the test ends it."""
 
     def __init__(self, reloading: TlsSite) -> None:
         self._site = reloading

@@ -1,4 +1,4 @@
-"""Every call x every kind of credential x every transport: who may make it is written down here a second time."""
+"""Every call x every kind of credential x every transport: the permissions are written down here a second time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ MAY = {
         "RevokeKey": _ADMIN,
         "Login": f"{_ALL} nobody malformed wrong expired",
         "Logout": _ALL,
-        "SetPassword": _ADMIN,  # and of its own account whoever is logged in as it: test_passwords.py
+        "SetPassword": _ADMIN,  # a login may change the password of its own account: test_passwords_and_first_keys.py
         "WhoAmI": _ALL,
     },
 }
@@ -131,7 +131,7 @@ def stranger(transport: str, tenants: Tenants) -> Iterator[Api]:
 
 @pytest.fixture(scope="module")
 def certified(transport: str, tenants: Tenants) -> Iterator[dict[str, Api]]:
-    """Everybody who shows a certificate in the place of a key; nobody where none are asked for."""
+    """Clients with a certificate in the place of a key, by name; none where the manager asks for no certificates."""
     with contextlib.ExitStack() as stack:
         names = [] if tenants.server.clients is None else [*tenants.keys, "unknown"]
         clients = {name: tenants.server.certified(name) for name in names}
@@ -167,7 +167,7 @@ def test_the_table_has_every_call() -> None:
 @pytest.mark.parametrize("tenants", ["plain"], indirect=True)
 @pytest.mark.parametrize("rpc", _MAY_CALL)
 def test_a_call_is_made_by_those_who_may_and_by_no_one_else(rpc: str, tenants: Tenants, stranger: Api) -> None:
-    """Each kind of credential once; who may do a thing gets an answer, be it that the request makes no sense."""
+    """Each kind of credential once; an allowed call gets an answer, even if the request makes no sense."""
     may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)
     found = {who: stranger.attempt(rpc, tenants.authorization(who), **fields) for who in tenants.keys}
@@ -196,7 +196,7 @@ _OF_TENANTS = [rpc for rpc, may in _MAY_CALL.items() if may & {"engine", "viewer
 
 @pytest.mark.parametrize("rpc", _OF_TENANTS)
 def test_a_tenant_may_nothing_with_what_is_another_s(rpc: str, tenants: Tenants, stranger: Api) -> None:
-    """Whatever a key may: not in a group that it does not name. The answer says nothing of what is there."""
+    """A key has no permission in a group that it does not name. The answer does not show what the group has."""
     fields = fields_of(rpc, tenants, "b")
     for key in (tenants.keys["engine"], tenants.admin_of_a):
         authorization = f"Bearer {key}"
