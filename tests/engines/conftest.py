@@ -85,7 +85,7 @@ def new_engine(tmp_path: Path) -> Iterator[StartEngine]:
 
 @pytest.fixture(scope="session")
 def plain_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """VLLM without us on the small Llama, one for all files: what it answers is right."""
+    """VLLM without us on the small Llama, one for all files: its answers are the reference."""
     if VLLM.missing:
         pytest.skip(VLLM.missing)
     with start_engine(VLLM, tiny_llama, tmp_path_factory.mktemp("plain") / "vllm.log") as engine:

@@ -35,7 +35,7 @@ class EngineDiedError(RuntimeError):
 
 
 class EngineRefusedError(RuntimeError):
-    """The command raised in the engine; the message is what it raised, with its traceback."""
+    """The command raised in the engine; the message is that exception, with its traceback."""
 
 
 class EngineTimeoutError(RuntimeError):
@@ -105,10 +105,10 @@ class EngineProcess:
             EngineTimeoutError: no answer in time; the process goes on and its answers are out of step, so end it.
             EngineDiedError: the process ended.
         """
-        self.tell(command, **arguments)
+        self.send(command, **arguments)
         return self.answer(seconds=seconds)
 
-    def tell(self, command: str, **arguments: Any) -> None:
+    def send(self, command: str, **arguments: Any) -> None:
         """Send a command without waiting for its answer; `answer` returns those in the order of the commands."""
         assert self.process.stdin is not None
         line = json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"

@@ -72,13 +72,13 @@ class SglangEngine:
         return bool(self._engine.flush_cache().success)
 
     def attach(self, extra: dict[str, Any]) -> str:
-        """Attach a dynamic storage backend with this extra config; returns what came of it."""
+        """Attach a dynamic storage backend with this extra config; return the outcome."""
         manager = self._engine.tokenizer_manager
         attached = manager.attach_hicache_storage("dynamic", json.dumps(extra), "wait_complete")
         return str(self._engine.loop.run_until_complete(attached).message)
 
     def detach(self) -> str:
-        """Detach the storage backend; returns what came of it."""
+        """Detach the storage backend; return the outcome."""
         return str(
             self._engine.loop.run_until_complete(self._engine.tokenizer_manager.detach_hicache_storage()).message
         )

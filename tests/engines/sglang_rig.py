@@ -1,4 +1,4 @@
-"""SGLang with our storage backend, a manager, and what tests want to know of the pages in between."""
+"""SGLang with our storage backend, a manager, and the pages in between, for tests."""
 
 from __future__ import annotations
 

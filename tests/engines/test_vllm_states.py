@@ -139,7 +139,7 @@ def test_a_wrong_state_changes_the_answer(
 
 
 @pytest.mark.feature("vllm", "linear-attention layers")
-def test_what_was_saved_of_many_at_once_is_right(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
+def test_blocks_saved_from_many_prompts_at_once_are_right(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
     """One at a time again: in bfloat16 the answers of vLLM itself depend on the other prompts of the step."""
     saver, loader = rigs
     head = prompt_tokens(2 * BLOCK, seed=6)

@@ -1,4 +1,4 @@
-"""What people see of our connector in vLLM: its counts, its events, what it refuses, and how it ends."""
+"""The visible side of our connector in vLLM: its counters, its events, its refusals, and its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _grown(rig: Rig, before: dict[str, float], *names: str) -> list[float]:
 
 
 @pytest.mark.feature("vllm", "metrics")
-def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
+def test_metrics_count_saved_and_loaded_blocks(rig: Rig) -> None:
     rig.fresh([3], 1)
     before = rig.engine.ask("metrics")
     prompt = prompt_tokens(200, seed=3000)
@@ -72,7 +72,7 @@ def test_all_that_is_counted_is_shown(rig: Rig) -> None:
 
 
 @pytest.mark.feature("vllm", "KV events")
-def test_events_report_what_was_stored(rig: Rig) -> None:
+def test_events_report_stored_blocks(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=3001)
     forget(rig.engine)
     rig.engine.ask("collect_events")

@@ -138,7 +138,7 @@ class VllmEngine:
         ]
 
     def kvcm_counts(self) -> dict[str, Any]:
-        """Return what our connector has counted since the start; only of one in this process."""
+        """Return the counters of our connector since the start; only of one in this process."""
         return kvcm_looks.counts(self._core())
 
     def metrics(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM with our connector, a manager, and what tests want to know of the blocks in between."""
+"""vLLM with our connector, a manager, and the blocks in between, for tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sessions_open(manager: ManagerProcess) -> int:
 
 
 def forget(engine: EngineProcess) -> None:
-    """Empty an engine's own cache: what it has from now on, it computed or loaded."""
+    """Empty an engine's own cache: it computed or loaded all blocks that it has from now on."""
     settle(engine)
     until(lambda: engine.ask("reset_prefix_cache"))
 
@@ -145,7 +145,7 @@ class Rig:
         ]
 
     def counts(self) -> dict[str, int]:
-        """Return what the connector has counted since the start; in several processes, up to the last step."""
+        """Return the counters of the connector since the start; in several processes, up to the last step."""
         if not _is_in_several_processes(self.engine):
             return dict(self.engine.ask("kvcm_counts"))
         metrics = self.engine.ask("metrics").items()

@@ -1,4 +1,4 @@
-"""Managers that share one store: what one does, the others serve."""
+"""Managers that share one store: the others serve the writes of one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def pair() -> tuple[Follower, Follower]:
     return leader, follower
 
 
-async def test_both_report_who_leads_and_where(pair: tuple[Follower, Follower]) -> None:
+async def test_both_report_the_leader_and_its_address(pair: tuple[Follower, Follower]) -> None:
     for each in pair:
         caller = each.caller()
         own = each.endpoint.node_id
@@ -155,7 +155,7 @@ async def test_an_unknown_instance_is_looked_up_once_and_a_known_one_never(pair:
     assert refreshes == [True]
 
 
-async def test_while_the_store_is_away_no_one_says_that_an_instance_does_not_exist(
+async def test_while_the_store_is_away_no_manager_says_that_an_instance_does_not_exist(
     pair: tuple[Follower, Follower],
 ) -> None:
     """INSTANCE_NOT_EXIST would make engines register again; IO_ERROR makes them try again."""

@@ -364,7 +364,7 @@ def test_the_same_registration_again_is_ok_and_answers_the_same_storages(site: S
     assert site.api.ok("RegisterInstance", **again).storage_configs == first.storage_configs
 
 
-def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
+def test_a_registration_comes_back_complete_and_sorted(site: Site) -> None:
     registration = _registration(site)
     site.api.ok("RegisterInstance", **registration)
     answer = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"])

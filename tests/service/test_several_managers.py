@@ -1,4 +1,4 @@
-"""Managers that share one store, as `app` wires them, on real servers: what one does, the others serve."""
+"""Managers that share one store, as `app` wires them, on real servers: the others serve the writes of one."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def leading(nodes: list[Node]) -> Node:
 
 
 @ON_EVERY_SERVER
-async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
+async def test_one_manager_finishes_a_write_that_another_one_started(nodes: list[Node]) -> None:
     """Invariants 2 and 3: the blocks are masked at every manager meanwhile, and served by every one afterwards."""
     await registered(nodes[0])
     started = await start(nodes[0], KEYS)

@@ -67,7 +67,7 @@ class TlsSite:
         """Return the metadata of a key."""
         return (("authorization", f"Bearer {key}"),)
 
-    def who_over_grpc(self, client: Pair | None = None, key: str = "") -> str:
+    def principal_over_grpc(self, client: Pair | None = None, key: str = "") -> str:
         """Return the name of the principal of a client, "" when it is not authenticated."""
         metadata = self.bearer(key) if key else ()
         with self.channel(client) as channel:
@@ -81,7 +81,7 @@ class TlsSite:
                 return ""
         return str(answer.key.name)
 
-    def who_over_http(self, client: Pair | None = None, key: str = "", times: int = 1) -> str:
+    def principal_over_http(self, client: Pair | None = None, key: str = "", times: int = 1) -> str:
         """Return the same over HTTP, on one connection."""
         headers = dict(self.bearer(key) if key else ())
         with contextlib.closing(self.connection(client)) as connection:

@@ -45,7 +45,7 @@ def _reported(client: Release, manager: Manager, name: str, folder: Path) -> dic
     return reported
 
 
-def test_what_clients_are_reported_depends_on_no_release(
+def test_the_outcomes_of_clients_depend_on_no_release(
     managers: dict[str, Manager], previous: Release, tmp_path: Path
 ) -> None:
     asked = {"own": (THIS, "this"), "older": (previous, "this"), "newer": (THIS, "previous")}

@@ -71,7 +71,7 @@ class Roamer:
 
 
 class Cluster:
-    """Managers, and what works on them."""
+    """Managers, and the clients that work on them."""
 
     def __init__(self, managers: list[Manager]) -> None:
         self.managers, self.load = managers, Load(long_blocks=1024)
@@ -142,12 +142,12 @@ class Cluster:
         """Return the leader, as soon as there is one."""
         found: list[Manager] = []
 
-        def observe() -> bool:
+        def is_one_leading() -> bool:
             reported = ((each, JsonApi(each).admin("GetManagerClusterInfo")) for each in self.managers)
             found[:] = [each for each, answer in reported if answer["self_node_id"] == answer.get("leader_node_id")]
             return len(found) == 1
 
-        await self.until(observe, "one manager leads")
+        await self.until(is_one_leading, "one manager leads")
         return found[0]
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
