@@ -1,4 +1,4 @@
-"""Real engines, the models that they run and a manager; every test of this room is marked `engines`."""
+"""Real engines, the models that they run and a manager; every test of this directory is marked `engines`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 400  # of a test with the start of its engines
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this room, so that none of them runs with those that need no engine."""
+    """Mark the tests of this directory, so that none of them runs with those that need no engine."""
     for item in items:
         if item.path.is_relative_to(_SPACE):
             item.add_marker("engines")
@@ -85,7 +85,7 @@ def new_engine(tmp_path: Path) -> Iterator[StartEngine]:
 
 @pytest.fixture(scope="session")
 def plain_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """VLLM without us on the small Llama, one for all files: what it answers is right."""
+    """VLLM without us on the small Llama, one for all files: its answers are the reference."""
     if VLLM.missing:
         pytest.skip(VLLM.missing)
     with start_engine(VLLM, tiny_llama, tmp_path_factory.mktemp("plain") / "vllm.log") as engine:

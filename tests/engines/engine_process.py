@@ -1,4 +1,4 @@
-"""An engine in a process of its own, told what to do by a test.
+"""An engine in a process of its own, under the control of a test.
 
 The process runs one of the scripts beside this file in the engine's own environment. Commands go to its standard input
 and answers come back through a pipe of their own, one JSON document per line: engines print a lot, and that goes to a
@@ -35,7 +35,7 @@ class EngineDiedError(RuntimeError):
 
 
 class EngineRefusedError(RuntimeError):
-    """The command raised in the engine; the message is what it raised, with its traceback."""
+    """The command raised in the engine; the message is that exception, with its traceback."""
 
 
 class EngineTimeoutError(RuntimeError):
@@ -47,7 +47,7 @@ class Generated:
     """The answer to one prompt.
 
     Attributes:
-        tokens: what was generated.
+        tokens: the generated ones.
         finish_reason: as the engine calls it.
         cached_tokens: of the prompt, those that were not computed, as the engine counts them.
         details: what else the engine says about it.
@@ -67,7 +67,7 @@ class EngineProcess:
         kind: which engine.
         process: its first process, which leads a group of all others.
         log: where everything that they print goes.
-        started: what it said when it was ready: `version`, `seconds`, and what else the script tells.
+        started: the report of the script when it was ready: `version`, `seconds`, and others by script.
     """
 
     kind: EngineKind
@@ -105,10 +105,10 @@ class EngineProcess:
             EngineTimeoutError: no answer in time; the process goes on and its answers are out of step, so end it.
             EngineDiedError: the process ended.
         """
-        self.tell(command, **arguments)
+        self.send(command, **arguments)
         return self.answer(seconds=seconds)
 
-    def tell(self, command: str, **arguments: Any) -> None:
+    def send(self, command: str, **arguments: Any) -> None:
         """Send a command without waiting for its answer; `answer` returns those in the order of the commands."""
         assert self.process.stdin is not None
         line = json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"

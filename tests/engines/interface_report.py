@@ -1,4 +1,4 @@
-"""Tells what an installed engine's interface is; runs in the engine's environment.
+"""Reports the interface of an installed engine; runs in the engine's environment.
 
     interface_report.py REQUEST ANSWER
 

@@ -1,7 +1,7 @@
 """What the connectors rely on in each engine, as in the versions that `.ci/engines` pins.
 
-An engine that changes any of it must fail a test that names it, not a request of a user. What is called of an
-engine, and with which parameters, is tried by the tests that run it.
+An engine that changes any of it must fail a test that names it, not a request of a user. The tests that run
+an engine try the calls into it and their parameters.
 """
 
 from __future__ import annotations

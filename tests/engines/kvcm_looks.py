@@ -1,4 +1,4 @@
-"""What tests want to know of our connector inside vLLM."""
+"""State of our connector inside vLLM, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcm.connectors.vllm.options import VllmOptions
 
 
 def namespace(worker: Any) -> str:
-    """Return what all block keys depend on, in hex; runs in a worker."""
+    """Return the namespace of all block keys, in hex; runs in a worker."""
     connector = get_kv_transfer_group()
     config = connector._vllm_config
     options = VllmOptions.parse(config.kv_transfer_config.kv_connector_extra_config)
@@ -35,13 +35,13 @@ def block_keys(config: Any, namespace: bytes, tokens: list[int], **prompt: Any) 
 
 
 def counts(core: Any) -> dict[str, Any]:
-    """Return what both sides of the connector have counted."""
+    """Return the counters of both sides of the connector."""
     sides = (core.scheduler.connector, get_kv_transfer_group())
     return merged(*(side._statistics.total() for side in sides))
 
 
 def plain(event: Any) -> dict[str, Any]:
-    """Return what an event of stored blocks says."""
+    """Return the fields of an event of stored blocks."""
     names = ("parent_block_hash", "token_ids", "block_size", "medium")
     shown = {name: getattr(event, name) for name in names} | {"block_hashes": list(event.block_hashes)}
     return json.loads(json.dumps(shown, default=bytes.hex))  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ _OPTIONS = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.9,  # of what is free now: other processes come and go; the tokens are what counts
+    "mem_fraction_static": 0.9,  # of the memory free now: other processes come and go; the number of tokens decides
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "page_size": 16,
@@ -33,7 +33,7 @@ _STORAGE = {
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",
     "hicache_storage_backend": "dynamic",
-    "hicache_storage_prefetch_policy": "wait_complete",  # else a test cannot know what was loaded
+    "hicache_storage_prefetch_policy": "wait_complete",  # else a test cannot know the loaded pages
 }
 
 
@@ -72,13 +72,13 @@ class SglangEngine:
         return bool(self._engine.flush_cache().success)
 
     def attach(self, extra: dict[str, Any]) -> str:
-        """Attach a dynamic storage backend with this extra config; returns what came of it."""
+        """Attach a dynamic storage backend with this extra config; return the outcome."""
         manager = self._engine.tokenizer_manager
         attached = manager.attach_hicache_storage("dynamic", json.dumps(extra), "wait_complete")
         return str(self._engine.loop.run_until_complete(attached).message)
 
     def detach(self) -> str:
-        """Detach the storage backend; returns what came of it."""
+        """Detach the storage backend; return the outcome."""
         return str(
             self._engine.loop.run_until_complete(self._engine.tokenizer_manager.detach_hicache_storage()).message
         )

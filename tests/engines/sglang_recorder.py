@@ -25,7 +25,7 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
     With option `hold`, saves stop for good once they have their leave to write, and write the keys to the file of that
     name. With option `other_pool`, the engine seems to have one more pool of that name. As long as there is a file of
     the name that option `hang` gives, reads and writes of pages do not come back; as long as there is one of the name
-    that option `remove` gives, the manager is told to remove pages just before they are loaded.
+    that option `remove` gives, pages are removed from the manager just before they are loaded.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""SGLang with our storage backend, a manager, and what tests want to know of the pages in between."""
+"""SGLang with our storage backend, a manager, and the pages in between, for tests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Rig:
         return [page for page in pages if page.what == what]
 
     def forget(self) -> None:
-        """Begin to count anew, with an empty cache: what is known now can only come from the storage."""
+        """Count from zero, with an empty cache: from now on, hits can only come from the storage."""
         until(lambda: self.engine.ask("flush_cache"))
         for rank in range(self.ranks):
             path = self.record.with_suffix(f".{rank}")
@@ -103,5 +103,5 @@ class Rig:
         return location.uris[part]
 
     def stored_digest(self, key: int, part: str = "tp0") -> str:
-        """Return the digest of what is stored of a part of a block."""
+        """Return the digest of the stored bytes of a part of a block."""
         return sha256(read_part(self.uri(key, part))).hexdigest()

@@ -1,4 +1,4 @@
-"""The bytes of stored parts: what the tests on real engines read of files, and change in them."""
+"""The bytes of stored parts: the tests on real engines read and change them in files."""
 
 from __future__ import annotations
 

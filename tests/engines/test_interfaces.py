@@ -40,7 +40,7 @@ def asked(kind: EngineKind, request: dict[str, Any], directory: Path) -> dict[st
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what an engine is; each is asked once."""
+    """Return a function that reports the interface of an engine; it asks each engine once."""
 
     @cache
     def ask(engine: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("engine", "name"), by_engine([(engine, name) for engine in ATTRIBUTES for name in ATTRIBUTES[engine]])
 )
-def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> None:
+def test_classes_have_the_expected_attributes(engine: str, name: str, installed: Any) -> None:
     found = installed(engine)["classes"][name]
     assert found is not None, f"{engine}: there is no {name} any more"
     gone = set(ATTRIBUTES[engine][name].split()) - set(found)
@@ -64,7 +64,7 @@ def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> N
     ("engine", "pair"),
     by_engine([(engine, pair) for engine, pairs in OVERRIDES.items() for pair in pairs if _KINDS[engine] in CONNECTED]),
 )
-def test_methods_of_ours_take_what_the_engine_gives_them(engine: str, pair: tuple[str, str], installed: Any) -> None:
+def test_our_methods_take_the_parameters_of_the_engine(engine: str, pair: tuple[str, str], installed: Any) -> None:
     methods = installed(engine)["overrides"][" ".join(pair)]
     assert methods, f"{engine}: {pair[0]} or {pair[1]} cannot be imported, or they have no method in common"
     different = {name: both for name, both in methods.items() if both[0] != both[1]}

@@ -55,7 +55,7 @@ _BLOCK_TOKENS = {"vllm": 32, "sglang": 16, "transformers": 32}
 
 
 def is_saved(engine: EngineProcess, loadable: list[int]) -> bool:
-    """Return whether SGLang finds all in the storage again: when it ends, it does not wait for what it saves."""
+    """Return whether SGLang finds all in the storage again: when it ends, it does not wait for its saves."""
     engine.ask("flush_cache")
     return answered(engine)[1] == loadable
 
@@ -73,7 +73,7 @@ def answered(engine: EngineProcess) -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(shared_engines: StartEngine, tiny_llama: Path) -> list[list[int]]:
-    """Return what transformers answers without us."""
+    """Return the answers of transformers without us."""
     return answered(shared_engines(TRANSFORMERS, tiny_llama))[0]
 
 

@@ -1,4 +1,4 @@
-"""Without us, all engines answer alike: what one prints is the truth for the others."""
+"""Without us, all engines answer alike: the answer of one is the reference for the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEATURE = "without the connector: the same tokens as the other engines"
 
 @pytest.fixture(scope="module")
 def truth(shared_engines: StartEngine, tiny_llama: Path) -> list[list[int]]:
-    """Return what transformers answers."""
+    """Return the answers of transformers."""
     engine = shared_engines(TRANSFORMERS, tiny_llama)
     return [generated.tokens for generated in engine.generate(_PROMPTS, _NEW)]
 

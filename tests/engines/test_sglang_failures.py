@@ -79,7 +79,7 @@ def test_a_manager_that_hangs_costs_its_deadline_a_few_times(rig: Rig) -> None:
 
 
 @pytest.mark.feature("sglang", "manager answers nonsense")
-def test_what_answers_is_no_manager(
+def test_another_server_answers_in_the_place_of_the_manager(
     new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
 ) -> None:
     web_port = new_manager().ports["http_port"]
@@ -105,7 +105,9 @@ def test_a_manager_that_comes_later(
 
 
 @pytest.mark.feature("sglang", "engine killed while it saves")
-def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(new_rig: Callable[..., Rig], tmp_path: Path) -> None:
+def test_blocks_that_a_killed_engine_had_begun_to_save_can_be_saved_again(
+    new_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
     hold = tmp_path / "hold"
     hold.touch()
     rig = new_rig(hold=str(hold), session_seconds=2)
@@ -120,7 +122,7 @@ def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(new_rig: Call
 
 @pytest.mark.feature("sglang", "storage fails")
 def test_a_storage_that_hangs(new_rig: Callable[..., Rig], tmp_path: Path) -> None:
-    """It costs deadlines, the cache can be flushed meanwhile, and what is read late reaches no page."""
+    """It costs deadlines, the cache can be flushed meanwhile, and a late read reaches no page."""
     hang = tmp_path / "hang"
     rig = new_rig(hang=str(hang), load_seconds=1, save_seconds=1)
     prompts = [_PROMPT, *(prompt_tokens(300, seed) for seed in range(2, 5))]
@@ -190,7 +192,7 @@ def _all_pages(rig: Rig) -> list[Page]:
 
 
 def _may_write(rig: Rig, keys: list[int]) -> bool:
-    """Return whether nobody holds any of these blocks, or has them."""
+    """Return whether the manager grants all of these blocks: none is stored, and no write session holds one."""
     with ManagerClient(rig.manager.address, rig.instance_id) as client:
         grant = client.start_write(keys, timeout_seconds=5)
         assert grant is not None

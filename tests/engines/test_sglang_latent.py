@@ -48,7 +48,7 @@ def test_latent_rows_come_back_in_another_layout(
     for key in saved:
         overwrite(rig.uri(key), swapped_halves)
     other.forget()
-    assert other.generate(prompt).tokens != computed.tokens  # the loaded rows are what the answer is made of
+    assert other.generate(prompt).tokens != computed.tokens  # the answer comes from the loaded rows
 
 
 @pytest.mark.feature("sglang", "latent rows (MLA)")

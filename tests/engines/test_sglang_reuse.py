@@ -1,7 +1,7 @@
 """SGLang reuses what it, or another of its processes, stored: the same tokens, and the same bytes page by page.
 
 Whole pages that are swapped do not change the answer, since positions are in K already. So tokens alone prove little,
-and every page is compared with what was stored under its key.
+and the tests compare every page with the bytes stored under its key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def other_rig(rig: Rig, shared_engines: StartEngine, tiny_llama: Path, tmp_path_
 
 
 @pytest.mark.feature("sglang", "the same bytes per block")
-def test_what_was_stored_is_loaded_again(rig: Rig) -> None:
+def test_stored_pages_are_loaded_again(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     computed = rig.store(prompt)
     saved = {page.key: page.digest for page in rig.pages("save")}
@@ -71,7 +71,7 @@ def test_another_process_with_another_layout_loads_the_same_bytes(rig: Rig, othe
 
 
 @pytest.mark.feature("sglang", "changed bytes, when not looked for, change the tokens")
-def test_the_answer_depends_on_what_was_loaded(rig: Rig, other_rig: Rig) -> None:
+def test_the_answer_depends_on_the_loaded_bytes(rig: Rig, other_rig: Rig) -> None:
     """If it did not, equal tokens would prove nothing."""
     prompt = prompt_tokens(200, seed=4)
     computed = rig.store(prompt)
@@ -207,7 +207,7 @@ def test_two_engines_compute_and_store_the_same_at_once(rig: Rig, other_rig: Rig
     rigs = (rig, other_rig)
     for each in rigs:
         each.forget()
-        each.engine.tell("generate", prompts=prompts, max_tokens=16)
+        each.engine.send("generate", prompts=prompts, max_tokens=16)
     answers = [[answer["tokens"] for answer in each.engine.answer()] for each in rigs]
     assert answers[0] == answers[1]
     for each in rigs:  # one may load what the other was quicker to store

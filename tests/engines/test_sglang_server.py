@@ -1,4 +1,4 @@
-"""What operators do with a running SGLang: its metrics, attaching and detaching storage, other weights."""
+"""Operations on a running SGLang: its metrics, attaching and detaching storage, other weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def other_weights(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.feature("sglang", "metrics")
-def test_metrics_report_what_was_reused(rig: Rig) -> None:
+def test_metrics_report_the_reused_tokens(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     rig.store(prompt)
     rig.forget()

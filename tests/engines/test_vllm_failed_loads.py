@@ -101,7 +101,7 @@ def test_blocks_whose_files_are_gone(rig: Rig, recomputes: bool, plain_vllm: Eng
 
 
 def _heals(rig: Rig, prompt: list[int], truth: list[int], digests: list[str]) -> None:
-    """The manager is told and forgets the blocks; they are stored anew by who computes them."""
+    """The manager forgets the reported blocks; the next engine that computes them stores them again."""
     keys = rig.keys(prompt)
     if rig.stored_blocks(keys) < len(keys):  # the request failed: the next one computes
         until(lambda: rig.fresh(prompt).tokens == truth)

@@ -20,7 +20,7 @@ from vllm_rig import FaultySite, Rig, connected, forget, manager_metric, new_pro
 from kvcm.connectors.client import ManagerClient
 
 _LOAD_SECONDS, _SAVE_SECONDS = 2.0, 2.0
-_KV = "*/layers*"  # files of KV, not what the manager probes the storage with
+_KV = "*/layers*"  # files of KV, not those of the probes of the manager
 
 
 @dataclass
@@ -140,7 +140,7 @@ def test_a_request_that_is_dropped_while_it_loads(site: _Site) -> None:
     forget(engine)
     site.mount.inject("read", path=_KV, hang=True)
     engine.ask("add_request", request_id="dropped", prompt=known, max_tokens=16)
-    engine.tell("step", count=50)
+    engine.send("step", count=50)
     site.mount.until_waiting()
     engine.answer()
     engine.ask("add_request", request_id="other", prompt=other, max_tokens=16)
@@ -169,7 +169,7 @@ def test_a_storage_that_is_gone_and_comes_back(site: _Site) -> None:
     finally:
         site.mount.close()
         site.mount.mount()
-    # What could not be read may have been forgotten meanwhile.
+    # The manager may have forgotten unreadable blocks meanwhile.
     until(lambda: site.rig.fresh(known).cached_tokens > 0, 60)
     site.recovers(known)
 
@@ -219,7 +219,7 @@ def test_an_engine_that_is_killed_while_it_saves(
     assert sessions_open(manager) > 0
     expired = manager_metric(manager, "kvcm_write_sessions_total", outcome="expired")
     os.killpg(killed.engine.process.pid, signal.SIGKILL)
-    mount.clear()  # who hangs in a file system cannot die
+    mount.clear()  # a process that hangs in a file system cannot die
     killed.engine.kill()
     assert killed.stored_blocks(keys) == 0
     until(lambda: manager_metric(manager, "kvcm_write_sessions_total", outcome="expired") > expired)

@@ -80,7 +80,7 @@ def test_another_process_loads_the_same_bytes(rig: Rig, other_rig: Rig, plain: E
     for group in range(3):
         loaded = other_rig.engine_digests(prompt, tmp_path / "loaded", group)
         there = [number for number, digest in enumerate(loaded) if digest]
-        assert there[-2:] == [7, 8]  # what a window of two blocks reaches, at least
+        assert there[-2:] == [7, 8]  # at least the blocks in a window of two
         for number in there:
             assert loaded[number] == saved[group][number]
             (part,) = {_parts(locations, group)[number]}
@@ -88,7 +88,7 @@ def test_another_process_loads_the_same_bytes(rig: Rig, other_rig: Rig, plain: E
 
 
 @pytest.mark.feature("vllm", "sliding-window layers")
-def test_the_answer_depends_on_an_early_token_and_on_what_was_loaded(
+def test_the_answer_depends_on_an_early_token_and_on_the_loaded_bytes(
     rig: Rig, other_rig: Rig, plain: EngineProcess
 ) -> None:
     prompt = prompt_tokens(200, seed=601)
@@ -111,7 +111,7 @@ def test_the_answer_depends_on_an_early_token_and_on_what_was_loaded(
 
 @pytest.mark.feature("vllm", "sliding-window layers")
 def test_partial_hits_and_later_turns(rig: Rig, other_rig: Rig, plain: EngineProcess) -> None:
-    """What follows a block can only be loaded with the windows that end there."""
+    """The blocks after a block can only be loaded with the windows that end there."""
     first = prompt_tokens(300, seed=610)
     rig.store(first)
     for cut in (290, 250, 200, 100, 64, 40):
@@ -197,7 +197,7 @@ def test_preempted_requests_and_prompts_in_pieces(
     for prompt, answer in zip(prompts, truth, strict=True):
         later = [*prompt, *answer, 7]
         assert small_rig.fresh(later).tokens == _answer(plain, later)
-    for each in (small_rig, *engines.values()):  # who shares the manager
+    for each in (small_rig, *engines.values()):  # all engines that share the manager
         settle(each.engine)
     assert engine.ask("free_blocks") == 59
     until(lambda: sessions_open(small_rig.manager) == 0)

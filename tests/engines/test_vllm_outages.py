@@ -62,7 +62,9 @@ def test_a_manager_that_hangs_while_blocks_are_saved(site: _Site) -> None:
 
 
 @pytest.mark.feature("vllm", "manager answers nonsense")
-def test_what_answers_is_no_manager(site: _Site, new_engine: StartEngine, tiny_llama: Path, instance_id: str) -> None:
+def test_another_server_answers_in_the_place_of_the_manager(
+    site: _Site, new_engine: StartEngine, tiny_llama: Path, instance_id: str
+) -> None:
     web = f"127.0.0.1:{site.rig.manager.ports['http_port']}"
     engine = new_engine(VLLM, tiny_llama, **connected(web, instance_id, lookup_seconds=0.25))
     _Site(Rig(engine, site.rig.manager, instance_id), site.plain).serves()

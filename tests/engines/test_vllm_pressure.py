@@ -51,7 +51,7 @@ def test_preempted_requests_and_prompts_in_pieces(rig: Rig, plain_vllm: EnginePr
     prompts = [prompt_tokens(150, seed=200 + number) for number in range(5)]
     truth = [answer.tokens for answer in plain_vllm.generate(prompts, _NEW)]
     preempted = [_preemptions(engine)]
-    for begins_empty in (False, True, False, True):  # computed, then with what was stored, and what is here still
+    for begins_empty in (False, True, False, True):  # computed, then with stored blocks, and blocks still in the engine
         if begins_empty:
             forget(engine)
         assert [answer.tokens for answer in engine.generate(prompts, _NEW)] == truth
@@ -59,7 +59,7 @@ def test_preempted_requests_and_prompts_in_pieces(rig: Rig, plain_vllm: EnginePr
         preempted.append(_preemptions(engine))
     assert all(before < after for before, after in pairwise(preempted))
     assert rig.count("loaded_blocks") > 10
-    for prompt, answer in zip(prompts, truth, strict=True):  # what was stored of answers is right, too
+    for prompt, answer in zip(prompts, truth, strict=True):  # the stored blocks of answers are right, too
         rig.until_stored([*prompt, *answer[:-1]])
         later = [*prompt, *answer, 7]
         again = rig.fresh(later)

@@ -18,7 +18,7 @@ from vllm_rig import Rig, connected, sessions_open
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # else the ranks spin against each other
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of what the test asks the ranks
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for the calls of the test to the ranks
 }
 _PARTS = ("layers0-4.heads0-2", "layers0-4.heads2-4")
 
@@ -43,7 +43,7 @@ def _truth(plain_vllm: EngineProcess, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
-def test_another_engine_loads_what_both_ranks_stored(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
+def test_another_engine_loads_the_blocks_that_both_ranks_stored(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=900)
     computed = rigs[0].store(prompt)
     assert computed.tokens == _truth(plain_vllm, prompt)
@@ -56,7 +56,9 @@ def test_another_engine_loads_what_both_ranks_stored(rigs: list[Rig], plain_vllm
 
 @pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 @pytest.mark.parametrize("part", _PARTS)
-def test_the_answer_depends_on_what_each_rank_loaded(rigs: list[Rig], part: str, plain_vllm: EngineProcess) -> None:
+def test_the_answer_depends_on_the_bytes_that_each_rank_loaded(
+    rigs: list[Rig], part: str, plain_vllm: EngineProcess
+) -> None:
     prompt = prompt_tokens(200, seed=901 + _PARTS.index(part))
     rigs[0].store(prompt)
     for uri in rigs[0].uris(rigs[0].keys(prompt), part):
@@ -93,7 +95,7 @@ def test_both_engines_at_the_same_time(rigs: list[Rig], plain_vllm: EngineProces
     for _ in range(2):
         for rig in rigs:
             rig.fresh([3], 1)
-            rig.engine.tell("generate", prompts=prompts, max_tokens=40)
+            rig.engine.send("generate", prompts=prompts, max_tokens=40)
         for rig in rigs:
             assert [answer["tokens"] for answer in rig.engine.answer()] == truth
     until(lambda: sessions_open(rigs[0].manager) == 0)

@@ -1,7 +1,7 @@
 """vLLM reuses what it, or another of its processes, stored: the same tokens, and the same bytes block by block.
 
 Whole blocks that are swapped do not change the answer, since positions are in K already. So tokens alone prove little,
-and every block that was loaded is compared with what was stored under its key.
+and the tests compare every loaded block with the bytes stored under its key.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_only_the_common_beginning_is_loaded(rig: Rig, plain_vllm: EngineProcess
 
 
 @pytest.mark.feature("vllm", "partial hit")
-def test_what_follows_the_engines_own_cache_is_loaded(rig: Rig, plain_vllm: EngineProcess) -> None:
+def test_blocks_after_those_in_the_engines_own_cache_are_loaded(rig: Rig, plain_vllm: EngineProcess) -> None:
     """The engine has the first blocks itself, others have stored the rest."""
     prompt = prompt_tokens(300, seed=7)
     rig.store(prompt)
@@ -117,7 +117,7 @@ def test_two_engines_store_the_same_at_the_same_time(
     for each in (rig, other_rig):
         each.fresh([3], 1)
     for engine in engines:
-        engine.tell("generate", prompts=prompts, max_tokens=16)
+        engine.send("generate", prompts=prompts, max_tokens=16)
     answers = [[answer["tokens"] for answer in engine.answer()] for engine in engines]
     assert answers == [truth, truth]
     for each in (rig, other_rig):
@@ -132,7 +132,7 @@ def test_two_engines_store_the_same_at_the_same_time(
     until(lambda: sessions_open(rig.manager) == 0)
 
 
-def test_what_is_stored_is_not_stored_again(rig: Rig, other_rig: Rig) -> None:
+def test_stored_blocks_are_not_stored_again(rig: Rig, other_rig: Rig) -> None:
     """The last block of the prompt is not looked for, since a token is to be computed: the manager says that it is."""
     prompt = prompt_tokens(6 * BLOCK_TOKENS, seed=11)
     rig.store(prompt, 4)
@@ -170,10 +170,10 @@ def _k_as_v(stored: bytes) -> bytes:
 
 @pytest.mark.feature("vllm", "changed bytes, when not looked for, change the tokens")
 @pytest.mark.parametrize("change", [_other_heads, _k_as_v])
-def test_the_answer_depends_on_what_was_loaded(
+def test_the_answer_depends_on_the_loaded_bytes(
     rig: Rig, other_rig: Rig, plain_vllm: EngineProcess, change: Callable[[bytes], bytes]
 ) -> None:
-    """If it did not, equal tokens would prove nothing. With checksums such blocks are misses, and are stored anew."""
+    """If it did not, equal tokens would prove nothing. With checksums such blocks are misses, and are stored again."""
     prompt = prompt_tokens(200, seed=13 if change is _k_as_v else 14)
     (truth,) = plain_vllm.generate([prompt], 16)
     rig.store(prompt)

@@ -1,4 +1,4 @@
-"""A model of which three of four layers keep a state instead of KV: a prefix is worth what the state behind it is.
+"""A model of which three of four layers keep a state instead of KV: reuse of a prefix needs the state at its end.
 
 vLLM keeps such states where a step ends with a block. The state is a part of that block; a prompt goes on from the last
 block that has one.
@@ -139,8 +139,8 @@ def test_a_wrong_state_changes_the_answer(
 
 
 @pytest.mark.feature("vllm", "linear-attention layers")
-def test_what_was_saved_of_many_at_once_is_right(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
-    """One at a time again: in bfloat16 the answers of vLLM itself depend on what is computed beside them."""
+def test_blocks_saved_from_many_prompts_at_once_are_right(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
+    """One at a time again: in bfloat16 the answers of vLLM itself depend on the other prompts of the step."""
     saver, loader = rigs
     head = prompt_tokens(2 * BLOCK, seed=6)
     prompts = [head + prompt_tokens(30 + 40 * number, seed=60 + number) for number in range(4)]

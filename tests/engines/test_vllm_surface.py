@@ -1,4 +1,4 @@
-"""What people see of our connector in vLLM: its counts, its events, what it refuses, and how it ends."""
+"""The visible side of our connector in vLLM: its counters, its events, its refusals, and its end."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _grown(rig: Rig, before: dict[str, float], *names: str) -> list[float]:
 
 
 @pytest.mark.feature("vllm", "metrics")
-def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
+def test_metrics_count_saved_and_loaded_blocks(rig: Rig) -> None:
     rig.fresh([3], 1)
     before = rig.engine.ask("metrics")
     prompt = prompt_tokens(200, seed=3000)
     rig.store(prompt)
     rig.fresh(prompt)
-    rig.fresh([3], 1)  # what is counted is told with the next step
+    rig.fresh([3], 1)  # vLLM reports counters with the next step
     names = ("lookups", "hit_blocks", "saved_blocks", "saved_bytes", "loaded_blocks", "loaded_bytes")
     expected = [3, 6, 6, 6 * _BLOCK_BYTES, 6, 6 * _BLOCK_BYTES]
     grown = _grown(rig, before, *(f"vllm:kvcm_{name}" for name in names))
@@ -72,12 +72,12 @@ def test_all_that_is_counted_is_shown(rig: Rig) -> None:
 
 
 @pytest.mark.feature("vllm", "KV events")
-def test_events_report_what_was_stored(rig: Rig) -> None:
+def test_events_report_stored_blocks(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=3001)
     forget(rig.engine)
     rig.engine.ask("collect_events")
     rig.store(prompt)
-    rig.fresh([3], 1)  # what was published meanwhile is told with the next step
+    rig.fresh([3], 1)  # vLLM publishes the events since then with the next step
     stored = [event for event in rig.engine.ask("events") if event["medium"] == "STORAGE"]
     tokens = [event["token_ids"] for event in stored]
     assert tokens[:6] == [prompt[start : start + BLOCK_TOKENS] for start in range(0, 192, BLOCK_TOKENS)]
@@ -134,7 +134,7 @@ def test_an_engine_with_other_weights_is_refused_and_serves(
 def test_after_a_reset_of_the_connector_nothing_is_shared(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, plain_vllm: EngineProcess
 ) -> None:
-    """Its weights may be others now, and nobody says so."""
+    """Its weights may be others now, and vLLM does not report that."""
     reset = Rig(
         new_engine(VLLM, tiny_llama, **connected(rig.manager.address, rig.instance_id)), rig.manager, rig.instance_id
     ).until_ready()

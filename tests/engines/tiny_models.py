@@ -1,7 +1,7 @@
 """Models with random weights, small enough to be made on the spot.
 
 Their weights are drawn wider than those of a fresh model, whose answer hardly depends on the prompt: a test that
-compares tokens would not tell the right KV from any other.
+compares tokens would not distinguish the right KV from any other.
 
     python tests/engines/tiny_models.py llama DIRECTORY
 """
@@ -46,7 +46,7 @@ def write_llama(directory: Path) -> None:
 
 
 def write_large_llama(directory: Path, *, hidden: int = 1024, layers: int = 8) -> None:
-    """Write a Llama for measurements, large enough that computing the prompt is what takes the time."""
+    """Write a Llama for measurements, large enough that computing the prompt takes most of the time."""
     _write_llama(directory, hidden=hidden, layers=layers, heads=hidden // 64, kv_heads=hidden // 256, std=0.03)
 
 
@@ -111,7 +111,7 @@ def _write_llama(directory: Path, *, hidden: int, layers: int, heads: int, kv_he
 
 
 def _shape(*, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """No token ends an answer, so that engines need not be told to go on."""
+    """No token ends an answer, so that engines need no option to go on."""
     return {
         "vocab_size": _VOCABULARY,
         "hidden_size": hidden,

@@ -1,4 +1,4 @@
-"""What vLLM's own prefix cache holds, byte by byte: for tests that compare it with what was stored.
+"""The content of vLLM's own prefix cache, byte by byte: for tests that compare it with the stored blocks.
 
 Only of an engine in this process: the scheduler knows which block holds what, the worker has the memory.
 """

@@ -69,7 +69,7 @@ class VllmEngine:
         return found
 
     def timed(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Answer prompts that arrive together; each answer tells its `first_token_seconds`."""
+        """Answer prompts that arrive together; each answer has its `first_token_seconds`."""
         begun = time.monotonic()
         for number, prompt in enumerate(prompts):
             self.add_request(f"timed-{number}", prompt, max_tokens)
@@ -114,7 +114,7 @@ class VllmEngine:
             self._engine.step()
 
     def free_blocks(self) -> int:
-        """Return how many blocks nobody holds; only of an engine in this process."""
+        """Return how many blocks are free; only of an engine in this process."""
         return int(self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def all_blocks(self) -> int:
@@ -127,18 +127,18 @@ class VllmEngine:
         return kvcm_looks.block_keys(self._llm.llm_engine.vllm_config, bytes.fromhex(namespace), tokens, **prompt)
 
     def collect_events(self) -> None:
-        """Keep the KV events from now on; only of an engine in this process, which publishes them to nobody."""
+        """Keep the KV events from now on; only of an engine in this process, which does not publish them."""
         self._batches: list[Any] = []
         self._core().scheduler.kv_event_publisher.publish = self._batches.append
 
     def events(self) -> list[dict[str, Any]]:
-        """Return those that tell of stored blocks."""
+        """Return the kept events of stored blocks."""
         return [
             kvcm_looks.plain(event) for batch in self._batches for event in batch.events if hasattr(event, "token_ids")
         ]
 
     def kvcm_counts(self) -> dict[str, Any]:
-        """Return what our connector has counted since the start; only of one in this process."""
+        """Return the counters of our connector since the start; only of one in this process."""
         return kvcm_looks.counts(self._core())
 
     def metrics(self) -> dict[str, Any]:

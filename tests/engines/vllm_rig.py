@@ -1,4 +1,4 @@
-"""vLLM with our connector, a manager, and what tests want to know of the blocks in between."""
+"""vLLM with our connector, a manager, and the blocks in between, for tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sessions_open(manager: ManagerProcess) -> int:
 
 
 def forget(engine: EngineProcess) -> None:
-    """Empty an engine's own cache: what it has from now on, it computed or loaded."""
+    """Empty an engine's own cache: it computed or loaded all blocks that it has from now on."""
     settle(engine)
     until(lambda: engine.ask("reset_prefix_cache"))
 
@@ -101,7 +101,7 @@ class Rig:
         return answer
 
     def until_ready(self) -> Self:
-        """Wait until the engine is registered: what comes before is not looked for, and not stored."""
+        """Wait until the engine is registered: before that, the connector neither looks up nor stores blocks."""
         until(lambda: self.fresh([5] * (BLOCK_TOKENS + 1), 1) and self.count("lookups"))
         return self
 
@@ -132,7 +132,7 @@ class Rig:
         return [location.uris[part] for location in locations if location]
 
     def stored_digests(self, keys: Sequence[int], part: str = PART) -> list[str]:
-        """Return the digest of what is stored of a part of each block."""
+        """Return the digest of the stored bytes of a part of each block."""
         return [sha256(read_part(uri)).hexdigest() for uri in self.uris(keys, part)]
 
     def engine_digests(self, tokens: list[int], folder: Path, group: int = 0) -> list[str]:
@@ -145,7 +145,7 @@ class Rig:
         ]
 
     def counts(self) -> dict[str, int]:
-        """Return what the connector has counted since the start; in several processes, up to the last step."""
+        """Return the counters of the connector since the start; in several processes, up to the last step."""
         if not _is_in_several_processes(self.engine):
             return dict(self.engine.ask("kvcm_counts"))
         metrics = self.engine.ask("metrics").items()
@@ -184,7 +184,7 @@ class FaultySite:
         return prompt
 
     def recovers(self, known: list[int]) -> None:
-        """What was stored before is loaded again, and new blocks are stored; no session is left open."""
+        """The engine loads blocks stored before again and stores new ones; no session is left open."""
         until(lambda: self.rig.fresh(known).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS, 60)
         assert self.is_right(known, self.rig.fresh(known))
         self.known_prompt()

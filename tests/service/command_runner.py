@@ -47,13 +47,13 @@ class Commands:
         return found
 
     def ok(self, *arguments: str, **environment: str) -> str:
-        """Return what a command printed that did what it was told."""
+        """Return the output of a command that must succeed."""
         done = self.run(*arguments, **environment)
         assert (done.exit_code, done.stderr) == (0, ""), (done.stdout, done.stderr)
         return str(done.stdout)
 
     def json(self, *arguments: str, **environment: str) -> Any:
-        """Return what it printed as JSON."""
+        """Return its output, parsed as JSON."""
         return json.loads(self.ok(*arguments, "--json", **environment))
 
     def refused(self, *arguments: str, exit_code: int = 1, **environment: str) -> str:

@@ -39,7 +39,7 @@ def api(apis: dict[str, Api]) -> Api:
 
 @pytest.fixture(params=["grpc", "http"])
 def each_api(request: pytest.FixtureRequest, apis: dict[str, Api]) -> Api:
-    """The shared manager over each transport in turn, for what a transport may do otherwise."""
+    """The shared manager over each transport in turn, for behaviour that may differ by transport."""
     return apis[request.param]
 
 

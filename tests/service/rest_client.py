@@ -12,7 +12,7 @@ MERGE = "application/merge-patch+json"
 
 
 class RestAnswer(NamedTuple):
-    """What came back.
+    """An answer.
 
     Attributes:
         status: of HTTP.

@@ -45,7 +45,7 @@ class Secured:
             return response.status, "" if is_stream else response.read().decode()
 
     def certified(self, name: str) -> ClientTls:
-        """Return how somebody speaks TLS who has a certificate of that name."""
+        """Return the TLS settings of a client with a certificate of that name."""
         assert self.tls is not None
         assert self.clients is not None
         return ClientTls(self.tls.ca_file, *self.clients.issue(name, [uri(spiffe(name))]))
@@ -62,7 +62,7 @@ class Secured:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Two tenants: group and instance of each, and everybody's key by who they are.
+    """Two tenants: group and instance of each, and an API key of every kind by name.
 
     Attributes:
         server: they share it.
@@ -111,7 +111,7 @@ class Tenants:
             eventually(lambda: api.attempt("AccessService.WhoAmI").status == 401)
 
     def authorization(self, name: str) -> str:
-        """Return what somebody sends."""
+        """Return the value of the authorization header with that key."""
         return f"Bearer {self.keys[name]}"
 
 

@@ -51,7 +51,7 @@ def test_the_instances_of_a_group_are_listed_in_order(site: Site) -> None:
 
 
 def _stored_storage(site: Site, name: str) -> Any:
-    """The storage of that name as ListStorage tells it, None when it is not listed."""
+    """The storage of that name as ListStorage returns it, None when it is not listed."""
     found = [s for s in site.api.ok("AdminService.ListStorage").storage if s.global_unique_name == name]
     assert len(found) <= 1
     return found[0] if found else None
@@ -197,7 +197,7 @@ def test_a_password_never_appears_in_the_log_or_in_an_answer(loud: ManagerProces
         ]
         answers += _malformed_accounts(api, secret)
         assert secret not in repr(answers)
-        # What was refused is logged at this level: the log is on, and the password is not in it.
+        # This level logs refused requests: the log is on, and the password is not in it.
         eventually(lambda: any(event.get("api") == "AddAccount" for event in loud.events("refused")))
     assert secret not in loud.log_text()
 

@@ -101,7 +101,7 @@ def _unknown_instance(rule: str, instance: str) -> Refused:
 
 
 def _storage_refusals(name: Callable[[Site], str]) -> list[Refused]:
-    """What AddStorage and UpdateStorage refuse; `name` makes a name that would be fine.
+    """The cases that AddStorage and UpdateStorage refuse; `name` makes a valid name.
 
     The rules of fields are tested where they are kept: here are one of them and what the messages have to hold.
     """

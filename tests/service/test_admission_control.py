@@ -109,12 +109,12 @@ class Rig:
         return refusal.reason if refusal is not None else ""
 
 
-def test_what_no_one_waits_for_any_more_is_not_read() -> None:
+def test_a_request_past_its_deadline_is_not_read() -> None:
     rig = Rig()
     assert [rig.reason(Arrival("grpc", "a", NOW + late)) for late in (-0.1, 0.0, 0.1)] == ["deadline", "deadline", ""]
 
 
-def test_what_has_waited_too_long_is_not_read() -> None:
+def test_a_request_that_has_waited_too_long_is_not_read() -> None:
     rig = Rig(most_wait_seconds=2.0)
     assert [rig.reason(Arrival("http", received_at=NOW - waited)) for waited in (1.9, 2.0, 2.1)] == ["", "", "overload"]
     assert Rig(most_wait_seconds=0.0).reason(Arrival("http", received_at=NOW - 1000)) == ""
@@ -190,7 +190,7 @@ async def test_a_long_request_that_is_refused_is_not_charged_for() -> None:
         (pins.ReportMissingRequest(parts=[{}] * 3), 3),
     ],
 )
-def test_what_a_request_is_worth(request_: Any, count: int) -> None:
+def test_the_cost_of_a_request(request_: Any, count: int) -> None:
     assert key_count(_call(type(request_)), request_) == count
 
 
@@ -211,7 +211,7 @@ async def _paced(lane: RequestQueue, clock: Clock, seconds: float) -> None:
     lane.leave(began)
 
 
-async def test_what_would_wait_for_too_long_by_the_pace_is_refused_at_once() -> None:
+async def test_a_request_that_would_wait_too_long_at_this_pace_is_refused_at_once() -> None:
     lane, clock = _lane(slots=2, places=100, most_wait=2.0)
     await _paced(lane, clock, 1.0)
     running = [await lane.enter(None) for _ in range(2)]
@@ -407,7 +407,7 @@ def test_full_buckets_are_forgotten_and_others_are_not() -> None:
     assert buckets.acquire("debtor", 1) == 8.0
 
 
-def test_who_finds_no_space_in_the_table_shares_one_bucket() -> None:
+def test_clients_beyond_the_size_of_the_table_share_one_bucket() -> None:
     buckets, time = _buckets()
     for number in range(4):
         buckets.acquire(f"debtor {number}", 199)
@@ -725,7 +725,7 @@ def _fields(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
 
 
 def _limited(path: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
-    """Yield what of a field is limited, its text or its entries, and how many are allowed."""
+    """Yield each limited quantity of a field, its text or its entries, and the most allowed."""
     last = path[-1]
     if last.type in {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}:
         yield "text", LIMIT_OF_TEXT.get(last.name, MAX_TEXT_BYTES)

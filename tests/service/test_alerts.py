@@ -1,4 +1,4 @@
-"""Alerts and vitals: what is wrong, since when, and how managers are doing."""
+"""Alerts and vitals: faults, since when they last, and the state of the managers."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_group_below_its_mark_is_fine_and_so_is_one_at_a_high_mark() -> None:
     assert list(group_alerts(facts(used_by(usage(9.5, mark=9.6))))) == []
 
 
-def test_what_refuses_writes_at_its_limit_is_a_page_and_what_only_refuses_is_a_ticket() -> None:
+def test_a_full_group_that_refuses_writes_is_a_page_and_either_alone_is_a_ticket() -> None:
     full = of_group(used_by(usage(9.9)), refused={"g": 53})
     assert (full.name, full.severity) == ("KvcmGroupFull", Severity.ALERT_PAGE)
     assert full.summary == "Group g is full and refused 53 writes in the last 5 minutes."
@@ -174,7 +174,7 @@ REASONS_AND_ADVICE = {
 
 
 @pytest.mark.parametrize("holder", HELD)
-def test_what_holds_a_full_group_is_reported(holder: str) -> None:
+def test_the_reason_why_a_group_stays_full_is_reported(holder: str) -> None:
     group, config, fields = HELD[holder]
     reason, advice = REASONS_AND_ADVICE[holder]
     alert = of_group(group, config, **fields)
@@ -183,7 +183,7 @@ def test_what_holds_a_full_group_is_reported(holder: str) -> None:
     assert "Or raise the limit: the group's quota (quota.capacity)." in alert.advice
 
 
-def test_the_most_telling_holder_comes_first_and_trifles_are_left_out() -> None:
+def test_the_largest_holder_comes_first_and_trifles_are_left_out() -> None:
     group = used_by(usage(9.9), pinned_bytes=GIB // 100)
     alert = of_group(group, writing={"g": 2 * GIB}, deleting={"g": {"disk": 5 * GIB}})
     assert alert.reason.index("5.0 GiB") < alert.reason.index("2.0 GiB")
@@ -256,7 +256,7 @@ def test_a_group_without_a_storage_says_what_each_of_them_lacks() -> None:
     )
 
 
-def test_what_stays_above_its_mark_is_stuck() -> None:
+def test_a_group_that_stays_above_its_mark_is_stuck() -> None:
     alert = of_group(used_by(usage(8.5), pinned_bytes=8 * GIB))
     assert alert.name == "KvcmReclaimStuck"
     assert "stays 512.0 MiB above the mark" in alert.summary
@@ -289,7 +289,7 @@ DRAIN = DrainStatus("disk", False, DrainState.DRAIN_RUNNING, 0, GIB, "3 location
         ("KvcmDrainWaits", {"drains": (DRAIN,)}, "disk waits, 1.0 GiB are left. 3 locations are pinned."),
     ],
 )
-def test_what_is_wrong_with_a_storage_is_reported(name: str, fields: dict[str, Any], text: str) -> None:
+def test_faults_of_a_storage_are_reported(name: str, fields: dict[str, Any], text: str) -> None:
     alert = only(each for each in storage_alerts(facts(**fields)) if each.name == name)
     assert text in f"{alert.summary} {alert.reason} {alert.advice}"
 
@@ -380,7 +380,7 @@ def neighbour(name: str, refused: int = 0, *, leads: bool = False) -> ManagerVie
     return ManagerView(reported.endpoint, 0.0, is_leader=leads, is_self=False, vitals=reported, rates=None)
 
 
-async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_no_one(world: World) -> None:
+async def test_an_alert_keeps_the_time_of_its_first_check_when_no_client_asks(world: World) -> None:
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
     await world.watch.check()
     begun = world.clock.now()
@@ -394,7 +394,7 @@ async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_no_one(world
     assert {alert.since_ms for alert in await world.watch.alerts()} == {int(world.clock.now() * 1000)}
 
 
-async def test_what_has_to_last_is_reported_only_when_it_was_there_at_every_observe(world: World) -> None:
+async def test_a_condition_that_has_to_last_is_reported_only_when_every_check_found_it(world: World) -> None:
     await world.leadership.demote()
     world.leadership.campaign_delay_ms = 10_000_000
     assert await world.names() == []
@@ -410,7 +410,7 @@ async def test_refused_writes_count_for_five_minutes_wherever_they_were_refused(
     assert "refused 2 writes" in alert.summary
     await world.pass_time(320)
     assert await world.names() == []
-    world.watch.managers = lambda: [neighbour("other", 1000)]  # what it counted before it was met is not known
+    world.watch.managers = lambda: [neighbour("other", 1000)]  # its count before this manager found it is unknown
     assert await world.names() == []
     await world.pass_time(10)
     world.watch.managers = lambda: [neighbour("other", 1003)]
@@ -428,7 +428,7 @@ async def test_several_that_lead_for_long_are_reported(world: World) -> None:
     assert (alert.name, alert.reason) == ("KvcmSeveralLeaders", "They are a, b.")
 
 
-async def test_who_is_limited_to_groups_receives_of_those_alone_and_changes_nothing_for_others(world: World) -> None:
+async def test_a_key_limited_to_groups_receives_their_alerts_alone_and_changes_nothing_for_others(world: World) -> None:
     world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
     begun = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
     world.clock.time += 30
@@ -460,7 +460,7 @@ def test_every_name_has_a_rule_or_stands_among_those_that_have_none() -> None:
     assert len(_reported() & rules) >= 10
 
 
-def test_what_needs_patience_is_reported_at_all() -> None:
+def test_conditions_that_have_to_last_are_reported_at_all() -> None:
     assert alert_watch._DELAY_SECONDS.keys() <= _reported()
 
 
@@ -470,7 +470,7 @@ def rates(before: Vitals | None, after: Vitals, since: float = 0.0) -> Rates:
     return found
 
 
-def test_a_rate_is_what_was_gained_over_the_time_between_the_two_vitals() -> None:
+def test_a_rate_is_the_increase_over_the_time_between_the_two_vitals() -> None:
     before = vitals(at=10, requests=100, errors=1, groups={"a": GroupTotals(10, 20, 30, 40)}, match_counts=(1, 2, 3))
     after = vitals(at=20, requests=150, errors=2, groups={"a": GroupTotals(20, 40, 60, 80)}, match_counts=(2, 2, 9))
     found = rates(before, after)
@@ -544,7 +544,7 @@ def test_nothing_is_reported_where_nothing_is_known() -> None:
     assert vitals_history.P50 not in {series.name for series in _sample(rates(None, vitals(at=1)))}
 
 
-def test_what_is_used_is_what_the_latest_leader_says() -> None:
+def test_usage_comes_from_the_latest_leader() -> None:
     old = vitals(at=10, used_bytes={"a": {"nfs": 1, "hf3fs": 7}})
     new = vitals("m2", at=20, used_bytes={"a": {"nfs": 2}})
     follower = replace(vitals("m3", at=30, used_bytes={"a": {"nfs": 9}}), is_leader=False)

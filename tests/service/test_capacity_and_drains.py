@@ -111,7 +111,7 @@ def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
 # ── Global quotas ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_of_two_managers_of_one_store_each_reports_what_the_other_does(
+def test_of_two_managers_of_one_store_each_reports_the_drains_of_the_other(
     tmp_path: Path, redis_standalone: Standalone
 ) -> None:
     uri = f"kvcm.registry_storage.uri={redis_standalone.uri(f'test-{secrets.token_hex(8)}')}"
@@ -237,7 +237,7 @@ def _of_files(api: Api, metric: str, storage: str) -> float:
 
 
 def _draining(site: Site, storage: str) -> tuple[bool, float]:
-    """Return what the status of a storage and its metric say."""
+    """Return whether a storage is draining, by its status and by its metric."""
     return _status(site.api, storage).is_draining, _of_files(site.api, "kvcm_storage_draining", storage)
 
 
@@ -259,7 +259,7 @@ def test_a_drained_storage_takes_no_writes_and_is_emptied(site: Site, tmp_path: 
     assert uri.startswith(f"file://{first}/")
 
 
-def test_what_holds_a_drain_up_is_said(site: Site) -> None:
+def test_the_reason_that_delays_a_drain_is_reported(site: Site) -> None:
     storage = site.storage()
     instance = site.instance(site.group(storage, pin_budget_bytes=1 << 20))
     site.write(instance, KEYS)
@@ -273,7 +273,7 @@ def test_what_holds_a_drain_up_is_said(site: Site) -> None:
     eventually(lambda: (_drain(site, storage) or {})["state"] == 2)
 
 
-class Observe(NamedTuple):
+class Draining(NamedTuple):
     """Parts of a manager, and the view of its drains."""
 
     storages: StorageDirectory
@@ -288,7 +288,7 @@ class Observe(NamedTuple):
 
 
 @pytest.fixture
-async def observe() -> AsyncIterator[Observe]:
+async def draining() -> AsyncIterator[Draining]:
     """A leader with one storage that is drained, of which it is not certain yet that nothing lies on it."""
     clock, storages = SystemClock(), StorageDirectory("cluster")
     registry = Registry(storages)
@@ -300,46 +300,46 @@ async def observe() -> AsyncIterator[Observe]:
     await registry.storages.add(StorageConfig("s", DummyStorageSpec()))
     await drains.drain("s")
     view = DrainView(drains, storages, DeletionExecutor(storages, clock), leadership)
-    yield Observe(storages, registry, drains, leadership, view)
+    yield Draining(storages, registry, drains, leadership, view)
     storages.close_all()
 
 
-async def test_one_that_goes_on_has_no_reason(observe: Observe) -> None:
-    (status,) = await observe.view.list_drains()
+async def test_one_that_goes_on_has_no_reason(draining: Draining) -> None:
+    (status,) = await draining.view.list_drains()
     assert (status.storage_unique_name, status.state, status.reason) == ("s", DrainState.DRAIN_RUNNING, "")
     assert status.state.label == "running"
 
 
-async def test_a_storage_that_is_down_is_the_reason(observe: Observe) -> None:
-    observe.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "no mount"))
-    assert await observe.reason() == "the storage is down: no mount"
+async def test_a_storage_that_is_down_is_the_reason(draining: Draining) -> None:
+    draining.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "no mount"))
+    assert await draining.reason() == "the storage is down: no mount"
 
 
-async def test_an_instance_that_cannot_be_read_is_the_reason(observe: Observe) -> None:
-    assert await observe.registry._table.replace("instance/old", None, b"garbage")
-    await observe.registry.refresh()
-    assert await observe.reason() == (
+async def test_an_instance_that_cannot_be_read_is_the_reason(draining: Draining) -> None:
+    assert await draining.registry._table.replace("instance/old", None, b"garbage")
+    await draining.registry.refresh()
+    assert await draining.reason() == (
         "1 stored instances cannot be read, 'old' for one, so that nobody knows what they have there: run `kvcm index "
         "verify`"
     )
 
 
-async def test_a_storage_that_is_not_open_is_the_reason(observe: Observe, tmp_path: Path) -> None:
-    await observe.registry.storages.add(StorageConfig("t", NfsStorageSpec(str(tmp_path))))
-    await observe.registry.storages.cancel_drain("s")
-    await observe.drains.drain("t")
-    observe.storages.close("t")
-    assert await observe.reason() == "the storage is not open on this manager, which leads: nothing can be deleted"
+async def test_a_storage_that_is_not_open_is_the_reason(draining: Draining, tmp_path: Path) -> None:
+    await draining.registry.storages.add(StorageConfig("t", NfsStorageSpec(str(tmp_path))))
+    await draining.registry.storages.cancel_drain("s")
+    await draining.drains.drain("t")
+    draining.storages.close("t")
+    assert await draining.reason() == "the storage is not open on this manager, which leads: nothing can be deleted"
 
 
-async def test_who_does_not_lead_names_who_does(observe: Observe) -> None:
-    await observe.leadership.demote()
-    assert await observe.reason() == "no manager leads at the moment"
+async def test_a_manager_that_does_not_lead_names_the_leader(draining: Draining) -> None:
+    await draining.leadership.demote()
+    assert await draining.reason() == "no manager leads at the moment"
 
 
-async def test_a_removal_says_that_it_can_be_taken_back(observe: Observe) -> None:
-    await observe.registry.storages.retire("s", SystemClock().now())
-    assert await observe.reason() == "it begins 10 s after the removal, so that it can be added again as it was"
+async def test_a_removal_says_that_it_can_be_taken_back(draining: Draining) -> None:
+    await draining.registry.storages.retire("s", SystemClock().now())
+    assert await draining.reason() == "it begins 10 s after the removal, so that it can be added again as it was"
 
 
 def test_the_status_of_a_storage_is_shown_and_counted(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
     assert report.global_quotas == (GlobalQuotaUsage("all", Usage(305, 20, 4000, 2000, 1920), ("x",)),)
 
 
-def test_a_mark_leaves_space_for_the_largest_block_of_those_who_use_the_limit() -> None:
+def test_a_mark_leaves_space_for_the_largest_block_under_the_limit() -> None:
     sources = UsageSources(
         [_group("x", ratio=1.0), _group("y")],
         [_limited("a", 1000)],
@@ -483,7 +483,7 @@ def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage()
     assert [storage.oversubscription for storage in report.storages] == [2.0, 0.0]
 
 
-def test_what_is_gone_while_bytes_still_count_is_reported_without_limits() -> None:
+def test_removed_groups_and_storages_that_still_have_bytes_are_reported_without_limits() -> None:
     report = usage_report(UsageSources([], [], [], [_index("gone", {A: 5})]))
     (group,), (storage,) = report.groups, report.storages
     assert (group.name, group.total) == ("gone", Usage(5, 0, 0))

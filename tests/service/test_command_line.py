@@ -115,7 +115,7 @@ def test_a_refusal_is_the_error_of_its_code_with_the_managers_words(code: str, e
         (302, b"", "HTTP 302"),
     ],
 )
-def test_what_is_no_manager_is_said_in_one_line(status: int, body: bytes, reason: str) -> None:
+def test_an_answer_of_another_server_is_reported_in_one_line(status: int, body: bytes, reason: str) -> None:
     with _front(status, body, location="http://127.0.0.1:1/") as front:
         with pytest.raises(NotReadyError, match=reason) as raised:
             _ask(front.url)
@@ -201,9 +201,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown() -> None:
         (403, {"KVCM_KEY": "kvcm_a_b"}, "does not allow this key ListGlobalQuota: it has ended; `kvcm whoami` shows"),
     ],
 )
-def test_who_is_not_let_in_is_reported_what_to_do_with_exit_code_3(
-    status: int, environment: dict[str, str], reason: str
-) -> None:
+def test_a_refused_client_gets_advice_and_exit_code_3(status: int, environment: dict[str, str], reason: str) -> None:
     with _front(status, b"{}", x_kvcm_error="it has ended") as front:
         done = _run("quota", "list", "--manager", front.url, **environment)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (3, "", 1)
@@ -266,7 +264,7 @@ def test_https_is_trusted_when_the_authority_is_given_and_a_client_certificate_i
 
 
 def _completed(words: str, url: str) -> list[str]:
-    """Return what bash is told for a line that ends in the middle of a word."""
+    """Return the completions that bash gets for a line that ends in the middle of a word."""
     environment = {
         "_KVCM_COMPLETE": "complete_bash",
         "COMP_WORDS": f"kvcm {words}",

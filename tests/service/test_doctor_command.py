@@ -1,4 +1,4 @@
-"""`kvcm doctor` as operators run it: with a manager, without one, and with what is wrong."""
+"""`kvcm doctor` as operators run it: with a manager, without one, and with faults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_manager_that_is_asked_for_has_to_run(tmp_path: Path) -> None:
     assert any(f"no manager answers at {url}" in text for text in _failures(findings))
 
 
-def test_of_a_manager_elsewhere_only_what_it_says_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
+def test_of_a_manager_elsewhere_only_its_answers_are_checked(server: ManagerProcess, tmp_path: Path) -> None:
     nfs = {"root_path": f"{tmp_path / 'of_its_host'}/"}
     with server.api() as api:
         api.ok("AdminService.AddStorage", storage={"global_unique_name": unique("far"), "nfs": nfs})
@@ -86,7 +86,7 @@ def test_settings_that_serve_refuses_are_reported_and_the_rest_is_looked_at(
     assert any("is ready" in each["found"] for each in findings)
 
 
-def test_what_is_full_or_switched_off_is_reported(tmp_path: Path) -> None:
+def test_full_groups_and_disabled_storages_are_reported(tmp_path: Path) -> None:
     with manager(tmp_path) as process, process.api() as api:
         site = Site(api)
         storage = site.storage()

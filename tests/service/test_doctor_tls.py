@@ -1,4 +1,4 @@
-"""The doctor and a manager that speaks TLS: whatever keeps it from asking, it says what to do about that."""
+"""The doctor and a manager that speaks TLS: for every obstacle, it gives advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _own(site: TlsSite) -> Pair:
 
 
 def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pair | None = None) -> list[Finding]:
-    """What the doctor finds who asks it, by what he trusts and shows."""
+    """The findings of the doctor, by the authority that it trusts and the certificate that it shows."""
     shown: dict[str, Any] = {} if own is None else {"cert_file": own.cert, "cert_key_file": own.key}
     connection = Connection(
         manager=f"{scheme}://{process.address.admin_http}",
@@ -49,7 +49,7 @@ def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pa
 
 
 def _advice(found: list[Finding]) -> str:
-    """What the only finding says is to be done."""
+    """The advice of the only finding."""
     (finding,) = found
     assert (finding.level, finding.check) == (Level.FAIL, "manager")
     return finding.advice
@@ -84,11 +84,11 @@ def test_a_certificate_that_is_not_believed_is_reported(site: TlsSite, flaw: str
     assert advice == "give a --cert-file that has not ended, of an authority in the manager's kvcm.tls.client_ca_file"
 
 
-def test_who_asks_in_plain_text_is_reported_to_encrypt(site: TlsSite) -> None:
+def test_plain_text_to_a_port_with_tls_gets_the_advice_to_encrypt(site: TlsSite) -> None:
     assert "ask https:// and give --ca-file" in _advice(_asked(site.process, "http"))
 
 
-def test_who_encrypts_where_no_one_does_is_reported(server: ManagerProcess) -> None:
+def test_tls_to_a_port_of_plain_text_is_reported(server: ManagerProcess) -> None:
     assert "ask http://" in _advice(_asked(server, "https"))
 
 

@@ -42,7 +42,7 @@ UNREAD_BYTES = 8 << 20
 
 
 class TurnedAway:
-    """A `CallObserver` that notes who is turned away."""
+    """A `CallObserver` that records rejected calls."""
 
     def __init__(self) -> None:
         self.reasons: list[tuple[str, str, str]] = []
@@ -58,7 +58,7 @@ class TurnedAway:
 
 
 class Site:
-    """An HTTP listener whose calls wait until they are let go; while one does, whoever comes is turned away."""
+    """An HTTP listener whose calls wait until they are let go; while one does, it rejects all others."""
 
     tls: ClassVar[ServerTls | None] = None
     secure: ClassVar[dict[str, Any]] = {}
@@ -132,7 +132,7 @@ async def serving() -> AsyncIterator[Site]:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - nobody tells of it
+        while not holds():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.001)
 
 
@@ -175,7 +175,7 @@ async def test_operators_are_never_turned_away_nor_counted() -> None:
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_body_in_pieces_that_no_one_reads_does_not_harm_the_next_request() -> None:
+async def test_an_unread_body_in_chunks_does_not_harm_the_next_request() -> None:
     async with serving() as site, site.connected() as (reader, writer):
         async with site.busy():
             writer.write(post(b"", "getCacheLocation", "transfer-encoding: chunked") + b"3\r\nabc\r\n")
@@ -187,7 +187,7 @@ async def test_a_body_in_pieces_that_no_one_reads_does_not_harm_the_next_request
         assert (await answer(reader))[0] == 200
 
 
-async def test_who_cannot_be_reported_at_once_is_served_as_ever() -> None:
+async def test_a_request_that_cannot_be_refused_at_once_is_served() -> None:
     """Behind another request on its connection, or before it sends its body, or if the connection is to be closed."""
     async with serving() as site, site.busy():
         for header in ("connection: close", "expect: 100-continue"):
@@ -198,13 +198,13 @@ async def test_who_cannot_be_reported_at_once_is_served_as_ever() -> None:
         assert site.observer.reasons == []
 
 
-async def test_who_does_not_read_refusals_is_not_written_more_of_them() -> None:
+async def test_a_client_that_does_not_read_refusals_gets_no_more_of_them() -> None:
     async with serving() as site, site.busy():
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", site.server.port))
             reader, writer = await asyncio.open_connection(sock=connection, limit=1024, **Site.secure)
-            for _ in range(2000):  # ten times what buffers of the system may take
+            for _ in range(2000):  # ten times the capacity of the buffers of the system
                 writer.write(post(BODY) * 500)
                 await asyncio.sleep(0)
                 if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
@@ -230,7 +230,7 @@ async def test_every_way_in_which_a_request_can_end_ends_its_count() -> None:
 
 
 async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
-    """TLS forgets its socket a turn of the loop before anybody is told that the connection is lost."""
+    """TLS forgets its socket a turn of the loop before the protocol learns that the connection is lost."""
     async with serving() as site, site.connected() as (reader, writer):
         writer.write(post(BODY)[:-1])
         await until(lambda: site.ahead.seconds > 0)

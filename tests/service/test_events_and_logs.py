@@ -51,7 +51,7 @@ ENVELOPE = {"id", "source", "component", "type", "trigger_time_us"}
 
 
 class Node:
-    """A manager without servers, and what it told."""
+    """A manager without servers, and the events that it published."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(5000.0)
@@ -93,7 +93,7 @@ async def node() -> Node:
 
 @asynccontextmanager
 async def published(node: Node) -> AsyncIterator[list[dict[str, Any]]]:
-    """The events of what happens inside the block, filled in at its end."""
+    """The events published inside the block, filled in at its end."""
     listener = node.log.subscribe()
     events: list[dict[str, Any]] = []
     yield events
@@ -155,7 +155,7 @@ async def test_keys_are_those_made_from_tokens_and_masks_keep_their_form(node: N
     assert start["block_mask"] == [False, True, False]
 
 
-async def test_what_fails_and_what_only_peeks_is_not_reported(node: Node) -> None:
+async def test_failed_calls_and_peeks_are_not_reported(node: Node) -> None:
     async with published(node) as events:
         await node.ask("GetCacheLocation", query_type=77, block_keys=[1])
         await node.ask("GetCacheLocation", query_type=pb.QT_PREFIX_MATCH, block_keys=[1], peek=True)
@@ -164,7 +164,7 @@ async def test_what_fails_and_what_only_peeks_is_not_reported(node: Node) -> Non
     assert events == []
 
 
-async def test_removals_are_reported_with_who_asked_for_them(node: Node) -> None:
+async def test_removals_are_reported_with_the_call_that_asked_for_them(node: Node) -> None:
     for keys in ([1, 2], [3], [4], [5]):
         await node.write(keys)
     async with published(node) as events:
@@ -181,7 +181,7 @@ async def test_removals_are_reported_with_who_asked_for_them(node: Node) -> None
     assert [(event["reason"], sorted(event["keys"]), event["bytes"]) for event in removed] == [
         ("RemoveCache", [1, 2], 16),
         ("TrimCache", [3, 4, 5], 24),
-        ("TrimCache", [6], 8),  # without bytes; the others were told of already
+        ("TrimCache", [6], 8),  # without bytes; the others were reported already
         ("RemoveInstance", [7], 8),
     ]
     assert {(event["group"], event["storage"]) for event in removed} == {("g", "s")}
@@ -222,7 +222,7 @@ async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
         return {"type": "http.disconnect"}
 
     async def send(_event: Any) -> None:
-        """What is sent reaches no client."""
+        """Drop the event: the client is gone."""
 
     listener = node.log.subscribe()
     assert node.log.is_active
@@ -272,7 +272,7 @@ def needed(server: ManagerProcess, group: str) -> list[float]:
     return [float(line.rpartition(" ")[2]) for line in found]
 
 
-def test_reads_and_writes_are_kept_with_what_became_of_them(keeping: ManagerProcess, kept_api: Api) -> None:
+def test_reads_and_writes_are_kept_with_their_outcome(keeping: ManagerProcess, kept_api: Api) -> None:
     site = Site(kept_api)
     instance = site.instance()
     site.write(instance, [1, 2])
@@ -487,7 +487,7 @@ def test_the_client_decides_whether_its_call_is_sampled(world: World) -> None:
     for parent in ("", _parent("00"), "nonsense", f"00-{'0' * 32}-{_SPAN}-01", _parent()):
         _match(world.process, instance, parent)
     world.process.signal(signal.SIGTERM)
-    assert world.process.wait() == 0  # what is left is sent then
+    assert world.process.wait() == 0  # the manager sends the remaining spans before it ends
     assert [span.trace_id.hex() for span in world.collector.of(_MATCH)] == [_TRACE]
     assert world.collector.of(_START) == []
 
@@ -551,7 +551,7 @@ CALL = Call("s", "GetCacheLocation", Plane.DATA, meta.GetCacheLocationRequest, m
 
 
 class _Request:
-    """Fails when anybody looks at it."""
+    """Fails on every access."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"{name} was looked at")
@@ -565,7 +565,7 @@ def _end(log: AccessLog, seconds: float, request: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("drawn", "logged"), [(0.0, True), (0.2499, True), (0.25, False), (0.99, False)])
-def test_the_sample_decides_by_what_is_drawn(drawn: float, logged: bool) -> None:
+def test_the_sample_decides_by_the_number_drawn(drawn: float, logged: bool) -> None:
     log = AccessLog(lambda: drawn)
     log.set(sample=0.25, slow_seconds=1.0)
     assert bool(_end(log, 0.5, meta.GetCacheLocationRequest())) is logged

@@ -162,7 +162,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
 
 
 async def hammer(tenants: Tenants, seed: int, count: int) -> Counter[str]:
-    """Send requests, some of them with a tenant's key or none, and return what became of them."""
+    """Send requests, some of them with a tenant's key or none, and return the outcomes."""
     address = tenants.server.process.address
     names = (*tenants.groups.values(), *tenants.instances.values())
     requests = HostileRequests(seed, names)

@@ -65,10 +65,10 @@ def tried(server: Secured, base: str, path: str) -> Counter[int]:
 
 
 def _is_excused(answer: schemathesis.Response) -> bool:
-    """Overload says when to try again; what is full or not there any more says what."""
+    """An answer to overload has a Retry-After; other excused answers need none."""
     if answer.status_code == 503:
         return "retry-after" in answer.headers
-    return answer.status_code in {501, 507}  # not in this release; no room
+    return answer.status_code in {501, 507}  # not in this release; no space
 
 
 @pytest.mark.ci

@@ -1,5 +1,5 @@
 """Requests that mean harm, of strangers and of those with a key, against a manager that asks for keys: giant, nested,
-cut, slow, or with credentials of every odd kind. Who has no key is refused by the head of his request."""
+cut, slow, or with credentials of every odd kind. The manager refuses a request without a key by its head."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def rest(connection: socket.socket) -> bytes:
 
 
 class HttpAnswer(NamedTuple):
-    """What was answered; header names in lower case."""
+    """Status and headers of an answer; header names in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -174,7 +174,7 @@ class GrpcCall:
         return None if found is None else int(found[1])
 
     def _frames(self) -> Iterator[_Frame]:
-        """Yield what the server sends until it ends the connection; pings are answered, as a living client does."""
+        """Yield the frames from the server until it ends the connection; answer pings, as a living client does."""
         unread = b""
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             while part := self._connection.recv(1 << 16):
@@ -300,7 +300,7 @@ def _metadata(*shown: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _http(guarded: Guarded, port: str, path: str, *headers: bytes, body: bytes = b"") -> HttpAnswer:
-    """Return what a request over HTTP is answered whose body may never end."""
+    """Return the answer to a request over HTTP whose body may never end."""
     with guarded.http(port) as connection:
         connection.sendall(http_head(path, *headers) + body)
         return read_answer(connection)
@@ -325,7 +325,7 @@ def _grpc(
 @pytest.mark.parametrize("client", _STRANGERS)
 def test_http_refuses_a_stranger_before_the_body(guarded: Guarded, client: str, length: bytes) -> None:
     asked = [(), (b"expect: 100-continue",)]
-    with guarded.all_turned_away(2 * len(asked)):  # those of /v1 are not among what is counted so
+    with guarded.all_turned_away(2 * len(asked)):  # this counter leaves out those of /v1
         for port, path in _HTTP_CALLS:
             for expectation in asked:
                 answer = _http(guarded, port, path, length, *expectation, *_headers(*_STRANGERS[client]))
@@ -348,7 +348,7 @@ def test_grpc_refuses_a_giant_body_of_a_key_before_it_comes(guarded: Guarded) ->
         assert status == _RESOURCE_EXHAUSTED
 
 
-def test_what_needs_no_key_is_refused_as_well_where_it_is_large(guarded: Guarded) -> None:
+def test_a_large_request_is_refused_even_where_no_key_is_needed(guarded: Guarded) -> None:
     for port, path in (("admin_http", "/api/login"), ("admin_http", "/v1/login"), ("admin_http", "/api/checkHealth")):
         for length, body in ((b"content-length: 65537", b""), (_IN_CHUNKS, b"10001\r\n" + b" " * 65_537)):
             assert _http(guarded, port, path, length, body=body).status == 413
@@ -409,7 +409,7 @@ def test_grpc_refuses_a_request_whose_body_ends_early(guarded: Guarded, sent: by
 
 
 @pytest.mark.parametrize("odd", _ODD)
-def test_odd_credentials_are_those_of_no_one(guarded: Guarded, odd: str) -> None:
+def test_odd_credentials_belong_to_no_principal(guarded: Guarded, odd: str) -> None:
     with guarded.all_turned_away(2):
         for port, path in _HTTP_CALLS[:2]:
             assert _http(guarded, port, path, _LARGE, *_headers(*_ODD[odd])).status == 401
@@ -417,7 +417,7 @@ def test_odd_credentials_are_those_of_no_one(guarded: Guarded, odd: str) -> None
         assert _grpc(guarded, port, path, *_ODD[odd]) == _UNAUTHENTICATED
 
 
-def test_a_right_key_that_is_shown_twice_is_nobodys(guarded: Guarded) -> None:
+def test_a_right_key_that_is_shown_twice_is_refused(guarded: Guarded) -> None:
     key = _bearer(guarded)
     for shown in ((key, key), (key, _WRONG_KEY), (_WRONG_KEY, key), (b"", key)):
         assert _http(guarded, "http", _INFO, _TWO_BYTES, *_headers(*shown), body=b"{}").status == 401
@@ -425,7 +425,7 @@ def test_a_right_key_that_is_shown_twice_is_nobodys(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\n", b"\x7f", b"\x80", b"\xff", "ü".encode()])
-def test_bytes_that_no_key_has_let_no_one_in(guarded: Guarded, byte: bytes) -> None:
+def test_a_key_with_bytes_that_no_key_has_is_refused(guarded: Guarded, byte: bytes) -> None:
     key = _bearer(guarded)
     for shown in (key + byte, b"Bearer " + byte + key[7:], byte + key):
         assert _http(guarded, "http", _INFO, _TWO_BYTES, *_headers(shown), body=b"{}").status in {400, 401}
@@ -446,7 +446,7 @@ def test_credentials_without_end_are_refused(guarded: Guarded, count: int) -> No
         assert call.status() in {None, _RESOURCE_EXHAUSTED, _UNAUTHENTICATED}
 
 
-# ── what follows a body in chunks ──
+# ── requests after a body in chunks ──
 
 
 def test_a_key_behind_the_body_is_none(guarded: Guarded) -> None:

@@ -87,7 +87,7 @@ def refusal(text: str, message_type: type[Message] = Request) -> str:
     return str(caught.value)
 
 
-# ── Parsing: what is accepted ────────────────────────────────────────────────────────────────────────────────────────
+# ── Parsing: accepted input ──────────────────────────────────────────────────────────────────────────────────────────
 ACCEPTED: list[tuple[str, Message]] = [
     ("{}", Request()),
     (" {} \n", Request()),
@@ -120,7 +120,7 @@ ACCEPTED: list[tuple[str, Message]] = [
 
 
 @pytest.mark.parametrize(("text", "message"), ACCEPTED, ids=range(len(ACCEPTED)))
-def test_what_is_accepted(text: str, message: Message) -> None:
+def test_accepted_input(text: str, message: Message) -> None:
     assert parsed(text, type(message)) == message
 
 
@@ -146,7 +146,7 @@ def test_a_checksum_has_64_bits_and_no_sign_and_is_shown_as_a_decimal_string() -
         assert refusal(f'{{"checksum": {literal}}}', meta.LocationSpec) == "checksum: is out of the range of fixed64"
 
 
-# ── Parsing: what is refused ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Parsing: refused input ───────────────────────────────────────────────────────────────────────────────────────────
 _BROKEN = "body: is not acceptable JSON: "
 
 
@@ -210,7 +210,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("text", "message_type", "reason"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_refused(text: str, message_type: type[Message], reason: str) -> None:
+def test_refused_input(text: str, message_type: type[Message], reason: str) -> None:
     found = refusal(text, message_type)
     assert reason in found
     found.encode()
@@ -262,7 +262,7 @@ ROUND_TRIP = [
 
 @pytest.mark.parametrize("message_type", ROUND_TRIP, ids=lambda message_type: message_type.DESCRIPTOR.name)
 @given(data=st.data())
-def test_what_is_printed_is_what_json_format_prints_and_reads_back(
+def test_the_output_is_that_of_json_format_and_can_be_read_back(
     message_type: type[Message], data: st.DataObject
 ) -> None:
     message = data.draw(messages(message_type.DESCRIPTOR))

@@ -186,7 +186,7 @@ def test_passwords_are_asked_for_on_a_terminal_that_does_not_show_them(
             os.write(terminal, f"{answer}\n".encode())
         assert command.wait(30) == 0, shown
     os.close(its_side)
-    with contextlib.suppress(OSError):  # the end of what a terminal shows
+    with contextlib.suppress(OSError):  # the end of the output of a terminal
         while more := os.read(terminal, 1024):
             shown += more.decode()
     os.close(terminal)

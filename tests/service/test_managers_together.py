@@ -1,4 +1,4 @@
-"""Managers that share one store: what one does, the others serve."""
+"""Managers that share one store: the others serve the writes of one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def pair() -> tuple[Follower, Follower]:
     return leader, follower
 
 
-async def test_both_report_who_leads_and_where(pair: tuple[Follower, Follower]) -> None:
+async def test_both_report_the_leader_and_its_address(pair: tuple[Follower, Follower]) -> None:
     for each in pair:
         caller = each.caller()
         own = each.endpoint.node_id
@@ -155,10 +155,10 @@ async def test_an_unknown_instance_is_looked_up_once_and_a_known_one_never(pair:
     assert refreshes == [True]
 
 
-async def test_while_the_store_is_away_no_one_says_that_an_instance_does_not_exist(
+async def test_while_the_store_is_away_no_manager_says_that_an_instance_does_not_exist(
     pair: tuple[Follower, Follower],
 ) -> None:
-    """INSTANCE_NOT_EXIST would make engines register anew; IO_ERROR makes them try again."""
+    """INSTANCE_NOT_EXIST would make engines register again; IO_ERROR makes them try again."""
 
     async def refresh() -> bool:
         raise StorageIOError("connection refused")
@@ -181,7 +181,7 @@ _FINISH = "/kv_cache_manager.proto.meta.MetaService/FinishWriteCache"
 
 
 class Swallower(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Hands calls on to a manager; whoever called hears of no answer.
+    """Hands calls on to a manager; the caller gets no answer.
 
     Args:
         manager: a channel to it.
@@ -221,7 +221,7 @@ async def test_a_finish_whose_answer_was_lost_is_confirmed_by_the_next_manager(t
 
 
 BLOCK = 100
-HOURLY = 3600  # what does not wake is not done while a test waits
+HOURLY = 3600  # a task that does not wake does nothing while a test waits
 
 Change = Callable[[Node], Awaitable[Any]]
 
@@ -390,7 +390,7 @@ class Limited:
             admin.config_set("maxmemory", most_bytes)
 
     def leader(self) -> str:
-        """Return who holds the lease, "" for nobody."""
+        """Return the id of the manager that holds the lease, "" when none does."""
         with self._server.server.admin() as admin:
             return str(admin.get("full:l{leader}") or b"", "ascii")
 
@@ -402,7 +402,7 @@ async def limited(tmp_path: Path) -> AsyncIterator[Limited]:
 
 
 async def test_a_full_store_is_left_by_finishing_expiring_and_removing(limited: Limited, tmp_path: Path) -> None:
-    """Invariants 1, 3 and 4 hold on the way: what is answered, decided and counted is what is stored."""
+    """Invariants 1, 3 and 4 hold on the way: answers, decisions and counters agree with the store."""
     settings = settings_of(limited.uri, tmp_path)
     async with contextlib.AsyncExitStack() as rest:
         async with node(settings) as first:
@@ -416,7 +416,7 @@ async def test_a_full_store_is_left_by_finishing_expiring_and_removing(limited: 
             assert (await finish(second, finishing, 10)).header.status.code == meta.OK
             assert await hits(second) == 20
             await remove(second, 20)
-            await eventually(lambda: uses(second, 19))  # what expired and what was removed is gone
+            await eventually(lambda: uses(second, 19))  # expired and removed blocks are gone
             assert await hits(second) == 19
             assert limited.leader() == first.endpoint.node_id
         await eventually(lambda: leads(limited, second))

@@ -19,7 +19,7 @@ WINDOW, MAMBA = "QT_REVERSE_ROLL_SW_MATCH", "QT_PREFIX_MATCH_WITH_MAMBA"
 
 
 def _keys(entries: Sequence[dict[str, str]]) -> list[int | None]:
-    """The block key of every entry as its uri tells it, None for a placeholder."""
+    """The block key of every entry, from its uri; None for a placeholder."""
     uris = [entry["kv"] for entry in entries]
     return [int(uri.rpartition("/")[2].partition(".")[0], 16) if uri else None for uri in uris]
 
@@ -364,7 +364,7 @@ def test_the_same_registration_again_is_ok_and_answers_the_same_storages(site: S
     assert site.api.ok("RegisterInstance", **again).storage_configs == first.storage_configs
 
 
-def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
+def test_a_registration_comes_back_complete_and_sorted(site: Site) -> None:
     registration = _registration(site)
     site.api.ok("RegisterInstance", **registration)
     answer = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"])

@@ -86,7 +86,7 @@ def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refuse
 
 
 def block_refusals(fields: Callable[[Site], Fields]) -> list[Refused]:
-    """Return what every call about blocks refuses.
+    """Return the cases that every call about blocks refuses.
 
     Args:
         fields: makes a good request.
@@ -112,7 +112,7 @@ def block_refusals(fields: Callable[[Site], Fields]) -> list[Refused]:
 
 
 def registration_refusals() -> list[Refused]:
-    """Return what RegisterInstance of either package refuses; the registry's own tests have its other rules."""
+    """Return the cases that RegisterInstance of either package refuses; the registry's tests have its other rules."""
     unknown_kind = [{"name": "kv", "size": 1, "kind": 99}]
     return [
         _invalid(

@@ -49,7 +49,7 @@ def test_with_all_storages_disabled_the_service_is_not_ready(site: Site, rpc: st
 
 
 @pytest.mark.parametrize("strategy", ["CPS_ALWAYS_3FS", "CPS_ALWAYS_MOONCAKE"])
-def test_a_strategy_for_writes_does_not_hide_what_can_be_read_invariant_1(site: Site, strategy: str) -> None:
+def test_a_strategy_for_writes_does_not_hide_readable_blocks_invariant_1(site: Site, strategy: str) -> None:
     storage = site.storage()
     group = site.group(storage)
     instance = site.instance(group)

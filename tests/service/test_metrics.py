@@ -1,4 +1,4 @@
-"""Prometheus: what is counted, how it is written, and what a scrape of a real manager holds."""
+"""Prometheus: the metrics, their text format, and the content of a scrape of a real manager."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def scrape(server: ManagerProcess, **headers: str) -> tuple[int, str, str]:
 
 
 def families(server: ManagerProcess) -> list[Metric]:
-    """Return what a scrape tells."""
+    """Return the metric families of a scrape."""
     status, _, text = scrape(server)
     assert status == 200
     return list(parse_plain(text))
@@ -74,7 +74,7 @@ class Scrape:
     def __init__(self, server: ManagerProcess) -> None:
         samples = [sample for family in families(server) for sample in family.samples]
         self.values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
-        assert len(self.values) == len(samples), "a series is told twice"
+        assert len(self.values) == len(samples), "a series is reported twice"
 
     def of(self, name: str, **labels: str) -> float:
         """Return one value."""
@@ -99,12 +99,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
 
 @pytest.fixture(scope="module")
 def first(fresh: ManagerProcess) -> Scrape:
-    """A scrape before anybody asked it for anything, and after its storages were probed: their sizes are known then."""
+    """A scrape before the first call, and after the probes of the storages: their sizes are known then."""
     return eventually(lambda: known(Scrape(fresh)))
 
 
 def known(scrape: Scrape) -> Scrape | None:
-    """A scrape that tells sizes of storages."""
+    """Return the scrape when it has sizes of storages."""
     return scrape if "kvcm_backend_capacity_bytes" in scrape.names else None
 
 
@@ -154,7 +154,7 @@ def test_calls_are_counted_by_method_and_code(fresh: ManagerProcess, fresh_api: 
     assert after.of("kvcm_rpc_inflight") == 0
 
 
-def test_lookups_are_counted_by_what_was_found(fresh: ManagerProcess, fresh_api: Api) -> None:
+def test_lookups_are_counted_by_outcome(fresh: ManagerProcess, fresh_api: Api) -> None:
     site = Site(fresh_api)
     group = site.group()
     instance = site.instance(group)
@@ -204,7 +204,7 @@ def test_write_sessions_are_counted_by_how_they_end(fresh: ManagerProcess, fresh
     assert Scrape(fresh).since(before, SESSIONS, outcome="committed") == 3  # nothing to write is no failure
 
 
-def test_sessions_that_no_one_finishes_expire(fresh: ManagerProcess, fresh_api: Api) -> None:
+def test_unfinished_sessions_expire(fresh: ManagerProcess, fresh_api: Api) -> None:
     site = Site(fresh_api)
     instance = site.instance()
     before = Scrape(fresh).of(SESSIONS, outcome="expired")
@@ -285,7 +285,7 @@ def test_the_document_lists_what_a_scrape_reports(fresh: ManagerProcess) -> None
 
 
 def name(family: Metric) -> str:
-    """Return what a document calls it."""
+    """Return the name of a metric in documents."""
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
@@ -392,7 +392,7 @@ async def test_a_defect_is_an_internal_error() -> None:
 
 
 class Refuses:
-    """Admits nobody, for a reason that is new each time."""
+    """Admits no call, for a reason that is new each time."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -402,7 +402,7 @@ class Refuses:
         raise RejectedError("later", f"reason {self.refused}", 1.0)
 
     def leave(self, *_: Any) -> None:
-        raise AssertionError("nobody entered")
+        raise AssertionError("no call entered")
 
 
 async def test_reasons_of_refusals_are_bounded() -> None:
@@ -469,7 +469,7 @@ def test_a_masked_prefix_is_no_part_of_a_match_that_ends() -> None:
     assert missed == [13]
 
 
-def test_what_is_remembered_of_evictions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_evictions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_MAX_TRACKED", 10)
     evictions = EvictionMetrics(lambda: 1.0)
     for first in range(0, 8000, 100):
@@ -497,7 +497,7 @@ def _table() -> FamilyTable:
 
 
 @pytest.mark.parametrize(("accept", "parse"), [("", parse_plain), (ACCEPT_OPENMETRICS, parse_openmetrics)])
-async def test_what_is_written_in_many_slices_reads_as_one_family_each(accept: str, parse: object) -> None:
+async def test_metrics_written_in_many_slices_read_as_one_family_each(accept: str, parse: object) -> None:
     body, content_type = await written(_table().pop_all(), accept)
     assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
     families = {family.name: family for family in parse(body.decode())}  # type: ignore[operator]
@@ -540,7 +540,7 @@ async def test_a_version_that_is_none_is_answered_in_the_plain_format() -> None:
     assert content_type.startswith("text/plain")
 
 
-def test_buckets_hold_what_is_not_above_their_bound() -> None:
+def test_buckets_hold_values_up_to_their_bound() -> None:
     histogram = Histogram((0.5, 1.0))
     for value in (0.0, 0.5, 0.75, 1.0, 1.5, 100.0):
         histogram.observe(value)
@@ -569,7 +569,7 @@ def shared(store: tuple[RedisServer, str], tmp_path: Path) -> Iterator[ManagerPr
         yield process
 
 
-def test_what_was_received_last_is_reported_while_the_store_does_not_answer(
+def test_the_last_known_values_are_reported_while_the_store_does_not_answer(
     store: tuple[RedisServer, str], shared: ManagerProcess
 ) -> None:
     with shared.api() as api:
@@ -587,7 +587,7 @@ def test_what_was_received_last_is_reported_while_the_store_does_not_answer(
             store[0].resume()
 
 
-def test_followers_report_what_others_wrote(
+def test_followers_report_the_writes_of_others(
     store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path
 ) -> None:
     with manager(tmp_path / "second", f"kvcm.registry_storage.uri={store[1]}") as second, shared.api() as api:
@@ -596,5 +596,5 @@ def test_followers_report_what_others_wrote(
         site.write(site.instance(group), [1, 2])
         assert Scrape(shared).of("kvcm_index_keys", group=group) == 2
         keys = ("kvcm_index_keys", frozenset({("group", group)}))
-        eventually(lambda: Scrape(second).values.get(keys) == 2)  # a group is heard of within a second
+        eventually(lambda: Scrape(second).values.get(keys) == 2)  # managers see a new group within a second
         assert sum(Scrape(process).of("kvcm_leader") for process in (shared, second)) == 1

@@ -1,4 +1,4 @@
-"""`kvcm optimize --from` a real manager: what it proposes, and `--apply` of that."""
+"""`kvcm optimize --from` a real manager: its proposals, and `--apply`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def group_of(commands: Commands, name: str) -> dict[str, Any]:
     return found
 
 
-def test_it_says_what_was_measured_and_what_would_be_better(
+def test_it_reports_the_measured_hit_rate_and_better_settings(
     keeping: ManagerProcess, driven: tuple[str, float], commands: Commands, tmp_path: Path
 ) -> None:
     group, measured = driven
@@ -104,7 +104,7 @@ def test_nothing_is_changed_without_a_yes(
     assert group_of(commands, driven[0]) == before
 
 
-def test_what_someone_else_changed_meanwhile_stays(
+def test_a_change_by_another_client_meanwhile_stays(
     keeping: ManagerProcess, driven: tuple[str, float], commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group, _ = driven
@@ -117,7 +117,7 @@ def test_what_someone_else_changed_meanwhile_stays(
     assert group_of(commands, group) == before
 
 
-def test_what_is_proposed_is_applied_and_nothing_else(
+def test_the_proposal_is_applied_and_nothing_else(
     keeping: ManagerProcess, driven: tuple[str, float], commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group, _ = driven
@@ -135,7 +135,7 @@ def test_what_is_proposed_is_applied_and_nothing_else(
     assert after == before
 
 
-def test_a_manager_that_keeps_nothing_says_what_to_set(server: ManagerProcess) -> None:
+def test_a_manager_that_keeps_nothing_names_the_setting(server: ManagerProcess) -> None:
     refusal = Commands(server).refused("optimize", "--from", url_of(server))
     assert "kvcm.optimizer.recent_keys" in refusal
 
@@ -149,7 +149,9 @@ def test_a_manager_that_keeps_nothing_says_what_to_set(server: ManagerProcess) -
         (("--from", "http://127.0.0.1:1", "--target", "100"), "--target is 100"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(server: ManagerProcess, arguments: tuple[str, ...], said: str) -> None:
+def test_a_request_that_cannot_work_is_refused_in_one_line(
+    server: ManagerProcess, arguments: tuple[str, ...], said: str
+) -> None:
     done = Commands(server).run("optimize", *arguments)
     assert done.exit_code != 0
     assert said in done.stderr
@@ -160,8 +162,8 @@ def test_only_an_administrator_may(tenants: Tenants, tmp_path: Path) -> None:
     commands = Commands(tenants.server.process)
     url = url_of(tenants.server.process)
     assert "asks for a key" in commands.refused("optimize", "--from", url, exit_code=3)
-    for who in ("viewer", "operator"):
-        refusal = commands.refused("optimize", "--from", url, exit_code=3, KVCM_KEY=tenants.keys[who])
-        assert ("administrators" in refusal, tenants.keys[who] in refusal) == (True, False)
+    for role in ("viewer", "operator"):
+        refusal = commands.refused("optimize", "--from", url, exit_code=3, KVCM_KEY=tenants.keys[role])
+        assert ("administrators" in refusal, tenants.keys[role] in refusal) == (True, False)
     refusal = commands.refused("optimize", "--from", url, KVCM_KEY=tenants.server.admin_key)
     assert "recent_keys" in refusal

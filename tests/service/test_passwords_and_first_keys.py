@@ -65,7 +65,7 @@ def loaded(api: Api, *accounts: tuple[str, str], **flags: bool) -> Any:
     return api.ok("AdminService.LoadConfigSnapshot", config_snapshot=json.dumps(document), **flags)
 
 
-def test_who_logs_out_ends_this_login_and_nothing_else(admin: Api) -> None:
+def test_a_logout_ends_this_login_and_nothing_else(admin: Api) -> None:
     name = account(admin)
     login, other = logged_in(admin, name), logged_in(admin, name)
     key = admin.ok("AccessService.CreateKey", name=unique("own"), role="ROLE_VIEWER")
@@ -84,7 +84,7 @@ def test_an_administrator_changes_any_password_and_the_logins_of_that_account_en
     assert lasts(admin, logged_in(admin, name, "new"))
 
 
-def test_whichever_is_logged_in_changes_the_own_password_with_the_old_one(admin: Api) -> None:
+def test_a_login_changes_its_own_password_with_the_old_one(admin: Api) -> None:
     name = account(admin)
     login = logged_in(admin, name)
     assert admin.attempt(_SET, login, user_name=name, password="new", old_password="old").status == 200
@@ -93,8 +93,8 @@ def test_whichever_is_logged_in_changes_the_own_password_with_the_old_one(admin:
 
 
 @pytest.mark.parametrize("role", ["ROLE_USER", "ROLE_ADMIN"])
-def test_no_one_changes_the_own_password_without_the_old_one(audited: Secured, role: str) -> None:
-    """Who finds a login of somebody else, an administrator's too, does not become that account."""
+def test_no_login_changes_its_own_password_without_the_old_one(audited: Secured, role: str) -> None:
+    """A stolen login, an administrator's too, does not give its finder the account."""
     with audited.api() as api:
         name = account(api, role)
         login = logged_in(api, name)
@@ -166,7 +166,7 @@ def test_changes_of_passwords_are_audited_without_them(audited: Secured) -> None
         ("unix", "unix"),
     ],
 )
-def test_of_ipv6_a_network_stands_for_whichever_has_an_address_in_it(peer: str, network: str) -> None:
+def test_of_ipv6_a_network_stands_for_all_addresses_in_it(peer: str, network: str) -> None:
     assert network_of(peer) == network
 
 
@@ -192,7 +192,7 @@ class Start:
 
     Attributes:
         file: with the administrator's key.
-        registry: what they share.
+        registry: the one that they share.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -200,7 +200,7 @@ class Start:
         self.registry = Registry(StorageDirectory("cluster", []))
 
     async def run(self, **settings: Any) -> list[str]:
-        """Return what the log says."""
+        """Start a manager as far as the administrator's key and return the names of the logged events."""
         given = {"auth_mode": "required", "data_dir": str(self.file.parent), **settings}
         with structlog.testing.capture_logs() as events:
             await ensure_admin_key(self.registry, Settings(**given))
@@ -283,7 +283,7 @@ async def test_a_key_that_was_rotated_or_revoked_does_not_come_back(start: Start
     for _ in range(2):
         assert await start.run() == ["admin_key_ended"]
         assert not start.is_let_in(old)
-    assert start.shown() == old  # nobody writes over what may be mounted
+    assert start.shown() == old  # the manager does not overwrite a file that may be mounted
     start.file.write_text(new_key().text)
     start.file.chmod(0o600)
     assert await start.run() == []
@@ -297,7 +297,7 @@ async def test_a_rotated_key_goes_on_for_the_overlap(start: Start) -> None:
     assert start.is_let_in(start.shown())
 
 
-async def test_whichever_revoked_the_last_administrator_s_key_is_reported_to_remove_the_file(start: Start) -> None:
+async def test_after_the_last_administrator_s_key_is_revoked_the_error_says_to_remove_the_file(start: Start) -> None:
     await start.run()
     old = start.shown()
     await start.registry.keys.revoke(old.id)
@@ -355,7 +355,7 @@ def test_a_file_without_a_key_is_an_error_that_does_not_show_it(tmp_path: Path, 
     assert len(text) < 3 or text not in ended.stderr
 
 
-def test_keys_made_while_no_one_was_asked_count_when_everybody_is(tmp_path: Path) -> None:
+def test_keys_made_without_authentication_count_when_it_is_required(tmp_path: Path) -> None:
     with manager(tmp_path) as process, process.api() as api:
         made = api.ok("AccessService.CreateKey", name="prepared", role="ROLE_ADMIN").secret
         assert not api.ok("AccessService.WhoAmI").is_required
@@ -365,7 +365,7 @@ def test_keys_made_while_no_one_was_asked_count_when_everybody_is(tmp_path: Path
         assert not (process.data_dir / "admin.key").exists()
 
 
-def test_what_it_risks_is_said_at_start(tmp_path: Path) -> None:
+def test_the_risks_of_the_settings_are_logged_at_start(tmp_path: Path) -> None:
     with manager(tmp_path / "off") as process:
         assert eventually(lambda: process.events("not_authenticated"))[0]["level"] == "info"
     with manager(tmp_path / "insecure", "--insecure") as process:

@@ -1,4 +1,4 @@
-"""What a manager process does beside calls: threads, memory, background duties, faults on purpose."""
+"""A manager process beside its calls: threads, memory, background duties, faults on purpose."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ print(before, resident() - start)
 
 @NEEDS_GLIBC
 @pytest.mark.ci
-def test_what_is_free_between_pieces_that_stay_is_given_back() -> None:
+def test_free_memory_between_blocks_in_use_is_given_back() -> None:
     before, after = map(int, _printed(_TRIMMED).split())
     assert before > 170 > 80 > after, (before, after)
 

@@ -150,7 +150,7 @@ def test_long_chains_are_reported_as_a_whole(rest: RestClient, data: Site) -> No
         ({"keys": ["1"]}, "keys"),
     ],
 )
-def test_what_is_no_chain_is_refused(rest: RestClient, data: Site, body: Any, text: str) -> None:
+def test_a_body_without_a_chain_is_refused(rest: RestClient, data: Site, body: Any, text: str) -> None:
     answer = rest.post(f"/v1/instances/{component(data.instance())}/explore", body)
     assert answer.status == 400
     assert text in answer.raw.decode()
@@ -218,7 +218,7 @@ def test_a_disabled_storage_is_reported_to_the_groups_that_use_it(rest: RestClie
     assert [each["severity"] for each in alerts_of(rest, group)] == ["page", "info"]
 
 
-def test_without_a_sample_there_is_no_curve_and_the_answer_says_what_to_set(rest: RestClient, data: Site) -> None:
+def test_without_a_sample_there_is_no_curve_and_the_answer_names_the_setting(rest: RestClient, data: Site) -> None:
     answer = rest.get(f"/v1/groups/{component(data.group())}/curve")
     assert (answer.status, "kvcm.optimizer.sampled_keys" in answer.body["detail"]) == (409, True)
     assert rest.get("/v1/groups/nowhere/curve").status == 404
@@ -230,7 +230,7 @@ def sampling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProces
         yield process
 
 
-def test_a_curve_rises_to_what_is_attainable(sampling: ManagerProcess) -> None:
+def test_a_curve_rises_to_the_attainable_rate(sampling: ManagerProcess) -> None:
     with sampling.api("grpc") as api:
         site, rest = Site(api), RestClient(sampling.address.admin_http)
         group = site.group(capacity=64 * 2000)
@@ -261,7 +261,7 @@ def _ask_of_a(tenants: Tenants, by_tenants: RestClient, path: str) -> RestAnswer
     return by_tenants.get(path, authorization=f"Bearer {tenants.admin_of_a}")
 
 
-def test_who_is_limited_to_a_group_sees_its_sessions(tenants: Tenants, by_tenants: RestClient) -> None:
+def test_a_key_limited_to_a_group_sees_its_sessions(tenants: Tenants, by_tenants: RestClient) -> None:
     with tenants.server.api(key=tenants.keys["everywhere"]) as api:
         for instance in tenants.instances.values():
             Site(api).start(instance, [1], write_timeout_seconds=100)
@@ -275,7 +275,7 @@ def test_who_is_limited_to_a_group_sees_its_sessions(tenants: Tenants, by_tenant
     assert foreign.status == 403
 
 
-def test_who_is_limited_to_a_group_receives_its_alerts(tenants: Tenants, by_tenants: RestClient) -> None:
+def test_a_key_limited_to_a_group_receives_its_alerts(tenants: Tenants, by_tenants: RestClient) -> None:
     with tenants.server.api() as api:
         full = group_spec("full", Site(api).storage(), capacity=64)
         api.ok("AdminService.CreateInstanceGroup", instance_group=full)

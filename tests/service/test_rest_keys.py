@@ -133,7 +133,7 @@ async def test_a_login_is_ended(keys: Answering) -> None:
     assert [type(request) for request in keys.requests] == [pb.LogoutRequest]
 
 
-async def test_a_login_and_who_is_logged_in(keys: Answering) -> None:
+async def test_a_login_and_its_principal(keys: Answering) -> None:
     status, body, _ = await keys.ask("POST", "/v1/login", {"user_name": "u", "password": "swordfish"})
     assert (status, body["secret"], "swordfish" in json.dumps(body)) == (201, "kvcm_k1_x", False)
     assert keys.requests == [pb.LoginRequest(trace_id="rest", user_name="u", password="swordfish")]

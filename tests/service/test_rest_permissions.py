@@ -1,4 +1,4 @@
-"""Every resource x every kind of credential: who may do it is who may make the calls behind it, written down again."""
+"""Every resource x every kind of credential: the permissions are those of the calls behind it, written down again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Deed(NamedTuple):
     """One operation of the document.
 
     Attributes:
-        may: who may do it.
+        may: names of the keys that may do it.
         make: prepares what it is done to; returns method, path and body.
     """
 
@@ -64,7 +64,7 @@ def _storage(method: str, suffix: str = "", body: Any = None) -> Callable[[Site,
 
 
 def _put(kind: str, make: Callable[[Site, Tenants], str]) -> Callable[[Site, Tenants], tuple[str, str, Any]]:
-    """Return what puts a resource back as it is."""
+    """Return a function that prepares a PUT of an unchanged resource."""
 
     def prepare(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
         path = f"/v1/{kind}/{component(make(site, tenants))}"
@@ -172,7 +172,7 @@ ACTIONS = {
         _OPERATORS | {"pin", "engine", "everywhere"}, lambda site, tenants: ("DELETE", _pin(site, tenants), None)
     ),
 }
-_STRANGERS = {"nobody": "", "malformed": "Bearer kvcm_x", "wrong": f"Bearer {new_key().text}"}
+_STRANGERS = {"anonymous": "", "malformed": "Bearer kvcm_x", "wrong": f"Bearer {new_key().text}"}
 
 
 def _ask(client: RestClient, deed: tuple[str, str, Any], authorization: str) -> RestAnswer:
@@ -187,25 +187,25 @@ def test_the_table_has_every_operation(client: RestClient) -> None:
 
 
 @pytest.mark.parametrize("operation", ACTIONS)
-def test_a_resource_is_asked_by_those_who_may_and_by_no_one_else(
+def test_a_resource_is_open_to_keys_with_the_permission_and_to_no_others(
     operation: str, tenants: Tenants, client: RestClient
 ) -> None:
     may, make = ACTIONS[operation]
     with tenants.server.api() as api:
         deed = make(Site(api), tenants)
-    for who, authorization in (*_STRANGERS.items(), ("expired", tenants.authorization("expired"))):
+    for name, authorization in (*_STRANGERS.items(), ("expired", tenants.authorization("expired"))):
         answer = _ask(client, deed, authorization)
-        assert (answer.status, answer.headers["www-authenticate"]) == (401, 'Bearer realm="kvcm"'), who
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, 'Bearer realm="kvcm"'), name
         assert answer.body["status"] == 401
-    for who in tenants.keys.keys() - may - {"expired"}:
-        answer = _ask(client, deed, tenants.authorization(who))
-        assert answer.status == 403, (who, answer)
+    for name in tenants.keys.keys() - may - {"expired"}:
+        answer = _ask(client, deed, tenants.authorization(name))
+        assert answer.status == 403, (name, answer)
         assert "may not" in answer.body["detail"]
-    for who in sorted(may):
+    for name in sorted(may):
         with tenants.server.api() as api:
             fresh = make(Site(api), tenants)
-        answer = _ask(client, fresh, tenants.authorization(who))
-        assert 200 <= answer.status < 300, (who, answer)
+        answer = _ask(client, fresh, tenants.authorization(name))
+        assert 200 <= answer.status < 300, (name, answer)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_resource_is_asked_by_those_who_may_and_by_no_one_else(
     ["/v1/nothing", "/v1/", "/v1/groups/none", "/v1/%6cogin", "/v1/login/", "/v1//login", "/v1/openapi.json/../keys"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_a_stranger_learns_nothing_of_what_there_is(client: RestClient, method: str, path: str) -> None:
+def test_a_stranger_does_not_learn_which_resources_exist(client: RestClient, method: str, path: str) -> None:
     assert client.ask(method, path).status in {401, 404, 405}
     assert "groups" not in str(client.ask(method, path).body)
 

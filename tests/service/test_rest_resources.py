@@ -57,7 +57,7 @@ def test_a_group_of_which_little_is_said_evicts(rest: RestClient) -> None:
     assert (shown["total"]["capacity_bytes"], shown["total"]["high_mark_bytes"]) == (1000, 800)
 
 
-def test_what_is_read_can_be_put_back_as_it_is(rest: RestClient, calls: Api) -> None:
+def test_a_read_resource_can_be_put_back_unchanged(rest: RestClient, calls: Api) -> None:
     name = unique("group")
     trigger = {"used_percentage": 0.5, "hysteresis": 0.0}
     cache = group_spec(name, "nfs_01")["cache_config"]
@@ -123,7 +123,7 @@ def test_integers_may_be_written_as_floats_as_long_as_no_digit_is_lost(rest: Res
         assert rest.patch(path, f'{{"quota": {{"capacity": {capacity}}}}}'.encode()).status == 400
 
 
-def test_conditions_decide_what_is_created_and_what_is_replaced(rest: RestClient) -> None:
+def test_conditions_decide_between_create_and_replace(rest: RestClient) -> None:
     name = unique("group")
     assert rest.put(_path(name), _doc(), if_match="*").status == 412
     first = rest.put(_path(name), _doc(), if_none_match="*")
@@ -479,7 +479,9 @@ def test_traffic_shows_in_the_rates_and_in_the_history(own_rest: RestClient, own
         ("group=none", 404, None),
     ],
 )
-def test_what_cannot_be_reported_is_refused(rest: RestClient, query: str, status: int, field: str | None) -> None:
+def test_an_invalid_query_of_the_history_is_refused(
+    rest: RestClient, query: str, status: int, field: str | None
+) -> None:
     answer = rest.get(f"/v1/history?{query}")
     assert answer.status == status
     assert [error["field"] for error in answer.body.get("errors", ())] == ([field] if field else [])
@@ -491,7 +493,7 @@ def test_a_day_is_answered_in_360_values(rest: RestClient) -> None:
     assert {len(each["values"]) for each in body["series"]} == {360}
 
 
-def test_whichever_is_limited_to_a_group_is_reported_of_that_alone(tenants: Tenants) -> None:
+def test_a_key_limited_to_a_group_gets_the_history_of_that_alone(tenants: Tenants) -> None:
     own, other = "default", tenants.groups["b"]
     key = tenants.server.key("viewer-of-one", "ROLE_VIEWER", instance_groups=[own])
     client = RestClient(tenants.server.process.address.admin_http)

@@ -1,4 +1,4 @@
-"""What holds for every resource: names, lists, documents, statuses of HTTP, and whatever is sent."""
+"""Rules of every resource: names, lists, documents, statuses of HTTP, and any input."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_documents_have_the_names_of_their_enums(model: type[BaseModel], message
         ("/v1/storages/nfs_01", StorageDocument),
     ],
 )
-def test_answers_are_what_their_documents_say(rest: RestClient, path: str, kind: Any) -> None:
+def test_answers_match_their_documents(rest: RestClient, path: str, kind: Any) -> None:
     answer = rest.get(path)
     assert answer.status == 200
     TypeAdapter(kind).validate_python(answer.body)

@@ -117,7 +117,7 @@ def test_a_trim_removes_everything_after_a_question(site: Site, commands: Comman
     assert eventually(lambda: site.hits(instance, KEYS) == [])
 
 
-def test_a_trim_by_time_takes_what_was_written_then(site: Site, commands: Commands) -> None:
+def test_a_trim_by_time_removes_the_blocks_written_then(site: Site, commands: Commands) -> None:
     instance = site.instance()
     site.write(instance, KEYS)
     trim = ("trim", instance, "--yes")
@@ -136,7 +136,9 @@ def test_a_trim_by_time_takes_what_was_written_then(site: Site, commands: Comman
         (("--written-before", "2100-01-01"), "must be from 1970 to 2038"),
     ],
 )
-def test_a_trim_says_exactly_what(commands: Commands, arguments: tuple[str, ...], reason: str) -> None:
+def test_a_trim_without_a_valid_selection_is_refused(
+    commands: Commands, arguments: tuple[str, ...], reason: str
+) -> None:
     assert reason in commands.refused("trim", "any", *arguments)
 
 
@@ -172,7 +174,7 @@ def test_a_group_is_created_with_everything_that_can_be_said(site: Site, command
         assert part in text
 
 
-def test_what_is_not_said_has_defaults_that_work(group: str, site: Site, commands: Commands) -> None:
+def test_omitted_options_have_defaults_that_work(group: str, site: Site, commands: Commands) -> None:
     shown = commands.json("group", "show", group)
     assert (shown["global_quota_group_name"], shown["version"]) == (group, 1)
     assert shown["cache_config"]["reclaim_strategy"]["trigger_strategy"]["used_percentage"] == 0.8
@@ -201,7 +203,7 @@ def test_a_dry_run_creates_nothing(commands: Commands) -> None:
     assert "does not exist" in commands.refused("group", "show", "never")
 
 
-def test_an_update_changes_what_is_given_and_nothing_else(group: str, commands: Commands) -> None:
+def test_an_update_changes_the_given_fields_and_nothing_else(group: str, commands: Commands) -> None:
     before = commands.json("group", "show", group)
     dry = commands.ok("group", "update", group, "--quota", "20GiB", "--dry-run")
     assert dry == "quota.capacity: 10.0 GiB → 20.0 GiB\nnothing was changed: leave --dry-run out for that\n"
@@ -357,11 +359,13 @@ def test_a_storage_is_added_shown_and_removed(commands: Commands, tmp_path: Path
         (("--type", "mooncake", "--root", "/x"), "has no field 'root_path'"),
     ],
 )
-def test_what_no_storage_is_made_of_is_refused(commands: Commands, arguments: tuple[str, ...], reason: str) -> None:
+def test_invalid_arguments_of_a_storage_are_refused(
+    commands: Commands, arguments: tuple[str, ...], reason: str
+) -> None:
     assert reason in commands.refused("storage", "add", "never", *arguments)
 
 
-def test_an_update_changes_what_is_given_and_reports_it(commands: Commands, storage: str) -> None:
+def test_an_update_changes_the_given_fields_and_reports_them(commands: Commands, storage: str) -> None:
     dry = commands.ok("storage", "update", storage, "--capacity", "2GiB", "--dry-run")
     assert ("capacity_bytes: 0 B → 2.0 GiB" in dry, "nothing was changed" in dry) == (True, True)
     assert commands.json("storage", "show", storage)["capacity_bytes"] == 0

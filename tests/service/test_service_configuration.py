@@ -154,7 +154,7 @@ def test_another_host_needs_the_consent_of_insecure_decision_11(load: Loader, ho
         ("kvcm.distributed_lock.uri", "local:///lock?password=hunter2"),
     ],
 )
-def test_an_unknown_store_is_refused_without_telling_its_password(load: Loader, key: str, value: str) -> None:
+def test_an_unknown_store_is_refused_without_its_password_in_the_error(load: Loader, key: str, value: str) -> None:
     message = load.refusal(f"{key}={value}")
     assert (key in message, "redis" in message, "hunter2" in message) == (True, True, False)
 
@@ -312,7 +312,7 @@ def test_a_signal_does_the_same_and_the_log_has_the_difference(tmp_path: Path) -
         assert process.wait() == 0
 
 
-def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
+def test_settings_from_the_command_line_stay(tmp_path: Path) -> None:
     with reloading(tmp_path, "", f"{FEW_KEYS}=9") as reloadable:
         reloadable.file.write_text(f"{FEW_KEYS}=20\n")
         assert reloadable.reload() == []

@@ -46,8 +46,8 @@ def entries(audited: Tenants) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_session_is_finished_by_who_started_it(audited: Tenants) -> None:
-    """Nobody else: not another engine of the group, not an administrator; and whoever guesses an id learns nothing."""
+def test_a_session_is_finished_by_the_key_that_started_it(audited: Tenants) -> None:
+    """No other key can: no other engine of the group, no administrator; and a guessed id reveals nothing."""
     instance = audited.instances["a"]
     key = 5000
     with audited.server.api(key=audited.keys["write"]) as api:
@@ -131,7 +131,7 @@ def test_a_password_becomes_a_key_of_the_account_s_role(audited: Tenants, role: 
             assert api.attempt("AccessService.WhoAmI").status == 401
 
 
-def test_a_wrong_password_and_a_wrong_name_observe_same(audited: Tenants) -> None:
+def test_a_wrong_password_and_a_wrong_name_get_the_same_answer(audited: Tenants) -> None:
     name = unique("user")
     with audited.server.api() as admin, audited.server.api(key="") as stranger:
         admin.ok("AdminService.AddAccount", user_name=name, password="right", role="ROLE_USER")
@@ -140,7 +140,7 @@ def test_a_wrong_password_and_a_wrong_name_observe_same(audited: Tenants) -> Non
     assert (wrong.status, wrong.text) == (unknown.status, unknown.text) == (401, "user name or password is wrong")
 
 
-def test_whichever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
+def test_a_client_that_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
     with secured(tmp_path) as server, server.api("http", key="") as stranger:
         shown = f"Bearer {server.admin_key}"
         set_password = {"user_name": "u", "password": "p", "old_password": "p"}
@@ -154,7 +154,7 @@ def test_whichever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
 
 
 def test_of_logins_that_fail_only_wrong_passwords_are_audited(tmp_path: Path) -> None:
-    """And little of what strangers say: they would fill the disk. The others are counted."""
+    """And little of the input of strangers: they would fill the disk. The other failures are counted."""
     log = tmp_path / "audit.jsonl"
     with secured(tmp_path, f"kvcm.audit.log_file={log}") as server, server.api(key="") as stranger:
         for fields in ({"password": ""}, {"user_name": ""}, {"password": "p" * 2000}, {"ttl_seconds": -1}):
@@ -181,7 +181,7 @@ def _calls(log: Path, ending: str) -> list[dict[str, Any]]:
     return calls if calls and calls[-1]["call"] == ending else []
 
 
-def test_changes_are_audited_with_what_was_before_and_after(audited: Tenants) -> None:
+def test_changes_are_audited_with_the_values_before_and_after(audited: Tenants) -> None:
     group = unique("audited")
     with audited.server.api(key=audited.keys["admin"]) as api:
         storage = Site(api).storage()
@@ -296,7 +296,7 @@ _BLOCKS = iter(range(1_000_000))
 
 
 def start(tenants: Tenants) -> str:
-    """Let something happen that streams tell of."""
+    """Make an event that streams report."""
     with tenants.server.api(key=tenants.keys["engine"]) as api:
         started = api.ok("StartWriteCache", instance_id=tenants.instances["a"], block_keys=[next(_BLOCKS)])
         return str(started.write_session_id)
@@ -328,7 +328,7 @@ def _call(tenants: Tenants, rpc: str, **fields: Any) -> Any:
 def test_a_stream_ends_with_its_key_and_others_go_on(
     of: Callable[[Tenants], tuple[str, Callable[[], Any]]], tenants: Tenants, listen: Callable[[str], Stream]
 ) -> None:
-    """What happens after the end of the key it does not tell."""
+    """It does not report events after the end of the key."""
     key, end = of(tenants)
     ending, lasting = listen(key), listen(tenants.keys["viewer"])
     before = start(tenants)
@@ -406,7 +406,9 @@ async def _let_in(one_turn: OneTurn) -> None:
     await asyncio.sleep(0)
 
 
-async def test_who_keeps_its_key_is_answered(one_turn: OneTurn, waiting: tuple[asyncio.Task[Reply], Principal]) -> None:
+async def test_a_waiting_call_with_a_valid_key_is_answered(
+    one_turn: OneTurn, waiting: tuple[asyncio.Task[Reply], Principal]
+) -> None:
     await _let_in(one_turn)
     await waiting[0]
     assert one_turn.answered == 1
@@ -481,16 +483,16 @@ def _uri(api: Api, storage: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
-@pytest.mark.parametrize("who", ["viewer", "operator", "engine", "admin"])
+@pytest.mark.parametrize("role", ["viewer", "operator", "engine", "admin"])
 def test_administrators_alone_see_secrets(
-    tenants: Tenants, transport: str, who: str, storage: str, group: str, instance: str
+    tenants: Tenants, transport: str, role: str, storage: str, group: str, instance: str
 ) -> None:
-    key = tenants.server.engine(unique("engine"), group) if who == "engine" else tenants.keys[who]
+    key = tenants.server.engine(unique("engine"), group) if role == "engine" else tenants.keys[role]
     calls = {
         "AdminService.GetInstanceInfo": {"instance_id": instance},
         "GetInstanceInfo": {"instance_id": instance},
     }
-    if who != "engine":
+    if role != "engine":
         calls |= {
             "AdminService.ListStorage": {},
             "AdminService.GetInstanceGroup": {"name": group},
@@ -500,7 +502,7 @@ def test_administrators_alone_see_secrets(
     with tenants.server.api(transport, key) as api:
         for rpc, fields in calls.items():
             shown = str(api.ok(rpc, **fields))
-            assert (PLANTED in shown, HIDDEN in shown) == ((True, False) if who == "admin" else (False, True)), rpc
+            assert (PLANTED in shown, HIDDEN in shown) == ((True, False) if role == "admin" else (False, True)), rpc
 
 
 def test_engines_get_the_storages_of_their_group_as_they_are(tenants: Tenants, group: str) -> None:
@@ -509,7 +511,7 @@ def test_engines_get_the_storages_of_their_group_as_they_are(tenants: Tenants, g
     assert PLANTED in answer.storage_configs
 
 
-def test_what_was_read_without_secrets_can_be_sent_back(
+def test_a_configuration_read_without_secrets_can_be_sent_back(
     tenants: Tenants, admin: Api, storage: str, group: str, instance: str
 ) -> None:
     with tenants.server.api(key=tenants.keys["viewer"]) as viewer:
@@ -547,9 +549,9 @@ def test_a_secret_that_is_nowhere_is_refused(tenants: Tenants, admin: Api, stora
 def test_resources_keep_secrets_and_conditions(
     tenants: Tenants, by_tenants: RestClient, storage: str, group: str, kind: str
 ) -> None:
-    """Whoever sees less has tags of its own: one over the secret would tell who guessed it right."""
+    """A role that sees less has tags of its own: a tag over the secret would confirm a right guess."""
     path = f"/v1/{kind}/{component(storage if kind == 'storages' else group)}"
-    by_admin, by_operator = ({"authorization": tenants.authorization(who)} for who in ("admin", "operator"))
+    by_admin, by_operator = ({"authorization": tenants.authorization(role)} for role in ("admin", "operator"))
     full, read = by_tenants.get(path, **by_admin), by_tenants.get(path, **by_operator)
     assert PLANTED.encode() in full.raw
     assert PLANTED.encode() not in read.raw + by_tenants.get(f"/v1/{kind}", **by_operator).raw

@@ -1,4 +1,4 @@
-"""Managers that share one store, as `app` wires them, on real servers: what one does, the others serve."""
+"""Managers that share one store, as `app` wires them, on real servers: the others serve the writes of one."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def _knows(on: Node) -> bool:
 
 
 async def test_every_manager_reports_how_all_of_them_are(nodes: list[Node]) -> None:
-    """One of them leads, whichever it is, and all name the same one."""
+    """One of them leads, and all name the same one."""
     ports = [each.endpoint.admin_http_port for each in nodes]
 
     def listed(port: int) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ async def leading(nodes: list[Node]) -> Node:
 
 
 @ON_EVERY_SERVER
-async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
+async def test_one_manager_finishes_a_write_that_another_one_started(nodes: list[Node]) -> None:
     """Invariants 2 and 3: the blocks are masked at every manager meanwhile, and served by every one afterwards."""
     await registered(nodes[0])
     started = await start(nodes[0], KEYS)
@@ -263,7 +263,7 @@ async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
     async def writable() -> bool:
         started = await start(nodes[1], KEYS)
         if started.write_session_id:
-            await finish(nodes[1], started, 0)  # what is granted in part must not stand in the way of the next try
+            await finish(nodes[1], started, 0)  # a partial grant must not block the next try
         return len(started.locations) == len(KEYS)
 
     await eventually(empty)
@@ -308,7 +308,7 @@ async def test_a_restart_finds_everything_again(tmp_path: Path, fsync: str) -> N
 async def test_a_manager_that_starts_again_under_its_configured_id_goes_on_counting(
     redis_standalone: Standalone, tmp_path: Path
 ) -> None:
-    """Invariant 4: its reports are new ones, not those that were heard before the restart."""
+    """Invariant 4: others take its reports for new ones, not for those from before the restart."""
     uri = redis_standalone.uri(f"t{secrets.token_hex(6)}")
     settings = replace(settings_of(uri, tmp_path), node_id="configured")
     for run in range(3):

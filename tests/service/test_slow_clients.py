@@ -51,7 +51,7 @@ def _rest(connection: socket.socket) -> bytes:
 
 
 def _dribble(connection: socket.socket, data: bytes) -> bytes:
-    """Send a byte now and then until the server ends the connection; return what it said."""
+    """Send a byte now and then until the server ends the connection; return its answer."""
     begin = time.monotonic()
     for byte in data:
         assert time.monotonic() - begin < _SECONDS, "it takes everything that it is sent"
@@ -133,7 +133,7 @@ def test_a_head_without_end_is_431(port: Port) -> None:
         assert _rest(connection).startswith(b"HTTP/1.1 431 ")
 
 
-def test_who_does_not_read_is_disconnected_and_others_are_served(hasty: ManagerProcess) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_others_are_served(hasty: ManagerProcess) -> None:
     with _connected(hasty.address.admin_http, 4096) as connection:
         asked = 0
         connection.settimeout(0.2)
@@ -217,7 +217,7 @@ def _answers_grpc(address: str) -> bool:
         return False
 
 
-def test_what_is_small_and_unpacks_to_more_than_the_limit_is_refused(hasty: ManagerProcess) -> None:
+def test_a_small_message_that_unpacks_to_more_than_the_limit_is_refused(hasty: ManagerProcess) -> None:
     codes = []
     with grpc.insecure_channel(hasty.address.rpc) as channel:
         call = channel.unary_unary("/kv_cache_manager.proto.meta.MetaService/GetClusterInfo")

@@ -107,7 +107,7 @@ def test_diff_says_by_its_exit_code_whether_there_is_a_difference(place: Place) 
     assert place.group("default").quota.capacity == 30_000_000_000
 
 
-def test_diff_names_what_is_configured_beside_the_file(place: Place) -> None:
+def test_diff_names_resources_that_are_not_in_the_file(place: Place) -> None:
     document = place.saved()
     place.api.ok("AdminService.CreateInstanceGroup", instance_group=group_spec("extra", "nfs_01"))
     done = place.run("diff", "snap")

@@ -146,7 +146,7 @@ _SPOILT: list[tuple[str, Callable[[Any], None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "text"), [pytest.param(*each[1:], id=each[0]) for each in _SPOILT])
-def test_what_is_not_understood_is_refused_with_its_path(spoil: Callable[[Any], None], text: str) -> None:
+def test_an_invalid_field_is_refused_with_its_path(spoil: Callable[[Any], None], text: str) -> None:
     document = json.loads(TEXT)
     spoil(document)
     with pytest.raises(InvalidArgumentError) as refusal:
@@ -237,7 +237,7 @@ def configure(api: Api, directory: Path) -> None:
 
 
 def answers(api: Api) -> dict[str, Any]:
-    """Return what every admin call that reads says, but for times and health."""
+    """Return the answers of all admin calls that read, without times and health."""
     asked: dict[str, Any] = {
         "groups": api.ok("GroupService.ListInstanceGroup"),
         "instances": api.ok(f"{ADMIN}.ListInstanceInfo"),
@@ -335,7 +335,7 @@ def test_secrets_leave_with_no_snapshot_and_no_change(deployments: Deployments) 
     assert (code, "lacks a secret" in refusal, SECRET in refusal) == ("INVALID_ARGUMENT", True, False)
 
 
-def test_a_prune_removes_what_holds_no_blocks(deployments: Deployments) -> None:
+def test_a_prune_removes_resources_without_blocks(deployments: Deployments) -> None:
     api = deployments.back
     document = json.loads(snapshot(api))
     kept = dict(document)

@@ -1,4 +1,4 @@
-"""How a manager starts, drains and ends, and what probes say meanwhile."""
+"""How a manager starts, drains and ends, and the answers of probes meanwhile."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_unknown_option_or_command_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A port that somebody listens on."""
+    """A port with a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -260,7 +260,7 @@ def test_before_it_stops_it_says_so_gives_up_the_lead_and_serves_on(tmp_path: Pa
             site = Site(api)
             assert len(site.write(site.instance(), [1])) == 1
             assert data.ended == admin.ended == []
-        process.signal(signal.SIGINT)  # whichever comes second ends it at once
+        process.signal(signal.SIGINT)  # the second signal ends it at once
         assert process.wait() == -signal.SIGINT
         assert not process.events("stopped")
 
@@ -305,7 +305,7 @@ async def test_a_task_that_is_left_at_the_end_is_reported() -> None:
     assert "forgotten" in reported[0]["tasks"][0]
 
 
-def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
+def test_a_request_that_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
     with manager(tmp_path, "kvcm.service.drain_timeout_ms=100") as process, slow_request(process):
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
@@ -414,7 +414,7 @@ async def _answer(connection: socket.socket) -> bytes:
         return await asyncio.get_running_loop().sock_recv(connection, 1000)
 
 
-async def test_what_the_system_has_accepted_already_is_answered() -> None:
+async def test_a_connection_that_the_system_has_accepted_already_is_answered() -> None:
     server = await _started()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as waiting:
         waiting.sendall(REQUEST)
@@ -437,7 +437,7 @@ async def test_a_connection_whose_request_is_on_its_way_is_waited_for(monkeypatc
         await stop
 
 
-async def test_who_never_sends_a_request_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_never_sends_a_request_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_MAX_POLLS", 2)
     server = await _started()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent:

@@ -16,7 +16,7 @@ from kvcm.config import Settings
 
 SIZE = 8192
 DELAY_MS = 300
-LONG_DELAY_MS = 1500  # for what has to be read before the delay is over
+LONG_DELAY_MS = 1500  # for blocks that a test reads before the delay is over
 
 
 class StoredFile(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tables and sizes on a terminal: nothing is cut, and what needs attention is said."""
+"""Tables and sizes on a terminal: nothing is cut, and problems are named."""
 
 from __future__ import annotations
 
@@ -250,13 +250,13 @@ def test_a_table_of_storages_and_a_sentence_for_each_that_is_not_well() -> None:
         ListedStorage("nfs", "file", 4 * GIB, 8 * GIB, UP),
         ListedStorage("moon", "mooncake", 0, 0, SLOW),
         ListedStorage("[red]gone", "file", 0, 0, CLOSED),
-        ListedStorage("old", "file", 0, 0, None),  # of a manager that does not tell
+        ListedStorage("old", "file", 0, 0, None),  # from a manager that does not report health
     )
     assert _shown_storages(*listed) == SEEN
 
 
 @pytest.mark.parametrize(("status", "colour"), [(UP, None), (SLOW, "33"), (CLOSED, "1;31")])
-def test_what_is_degraded_is_yellow_and_what_is_down_is_red(status: StorageStatus, colour: str | None) -> None:
+def test_degraded_storages_are_yellow_and_those_down_are_red(status: StorageStatus, colour: str | None) -> None:
     shown = _shown_storages(ListedStorage("s", "file", 0, 0, status), colour=True)
     word = {None: "up", "33": "degraded", "1;31": "down"}[colour]
     assert (f"\x1b[{colour}m{word}" in shown) is (colour is not None)
@@ -278,7 +278,7 @@ def test_a_storage_that_is_drained_is_marked_unless_it_is_disabled_anyway() -> N
     assert list(shown.values()) == ["up", "up, draining", "up, disabled"]
 
 
-def test_drains_are_shown_with_what_holds_them_up() -> None:
+def test_drains_are_shown_with_the_reason_of_a_delay() -> None:
     drains = [
         DrainStatus("old [b]nfs", False, DrainState.DRAIN_RUNNING, int(SINCE * 1000), GIB, "2 locations are pinned"),
         DrainStatus("gone", True, DrainState.DRAIN_DONE, int(SINCE * 1000), 0),
@@ -368,7 +368,7 @@ def test_a_group_is_spoken_of_only_when_there_is_something_to_do(usage: Usage, w
 @pytest.mark.parametrize(
     ("used", "deleting", "colour"), [(8, 0, ""), (9, 0, "33"), (9, 1, ""), (10, 0, "1;31"), (10, 5, "1;31"), (0, 0, "")]
 )
-def test_what_is_above_its_mark_is_yellow_and_what_is_full_is_red(used: int, deleting: int, colour: str) -> None:
+def test_usage_above_the_mark_is_yellow_and_at_the_limit_red(used: int, deleting: int, colour: str) -> None:
     report = UsageReport((), (replace(MOON, usage=Usage(used, deleting, 10, 8, 7)),), ())
     found = re.search(rf"(?:\x1b\[((?!0m)[0-9;]+)m)? *{10 * used:.1f}", _shown_usage(report, colour=True))
     assert found is not None
@@ -414,7 +414,7 @@ def test_sizes_are_exact(text: str, size_bytes: int) -> None:
         "1_000", "1.GB", "0x10", "٣", "1٣GB", "nan", "inf", "1GiBGiB", "1\nGB", "9" * 50,
     ],
 )  # fmt: skip
-def test_what_is_no_size_is_refused_with_the_units(text: str) -> None:
+def test_an_invalid_size_is_refused_with_the_units(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape("must be a number of bytes, or one with a unit of B, KB")):
         parse_size(text)
 
@@ -440,7 +440,7 @@ def test_sizes_are_shown_in_the_largest_unit(size_bytes: int, text: str) -> None
 
 
 @given(st.integers(0, 1 << 59))
-def test_what_is_shown_is_short_and_near(size_bytes: int) -> None:
+def test_shown_sizes_are_short_and_near(size_bytes: int) -> None:
     number, unit = format_size(size_bytes).split()
     assert len(number) <= 5
     assert abs(float(number) * UNITS[unit] - size_bytes) <= 0.0501 * UNITS[unit]

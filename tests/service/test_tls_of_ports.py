@@ -49,7 +49,7 @@ def optional(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
 
 @pytest.fixture(scope="module")
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
-    """Nobody gets in without a certificate."""
+    """A manager that requires a certificate of every client."""
     with tls_manager(tmp_path_factory.mktemp("required"), "kvcm.tls.client_auth=required") as site:
         admin = site.clients.issue("bootstrap", [dns("bootstrap")])
         for kind, name in NAMES.items():
@@ -89,7 +89,7 @@ def test_versions_from_1_2_on_with_forward_secrecy(optional: TlsSite, port: str)
 
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("said", [b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\0" * 999])
-def test_what_is_no_tls_is_closed_without_a_word_of_http(optional: TlsSite, port: str, said: bytes) -> None:
+def test_a_connection_without_tls_is_closed_without_a_word_of_http(optional: TlsSite, port: str, said: bytes) -> None:
     with socket.create_connection(_host_port(optional, port), SECONDS) as connection:
         connection.sendall(said)
         with contextlib.suppress(ConnectionResetError):
@@ -114,22 +114,22 @@ def test_a_handshake_that_does_not_end_is_cut_off(optional: TlsSite, port: str, 
     assert 0.5 < time.monotonic() - begin < 15
 
 
-# ── who is believed ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── authentication ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_manager_of_another_authority_is_not_believed(optional: TlsSite) -> None:
     stranger = TlsSite(optional.process, optional.clients, optional.clients, optional.pair)
     with pytest.raises(ssl.SSLCertVerificationError):
-        stranger.who_over_http()
+        stranger.principal_over_http()
     with stranger.channel() as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(HEALTH)(b"", timeout=SECONDS)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_keys_need_no_certificate_where_it_is_optional(optional: TlsSite) -> None:
-    assert optional.who_over_grpc(key=optional.admin_key) == "admin"
-    assert optional.who_over_http(key=optional.admin_key) == "admin"
-    assert (optional.who_over_grpc(), optional.who_over_http()) == ("", "")
+    assert optional.principal_over_grpc(key=optional.admin_key) == "admin"
+    assert optional.principal_over_http(key=optional.admin_key) == "admin"
+    assert (optional.principal_over_grpc(), optional.principal_over_http()) == ("", "")
 
 
 def test_probes_need_nothing_where_it_is_optional(optional: TlsSite) -> None:
@@ -142,27 +142,27 @@ def test_probes_need_nothing_where_it_is_optional(optional: TlsSite) -> None:
 def test_grpc_does_not_ask_for_certificates_where_they_are_optional(optional: TlsSite) -> None:
     optional.create_key(name="lonely", role="ROLE_VIEWER", certificate_name="lonely.example")
     pair = optional.clients.issue("lonely", [dns("lonely.example")])
-    assert optional.who_over_http(pair, times=3) == "lonely"
-    assert optional.who_over_grpc(pair) == ""
+    assert optional.principal_over_http(pair, times=3) == "lonely"
+    assert optional.principal_over_grpc(pair) == ""
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_every_kind_of_name_stands_for_its_principal(required: TlsSite, kind: str) -> None:
     pair = required.clients.issue(kind, [dns("unknown.example"), NAMES[kind]])
-    assert required.who_over_grpc(pair) == f"by-{kind}"
-    assert required.who_over_http(pair, times=3) == f"by-{kind}"
+    assert required.principal_over_grpc(pair) == f"by-{kind}"
+    assert required.principal_over_http(pair, times=3) == f"by-{kind}"
 
 
-def test_a_common_name_stands_for_no_one(required: TlsSite) -> None:
+def test_a_common_name_stands_for_no_principal(required: TlsSite) -> None:
     for names in ([], [dns("unknown.example")]):
         pair = required.clients.issue("engine.example", names)
-        assert (required.who_over_grpc(pair), required.who_over_http(pair)) == ("", "")
+        assert (required.principal_over_grpc(pair), required.principal_over_http(pair)) == ("", "")
 
 
 def test_a_key_goes_before_a_certificate(required: TlsSite) -> None:
     pair = required.clients.issue("both", [NAMES["uri"]])
-    assert required.who_over_grpc(pair, required.admin_key) == "admin"
-    assert required.who_over_http(pair, required.admin_key) == "admin"
+    assert required.principal_over_grpc(pair, required.admin_key) == "admin"
+    assert required.principal_over_http(pair, required.admin_key) == "admin"
 
 
 def _refused(use: Callable[[], str]) -> bool:
@@ -185,14 +185,14 @@ def _flawed(site: TlsSite, flaw: str) -> Pair:
 @pytest.mark.parametrize("flaw", ["none", "foreign", "expired"])
 def test_without_a_valid_certificate_a_client_does_not_get_in(required: TlsSite, flaw: str) -> None:
     pair = None if flaw == "none" else _flawed(required, flaw)
-    assert _refused(lambda: required.who_over_http(pair, required.admin_key))
-    assert _refused(lambda: required.who_over_grpc(pair, required.admin_key))
+    assert _refused(lambda: required.principal_over_http(pair, required.admin_key))
+    assert _refused(lambda: required.principal_over_grpc(pair, required.admin_key))
 
 
 @pytest.mark.parametrize("flaw", ["foreign", "expired"])
 def test_an_invalid_certificate_is_refused_where_it_is_optional(optional: TlsSite, flaw: str) -> None:
     pair = _flawed(optional, flaw)
-    assert _refused(lambda: optional.who_over_http(pair))
+    assert _refused(lambda: optional.principal_over_http(pair))
 
 
 def _gets_in(site: TlsSite, port: str) -> bool:
@@ -206,7 +206,7 @@ def _gets_in(site: TlsSite, port: str) -> bool:
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_manager_ends_in_time_whichever_is_connected(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_manager_ends_in_time_despite_open_connections(tmp_path_factory: pytest.TempPathFactory) -> None:
     with tls_manager(tmp_path_factory.mktemp("end"), "kvcm.service.drain_timeout_ms=20000") as site:
         with contextlib.closing(site.connection()) as idle, socket.create_connection(_host_port(site, "http")):
             idle.request("GET", "/livez")
@@ -255,7 +255,7 @@ def test_no_setting_is_no_tls() -> None:
     assert open_tls(Settings()) is None
 
 
-def test_what_is_loaded_is_reported(authority: Authority) -> None:
+def test_loaded_certificates_are_reported(authority: Authority) -> None:
     pair = authority.issue("server", [uri("spiffe://a/b")])
     with capture_logs() as logs:
         files = TlsFiles(_settings(pair, str(authority.file)))
@@ -325,7 +325,7 @@ def test_a_key_that_others_can_read_is_reported(authority: Authority) -> None:
     assert [event["event"] for event in logs] == ["certificate_loaded", "tls_key_readable"]
 
 
-async def test_a_observe_that_finds_nothing_new_reads_nothing(authority: Authority) -> None:
+async def test_a_poll_that_finds_nothing_new_reads_nothing(authority: Authority) -> None:
     pair = authority.server()
     files = TlsFiles(_settings(pair))
     before = files.tls.material, files.tls.context
@@ -335,7 +335,7 @@ async def test_a_observe_that_finds_nothing_new_reads_nothing(authority: Authori
     assert (files.tls.material, files.tls.context) == before
 
 
-async def test_what_cannot_be_used_is_reported_once(authority: Authority) -> None:
+async def test_an_unusable_certificate_is_reported_once(authority: Authority) -> None:
     pair = authority.server()
     files = TlsFiles(_settings(pair))
     pair.key.unlink()
@@ -403,7 +403,7 @@ def _all_show(reloading: TlsSite, pair: Pair) -> bool:
 
 
 class Traffic:
-    """Requests of both transports, on connections that are kept and on new ones, until it is told to end."""
+    """Requests of both transports, on connections that are kept and on new ones, until the test ends it."""
 
     def __init__(self, reloading: TlsSite) -> None:
         self._site = reloading
@@ -485,7 +485,7 @@ def test_a_link_above_the_files_can_be_turned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flaw", ["key", "cert", "gone", "mismatch"])
-def test_what_does_not_fit_is_not_taken_over(reloading: TlsSite, flaw: str) -> None:
+def test_an_invalid_certificate_or_key_is_not_taken_over(reloading: TlsSite, flaw: str) -> None:
     before = reloading.pair.cert.read_bytes()
     if flaw == "mismatch":
         reloading.pair.key.write_bytes(reloading.authority.server("other").key.read_bytes())
@@ -498,7 +498,9 @@ def test_what_does_not_fit_is_not_taken_over(reloading: TlsSite, flaw: str) -> N
     assert event["reason"].startswith(f"{setting} '{reloading.pair.cert.parent}")
     assert {_shown(address) for address in reloading.process.address} == {before}
     assert (
-        reloading.who_over_http(key=reloading.admin_key) == reloading.who_over_grpc(key=reloading.admin_key) == "admin"
+        reloading.principal_over_http(key=reloading.admin_key)
+        == reloading.principal_over_grpc(key=reloading.admin_key)
+        == "admin"
     )
     repaired = reloading.authority.server("repaired")
     repaired.put_into(reloading.pair)
@@ -523,26 +525,26 @@ def _replace_client_authority(site: TlsSite) -> Authority:
     return successor
 
 
-def test_an_authority_that_is_taken_away_lets_no_one_in_any_more(reloading: TlsSite) -> None:
+def test_certificates_of_a_removed_authority_are_refused(reloading: TlsSite) -> None:
     reloading.create_key(name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
     pair = reloading.clients.issue("engine", [dns("engine.example")])
-    assert reloading.who_over_http(pair) == "engine"
+    assert reloading.principal_over_http(pair) == "engine"
     successor = _replace_client_authority(reloading)
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        reloading.who_over_http(pair)
-    assert reloading.who_over_http(successor.issue("engine", [dns("engine.example")])) == "engine"
+        reloading.principal_over_http(pair)
+    assert reloading.principal_over_http(successor.issue("engine", [dns("engine.example")])) == "engine"
 
 
 def test_the_same_over_grpc_where_certificates_are_required(tmp_path: Path) -> None:
     with tls_manager(tmp_path, "kvcm.tls.client_auth=required") as reloading:
         old = reloading.clients.issue("engine", [dns("engine.example")])
         reloading.create_key(old, name="engine", role="ROLE_VIEWER", certificate_name="engine.example")
-        assert reloading.who_over_grpc(old) == "engine"
+        assert reloading.principal_over_grpc(old) == "engine"
         successor = _replace_client_authority(reloading)
         with pytest.raises(grpc.RpcError) as caught:
-            reloading.who_over_grpc(old)
+            reloading.principal_over_grpc(old)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert reloading.who_over_grpc(successor.issue("engine", [dns("engine.example")])) == "engine"
+        assert reloading.principal_over_grpc(successor.issue("engine", [dns("engine.example")])) == "engine"
 
 
 def test_when_certificates_end_is_in_the_metrics(reloading: TlsSite) -> None:

@@ -86,14 +86,14 @@ class Driver(Protocol):
         "" for none."""
 
     def refuses_unparsable(self, service: str, rpc: str) -> bool:
-        """Send what is no request at all; return whether it is refused as the transport's documentation says."""
+        """Send bytes that are no request; return whether the transport refuses them as its documentation says."""
 
     def close(self) -> None:
         """Close the connections."""
 
 
 class ClientTls(NamedTuple):
-    """How a client speaks TLS: whom it believes, and what it shows of itself, if anything."""
+    """TLS settings of a client: the authority that it trusts, and its own certificate, if it has one."""
 
     ca_file: Path
     cert_file: Path | None = None
@@ -273,8 +273,8 @@ class Api:
 def eventually(probe: Callable[[], Value], seconds: float = 20.0) -> Value:
     """Return the first true value of `probe`; fail when there is none within the deadline.
 
-    That is long for a busy machine, and shorter than write sessions and leases last by default: what is waited for does
-    not come from the end of one.
+    That is long for a busy machine, and shorter than write sessions and leases last by default: the end of one
+    does not make a probe true.
     """
     deadline = time.monotonic() + seconds
     while not (value := probe()):

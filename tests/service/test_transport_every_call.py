@@ -50,7 +50,7 @@ def test_a_good_request_is_answered_with_ok_and_its_request_id(each_api: Api, rp
 
 
 @pytest.mark.parametrize(("rpc", "case"), _REFUSALS)
-def test_a_refusal_has_its_code_and_says_what_is_wrong(site: Site, rpc: str, case: Refused) -> None:
+def test_a_refusal_has_its_code_and_its_reason(site: Site, rpc: str, case: Refused) -> None:
     code, message = site.api.refused(rpc, trace_id="t", **case.fields(site))
     assert code == case.code, message
     assert [text for text in case.texts if text not in message] == [], message
@@ -58,7 +58,7 @@ def test_a_refusal_has_its_code_and_says_what_is_wrong(site: Site, rpc: str, cas
 
 
 @pytest.mark.parametrize("rpc", EVERY_RPC)
-def test_what_cannot_be_parsed_is_refused_by_every_call_and_the_connection_goes_on(each_api: Api, rpc: str) -> None:
+def test_an_unparsable_request_is_refused_by_every_call_and_the_connection_goes_on(each_api: Api, rpc: str) -> None:
     service, _, name = rpc.partition(".")
     assert each_api.driver.refuses_unparsable(service, name)
     assert each_api.call("AdminService.CheckHealth").is_health

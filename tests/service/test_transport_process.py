@@ -58,7 +58,7 @@ class ManagerProcess:
         try:
             self.address = self._wait_until_serving()
         except BaseException:
-            self.kill()  # nobody else knows of it
+            self.kill()  # no other code knows this process
             raise
 
     def _wait_until_serving(self) -> Address:

@@ -1,4 +1,4 @@
-"""What a test needs on a manager: names of its own, a storage, a group, an instance, written blocks."""
+"""Resources of a test on a manager: names of its own, a storage, a group, an instance, written blocks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def driver(server: ManagerProcess) -> Iterator[GrpcDriver]:
 
 
 @pytest.mark.parametrize("method", [f"{_META}/Nothing", "/grpc.health.v1.Health/Nothing", f"{_ADMIN}/CheckHealth"])
-def test_what_a_port_does_not_serve_is_unimplemented(driver: GrpcDriver, method: str) -> None:
+def test_a_method_that_a_port_does_not_serve_is_unimplemented(driver: GrpcDriver, method: str) -> None:
     assert _status(driver.channels["MetaService"], method)[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -278,7 +278,7 @@ def test_a_body_of_more_than_4_mib_is_served_by_default(http_driver: HttpDriver,
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── What real clients send ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Requests of real clients ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _post(address: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, str]:

@@ -43,12 +43,12 @@ class TlsSite:
         return context
 
     def connection(self, client: Pair | None = None, address: str = "") -> http.client.HTTPSConnection:
-        """Connect to a port of HTTP, the admin plane's unless told otherwise."""
+        """Connect to a port of HTTP, by default the admin plane's."""
         target = address or self.process.address.admin_http
         return http.client.HTTPSConnection(target, context=self.context(client), timeout=SECONDS)
 
     def channel(self, client: Pair | None = None, address: str = "") -> grpc.Channel:
-        """Connect to a port of gRPC, the admin plane's unless told otherwise."""
+        """Connect to a port of gRPC, by default the admin plane's."""
         own = (client.key.read_bytes(), client.cert.read_bytes()) if client is not None else (None, None)
         credentials = grpc.ssl_channel_credentials(self.authority.pem, *own)
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
@@ -67,8 +67,8 @@ class TlsSite:
         """Return the metadata of a key."""
         return (("authorization", f"Bearer {key}"),)
 
-    def who_over_grpc(self, client: Pair | None = None, key: str = "") -> str:
-        """Return the name of the principal that somebody is, "" when he is nobody."""
+    def principal_over_grpc(self, client: Pair | None = None, key: str = "") -> str:
+        """Return the name of the principal of a client, "" when it is not authenticated."""
         metadata = self.bearer(key) if key else ()
         with self.channel(client) as channel:
             try:
@@ -81,8 +81,8 @@ class TlsSite:
                 return ""
         return str(answer.key.name)
 
-    def who_over_http(self, client: Pair | None = None, key: str = "", times: int = 1) -> str:
-        """Return the same as HTTP tells it, over one connection."""
+    def principal_over_http(self, client: Pair | None = None, key: str = "", times: int = 1) -> str:
+        """Return the same over HTTP, on one connection."""
         headers = dict(self.bearer(key) if key else ())
         with contextlib.closing(self.connection(client)) as connection:
             names = set()

@@ -1,4 +1,4 @@
-"""The release before this one, and what it shares with the tests of real processes."""
+"""The release before this one, with the helpers of tests/e2e."""
 
 from __future__ import annotations
 

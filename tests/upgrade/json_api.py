@@ -1,4 +1,4 @@
-"""A manager's calls and resources as JSON over HTTP: what stays the same from release to release."""
+"""A manager's calls and resources as JSON over HTTP, which stay the same from release to release."""
 
 from __future__ import annotations
 

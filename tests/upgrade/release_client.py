@@ -1,4 +1,4 @@
-"""A client of one release, as a process: does what engines, programs and operators do, and tells what came of it.
+"""A client of one release, as a process: does what engines, programs and operators do, and prints the outcomes.
 
 It runs on the code of whatever release is on its path, so it uses what all of them have. It reads a JSON object from
 the command line: `rpc`, `http`, `admin_rpc`, `admin_http` (host:port), `name` (of what it makes), `folder` (for its
@@ -194,7 +194,7 @@ def _http(method: str, url: str, body: Any) -> tuple[int, Reported]:
 
 
 def main() -> None:
-    """Do everything, and print what came of it."""
+    """Do everything, and print the outcomes."""
     place: Place = json.loads(sys.argv[1])
     Path(place["folder"]).mkdir(parents=True, exist_ok=True)
     parts = (_resources, _engine, _calls, _commands)

@@ -1,4 +1,4 @@
-"""Clients and managers of this release and the one before it understand each other, whichever is older."""
+"""Clients and managers of this release and the one before it understand each other, either one being older."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def managers(tmp_path_factory: pytest.TempPathFactory, previous: Release) -> Ite
 
 
 def _reported(client: Release, manager: Manager, name: str, folder: Path) -> dict[str, Any]:
-    """Run a client of a release against a manager; returns what came of it."""
+    """Run a client of a release against a manager and return the outcomes that it printed."""
     ports = ("rpc", "http", "admin_rpc", "admin_http")
     place = {port: f"127.0.0.1:{manager.settings[f'kvcm.service.{port}_port']}" for port in ports}
     asked = json.dumps({**place, "name": name, "folder": str(folder)})
@@ -45,7 +45,7 @@ def _reported(client: Release, manager: Manager, name: str, folder: Path) -> dic
     return reported
 
 
-def test_what_clients_are_reported_depends_on_no_release(
+def test_the_outcomes_of_clients_depend_on_no_release(
     managers: dict[str, Manager], previous: Release, tmp_path: Path
 ) -> None:
     asked = {"own": (THIS, "this"), "older": (previous, "this"), "newer": (THIS, "previous")}

@@ -33,7 +33,7 @@ _BLOCKS = 16
 
 
 class Roamer:
-    """An engine that knows all managers and takes whichever serves: none of its calls fails.
+    """An engine that knows all managers and calls any one that serves: none of its calls fails.
 
     Args:
         addresses: of the managers.
@@ -71,7 +71,7 @@ class Roamer:
 
 
 class Cluster:
-    """Managers, and what works on them."""
+    """Managers, and the clients that work on them."""
 
     def __init__(self, managers: list[Manager]) -> None:
         self.managers, self.load = managers, Load(long_blocks=1024)
@@ -93,7 +93,7 @@ class Cluster:
         await wire.close()
         for manager in self.managers:
             api = JsonApi(manager)
-            for name in names:  # what one manager was told all of them know within a second
+            for name in names:  # within a second, all managers know a registration with one
                 await self.until(lambda a=api, n=name: _knows(a, n), f"{name} is known")
         tasks = [asyncio.create_task(each.run()) for each in (*self.clients, *self.roamers)]
         try:
@@ -113,11 +113,11 @@ class Cluster:
 
     @property
     def wrong(self) -> list[str]:
-        """What may not happen."""
+        """Violations that the clients saw."""
         return [*self.load.wrong, *(text for roamer in self.roamers for text in roamer.wrong)]
 
     async def get_on(self) -> None:
-        """Return when everybody has worked for a while with the managers as they are."""
+        """Return when all clients have worked for a while with the managers as they are."""
         workers = [*self.clients, *self.roamers]
         goals = [worker.rounds + _ROUNDS for worker in workers]
         await self.until(
@@ -139,15 +139,15 @@ class Cluster:
             await self.leader()
 
     async def leader(self) -> Manager:
-        """Return who leads, when somebody does."""
+        """Return the leader, as soon as there is one."""
         found: list[Manager] = []
 
-        def observe() -> bool:
+        def is_one_leading() -> bool:
             reported = ((each, JsonApi(each).admin("GetManagerClusterInfo")) for each in self.managers)
             found[:] = [each for each, answer in reported if answer["self_node_id"] == answer.get("leader_node_id")]
             return len(found) == 1
 
-        await self.until(observe, "one manager leads")
+        await self.until(is_one_leading, "one manager leads")
         return found[0]
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""What one release stored, the other one serves: forwards, and back again after new writes."""
+"""One release serves the blocks that the other stored: forwards, and back again after new writes."""
 
 from __future__ import annotations
 

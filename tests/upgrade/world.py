@@ -18,7 +18,7 @@ _SECONDS = 600
 
 @dataclass(slots=True)
 class World:
-    """What was put into a deployment.
+    """The content that a test put into a deployment.
 
     Attributes:
         folder: for its storages.

@@ -1,4 +1,4 @@
-"""Stands in for the compiled kernels, which need a GPU: SGLang imports the names, and whichever is called says so."""
+"""Stands in for the compiled kernels, which need a GPU: SGLang imports the names, and a call of one raises."""
 
 from __future__ import annotations
 

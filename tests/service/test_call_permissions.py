@@ -1,4 +1,4 @@
-"""Every call x every kind of credential x every transport: who may make it is written down here a second time."""
+"""Every call x every kind of credential x every transport: the permissions are written down here a second time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MAY = {
         "GenConfigSnapshot": _OPERATORS,
         "LoadConfigSnapshot": _ADMIN,
         "GetMetrics": _VIEWERS,
-        "CheckHealth": f"{_ALL} nobody malformed wrong expired",
+        "CheckHealth": f"{_ALL} anonymous malformed wrong expired",
         "GetManagerClusterInfo": _ALL,
         "LeaderDemote": _OPERATORS,
         "GetLeaderElectorConfig": _VIEWERS,
@@ -98,15 +98,15 @@ MAY = {
         "ListKeys": _OPERATORS,
         "RotateKey": _ADMIN,
         "RevokeKey": _ADMIN,
-        "Login": f"{_ALL} nobody malformed wrong expired",
+        "Login": f"{_ALL} anonymous malformed wrong expired",
         "Logout": _ALL,
-        "SetPassword": _ADMIN,  # and of its own account whoever is logged in as it: test_passwords.py
+        "SetPassword": _ADMIN,  # a login may change the password of its own account: test_passwords_and_first_keys.py
         "WhoAmI": _ALL,
     },
 }
 _MAY_CALL = {f"{service}.{name}": set(may.split()) for service, calls in MAY.items() for name, may in calls.items()}
 _STRANGERS = {
-    "nobody": ("", "known here|a key is required"),
+    "anonymous": ("", "known here|a key is required"),
     "malformed": ("Bearer kvcm_abc", "must be: Bearer"),
     "wrong": (f"Bearer kvcm_{'a' * 16}_{'b' * 43}", "not known"),
 }
@@ -131,7 +131,7 @@ def stranger(transport: str, tenants: Tenants) -> Iterator[Api]:
 
 @pytest.fixture(scope="module")
 def certified(transport: str, tenants: Tenants) -> Iterator[dict[str, Api]]:
-    """Everybody who shows a certificate in the place of a key; nobody where none are asked for."""
+    """Clients with a certificate in the place of a key, by name; none where the manager asks for no certificates."""
     with contextlib.ExitStack() as stack:
         names = [] if tenants.server.clients is None else [*tenants.keys, "unknown"]
         clients = {name: tenants.server.certified(name) for name in names}
@@ -147,7 +147,7 @@ def fields_of(rpc: str, tenants: Tenants, tenant: str = "a") -> dict[str, Any]:
     if "instance_id" in known and rpc != "CapacityService.CollectGarbage":
         fields["instance_id"] = tenants.instances[tenant]
     if name == "RemoveInstance":
-        fields["instance_id"] = "nobody-has-registered-this"
+        fields["instance_id"] = "never-registered"
     if name in {"RegisterInstance", "GetUsage", "GetCurve", "ListSessions", "ListAlerts"}:
         fields["instance_group"] = tenants.groups[tenant]
     if name == "ListInstanceInfo":
@@ -166,17 +166,17 @@ def test_the_table_has_every_call() -> None:
 
 @pytest.mark.parametrize("tenants", ["plain"], indirect=True)
 @pytest.mark.parametrize("rpc", _MAY_CALL)
-def test_a_call_is_made_by_those_who_may_and_by_no_one_else(rpc: str, tenants: Tenants, stranger: Api) -> None:
-    """Each kind of credential once; who may do a thing gets an answer, be it that the request makes no sense."""
+def test_a_call_is_open_to_keys_with_the_permission_and_to_no_others(rpc: str, tenants: Tenants, stranger: Api) -> None:
+    """Each kind of credential once; an allowed call gets an answer, even if the request makes no sense."""
     may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)
-    found = {who: stranger.attempt(rpc, tenants.authorization(who), **fields) for who in tenants.keys}
-    found |= {who: stranger.attempt(rpc, sent, **fields) for who, (sent, _) in _STRANGERS.items()}
-    assert {who for who, turn in found.items() if turn.status == 200} == may
+    found = {name: stranger.attempt(rpc, tenants.authorization(name), **fields) for name in tenants.keys}
+    found |= {name: stranger.attempt(rpc, sent, **fields) for name, (sent, _) in _STRANGERS.items()}
+    assert {name for name, turn in found.items() if turn.status == 200} == may
     unknown = {*_STRANGERS, "expired"}
-    assert {who for who, turn in found.items() if turn.status == 401} == unknown - may
-    for who, (_, text) in _STRANGERS.items():
-        assert who in may or re.search(text, found[who].text)
+    assert {name for name, turn in found.items() if turn.status == 401} == unknown - may
+    for name, (_, text) in _STRANGERS.items():
+        assert name in may or re.search(text, found[name].text)
     assert "expired" in may or "has ended" in found["expired"].text
 
 
@@ -185,18 +185,18 @@ def test_a_call_is_made_by_those_who_may_and_by_no_one_else(rpc: str, tenants: T
 def test_a_certificate_stands_for_a_key(rpc: str, tenants: Tenants, certified: dict[str, Api]) -> None:
     may = _MAY_CALL[rpc]
     fields = fields_of(rpc, tenants)
-    found = {who: api.attempt(rpc, **fields).status for who, api in certified.items()}
-    is_open = "nobody" in may
-    assert {who for who, status in found.items() if status == 200} == (set(found) if is_open else may)
-    assert {who for who, status in found.items() if status == 401} == (set() if is_open else {"unknown", "expired"})
+    found = {name: api.attempt(rpc, **fields).status for name, api in certified.items()}
+    is_open = "anonymous" in may
+    assert {name for name, status in found.items() if status == 200} == (set(found) if is_open else may)
+    assert {name for name, status in found.items() if status == 401} == (set() if is_open else {"unknown", "expired"})
 
 
 _OF_TENANTS = [rpc for rpc, may in _MAY_CALL.items() if may & {"engine", "viewer"} and "foreign" not in may]
 
 
 @pytest.mark.parametrize("rpc", _OF_TENANTS)
-def test_a_tenant_may_nothing_with_what_is_another_s(rpc: str, tenants: Tenants, stranger: Api) -> None:
-    """Whatever a key may: not in a group that it does not name. The answer says nothing of what is there."""
+def test_a_tenant_has_no_permission_in_the_group_of_another(rpc: str, tenants: Tenants, stranger: Api) -> None:
+    """A key has no permission in a group that it does not name. The answer does not show the content of that group."""
     fields = fields_of(rpc, tenants, "b")
     for key in (tenants.keys["engine"], tenants.admin_of_a):
         authorization = f"Bearer {key}"
@@ -206,21 +206,21 @@ def test_a_tenant_may_nothing_with_what_is_another_s(rpc: str, tenants: Tenants,
         assert tenants.groups["b"] not in turn.text
 
 
-def test_pages_are_shown_to_those_who_may(tenants: Tenants) -> None:
+def test_pages_are_shown_to_keys_with_the_permission(tenants: Tenants) -> None:
     allowed = {
         **dict.fromkeys(("/livez", "/readyz", "/startupz"), _ALL.split()),
         **dict.fromkeys(("/metrics", "/api/events"), _VIEWERS.split()),
     }
     for path, may in allowed.items():
-        for who, key in tenants.keys.items():
+        for name, key in tenants.keys.items():
             status, _ = tenants.server.page(path, key, is_stream=path == "/api/events")
-            expected = 200 if who in may or PAGE_POLICIES[path].is_open else 401 if who == "expired" else 403
-            assert status == expected, (path, who)
+            expected = 200 if name in may or PAGE_POLICIES[path].is_open else 401 if name == "expired" else 403
+            assert status == expected, (path, name)
 
 
-def test_reasons_of_probes_are_shown_to_those_who_may_view(tenants: Tenants) -> None:
+def test_reasons_of_probes_are_shown_to_keys_that_may_view(tenants: Tenants) -> None:
     shown = {
-        who: tenants.server.page("/readyz?verbose", tenants.keys[who])[1] for who in ("viewer", "engine", "expired")
+        name: tenants.server.page("/readyz?verbose", tenants.keys[name])[1] for name in ("viewer", "engine", "expired")
     }
     assert "metadata-store" in shown["viewer"]
     assert shown["engine"] == shown["expired"] == "ok"
@@ -239,7 +239,7 @@ _OF_BLOCKS = {
 }
 
 
-def test_what_is_refused_was_not_looked_up(tenants: Tenants, stranger: Api) -> None:
+def test_a_refused_call_makes_no_lookup(tenants: Tenants, stranger: Api) -> None:
     """A hit and a miss have the same answer, and no lookup is counted: there is nothing to time."""
     with tenants.server.api(key=tenants.keys["foreign"]) as owner:
         site = Site(owner)
