@@ -127,7 +127,7 @@ def client(manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]
 
 @pytest.fixture
 def stored(client: ManagerClient) -> Stored:
-    """Read what is stored for the blocks of some tokens."""
+    """Read the stored bytes of the blocks of some tokens."""
     from reuse_cases import read_block
 
     def read(reuse: KVReuse, tokens: list[int]) -> list[bytes | None]:

@@ -1,7 +1,7 @@
 """Host pools shaped like those of SGLang 0.5.23, for tests in an environment without it.
 
-The classes have the names of the originals, by which pages are told apart. Memory is laid out by plain indexing, and
-every element differs from all others.
+The classes have the names of the originals, since the connector distinguishes page kinds by class name. Memory is laid
+out by plain indexing, and every element differs from all others.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class EngineCase:
         return np.random.default_rng(seed).integers(limits.min, limits.max, shape, kind, endpoint=True)
 
     def memory(self, logical: np.ndarray) -> np.ndarray:
-        """Return the memory of all tensors, [layer, tensor, ...]; what is not the cache's is 0x55."""
+        """Return the memory of all tensors, [layer, tensor, ...]; bytes outside the cache are 0x55."""
         parts = np.split(logical, self.tensors_per_layer, axis=2) if self.apart else [logical]
         tensors = np.stack([self._arranged(part) for part in parts], axis=1)
         memory = np.full(

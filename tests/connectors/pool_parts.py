@@ -1,4 +1,4 @@
-"""Memory pools for tests, and items in them whose bytes tell which allocation they are of."""
+"""Memory pools for tests, and items in them whose bytes identify their allocation."""
 
 from __future__ import annotations
 

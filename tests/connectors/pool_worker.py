@@ -1,7 +1,7 @@
-"""A process that saves to a memory pool and loads from it: as it is told, or on its own as fast as it can.
+"""A process that saves to a memory pool and loads from it: by commands of stdin, or on its own as fast as it can.
 
-    pool_worker.py told DIRECTORY CAPACITY   lines of stdin: save|load OFFSET SIZE STAMP; one result each
-    pool_worker.py hammer DIRECTORY ME       saves and loads until stdin ends, then prints what came of it as JSON
+    pool_worker.py scripted DIRECTORY CAPACITY   lines of stdin: save|load OFFSET SIZE STAMP; one result each
+    pool_worker.py hammer DIRECTORY ME           saves and loads until stdin ends, then prints what came of it as JSON
 
 Allocations of the hammer are those that a manager could make: each with a larger stamp than all before, over whatever
 was there. They are published to all in the file `published`, one record per slot.
@@ -33,7 +33,7 @@ MOST_WORKERS = 8
 
 
 def obey(directory: Path, capacity: int) -> None:
-    """Do what stdin says."""
+    """Run the commands of stdin."""
     mover = mover_at(directory, capacity)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -90,7 +90,7 @@ def hammer(directory: Path, me: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "told":
+    if sys.argv[1] == "scripted":
         obey(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         hammer(Path(sys.argv[2]), int(sys.argv[3]))

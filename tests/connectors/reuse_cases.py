@@ -106,7 +106,7 @@ def overwrite(uri: LocationUri, data: bytes) -> None:
 
 
 def damage(uri: LocationUri) -> None:
-    """Change a part, so that its checksum tells."""
+    """Change a part, so that its checksum does not match."""
     overwrite(uri, bytes(byte ^ 0x5A for byte in read_block(uri)))
 
 

@@ -91,7 +91,7 @@ def falcon_h1() -> Any:
 
 
 def bamba() -> Any:
-    """Layers of Mamba and of attention in turns; a model that counts positions from 0 unless it is told them."""
+    """Layers of Mamba and of attention in turns; a model that counts positions from 0 unless the caller passes them."""
     return filled(BambaForCausalLM, BambaConfig(**SIZES, num_hidden_layers=4, attn_layer_indices=[1, 3], **MAMBA))
 
 

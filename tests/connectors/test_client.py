@@ -84,7 +84,7 @@ def test_an_unknown_group_is_refused(manager: ManagerProcess, instance_id: str) 
         assert (match.outcome, match.code) == (Outcome.MISS_ON_ERROR, ErrorCode.INSTANCE_NOT_EXIST)
 
 
-def test_what_was_written_is_found(client: ManagerClient) -> None:
+def test_written_blocks_are_found(client: ManagerClient) -> None:
     assert found(client.match(KEYS)) == []
     grant = granted(client, KEYS)
     assert grant.mask == (False,) * 5

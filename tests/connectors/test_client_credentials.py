@@ -74,7 +74,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
 
 @pytest.fixture
 def pair(secure: Secure, instance_id: str) -> Pair:
-    """A certificate that lets in, and stands for nobody."""
+    """A valid certificate that is mapped to no principal."""
     return secure.authority.issue(instance_id, [dns(f"{instance_id}.example")])
 
 
@@ -120,7 +120,7 @@ def test_a_key_that_was_replaced_is_read_again(
         fresh = secure.rotated(made.key.key_id)
         assert client.match([1]).outcome is Outcome.MISS_ON_ERROR, "the file is as it was"
         file.write_text(fresh)
-        assert client.match([1]).outcome is Outcome.OK, "nobody sees that it was replaced"
+        assert client.match([1]).outcome is Outcome.OK, "the caller does not notice that it was replaced"
         file.unlink()
         assert client.match([1]).outcome is Outcome.OK
     for key in (made.secret, fresh):

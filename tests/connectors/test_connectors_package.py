@@ -1,4 +1,4 @@
-"""Rules of the house for `connectors`."""
+"""Rules for the code of `connectors`."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_block_size_is_checked() -> None:
     assert CHAIN.keys([1, 2, 3, 4], BlockKey(5)) != CHAIN.keys([1, 2, 3, 4])
 
 
-# ---- Who may share: every field of the identity separates registrations and keys, and nothing else does ----
+# ---- Sharing: every field of the identity separates registrations and keys, and nothing else does ----
 
 BASE = KvIdentity("m", "w", "vllm/1", "float16", "sha256", {"all": "kvcm-block/2 ..."})
 OTHERS = {
@@ -170,7 +170,7 @@ def test_files_of_other_formats_are_reported_apart(tmp_path: Path) -> None:
     assert len(prints) == 2
 
 
-def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are no weights in"):
         weights_fingerprint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
@@ -197,7 +197,7 @@ def test_the_definition_does_not_change() -> None:
     assert PageKeys(b"namespace").keys([_HASHES[0], "f" * 64]) == [7056020517215283470, -1141678836477285271]
 
 
-def test_what_is_no_hash_is_refused() -> None:
+def test_a_text_that_is_no_hash_is_refused() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         PageKeys(b"").keys(["no hash"])
 

@@ -154,7 +154,7 @@ def test_layouts_are_checked(field: str) -> None:
         BlockLayout(1, 1, 1, 1, "int3")
 
 
-# ---- Descriptions of paged tensors: the layouts that engines have, and what is refused ----
+# ---- Descriptions of paged tensors: the layouts that engines have, and invalid descriptions ----
 
 
 def described(axes: Sequence[str], shape: Sequence[int], block_tokens: int | None = None) -> PagedKv:
@@ -493,7 +493,7 @@ def test_memory_in_too_many_pieces_is_gathered() -> None:
 
 
 def test_ids_that_are_not_blocks_are_refused_before_anything_is_copied() -> None:
-    """A wrong id never reads or writes memory of somebody else."""
+    """A wrong id never reads or writes memory outside the tensors."""
     stored = stored_format(LAYER_FIRST, block_tokens=64)
     memory = torch.zeros(3, 10, 4, 32, 64)
     engine = EngineKv(stored, stored.model, [[layer] for layer in memory], ("block", "head", "token", "kv_dim"))

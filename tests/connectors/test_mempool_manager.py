@@ -62,7 +62,7 @@ def engine(client: ManagerClient, pool: str, node: None) -> Iterator[TransferEng
     due = reports.due_pools(engine.pools())
     assert [pool.node_id for pool in due] == [NODE]
     reports.report(due, 10.0)
-    assert reports.due_pools(engine.pools()) == []  # told, and taken
+    assert reports.due_pools(engine.pools()) == []  # the manager accepted the report
     yield engine
     engine.close()
 
@@ -181,7 +181,7 @@ def test_reports_of_another_storage_are_refused(client: ManagerClient, engine: T
     due = reports.due_pools(engine.pools())
     client.close()
     reports.report(due, 1.0)
-    assert reports.due_pools(engine.pools()) == due  # nobody took it, so it is told again
+    assert reports.due_pools(engine.pools()) == due  # no manager accepted it, so it is due again
 
 
 def test_a_node_that_cannot_be_named_is_refused(manager: ManagerProcess) -> None:

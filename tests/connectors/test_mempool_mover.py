@@ -1,4 +1,4 @@
-"""The mover of memory pools: what it refuses, what is lost, and that stale writers and readers are harmless."""
+"""The mover of memory pools: refused and lost items, and that stale writers and readers are harmless."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_failure(result: TransferResult, failure: Failure, reason: str) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 100, PAGE_BYTES, PAGE_BYTES + 1, 100_000, MIB])
-def test_what_was_saved_is_loaded(mover: MemPoolMover, size: int) -> None:
+def test_a_saved_item_is_loaded(mover: MemPoolMover, size: int) -> None:
     assert save_one(mover, 0, size, 5) == TransferResult(True, size)
     assert load_one(mover, 0, size, 5) == TransferResult(True, size)
 
@@ -300,7 +300,7 @@ def test_an_engine_is_made_before_the_memory_of_its_pools(
 def test_a_pool_is_used_as_soon_as_it_can_be(
     pool_directory: Path, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody saves to a pool that was not told of, so no save would ever try again."""
+    """Engines save only to reported pools, so no save would ever try an unreported one again."""
     path.write_bytes(b"something else")
     path.chmod(0o600)
     engine = TransferEngine.for_storages([pool(STORAGE, NODE)])

@@ -43,7 +43,7 @@ class Worker:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         assert self.line() == "ready"
 
-    def tell(self, text: str) -> None:
+    def send_line(self, text: str) -> None:
         self._stdin.write(text + "\n")
         self._stdin.flush()
 
@@ -82,7 +82,7 @@ def new_worker() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture
 def worker(pool_directory: Path, new_worker: Callable[..., Worker]) -> Worker:
-    return new_worker("told", pool_directory, LARGE_POOL)
+    return new_worker("scripted", pool_directory, LARGE_POOL)
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
     draw = random.Random(1)
     for round_number in range(12):
         stamp = 10 * round_number + 10
-        worker = new_worker("told", pool_directory, LARGE_POOL)
-        worker.tell(f"save 0 {LARGE} {stamp}")
+        worker = new_worker("scripted", pool_directory, LARGE_POOL)
+        worker.send_line(f"save 0 {LARGE} {stamp}")
         until(lambda stamp=stamp: segment.newest_stamp(0, PAGE_BYTES) == stamp)
         moment = time.monotonic() + draw.random() * 0.004
         until(lambda moment=moment: time.monotonic() >= moment)
@@ -125,7 +125,7 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
 def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) -> int:
     """Stop a worker in its copy and return the stamp that it saves with; tries again when it was quicker."""
     for stamp in range(first_stamp, first_stamp + 50):
-        worker.tell(f"save 0 {LARGE} {stamp}")
+        worker.send_line(f"save 0 {LARGE} {stamp}")
         stamps = stamps_of(stamp, LARGE)  # which are put before the copy
         until(lambda stamps=stamps: segment.has_stamps(0, stamps))
         worker.send(signal.SIGSTOP)
@@ -136,7 +136,7 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
     raise AssertionError("the worker was always quicker")
 
 
-def test_no_one_writes_where_a_stopped_writer_may_come_back(
+def test_no_writer_gets_pages_to_which_a_stopped_one_may_come_back(
     mover: MemPoolMover, segment: PoolSegment, worker: Worker
 ) -> None:
     stamp = stopped_in_a_copy(worker, segment, 100)
@@ -149,7 +149,7 @@ def test_no_one_writes_where_a_stopped_writer_may_come_back(
     assert worker.line() == "ok"
     assert load_one(mover, 0, LARGE, stamp).ok
     assert save_one(mover, LARGE - PAGE_BYTES, 100, newer).ok
-    worker.tell(f"save 0 {LARGE} {stamp}")  # it comes late with the same once more
+    worker.send_line(f"save 0 {LARGE} {stamp}")  # it comes late with the same once more
     assert worker.line() == Failure.REFUSED
     assert load_one(mover, LARGE - PAGE_BYTES, 100, newer).ok
     assert load_one(mover, 0, LARGE, stamp).failure is Failure.LOST
@@ -174,7 +174,7 @@ def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
     assert worker.line() == Failure.ERROR
     assert load_one(mover, 0, 100, stamp + 1).ok
     assert load_one(mover, 0, LARGE, stamp).failure is Failure.LOST
-    worker.tell(f"load 0 100 {stamp + 1}")
+    worker.send_line(f"load 0 100 {stamp + 1}")
     assert worker.line() == "ok"
 
 

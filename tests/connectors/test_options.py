@@ -49,7 +49,7 @@ def test_a_wrong_variable_is_named(name: str, value: str, allowed: str) -> None:
         NodeSettings.from_environment({name: value}, lambda: "host")
 
 
-# ---- Options of connectors: what is misspelt or of the wrong type is refused by name ----
+# ---- Options of connectors: misspelt names and wrong types are refused by name ----
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def test_values_are_taken_and_others_keep_their_default() -> None:
         ({"manager": "a:1", "save_batch_bytes": None}, "option 'save_batch_bytes' is None, must be a whole number"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:
+def test_a_wrong_option_is_named(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         parse_options(Options, given)
     assert message in str(caught.value)
 
 
-# ---- Options of the vLLM connector: what is not allowed is refused before an engine starts, and named ----
+# ---- Options of the vLLM connector: values out of range are refused by name before an engine starts ----
 
 _NEEDED = {"manager": "a:1", "instance_group": "g", "instance_id": "i"}
 
@@ -109,7 +109,7 @@ def test_the_options_that_have_to_be_given_are_enough() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_allowed_is_refused(given: dict[str, object], message: str) -> None:
+def test_a_value_out_of_range_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         VllmOptions.parse(_NEEDED | given)
     assert str(refused.value) == message

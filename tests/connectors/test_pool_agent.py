@@ -1,4 +1,4 @@
-"""The host agent: what it keeps, what it tells, and how it ends."""
+"""The host agent: what it keeps, what it reports, and how it ends."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_process_without_memory_fails(path: Path, new_process: NewProcess) -> 
     assert "Traceback" not in said
 
 
-# ---- When a manager is told of memory pools: once, again when it may have forgotten, by a thread that nobody wa ----
+# ---- Reports of memory pools: once, again when the manager may have lost them, in a background thread ----
 
 
 @pytest.fixture

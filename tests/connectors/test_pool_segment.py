@@ -305,7 +305,7 @@ def test_neighbours_on_both_sides_are_one_piece() -> None:
     assert (run.offset, run.end, run.stamps) == (0, 4 * PAGE_BYTES, stamps_of(STAMP, 4 * PAGE_BYTES))
 
 
-def test_what_is_no_neighbour_in_memory_is_a_piece_of_its_own() -> None:
+def test_buffers_that_are_not_adjacent_in_memory_are_separate_pieces() -> None:
     whole = memoryview(bytearray(8 * PAGE_BYTES))
     items = rows(whole, PAGE_BYTES)
 
@@ -516,7 +516,7 @@ def test_any_memory_is_moved_as_part_by_part(pool_directory: Path, layout: Layou
             assert item.buffers[0] == content(STAMP, item.uri.offset, size)
         elif kind != "read-only":
             expected[place] = content(STAMP, item.uri.offset, size)
-    assert memory == expected  # all bytes that are nobody's, too
+    assert memory == expected  # also all bytes outside of any allocation
 
 
 # ---- Locks of pages and processes that fork: a lock is its writer's, and ends with it, whatever was forked ----

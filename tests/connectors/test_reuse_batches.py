@@ -1,4 +1,4 @@
-"""Batches padded at the left, against a real manager: every row loads what is known of it, all tokens are right."""
+"""Batches padded at the left, against a real manager: every row loads its stored prefix, all tokens are right."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_lost_blocks_are_stored_again(connect: Connect, find: Find, damage: str)
 def test_an_unmounted_storage_keeps_its_blocks(
     new_manager: Callable[..., ManagerProcess], connect: Connect, missing: str
 ) -> None:
-    """Nobody's blocks are removed, and nothing is stored on the disk below, however often it is tried."""
+    """The manager removes no blocks, and no save writes to the disk below, however often the engine tries."""
     manager = new_manager()
     reuse, ids = connect(address=manager.address), prompt(100)
     expected, _ = run(reuse, ids)

@@ -53,7 +53,7 @@ def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect, ki
     assert 0 < report.load_seconds < report.first_token_seconds < report.total_seconds
 
 
-def test_only_what_is_needed_is_loaded(connect: Connect, kind: str) -> None:
+def test_only_needed_parts_are_loaded(connect: Connect, kind: str) -> None:
     reuse, ids = connect(model_of(kind)), prompt(100)
     parts = reuse.parts
     run(reuse, ids)
@@ -68,12 +68,12 @@ def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: 
     run(reuse, ids, max_new_tokens=1)
     seen: list[bytes] = []
 
-    def observe(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+    def record_state(module: Any, arguments: Any, options: dict[str, Any]) -> None:
         if reuse.parts.state:
             layers = options["past_key_values"].layers
             seen.append(pack_state(reuse.parts.state, layers, 0).numpy().tobytes())
 
-    with model.register_forward_pre_hook(observe, with_kwargs=True):
+    with model.register_forward_pre_hook(record_state, with_kwargs=True):
         output, report = run(reuse, ids, max_new_tokens=1, return_dict_in_generate=True)
     assert report.loaded_tokens == 96
     blocks = find(reuse, ids)
@@ -95,7 +95,7 @@ def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: 
 
 
 @pytest.mark.feature("transformers", "the same bytes per block")
-def test_what_was_saved_is_what_the_model_computed(connect: Connect, find: Find, kind: str) -> None:
+def test_saved_bytes_equal_those_that_the_model_computed(connect: Connect, find: Find, kind: str) -> None:
     """Bit by bit against a cache of transformers that went the same way: up to the last full block, then the rest."""
     reuse, ids, model = connect(model_of(kind)), prompt(100), model_of(kind)
     run(reuse, ids, max_new_tokens=1)
@@ -247,7 +247,7 @@ def test_a_lost_part_of_a_window_costs_the_blocks_that_need_it(connect: Connect,
     damage(find(reuse, ids)[9].uris[window])
     report = checked(reuse, expected, ids)
     assert report.loaded_tokens == (0 if kind == "mistral" else 144)
-    damage(find(reuse, ids)[2].uris[window])  # far behind the window: nobody needs it
+    damage(find(reuse, ids)[2].uris[window])  # far behind the window, so the model does not need it
     report = checked(reuse, expected, ids)
     assert (report.loaded_tokens, report.reason) == (176, "")
 
@@ -316,7 +316,7 @@ def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.Monkey
     ids, model = prompt(180), model_of(kind)
     expected = plain(ids, model)
     patience = replace(PATIENT, staging_blocks=3)
-    for most_pieces, loaded in ((1, 0), (1024, 176), (1, 176)):  # what was staged is stored like everything else
+    for most_pieces, loaded in ((1, 0), (1024, 176), (1, 176)):  # staged blocks are stored like all others
         monkeypatch.setattr(tensors, "_MAX_PIECES", most_pieces)
         report = checked(connect(model, settings=patience), expected, ids)
         assert report.loaded_tokens == loaded

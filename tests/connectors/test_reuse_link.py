@@ -1,4 +1,4 @@
-"""The core of connectors with a real manager: sessions, saves, loads and lookups, and what is left when things fail."""
+"""The core of connectors with a real manager: sessions, saves, loads and lookups, and the state that failures leave."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def load(link: ManagerLink, keys: Sequence[BlockKey]) -> tuple[dict[int, bytes],
     return got, missing_report(parts, results, statistics), statistics
 
 
-def test_what_is_saved_is_loaded_in_trays(link: ManagerLink) -> None:
+def test_saved_blocks_are_loaded_in_trays(link: ManagerLink) -> None:
     keys = keys_of(*range(8))
     saved = save(link, keys)
     assert (saved.stored, saved.saved, saved.saved_bytes, saved.reason) == ((True,) * 8, 8, 8 * 2 * PART_BYTES, "")
@@ -119,7 +119,7 @@ def test_what_is_saved_is_loaded_in_trays(link: ManagerLink) -> None:
     assert not report
 
 
-def test_what_is_there_is_not_saved_again(link: ManagerLink) -> None:
+def test_stored_blocks_are_not_saved_again(link: ManagerLink) -> None:
     save(link, keys_of(1, 2))
     again = save(link, keys_of(1, 2))
     assert (again.stored, again.saved) == ((True, True), 0)
@@ -172,7 +172,7 @@ def test_a_save_that_raises_leaves_no_session(link: ManagerLink) -> None:
     assert save(link, keys).saved == 2
 
 
-def test_a_closed_table_aborts_what_is_open(link: ManagerLink) -> None:
+def test_a_closed_table_aborts_open_sessions(link: ManagerLink) -> None:
     keys = keys_of(1, 2)
     assert link.register()
     sessions = WriteSessions(link.client, SessionSettings())

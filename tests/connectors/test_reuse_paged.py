@@ -34,7 +34,7 @@ def in_pool(reuse: KVReuse, ids: torch.Tensor) -> list[bytes]:
 
 @pytest.mark.feature("transformers", "paged KV", "the same bytes per block")
 def test_blocks_are_loaded_into_other_blocks_and_saved_from_them(connect: Connect, stored: Stored) -> None:
-    """Byte by byte: what the first process computed, what is stored, and what the second loaded into other blocks."""
+    """Byte by byte: the blocks that the first process computed, the stored ones, and those that the second loaded."""
     ids = prompt(100)
     expected = plain(ids)
     first = connect(settings=POOL)
@@ -63,7 +63,7 @@ def test_the_next_call_reads_memory(connect: Connect) -> None:
 
 
 @pytest.mark.feature("transformers", "paged KV", "partial hit")
-def test_what_is_missing_of_the_pool_is_loaded(connect: Connect) -> None:
+def test_blocks_missing_from_the_pool_are_loaded(connect: Connect) -> None:
     ids = prompt(160)
     run(connect(), ids)
     reuse = connect(settings=POOL)

@@ -44,7 +44,7 @@ def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, st
     assert [block == block_bytes(cache, index) for index, block in enumerate(blocks)] == [True] * 7
     assert len(set(blocks)) == 7
 
-    # A second turn computes only what is new, on top of what it loaded: also bit by bit what is computed here.
+    # A second turn computes only new tokens, on top of the loaded blocks, bit by bit as computed here.
     longer = torch.cat([output, prompt(40, seed=5)], dim=1)
     final, report = run(reuse, longer, max_new_tokens=2)
     assert report.loaded_tokens == 112
@@ -116,7 +116,7 @@ def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monk
     run(reuse, longer, max_new_tokens=1)
     keys = reuse.block_keys(longer[0].tolist())
     prompt_and_answer = [(keys[:3], None), ([keys[3]], keys[2]), ([keys[4]], keys[3])]
-    assert sent == [*prompt_and_answer, (keys[5:7], keys[4])]  # the last is the second prompt, behind what was loaded
+    assert sent == [*prompt_and_answer, (keys[5:7], keys[4])]  # the last is the second prompt, behind the loaded blocks
 
 
 def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
@@ -128,7 +128,7 @@ def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
     assert run(reuse, ids)[1].loaded_tokens == 144
 
 
-# ---- Bytes that change on the disk: found out when they are loaded, computed anew, forgotten and saved again ----
+# ---- Bytes that change on the disk: detected at the load, computed again, forgotten and saved again ----
 
 
 @pytest.fixture(params=["memory of the cache", "staging"])
@@ -187,7 +187,7 @@ def test_blocks_without_checksums_are_loaded_as_they_are(connect: Connect, find:
     assert (report.loaded_tokens, report.reason) == (96, "")
 
 
-# ---- Reuse through a memory pool: the connector maps it, tells the manager, and is found nothing on other nodes ----
+# ---- Reuse through a memory pool: the connector maps it and reports it to the manager; other nodes miss ----
 
 
 def saves(reuse: KVReuse, ids: torch.Tensor) -> bool:

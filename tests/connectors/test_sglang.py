@@ -190,7 +190,7 @@ def test_a_page_whose_file_is_gone_is_a_miss_that_the_manager_receives_of(open_s
 
 
 def test_leases_are_given_back(open_store: Open) -> None:
-    """What is removed under a lease stays readable until the load."""
+    """Blocks removed under a lease stay readable until the load."""
     store = open_store(lease_seconds=300.0)
     store.save(_HASHES[:2], slots(0, 1))
     assert store.exists(_HASHES[:2]) == 2
@@ -262,11 +262,11 @@ def test_nothing_is_stored_when_it_is_not_to_be(open_store: Open) -> None:
     assert store.exists(_HASHES[:2]) == 0
 
 
-def test_closing_aborts_what_is_open(open_store: Open) -> None:
+def test_closing_aborts_open_sessions(open_store: Open) -> None:
     store, other = open_store(), open_store()
     keys = store.keys.keys(_HASHES[:2])
     assert store._sessions.start(keys, None) is not None
-    assert other.save(_HASHES[:2], slots(0, 1)).pages == 0  # somebody is at it
+    assert other.save(_HASHES[:2], slots(0, 1)).pages == 0  # the open session writes them
     store.close()
     assert other.save(_HASHES[:2], slots(0, 1)).pages == 2
 
@@ -388,7 +388,7 @@ def keys(*numbers: int) -> list[BlockKey]:
 
 
 class Book:
-    """A book, a clock and what was given back."""
+    """A match cache, a clock and the released leases."""
 
     def __init__(self, most: int = 100) -> None:
         self.clock = FakeClock()

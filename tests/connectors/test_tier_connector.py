@@ -90,7 +90,7 @@ class TierEngine:
         assert self.store.flush(WAIT_SECONDS)
 
     def attach(self, tokens: Sequence[int]) -> AttachedPrefix:
-        """Attach what is known of a prompt, and check its bytes."""
+        """Attach the stored prefix of a prompt, and check its bytes."""
         prefix = self.store.attach(tokens, WAIT_SECONDS)
         keys = self.connector.page_keys(tokens)[: len(prefix.pages)]
         for page, key in zip(prefix.pages, keys, strict=True):
@@ -103,7 +103,7 @@ class TierEngine:
         return prefix
 
     def attached_tokens(self, tokens: Sequence[int]) -> int:
-        """Attach what is known of a prompt, check its bytes, and give it back."""
+        """Attach the stored prefix of a prompt, check its bytes, and release it."""
         prefix = self.attach(tokens)
         self.store.release(prefix)
         return prefix.n_tokens

@@ -54,7 +54,7 @@ def test_another_process_takes_the_index_over(manager: ManagerProcess, instance_
 OTHERS: dict[str, dict[str, Any]] = {"retroinfer": {"iterations": 1}, "pqcache": {"seed": 1}}
 
 
-@pytest.mark.parametrize("writer", ["nobody", "foreign"])
+@pytest.mark.parametrize("writer", ["none", "foreign"])
 @pytest.mark.parametrize("algorithm", OTHERS)
 def test_a_missing_or_foreign_index_is_built(
     manager: ManagerProcess, instance_id: str, algorithm: str, writer: str
@@ -63,7 +63,7 @@ def test_a_missing_or_foreign_index_is_built(
     parts = {**sidecars_of(algorithm), **sidecars_of(algorithm, algo=changed)}
     assert len(parts) == 2
     instance = (manager.address, instance_id, "llama")
-    if writer == "nobody":
+    if writer == "none":
         assert answer(*instance, "full", "{}", json.dumps(parts))["written"] == 13  # its answer is exact, too
     else:
         first = answer(*instance, algorithm, json.dumps(OTHERS[algorithm]), json.dumps(parts))

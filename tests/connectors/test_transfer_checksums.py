@@ -1,4 +1,4 @@
-"""Checksums in the transfer engine: told of what a caller saved, compared with what a caller loaded."""
+"""Checksums in the transfer engine: reported for saved bytes, compared with loaded bytes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_pieces_of_any_type_count_by_their_bytes() -> None:
 
 
 def test_a_digest_of_0_is_reported_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 means that there is none; nobody knows bytes whose digest it is."""
+    """0 means that there is none; no bytes with that digest are known."""
 
     class Zero:
         def update(self, _data: memoryview) -> None: ...
@@ -141,7 +141,7 @@ def test_a_save_reports_the_checksum_of_what_it_was_given(
 def test_without_checksums_none_is_reported(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     results = new_engine().save(to_save(root, range(4)), DEADLINE)
     assert [result.checksum for result in results] == [0] * 4
-    assert results[0] is moved(SIZE)  # nothing is made anew per item
+    assert results[0] is moved(SIZE)  # no result is allocated per item
 
 
 class Scribbler(HeldStorage):
@@ -161,7 +161,7 @@ def test_it_is_taken_before_the_bytes_are_written() -> None:
     engine.close()
 
 
-def test_what_was_not_saved_has_none(new_engine: Callable[..., TransferEngine], root: Path) -> None:
+def test_an_item_that_was_not_saved_has_none(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     good, short, apart = to_save(root, range(3))
     short = TransferItem(short.uri, [memoryview(bytes(SIZE - 1))])
     apart = TransferItem(apart.uri, [memoryview(bytes(2 * SIZE))[::2]])
@@ -197,7 +197,7 @@ def test_one_bit_makes_an_item_corrupt(new_engine: Callable[..., TransferEngine]
     for block in damaged:
         flip(uri_of(root, block), byte)
     items = to_load(root, blocks, saved)
-    engine = new_engine()  # whether it tells checksums of its own does not matter
+    engine = new_engine()  # whether it reports checksums of its own does not matter
     results = engine.load(items, DEADLINE)
     assert failures(results) == [Failure.CORRUPT if block in damaged else None for block in blocks]
     assert [bytes(item.buffers[0]) == content(block) for item, block in zip(items, blocks, strict=True)] == [
@@ -231,7 +231,7 @@ def test_a_range_of_a_part_cannot_be_verified(new_engine: Callable[..., Transfer
     assert bytes(buffer) == content(1)[50:150]
 
 
-def test_what_is_missing_is_lost_and_not_corrupt(new_engine: Callable[..., TransferEngine], root: Path) -> None:
+def test_a_missing_item_is_lost_and_not_corrupt(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     engine = new_engine(checksums=True)
     saved = engine.save(to_save(root, [0, 3]), DEADLINE)
     Path(uri_of(root, 0).path).unlink()

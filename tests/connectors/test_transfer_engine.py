@@ -207,7 +207,7 @@ def test_a_failing_storage_is_left_alone_and_tried_again(make: Callable[..., Rig
 
 
 @pytest.mark.parametrize("failure", [Failure.LOST, Failure.REFUSED, Failure.CANCELLED, Failure.BUSY])
-def test_what_is_not_the_storages_fault_opens_nothing(rig: Rig, failure: Failure) -> None:
+def test_failures_that_are_not_the_storages_do_not_open_the_breaker(rig: Rig, failure: Failure) -> None:
     rig.storage.always = failure
     for _ in range(10):
         assert failures(rig.engine.load([item("/0")], DEADLINE)) == [failure]
@@ -260,7 +260,7 @@ def test_unknown_storages_are_refused_without_an_access(rig: Rig) -> None:
 
 
 class Careless:
-    """A mover that answers with what is no answer, or is ended by an exception."""
+    """A mover that returns an invalid answer or raises an exception."""
 
     def __init__(self, answer: object) -> None:
         self._answer = answer

@@ -144,7 +144,7 @@ def test_a_directory_that_is_swapped_for_a_link_is_safe(engine: TransferEngine, 
         aside = root / "cluster" / "aside"
         while not stop.is_set():
             shutil.rmtree(aside, ignore_errors=True)
-            with suppress(OSError):  # a save may have made the directory anew
+            with suppress(OSError):  # a save may have made the directory again
                 inside.rename(aside)
                 inside.symlink_to(outside)
                 inside.unlink()

@@ -183,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(owners.pop(number % len(owners)))
 
     @invariant()
-    def everything_that_no_one_holds_can_be_taken(self) -> None:
+    def every_block_that_is_not_held_is_available(self) -> None:
         held = {block for blocks in self.taken + self.shared for block in blocks}
         assert self.pool.available == BLOCKS - len(held)
 
@@ -275,7 +275,7 @@ def test_every_swap_of_two_elements_counts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_swap_of_two_rows_counts(dtype: torch.dtype) -> None:
-    """Rows of equal sums, here of a unit matrix, tell weights that only grow from weights that look random."""
+    """A checksum whose row weights only grow does not see swaps of rows with equal sums, as in a unit matrix."""
     for matrix in (torch.eye(64, dtype=dtype), random((64, 64), dtype)):
         seen = {tensor_checksum(matrix)}
         for i, j in itertools.combinations(range(64), 2):

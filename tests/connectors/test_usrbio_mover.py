@@ -141,7 +141,7 @@ def test_nothing_is_begun_after_the_deadline(root: Path, rings: PlainRings, move
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_missing_or_more_answers_end_the_use(root: Path, rings: PlainRings, mover: UsrbioMover, more: int) -> None:
-    """Nobody knows which requests they are of, and which are still under way."""
+    """The mover cannot match such answers to requests, nor know which requests are still in flight."""
     saved, before = items(root, 300, 3), descriptors()
     mover.save(saved, DEADLINE)
     rings.answers_more = more

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(count=st.integers(1, 8), data=st.data())
-def test_what_is_reported_as_loaded_has_the_saved_bytes(folder: Path, count: int, data: st.DataObject) -> None:
+def test_parts_reported_as_loaded_have_the_saved_bytes(folder: Path, count: int, data: st.DataObject) -> None:
     """A part is never reported as loaded unless its own bytes arrived."""
     store, blocks = Store(folder, count), Blocks(count)
     changed = data.draw(st.sets(st.integers(0, count - 1)))

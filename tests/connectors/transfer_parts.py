@@ -66,7 +66,7 @@ class HeldStorage:
     def _result(self, item: TransferItem) -> TransferResult:
         failure = self.always or self.fails.get(item.uri.path)
         if failure is not None:
-            return not_moved(failure, "as told")
+            return not_moved(failure, "as scripted")
         for buffer in item.buffers:
             if not buffer.readonly:
                 buffer[:] = bytes([int(item.uri.path.rpartition("/")[2] or 0) % 256]) * len(buffer)

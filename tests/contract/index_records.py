@@ -33,7 +33,7 @@ def record(parent: int | None = None, depth: int = 0, size: int = 10, due: float
 
 
 async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[StorageKey, int]:
-    """Store or remove, telling the backend what was there before as MetaIndex does; return how usage changed."""
+    """Store or remove, passing the backend the previous records as MetaIndex does; return how usage changed."""
     olds = await backend.get_many(list(records))
     changes = [Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)]
     written = await backend.write_many(changes)
@@ -52,7 +52,7 @@ def used(usage: Mapping[StorageKey, int]) -> dict[StorageKey, int]:
 
 
 async def recount(backend: IndexBackend, *, deleting: bool = False) -> dict[StorageKey, int]:
-    """Usage as the records say; only that of what is being deleted if asked so."""
+    """Return the usage that the records add up to; with `deleting`, only that of deleting locations."""
     usage: Counter[StorageKey] = Counter()
     for found in await backend.get_many(sorted(set(await listed(backend, 1000)))):
         for location in found.locations if found is not None else ():

@@ -35,9 +35,9 @@ class Setting(Protocol):
         storage: its name.
         scheme: of its uris.
         holds_bytes: whether there are any.
-        sees_bytes: whether the manager can tell parts that were written from those that were only handed out.
+        sees_bytes: whether the manager can distinguish written parts from those that were only handed out.
         lists_objects: whether it can be scrubbed.
-        knows_space: whether it tells its space.
+        knows_space: whether it reports its space.
         makes_objects: whether the manager makes its objects.
     """
 

@@ -1,7 +1,7 @@
 """Random histories of packed files against a plain model: which slot is whose, and what lies in it.
 
-The storage, its files and the file system are real; the clock is not, so that the grace of a deleted slot is over as
-soon as somebody says so.
+The storage, its files and the file system are real; the clock is not, so that a test can end the grace of a deleted
+slot at once.
 """
 
 import os
@@ -34,7 +34,7 @@ def slots(uris: Sequence[str]) -> list[tuple[str, int | None]]:
 
 
 def notes_of(uri: str, suffix: str = "") -> Path:
-    """Return the file that tells of the slots of a part's file."""
+    """Return the notes file, which records the owners of the slots of a part's file."""
     return Path(notes_path(LocationUri.parse(uri).path) + suffix)
 
 
@@ -62,11 +62,11 @@ class Counts:
         operations: parts that were created, deleted, or rolled back.
         created: parts that were created.
         reused: those of them that lie in a slot which another location had before.
-        overlaps: places that were handed out while they were somebody's.
+        overlaps: places that were handed out while they had an owner.
         wrong_reads: parts whose bytes were not those that were written, or that counted as gone.
         failures: deletions that failed.
         peak_live_bytes: the most that was alive at a time.
-        peak_space_bytes: the most that the files took up, as far as anybody looked.
+        peak_space_bytes: the most that the files took up in all measurements.
     """
 
     operations: int = 0
@@ -119,7 +119,7 @@ class SlotWorld:
         return FileStorage("s-1", "file", str(self.root), "cluster", self.slots_per_file, reuse=reuse)
 
     async def allocate(self, count: int, instance_id: str = "inst") -> list[str]:
-        """Get places for so many blocks, and check that they are nobody's (invariant 5)."""
+        """Allocate places for so many blocks, and check that no live block has them (invariant 5)."""
         keys = range(self._keys, self._keys + count)
         self._keys += count
         parts = [Part(spec, key, self.slot_bytes) for spec in self.specs for key in keys]
@@ -176,7 +176,7 @@ class SlotWorld:
         self.stale = [*self.stale[-64:], *uris[-8:]]
 
     async def delete_stale(self) -> None:
-        """Somebody deletes what is long gone, once more."""
+        """Delete parts again that are long gone, as a late client does."""
         if self.stale:
             some = self.random.choices(self.stale, k=8)
             self.counts.failures += sum(reason is not None for reason in await self.storage.delete(some))
@@ -198,7 +198,7 @@ class SlotWorld:
         picked = {self.random.choice(self._order) for _ in range(min(count, len(self._order)))}
         return [self.live[slot] for slot in sorted(picked)]
 
-    def observe_at_space(self, *, by_blocks: bool = True) -> int:
+    def measure_space(self, *, by_blocks: bool = True) -> int:
         """Return the bytes that all files take up, those with notes too: blocks, or where a file system has no holes
         their length."""
         found = sum(each.st_blocks * 512 if by_blocks else each.st_size for each in _files(str(self.root)))
@@ -220,9 +220,9 @@ class SlotWorld:
 
 
 async def live_through(world: SlotWorld, operations: int, most_live: int, *, by_blocks: bool = True) -> None:
-    """Create and delete blocks at random, scattered or a write at a time, until so many operations are done. When there
-    is no room for a write, every other one comes between a deletion and the end of its metadata, as in a manager that
-    evicts while it is written to.
+    """Create and delete blocks at random, scattered or a write at a time, until so many operations are done. When a
+    write does not fit, every other one comes between a deletion and the end of its metadata, as in a manager that
+    evicts while clients write.
 
     Args:
         world: where.
@@ -250,16 +250,16 @@ async def live_through(world: SlotWorld, operations: int, most_live: int, *, by_
         if random.random() < 0.02:
             await world.delete_stale()
         if steps % 50 == 0:
-            world.observe_at_space(by_blocks=by_blocks)
+            world.measure_space(by_blocks=by_blocks)
         if steps % 500 == 0:
             writes = [left for each in writes if (left := _still_live(world, each))]
             goal = random.choice([most_live, most_live, most_live // 2])
-    world.observe_at_space(by_blocks=by_blocks)
+    world.measure_space(by_blocks=by_blocks)
     await world.check_all()
 
 
 def _victims(world: SlotWorld, writes: list[list[str]], count: int) -> list[str]:
-    """Return what is left of a write, or so many parts from anywhere."""
+    """Return the live parts of a write, or so many parts from anywhere."""
     if not writes or world.random.random() >= 0.5:
         return world.chosen(count)
     at = world.random.randrange(len(writes))

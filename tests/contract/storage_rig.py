@@ -51,7 +51,7 @@ class Kind(NamedTuple):
         return StorageDirectory(cluster_id).prepare(self.config(root), is_new=True)
 
     def reopen(self, root: Path, cluster_id: str = "cluster") -> StorageBackend:
-        """Open what was configured earlier, as a manager does that was restarted."""
+        """Open a storage that is configured already, as a restarted manager does."""
         return StorageDirectory(cluster_id).prepare(self.config(root), is_new=False)
 
 

@@ -1,4 +1,4 @@
-"""What every index backend promises MetaIndex and whoever evicts. A new backend joins with one line in RIGS."""
+"""The contract of index backends with MetaIndex and the reclaimer. A new backend joins with one line in RIGS."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_scan_yields_stable_keys_once_while_others_come_and_go(backend: 
     assert backend.is_shared or max(seen.values()) == 1
 
 
-async def test_a_scan_does_not_yield_what_was_removed_before_its_page(backend: IndexBackend) -> None:
+async def test_a_scan_does_not_yield_keys_removed_before_its_page(backend: IndexBackend) -> None:
     await write(backend, {key: record() for key in range(40)})
     removed: set[int] = set()
     async for page in backend.scan(10):
@@ -210,7 +210,7 @@ async def everything(backend: IndexBackend) -> list[object]:
     return [*asked, children, listing, backend.key_count, *sums]
 
 
-async def test_who_read_an_older_record_loses_and_changes_nothing(backend: IndexBackend) -> None:
+async def test_a_writer_that_read_an_older_record_loses_and_changes_nothing(backend: IndexBackend) -> None:
     await write(backend, {1: record(parent=5, due=10.0)})
     stale = (await backend.get_many([1]))[0]
     await write(backend, {1: record(parent=6, depth=1, due=20.0)})
@@ -261,7 +261,7 @@ async def test_due_blocks_come_earliest_first(backend: IndexBackend) -> None:
 
 
 async def test_nothing_is_due_before_a_backend_says_so(backend: IndexBackend) -> None:
-    """Who looks for what is due goes by that."""
+    """The search for due records relies on it."""
     for key, due in {1: 30.0, 2: 10.0, 3: 20.0}.items():
         await write(backend, {key: record(due=due)})
         assert backend.due_from <= min(30.0, due)
@@ -294,7 +294,7 @@ async def test_no_keys_cost_nothing(backend: IndexBackend) -> None:
     assert await backend.due(1e12, 10) == []
 
 
-async def test_another_manager_sees_what_was_written(managers: Managers) -> None:
+async def test_another_manager_sees_written_records(managers: Managers) -> None:
     ours, theirs = managers
     await write(ours, {key: record(parent=1, size=2**41) for key in range(50)})
     assert await theirs.get_many(range(50)) == [record(parent=1, size=2**41)] * 50
@@ -306,7 +306,7 @@ async def test_another_manager_sees_what_was_written(managers: Managers) -> None
     assert (ours.key_count, used(ours.usage_bytes)) == (49, {NFS: 49 * 2**42})
 
 
-async def test_another_manager_sees_what_is_being_deleted(managers: Managers) -> None:
+async def test_another_manager_sees_deleting_records(managers: Managers) -> None:
     ours, theirs = managers
     await write(ours, {key: block(DELETING if key % 3 else SERVING) for key in range(30)})
     await theirs.refresh()

@@ -96,8 +96,8 @@ def path_of(uri: str) -> Path:
 
 @pytest.mark.parametrize("specs", [("tp0",), ("tp0", "tp1", "tp2")], ids=["one spec", "three specs"])
 async def test_invariant_5_and_the_space_that_files_take_up(tmp_path: Path, specs: tuple[str, ...]) -> None:
-    """Random creates and deletes: nothing overlaps, nothing live is harmed, and no more space than 1.2 times what was
-    alive at the peak."""
+    """Random creates and deletes: nothing overlaps, no live block is damaged, and the files take no more space than
+    1.2 times the live bytes at the peak."""
     if not can_punch_holes(tmp_path):
         pytest.skip("this file system does not give holes back")
     world = SlotWorld(tmp_path / "root", Random(5), slot_bytes=16 * KIB, specs=specs)
@@ -181,7 +181,7 @@ async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_t
     assert files_below(world.root) == []
 
 
-async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> None:
+async def test_a_former_leader_hands_out_no_slot_again(world: SlotWorld) -> None:
     uris = await with_free_slots(world)
     world.leads = False
     assert not {*slots(await world.create(2))} & {*slots(uris)}
@@ -226,7 +226,7 @@ async def test_a_file_with_many_lost_slots_is_not_filled_any_more(world: SlotWor
 async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     world: SlotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets fresh files, so do those after it; what was handed to it too late comes back."""
+    """That writer and those after it get fresh files; slots that arrive too late for it become free again."""
     uris = await with_free_slots(world)
     answers, record_owner = threading.Event(), kvcm.storage.file_slots.record_owner
 
@@ -257,7 +257,7 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
 
 
 async def test_only_what_stands_beside_the_file_as_deleted_is_handed_out(world: SlotWorld) -> None:
-    """What a manager remembers may be old: the file was made anew, and somebody else has that slot."""
+    """The free slots in a manager's memory may be stale: the file was made again, and another block has that slot."""
     uris = await with_free_slots(world)
     notes_of(uris[0]).write_bytes(b"\n0.\n1+ab.\n3.\n3+ac.")
     assert {*slots(await world.create(4))} & {*slots(uris)} == {*slots(uris[:1])}
@@ -271,7 +271,7 @@ async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
     assert not {*slots(await world.create(4))} & {*slots(uris)}
 
 
-async def test_what_is_free_stays_free_when_the_storage_is_configured_again(world: SlotWorld, tmp_path: Path) -> None:
+async def test_free_slots_stay_free_when_the_storage_is_configured_again(world: SlotWorld, tmp_path: Path) -> None:
     uris = await with_free_slots(world)
     same = world.opened()
     same.take_over(world.storage)
@@ -302,7 +302,7 @@ async def test_notes_stay_short_however_often_slots_change_hands(world: SlotWorl
 
 
 async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: SlotWorld) -> None:
-    """While it was removed its blocks were forgotten, and so was whoever else lies in its files."""
+    """While the storage was removed, the manager forgot its blocks, and with them the owners of slots in its files."""
     uris = await with_free_slots(world)
     world.storage.close()
     again = world.opened()

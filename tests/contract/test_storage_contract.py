@@ -90,7 +90,7 @@ def check_packing(kind: Kind, what: Allocation, places: list[LocationUri]) -> No
         logical, underscore, packed = stem.partition("_")
         count, _, digest = packed.partition("x")
         assert logical == hex_of(first.key)
-        assert count == (str(len(chunk)) if len(chunk) > 1 else ""), "whoever deletes the last slot knows that it is"
+        assert count == (str(len(chunk)) if len(chunk) > 1 else ""), "names have the slot count, for the last deletion"
         assert bool(underscore) == (len(chunk) > 1)
         assert len(digest) == (16 if len(chunk) > 1 else 0), "a 64-bit hash in hex"
         for slot, index in enumerate(chunk):
@@ -131,7 +131,7 @@ async def written(storage: StorageBackend, count: int, location_id: str = "aa", 
 
 
 @pytest.mark.parametrize("instance_id", ["inst", "../a b", "鍵" * 80])
-async def test_what_was_written_is_listed(storage: StorageBackend, instance_id: str) -> None:
+async def test_written_objects_are_listed(storage: StorageBackend, instance_id: str) -> None:
     uris = await written(storage, 11, instance_id=instance_id)
     found = await listed(storage)
     assert found.keys() == set(map(object_name, uris))
@@ -154,7 +154,7 @@ async def test_removed_objects_are_gone_and_the_others_stay(storage: StorageBack
     gone, kept = await written(storage, 5, "aa"), await written(storage, 5, "ab")
     found = await listed(storage)
     going = [found[name] for name in {object_name(uri) for uri in gone}]
-    for _ in range(2):  # what is gone already counts as removed
+    for _ in range(2):  # objects that are gone already count as removed
         assert await storage.remove_objects("cluster", going) == [None] * len(going)
         assert (await listed(storage)).keys() == {object_name(uri) for uri in kept}
     assert await storage.exists([*gone, *kept]) == [False] * len(gone) + [True] * len(kept)
@@ -252,7 +252,7 @@ async def test_objects_are_made_empty_and_nothing_else(
     await making_storage.make_objects(uris)
     made = {path: path.stat().st_size for path in files_below(tmp_path)}
     assert made == dict.fromkeys({Path(place.path) for place in addresses(uris)}, 0)
-    assert await making_storage.exists(uris) == [False] * len(uris), "nobody has written them"
+    assert await making_storage.exists(uris) == [False] * len(uris), "no engine has written them"
     for uri in uris:
         write(uri)
     assert await making_storage.exists(uris) == [True] * len(uris)
@@ -260,7 +260,7 @@ async def test_objects_are_made_empty_and_nothing_else(
     assert files_below(tmp_path) == []
 
 
-async def test_what_is_there_stays_as_it_is(making_storage: StorageBackend) -> None:
+async def test_existing_objects_keep_their_bytes(making_storage: StorageBackend) -> None:
     written = await Written.into(making_storage, allocation({"tp0": 64}, range(9)))
     for _ in range(2):
         await making_storage.make_objects(written.uris)
@@ -524,7 +524,7 @@ async def test_a_file_goes_with_its_last_slot_though_some_were_never_handed_out(
     assert files_below(tmp_path) == []
 
 
-async def test_what_is_missing_because_the_mount_went_away_meanwhile_is_not_deleted(
+async def test_objects_that_are_missing_because_the_mount_went_away_do_not_count_as_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operator gives up a mount that hangs: the deletion under way fails, and those behind it find nothing."""
@@ -567,7 +567,7 @@ def test_a_note_that_was_cut_off_is_not_read_as_another_slot(tmp_path: Path) -> 
 async def test_a_deletion_that_is_repeated_while_another_one_ends_the_file_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash what was deleted is deleted again: here the last slot goes while the first one is punched anew."""
+    """After a crash the manager repeats deletions: here the last slot goes while the first one is punched again."""
     written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
     await written.backend.delete(written.uris[:7])
     other, punch = FILE_8.open(tmp_path), kvcm.storage.file_slots._punch
@@ -632,7 +632,7 @@ async def test_slots_that_share_a_page_are_not_damaged(tmp_path: Path) -> None:
 
 
 async def test_a_link_in_place_of_a_file_is_never_followed(path_kind: Kind, tmp_path: Path) -> None:
-    """Somebody put a link where a packed file should be; what it points to keeps its bytes."""
+    """A link is in the place of a packed file; the file that it points to keeps its bytes."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"v" * 4096)
     storage = path_kind.open(tmp_path / "root")

@@ -74,7 +74,7 @@ async def placed(
 
 
 async def until_deleted(storage: StorageBackend, uris: Sequence[str]) -> None:
-    """Delete parts as the manager does: what cannot be deleted now, somebody reads it, is tried again."""
+    """Delete parts as the manager does: it tries those again that a reader still uses."""
     async with asyncio.timeout(_TRY_AGAIN_SECONDS):
         while left := [uri for uri, reason in zip(uris, await storage.delete(uris), strict=True) if reason is not None]:
             uris = left
@@ -116,7 +116,7 @@ async def test_invariant_5_parts_and_sessions_never_share_a_byte(setting: Settin
     await assert_intact(setting, uris)
 
 
-async def test_what_was_written_is_there_and_what_was_not_is_a_miss(setting: Setting, storage: StorageBackend) -> None:
+async def test_written_parts_exist_and_others_are_a_miss(setting: Setting, storage: StorageBackend) -> None:
     """Of memory pools the manager knows only what it has handed out; there engines find out."""
     uris = await placed(storage, range(6))
     await save(setting, uris[:5])
@@ -128,10 +128,8 @@ async def test_what_was_written_is_there_and_what_was_not_is_a_miss(setting: Set
     await assert_intact(setting, uris[:5])
 
 
-async def test_what_was_deleted_does_not_exist_and_its_neighbours_stay(
-    setting: Setting, storage: StorageBackend
-) -> None:
-    """An engine that comes late misses, or is given the bytes that were there: never others."""
+async def test_deleted_parts_do_not_exist_and_their_neighbours_stay(setting: Setting, storage: StorageBackend) -> None:
+    """An engine that comes late misses, or gets the bytes that were there: never others."""
     uris = await placed(storage, range(6))
     await save(setting, uris)
     gone, kept = uris[2:9], uris[:2] + uris[9:]
@@ -161,7 +159,7 @@ async def test_deletions_are_idempotent_and_never_touch_what_came_later(
     await assert_intact(setting, later)
 
 
-async def test_places_that_no_one_was_given_are_taken_back(setting: Setting, storage: StorageBackend) -> None:
+async def test_places_that_no_client_got_can_be_discarded(setting: Setting, storage: StorageBackend) -> None:
     kept = await placed(storage, range(3))
     await save(setting, kept)
     assert await storage.discard(await placed(storage, range(3), "ab")) == [None] * 6
@@ -169,7 +167,7 @@ async def test_places_that_no_one_was_given_are_taken_back(setting: Setting, sto
     await assert_intact(setting, kept)
 
 
-async def test_a_restarted_manager_and_a_replaced_storage_know_what_is_there(
+async def test_a_restarted_manager_and_a_replaced_storage_know_the_parts(
     setting: Setting, storage: StorageBackend
 ) -> None:
     uris = await placed(storage, range(6))
@@ -178,7 +176,7 @@ async def test_a_restarted_manager_and_a_replaced_storage_know_what_is_there(
     successor = await setting.open(is_new=False)
     successor.take_over(storage)
     storage.close()
-    if setting.holds_bytes:  # names without bytes are gone with who knew them
+    if setting.holds_bytes:  # names without bytes are lost with the manager that knew them
         restarted = await setting.open(is_new=False)
         assert await restarted.exists(uris) == [False] * 3 + [True] * 9
         restarted.close()
@@ -216,9 +214,7 @@ async def test_only_storages_that_are_reported_so_make_objects(setting: Setting,
     await assert_intact(setting, uris)
 
 
-async def test_what_is_there_is_listed_and_goes_when_a_scrub_removes_it(
-    setting: Setting, storage: StorageBackend
-) -> None:
+async def test_objects_are_listed_and_go_when_a_scrub_removes_them(setting: Setting, storage: StorageBackend) -> None:
     uris = await placed(storage, range(6))
     await save(setting, uris)
     if not setting.lists_objects:
@@ -238,7 +234,7 @@ async def test_what_is_there_is_listed_and_goes_when_a_scrub_removes_it(
 
 
 async def test_a_random_history_serves_every_block_its_own_bytes(setting: Setting, storage: StorageBackend) -> None:
-    """Blocks come and go; whoever reads by an old answer misses, or is given the bytes that were there."""
+    """Blocks come and go; a reader with a stale answer misses, or gets the bytes that were there."""
     random, live, gone = Random(3), list[str](), list[str]()
     for step in range(12 if is_thorough() else 6):
         fresh = await placed(storage, range(random.randint(1, 9)), f"b{step}")

@@ -146,7 +146,7 @@ async def test_what_changes_together_is_never_due(kind: Kind) -> None:
         assert await table.due(10.0, 9) == []
 
 
-async def test_of_those_who_change_together_and_alone_none_loses_anothers_change(kind: Kind) -> None:
+async def test_changes_of_several_documents_and_of_one_never_overwrite_each_other(kind: Kind) -> None:
     async with kind.open() as (store, other):
         tables = [store.table("things"), other.table("things")]
 
@@ -196,7 +196,7 @@ async def test_how_documents_ended_is_reported_beside_those_that_are_there(
             assert await store.table("things2", parts).outcome(name, now) is None
 
 
-async def test_of_many_who_end_a_document_one_does_and_its_outcome_is_reported(kind: Kind) -> None:
+async def test_of_many_concurrent_finishes_one_wins_and_its_outcome_is_reported(kind: Kind) -> None:
     async with kind.open() as (store, other):
         tables = [store.table("things", 4), other.table("things", 4)]
         for name in ("a", "b", "c"):
@@ -278,7 +278,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     else:
         settings = parse_redis_uri(request.getfixturevalue(request.param).uri(uuid4().hex))
         clients = [RedisClient.of(settings) for _ in range(2)]
-        # The server's clock decides, and nobody can move it.
+        # The server's clock decides, and a test cannot move it.
         yield Rig(RedisLease(clients[0]), RedisLease(clients[1]), lambda seconds: asyncio.sleep(1.1 * seconds))
         for client in clients:
             await client.close()
@@ -316,7 +316,7 @@ async def test_after_it_ran_out_another_takes_it_with_a_greater_token(rig: Rig) 
     assert await rig.lease.acquire("a", LONG_SECONDS) == second
 
 
-async def test_what_is_released_is_free_at_once(rig: Rig) -> None:
+async def test_a_released_lease_is_free_at_once(rig: Rig) -> None:
     first = await rig.lease.acquire("a", LONG_SECONDS)
     await rig.lease.release("a")
     second = await rig.other.acquire("b", LONG_SECONDS)
@@ -330,7 +330,7 @@ async def test_only_the_holder_releases_it(rig: Rig) -> None:
     assert await rig.other.acquire("b", LONG_SECONDS) == taken
 
 
-async def test_releasing_what_no_one_holds_is_nothing(rig: Rig) -> None:
+async def test_releasing_a_free_lease_has_no_effect(rig: Rig) -> None:
     await rig.lease.release("a")
     assert (await rig.lease.acquire("a", LONG_SECONDS)).holder == "a"
 

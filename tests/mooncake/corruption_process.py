@@ -50,7 +50,7 @@ class MooncakeMedium(Medium):
         return self._client.get(uri.key)
 
     def poke(self, uri: LocationUri, data: bytes, start: int = 0) -> None:
-        """Put a changed object in the place of one, as soon as nobody reads that."""
+        """Replace an object by a changed one, as soon as no client reads it."""
         changed = bytearray(self.peek(uri))
         changed[start : start + len(data)] = data
         replace = self._client.upsert  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class MooncakeMedium(Medium):
 
 
 def scenario(site: BlockSite) -> None:
-    """Change objects, find out, save anew; twice."""
+    """Change objects, detect it, save again; twice."""
     random = Random(4)
     site.save(KEYS)
     for byte in (0, PART_BYTES - 1, PART_BYTES // 2):

@@ -1,7 +1,7 @@
 """A real Mooncake master and processes that are its clients, in a network of their own where that is possible.
 
-The clients listen on all addresses whatever they are told, so as root everything runs in a fresh network namespace with
-nothing but its loopback. Every process is killed with the test run.
+The clients listen on all addresses whatever their configuration says, so as root everything runs in a fresh network
+namespace with nothing but its loopback. Every process is killed with the test run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from waiting import until
 FOLDER = Path(__file__).parent
 LEASE_SECONDS = 0.3
 CLIENT_TTL_SECONDS = 2
-ANSWER_SECONDS = 45.0  # longer than the client needs for anything: who does not answer hangs
+ANSWER_SECONDS = 45.0  # longer than the client needs for anything: without an answer by then it hangs
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _libc = ctypes.CDLL(None, use_errno=True)
 
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
-"""Words before a command. Python could do it between fork and exec, but after a fork gRPC begins its threads anew: they
-would stay in the network that the caller is in at that moment."""
+"""Words before a command. Python could do it between fork and exec, but after a fork gRPC starts its threads again:
+they would stay in the network that the caller is in at that moment."""
 
 _HOLD_A_NETWORK = """
 import ctypes, fcntl, socket, struct, sys

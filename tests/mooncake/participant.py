@@ -1,6 +1,6 @@
 """One process that uses a Mooncake store, driven by lines of JSON: as the manager does, as an engine, or as an owner.
 
-Bytes of a part follow from its uri, so that whoever loads it knows what must come.
+Bytes of a part follow from its uri, so that every process can check the parts that it loads.
 """
 
 from __future__ import annotations

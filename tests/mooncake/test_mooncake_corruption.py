@@ -1,4 +1,4 @@
-"""Objects of a real Mooncake store that somebody replaces by others: a miss with checksums, and its neighbours load."""
+"""Objects of a real Mooncake store that another client replaces: a miss with checksums, and their neighbours load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def meddler(shared_site: Site) -> Process:
 
 
 def replaced(meddler: Process, uri: str, data: bytes) -> None:
-    """Put other bytes in an object's place; not while somebody reads it."""
+    """Replace an object by other bytes, once no client reads it."""
     eventually(lambda: meddler.ask("raw_replace", name=name_of(uri), data=data.hex()) == 0)
 
 

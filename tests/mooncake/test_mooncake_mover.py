@@ -127,7 +127,7 @@ def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed(site: Site) -
     eventually(lambda: engine.ask("load", uris=uris)["failures"] == ["lost"] * 8)
 
 
-def test_no_one_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(site: Site) -> None:
+def test_no_call_hangs_while_the_owner_of_the_memory_is_stopped_and_transfers_resume_with_it(site: Site) -> None:
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 2)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 2
@@ -171,7 +171,7 @@ def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds
     eventually(lambda: engine.ask("save", uris=uris, deadline=5.0)["failures"] == [None])
 
 
-def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(site: Site) -> None:
+def test_parts_of_an_interrupted_save_count_as_stored_only_when_they_are(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096, 4)
     assert engine.ask("save", uris=addresses(4096))["failures"] == [None]

@@ -1,4 +1,4 @@
-"""The process that holds the client, stopped: whoever asks gets an answer in time."""
+"""The process that holds the client, stopped: every caller gets an answer in time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_question_that_is_not_taken_in_time_fails_and_the_process_is_killed(pr
 def test_a_question_that_is_larger_than_the_pipe_is_taken(process: MooncakeProcess) -> None:
     _load(process)
     began = time.monotonic()
-    with pytest.raises((StorageIOError, UnsupportedError)) as raised:  # of the client: nobody is at that address
+    with pytest.raises((StorageIOError, UnsupportedError)) as raised:  # from the client: it finds no master there
         process.call("exists", MORE_THAN_A_PIPE_TAKES, 60.0)
     assert "gave no answer" not in str(raised.value)
     assert time.monotonic() - began < 30

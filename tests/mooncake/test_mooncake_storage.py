@@ -62,7 +62,7 @@ def test_a_full_store_is_never_down_for_that(site: Site) -> None:
     owner = site.owner(16 << 20)
     manager = site.manager()
     eventually(lambda: manager.ask("probe") is None)
-    owner.kill()  # the store is as good as full when nobody lends it memory
+    owner.kill()  # without a client that lends it memory, the store is as good as full
     eventually(lambda: _is_full(manager))
     assert manager.ask("state_after", probes=4) == "degraded"
     site.kill_master()

@@ -44,11 +44,11 @@ class Place:
     status: LocationStatus = WRITING
 
     def serve(self) -> None:
-        """Nobody writes here any more."""
+        """End the write: its session has no more part in the location."""
         self.status, self.session, self.deadline = SERVING, "", 0.0
 
     def fail(self, now: float) -> None:
-        """Nobody was ever given it to read."""
+        """Delete it at once, since no reader ever got it."""
         if self.status is not DELETING or self.deadline > now:
             self.status, self.deadline = DELETING, now
 
@@ -143,7 +143,7 @@ class CacheModel:
         self.finished: dict[str, Finished] = {}
         self.leases: dict[str, Lease] = {}
 
-    # What is there.
+    # Lookups.
 
     def block(self, instance_id: str, key: int) -> Block | None:
         return self.blocks.get((instance_id, self.epochs[instance_id], key))
@@ -337,7 +337,7 @@ class CacheModel:
         return len(doomed)
 
     def remove_instance(self, instance_id: str) -> None:
-        """Nobody can end its sessions any more; its blocks go as with a removal, a later registration starts empty."""
+        """No client can end its sessions any more; its blocks are removed, a later registration starts empty."""
         self.remove(instance_id, list(self.resident(instance_id)))
         self.epochs[instance_id] += 1
 

@@ -62,7 +62,7 @@ class Connection:
     """The store as one manager sees it.
 
     Attributes:
-        invalidate: told of every change of a block, by whomever it was made.
+        invalidate: called for every change of a block by any manager.
         crashed: set by a crash.
     """
 
@@ -100,7 +100,7 @@ class Connection:
             raise StorageIOError("this manager has crashed")
 
     def crash(self) -> None:
-        """From now on nothing that the manager does has an effect, and it hears nothing."""
+        """From now on nothing that the manager does has an effect, and it gets no notifications."""
         self.crashed.set()
         self._store.connections.remove(self)
 
@@ -164,7 +164,7 @@ class SharedBackend:
 
 
 class LoggedStorage(DummyStorage):
-    """A storage that tells what is deleted on it.
+    """A storage that reports deletions.
 
     Args:
         name: of the storage.
@@ -181,7 +181,7 @@ class LoggedStorage(DummyStorage):
 
 
 class Node:
-    """One manager on a shared store, as `rooms` wires it.
+    """One manager on a shared store, as `kvcm.components` wires it.
 
     Args:
         store: shared with other nodes.
@@ -217,7 +217,7 @@ class Node:
         self._hanging: list[asyncio.Future[Any]] = []
 
     async def begin(self) -> None:
-        """Load what is stored, as a manager does before it serves."""
+        """Load the stored state, as a manager does before it serves."""
         await self.registry.load()
         await self.manager.load()
         self.connection.invalidate = self.manager.open_caches.invalidate

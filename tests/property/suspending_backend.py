@@ -1,4 +1,4 @@
-"""A real memory backend behind a store that takes its time, and lock shards that tell what happens to them."""
+"""A real memory backend behind a slow store, and lock shards that log acquire and release."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class Version:
     Attributes:
         record: None once removed.
         since: step at which the store took it over.
-        settled: step at which its writer heard of that; from then on nobody may see an older version.
+        settled: step at which its writer got the result; from then on no reader may see an older version.
     """
 
     record: BlockRecord | None
@@ -61,7 +61,7 @@ class SuspendingBackend:
     is_shared: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not told apart below: as the backend inside says it, after a while where that is awaited."""
+        """Delegate all other attributes to the backend inside; its coroutine functions suspend first."""
         found = getattr(self.inner, name)
         if not iscoroutinefunction(found):
             return found
@@ -129,11 +129,11 @@ class LockLog:
     entries: list[tuple[asyncio.Task[object] | None, str, int]] = field(default_factory=list)
 
     def of(self, task: asyncio.Task[object]) -> list[tuple[str, int]]:
-        return [(what, shard) for who, what, shard in self.entries if who is task]
+        return [(what, shard) for owner, what, shard in self.entries if owner is task]
 
 
 class SpiedLock(asyncio.Lock):
-    """A real lock that writes down who takes it and who gives it back."""
+    """A real lock that logs the tasks that acquire and release it."""
 
     def __init__(self, shard: int, log: LockLog) -> None:
         super().__init__()

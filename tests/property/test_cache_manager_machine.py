@@ -197,7 +197,7 @@ class MachineCore(RuleBasedStateMachine):
             assert len(writing) == len(set(writing))
 
     @invariant()
-    def invariant_3_what_is_written_belongs_to_an_open_session(self) -> None:
+    def invariant_3_writing_locations_belong_to_an_open_session(self) -> None:
         now = self.clock.now()
         assert self.manager.endings.open_count == sum(each.deadline > now for each in self.model.sessions.values())
         for owner in self.model.instances:
@@ -350,7 +350,7 @@ class WriterRules(MachineCore):
         self.finish(pick, masks[wrong])
 
     @rule(pick=PICKS, owner=OWNERS)
-    def finish_someone_elses(self, pick: int, owner: str) -> None:
+    def finish_of_another_instance(self, pick: int, owner: str) -> None:
         session_id = self.any_session(pick) or "f" * 32
         session = self.model.sessions.get(session_id)
         if session is None or session.instance_id != owner:
@@ -381,7 +381,7 @@ class WriterRules(MachineCore):
             self.finish_call(owner or before.session.instance_id, before.session.id, BlockMask(flags=before.flags))
 
     def finish_call(self, owner: str, session_id: str, success: BlockMask) -> None:
-        """Invariant 3: what is refused does not end the session, what is accepted ends it for good."""
+        """Invariant 3: a refused finish does not end the session, an accepted one ends it for good."""
         expected = self.model.finish(owner, session_id, success)
         assert self.call(self.manager.finish_write(self.manager.cache(owner), session_id, success)) == expected
         self.note_ended()
@@ -536,7 +536,7 @@ class CacheMachine(WriterRules):
 
     @rule(owner=OWNERS, keys=CHAINS, leases=st.lists(st.sampled_from([500, 4000, 60_000]), max_size=2))
     def remove_under_the_eyes_of_readers(self, owner: str, keys: list[int], leases: list[int]) -> None:
-        """What somebody was just given is removed and everything due is deleted."""
+        """Remove the blocks that a reader just got, and delete everything due."""
         for lease in leases:
             self.match(owner, keys, NO_MASK, MatchMode.BATCH_GET, 0, (), lease)
         self.remove(owner, keys, NO_MASK)
@@ -571,7 +571,7 @@ class CacheMachine(WriterRules):
 
     @rule(pick=PICKS, owner=OWNERS)
     def release_lease(self, pick: int, owner: str) -> None:
-        """Fine for a lease that has ended; refused while it is open for somebody else."""
+        """Succeed for a lease that has ended; refuse while it is open for another instance."""
         lease_id = self.any_lease(pick)
         lease = self.model.leases.get(lease_id)
         is_open = lease is not None and lease.deadline > self.clock.now()

@@ -1,5 +1,5 @@
 """Invariants 1, 2, 4 and 5 with memory pools: readers and writers on two nodes and on none, pools that are rebooted,
-disabled and purged, against a plain model. Nobody is ever given the memory of another node."""
+disabled and purged, against a plain model. No client ever gets memory of another node."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class PoolsMachine(RuleBasedStateMachine):
 
     @rule(storage=POOLS, is_known_at_once=st.booleans())
     def reboot(self, storage: str, is_known_at_once: bool) -> None:
-        """New memory: after the purge nothing of the old is readable, and writers write it anew."""
+        """New memory: after the purge nothing of the old is readable, and clients write the blocks again."""
         self.generations[storage] += 1
         report = PoolReport(NODE_OF[storage], self.generations[storage], MIB)
         assert self.run(self.storages.pools()[storage].report(report))

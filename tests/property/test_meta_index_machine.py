@@ -395,7 +395,7 @@ async def test_attempts_are_bounded_and_the_error_says_what_to_do() -> None:
     with pytest.raises(NotReadyError, match=rf"1 blocks .* {ATTEMPTS} attempts: retry"):
         await rig.increment([7, 8])
     assert rig.backend.written == [rig.backend.written[0], *[[7]] * (ATTEMPTS - 1)]
-    assert [change.key for change in rig.applied] == [8], "what was stored was told"
+    assert [change.key for change in rig.applied] == [8], "stored changes were reported"
     assert rig.reported_keys == 1
 
 
@@ -421,7 +421,7 @@ async def test_a_modify_that_changes_its_mind_after_a_lost_race_writes_nothing()
     batch=st.sampled_from([1, 4, 100]),
 )
 async def test_no_update_is_lost_and_usage_is_the_recount(calls: list[list[int]], seed: int, batch: int) -> None:
-    """Invariant 4 across managers: what each was told adds up to what the records say."""
+    """Invariant 4 across managers: the counts reported to each add up to those of the records."""
     random = Random(seed)
     rivals = [[key for key in range(21) if random.random() < 0.3] for _ in range(40)]
     rig = ContestedRig(ContestedBackend(rivals), batch)
@@ -429,12 +429,12 @@ async def test_no_update_is_lost_and_usage_is_the_recount(calls: list[list[int]]
     for keys in calls:
         rig.applied.clear()
         changes = await rig.increment(keys)
-        assert sorted(rig.applied) == sorted(changes), "each stored change is told once"
+        assert sorted(rig.applied) == sorted(changes), "each stored change is reported once"
         counted.update(keys)
         # Nothing of what lost a race is shown.
         records = await rig.backend.get_many(keys)
         assert await rig.index.answers(keys) == [record and record.locations[0].chunk for record in records]
-        rig.index.invalidate(range(21))  # as the store tells of what rivals change
+        rig.index.invalidate(range(21))  # as the store does for changes of rivals
     counted += rig.backend.rival_counts
     records = await rig.backend.get_many(range(21))
     assert {key: record.depth for key, record in enumerate(records) if record is not None} == dict(counted)

@@ -1,5 +1,5 @@
-"""What goes through a write as a run of blocks leaves behind what the same blocks leave one record at a time: records,
-answers, usage, due times, orders of eviction, events and what callers are told (invariants 2, 3, 4 and 7)."""
+"""Blocks written as a run leave the same state as the same blocks written one record at a time: records, answers,
+usage, due times, orders of eviction, events and the results of calls (invariants 2, 3, 4 and 7)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class World(Core):
         return self.events
 
     async def do(self, step: tuple[str, Any]) -> object:
-        """Do a step; return what the caller is told."""
+        """Do a step; return the result or error that the caller gets."""
         name, what = step
         try:
             return await getattr(self, name)(what)

@@ -1,8 +1,8 @@
 """Any history of packed files under managers that come and go (invariant 5, design.md decisions 1 and 16).
 
 Two managers have the same directory open; one of them leads, deletes and hands out again. The other one may still be
-deleting what it had begun before its term ended, however late. Whatever happens: no place is somebody's twice, and what
-is alive keeps its bytes.
+deleting what it had begun before its term ended, however late. Whatever happens: no two live blocks share a place, and
+live blocks keep their bytes.
 """
 
 import asyncio

@@ -77,7 +77,7 @@ class SlowWorld(World):
 
     async def write(self, keys: list[int], flag: bool) -> None:
         """Start, and finish three times at the same time, once with another mask: one decision is carried out
-        (invariant 3), and whoever asked for it hears of it, the same each time."""
+        (invariant 3), and every client that asked for it gets the same result."""
         groups = ("half",) * len(keys) if flag else ()
         try:
             started = await self.manager.start_write(
@@ -109,7 +109,7 @@ class SlowWorld(World):
             return
 
     async def read(self, keys: list[int], flag: bool) -> None:
-        """Invariant 1: what is returned was serving at some moment of the call."""
+        """Invariant 1: every returned location was serving at some moment of the call."""
         begin = self.backend.steps.next()
         mode = MatchMode.PREFIX_MATCH if flag else MatchMode.BATCH_GET
         found = await self.manager.match(self.manager.cache("i"), MatchQuery(mode, keys))
@@ -238,7 +238,7 @@ async def test_a_start_that_the_store_refuses_is_rolled_back_at_once() -> None:
         assert len((await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))).chunks) == len(KEYS)
 
 
-async def test_a_renewal_that_the_store_refuses_half_way_holds_what_was_removed() -> None:
+async def test_a_renewal_that_the_store_refuses_half_way_protects_removed_blocks() -> None:
     """The session is renewed, its blocks are not: its client still writes, whatever the records say."""
     with slow_world() as world:
         started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS, timeout_seconds=5))
@@ -265,7 +265,7 @@ async def test_invariant_3_a_finish_that_is_cut_off_leaves_nothing_writing() -> 
 
 
 async def test_a_finish_that_is_cut_off_can_be_asked_for_again() -> None:
-    """The client retries, as often as it likes: it is told that its blocks are served."""
+    """The client retries, as often as it likes: the manager answers that its blocks are served."""
     for turns in TURNS:
         with slow_world(turns) as world:
             started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
@@ -331,7 +331,7 @@ async def test_a_finish_that_the_store_refuses_can_be_repeated_with_the_same_mas
         )
 
 
-async def test_a_decision_that_no_one_asks_for_again_is_carried_out_after_five_seconds() -> None:
+async def test_a_decision_without_a_retry_is_carried_out_after_five_seconds() -> None:
     with slow_world() as world:
         started = await world.manager.start_write(world.manager.cache("i"), WriteRequest(KEYS))
         break_store_once(world)
@@ -425,7 +425,7 @@ LIMIT = 5
 
 
 async def race(seed: int) -> list[StartedWrite]:
-    """Four writers of three blocks each; what those got who were not refused altogether."""
+    """Run four writers of three blocks each; return the sessions of those that were not refused altogether."""
     world = SlowWorld(seed, capacity=10_000, indexer=MetaIndexerConfig(LIMIT, mutex_shard_num=4, batch_key_size=1))
     try:
         chains = [range(start, start + 3) for start in (0, 10, 20, 30)]

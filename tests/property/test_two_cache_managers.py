@@ -66,7 +66,7 @@ class Written:
     Attributes:
         since: step at which it was asked for.
         decisions: what accepted finishes asked for.
-        told: what they were told.
+        reported: their results.
         known_until: unix time until which a finish may be repeated, at least.
     """
 
@@ -131,7 +131,7 @@ class TwoManagers(RuleBasedStateMachine):
         for node in (*self.crashed, *self.nodes):
             await node.close()
 
-    # What may never happen, seen in the store and on the storage. Noted, since whoever is called may catch an error.
+    # Forbidden states, seen in the store and on the storage. Noted, since the code under test may catch an error.
 
     def note(self, is_right: bool, rule_: str) -> None:
         if not is_right:
@@ -155,7 +155,7 @@ class TwoManagers(RuleBasedStateMachine):
             self.place_of |= {spec.uri: at for spec in decode_chunk(place.chunk).specs}
         left = {place.id for place in places}
         for place in change.old.locations if change.old is not None else ():
-            self.note(place.id in left or place.status is DELETING, "what is not deleting is gone")
+            self.note(place.id in left or place.status is DELETING, "a location vanished that was not deleting")
 
     def on_delete(self, uris: Sequence[str]) -> None:
         now = self.clock.now()
@@ -209,7 +209,7 @@ class TwoManagers(RuleBasedStateMachine):
             await node.registry.refresh()
 
     async def perform(self, op: Op) -> None:
-        """A refused call is fine as long as what is left behind is right."""
+        """A refused call is fine as long as it leaves a valid state behind."""
         self.step += 1
         try:
             await getattr(self, op.verb)(self.nodes[op.node], op)
@@ -236,7 +236,7 @@ class TwoManagers(RuleBasedStateMachine):
             await self.end(node, self.known[-1 - op.pick % min(4, len(self.known))], op)
 
     async def repeat(self, node: Node, op: Op) -> None:
-        """Ask again for what was acknowledged: refused only when that is long ago, or its instance was removed."""
+        """Repeat an acknowledged finish: refused only when that is long ago, or its instance was removed."""
         ended = [written for written in self.known if written.decisions]
         if not ended:
             return
@@ -367,12 +367,12 @@ class TwoManagers(RuleBasedStateMachine):
     def invariant_3_a_session_has_one_end(self) -> None:
         for written in self.known:
             assert len(written.decisions) <= 1
-            assert len(written.reported) <= 1, "a repeated finish was told something else"
+            assert len(written.reported) <= 1, "a repeated finish had another result"
             for key, success in zip(written.session.keys, next(iter(written.decisions), ()), strict=False):
                 assert success or (written.session.uid, key, written.session.location_id) not in self.served
 
     @invariant()
-    def invariant_3_what_was_acknowledged_serves(self) -> None:
+    def invariant_3_acknowledged_blocks_serve(self) -> None:
         self.check_acknowledged()
 
     @invariant()

@@ -33,16 +33,16 @@ KEYS = (1, 2, 3, 4)
 GROUPS = ("all", "half", "all", "other")
 CHECKED_INSTANCE = instance("i", {"tp0": 10, "tp1": 10}, {"half": ("tp0",), "other": ("tp1",), "all": ("tp0", "tp1")})
 CHECKED_GROUP = group_of(["d"], delay_ms=1000, indexer=MetaIndexerConfig(mutex_shard_num=2, batch_key_size=1))
-TELLINGS = range(3)
-"""0 tells nothing."""
+REPORTS = range(3)
+"""A finish of report 0 reports no checksums."""
 
 
 class CheckedOp(NamedTuple):
-    """What is done at the same time as the others, on one of the two managers."""
+    """A call on one of the two managers, concurrent with the others."""
 
     node: int
     verb: str
-    telling: int
+    report: int
     key: int
 
 
@@ -50,7 +50,7 @@ CHECKED_OPS = st.builds(
     CheckedOp,
     st.integers(0, 1),
     st.sampled_from(["finish", "finish", "finish", "expire", "remove", "tick"]),
-    st.sampled_from(TELLINGS),
+    st.sampled_from(REPORTS),
     st.sampled_from(KEYS),
 )
 CONTEST = [CheckedOp(0, "finish", 1, 0), CheckedOp(1, "finish", 2, 0)]
@@ -58,11 +58,11 @@ CRASHES = st.one_of(st.none(), st.tuples(st.integers(0, 1), st.integers(4, 24)))
 """(which node, after how many turns of the loop)"""
 
 
-def answer(telling: int, key: int) -> dict[str, int]:
-    """What a finish tells of a block: other numbers than every other finish and block; of key 3 nothing of one part."""
-    if not telling:
+def answer(report: int, key: int) -> dict[str, int]:
+    """Return the checksums that a finish reports of a block: unique to finish and block; of key 3 only one part."""
+    if not report:
         return {}
-    first = (1 << 63) + 100 * telling + 10 * key
+    first = (1 << 63) + 100 * report + 10 * key
     return {"tp0": first} if key == 3 else {"tp0": first, "tp1": first + 1}
 
 
@@ -90,7 +90,7 @@ class Deployment:
                 self.violations.append(f"block {change.key} has other checksums than were decided")
 
     def decided(self, key: int) -> dict[str, int]:
-        """What the stored decision says of a block; whoever carries it out has not forgotten it yet."""
+        """Return the checksums in the stored decision of a block, which its manager has not removed yet."""
         (document,) = self.store.table("sessions")._documents.values()
         session = WriteSession.decoded("", document)
         row = session.checksums.by_key(session.keys, 0, len(session.keys)).get(key, {})
@@ -100,11 +100,11 @@ class Deployment:
         manager = self.nodes[op.node].manager
         try:
             if op.verb == "finish":
-                locations = [LocationChecksums(list(answer(op.telling, key).items())) for key in started.session.keys]
+                locations = [LocationChecksums(list(answer(op.report, key).items())) for key in started.session.keys]
                 success = BlockMask(offset=len(KEYS))
                 await self.nodes[op.node].ask(
                     manager.finish_write(
-                        manager.cache("i"), started.session.id, success, reported=locations if op.telling else ()
+                        manager.cache("i"), started.session.id, success, reported=locations if op.report else ()
                     )
                 )
             elif op.verb == "expire":
@@ -148,8 +148,8 @@ def checksums_in(place: Location) -> dict[str, int]:
     return {spec.name: spec.checksum for spec in decode_chunk(place.chunk).specs}
 
 
-def expected(telling: int, key: int) -> dict[str, int]:
-    return {name: answer(telling, key).get(name, 0) for name in parts_of(key)}
+def expected(report: int, key: int) -> dict[str, int]:
+    return {name: answer(report, key).get(name, 0) for name in parts_of(key)}
 
 
 @settings(max_examples=examples(150))
@@ -171,9 +171,9 @@ async def test_invariants_1_and_3_hold_for_checksums(
     dead = [world.nodes.pop(crash[0])] if crash is not None else []
     await world.come_to_rest(0)
     kept = await world.records()
-    tellings = {op.telling for op in ops if op.verb == "finish"}
+    reports = {op.report for op in ops if op.verb == "finish"}
     assert world.violations == []
-    assert not kept or any(all(row == expected(telling, key) for key, row in kept.items()) for telling in tellings)
+    assert not kept or any(all(row == expected(report, key) for key, row in kept.items()) for report in reports)
     removed = {op.key for op in ops if op.verb == "remove"}
     assert not kept or set(KEYS) - removed <= set(kept)
     for node in (*dead, *world.nodes):
@@ -306,7 +306,7 @@ class Run:
         if crash is not None:
             self.nodes[crash[0]] = self.new_node()
             await self.nodes[crash[0]].begin()
-            self.clock.time += 6.0  # then somebody carries out what was cut off
+            self.clock.time += 6.0  # then a manager carries out the interrupted call
             await self.nodes[0].manager.expire()
         self.clock.time += seconds
         await self.check()
@@ -325,7 +325,7 @@ class Run:
             for place in (record.locations if record is not None else ())
             if place.status is LocationStatus.SERVING
         }
-        for pin in self.known:  # of what a crash cut off nobody was told
+        for pin in self.known:  # calls cut off by a crash returned no pin
             if pin.deadline > now:
                 assert pin in listed
                 assert all(marks.get(at, pin.deadline) >= pin.deadline for at in _places(pin)), "a pin lost its mark"
@@ -441,7 +441,7 @@ async def _no_pause(_seconds: float) -> None:
 
 @pytest.fixture
 async def two() -> AsyncIterator[Two]:
-    """Two managers that have heard of one storage."""
+    """Two managers that know one storage."""
     store, clock, ids = SharedStore(), FakeClock(), CountingIds()
     nodes = [Node(store, clock, ids, seed) for seed in (1, 2)]
     await begin_two(*nodes, dummy("a"), group_of(["a"], delay_ms=1000), instance("i", {"kv": 32}))
@@ -464,7 +464,7 @@ async def two() -> AsyncIterator[Two]:
 async def test_what_a_manager_writes_that_has_not_received_yet_is_found(two: Two) -> None:
     await two.write(0, MANY)
     await two.drains[0].drain("a")
-    late = await two.start(1, [1000])  # this one has not heard
+    late = await two.start(1, [1000])  # this manager has not received the drain
     assert len(late.chunks) == 1
     for node in two.nodes:
         await node.registry.refresh()

@@ -61,11 +61,11 @@ class Life:
     events: list[tuple[float, int]] = field(default_factory=list)
 
     def counted(self, since: float, until: float) -> int:
-        """Return what was counted after one moment and up to another."""
+        """Return the count of events after one moment and up to another."""
         return sum(count for at, count in self.events if since < at <= until)
 
     def vitals(self, name: str, at: float) -> Vitals:
-        """Return what it tells at a moment."""
+        """Return the vitals that it reports at a moment."""
         total = self.counted(-1.0, at)
         return Vitals(
             Endpoint(name, "h", 1, 2, 3, 4), "1", self.started_at, at, "serving", False,
@@ -89,7 +89,7 @@ ticks = st.lists(
 def _rates(
     lives: Mapping[str, Life], received: Mapping[str, tuple[Life, float]], last: float, now: float
 ) -> Sequence[float]:
-    """Return the rates of managers as the model has them: of each what it counted since it was heard or began."""
+    """Return the rates of managers as the model has them: each manager's count since its last report or its start."""
     found = []
     for name, life in lives.items():
         known, at = received.get(name, (None, last))
@@ -102,7 +102,7 @@ def _rates(
 
 @settings(max_examples=examples(100))
 @given(ticks)
-def test_rates_are_the_events_of_all_managers_whichever_comes_and_goes(
+def test_rates_are_the_events_of_all_managers_while_managers_come_and_go(
     steps: list[tuple[int, list[tuple[str, str, int]]]],
 ) -> None:
     now = 1000.0

@@ -150,7 +150,7 @@ def test_only_so_many_are_remembered_and_the_oldest_are_forgotten() -> None:
 
 
 def test_graces_that_are_over_end_some_at_a_time_and_whenever_something_is_deleted() -> None:
-    """A manager whose engines write through others never takes any; whoever does must not hold the loop for long."""
+    """A manager whose engines write through others never acquires any; an acquire must not block the loop for long."""
     world = World()
     for number in range(5000):
         world.free.deleted(f"f{number}", POOL, [0])
@@ -164,7 +164,7 @@ def test_graces_that_are_over_end_some_at_a_time_and_whenever_something_is_delet
     assert len(world.free.acquire(POOL, 5000)) == 4000
 
 
-def test_a_term_forgets_what_was_free_in_another() -> None:
+def test_a_term_forgets_the_free_slots_of_another() -> None:
     for term in (None, 2):
         world = freed(a=5)
         world.term = term

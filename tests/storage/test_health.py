@@ -95,8 +95,8 @@ class Site:
         await until(lambda: self.health(name) is not before)
         return self.health(name)
 
-    async def observes(self, seconds: float, name: str = "s") -> list[HealthState]:
-        """Look eight times a second, and return how a storage is after each second."""
+    async def states_after(self, seconds: float, name: str = "s") -> list[HealthState]:
+        """Start due probes eight times a second, and return the state of a storage after each second."""
         found = []
         for _ in range(round(seconds)):
             for _ in range(8):
@@ -172,9 +172,9 @@ async def test_what_hangs_is_down_after_the_timeout_and_two_more_seconds_and_hol
     hanging, other = site.open_faulty("s"), site.open_faulty("other")
     await site.probed()
     hanging.gate.clear()
-    await site.observes(INTERVAL)  # the one that hangs begins
+    await site.states_after(INTERVAL)  # the one that hangs begins
     assert (
-        await site.observes(TIMEOUT + 3) == [UP] * 4 + [DEGRADED] * 2 + [DOWN] * 2
+        await site.states_after(TIMEOUT + 3) == [UP] * 4 + [DEGRADED] * 2 + [DOWN] * 2
     )  # by then no answer for 5, 6, 7 seconds
     assert (hanging.most_under_way, hanging.probes) == (1, 2)
     assert site.health().reason == "no answer for 8.0 s"
@@ -187,7 +187,7 @@ async def test_an_answer_that_comes_too_late_counts_for_nothing_and_the_next_pro
     hanging = site.open_faulty()
     await site.probed()
     hanging.gate.clear()
-    await site.observes(INTERVAL + TIMEOUT + 3)
+    await site.states_after(INTERVAL + TIMEOUT + 3)
     assert site.health().state is DOWN
     hanging.gate.set()
     await until(lambda: not hanging.under_way)
@@ -210,7 +210,7 @@ async def test_a_full_medium_is_degraded_and_goes_on_being_read(site: Site) -> N
 
 
 async def test_what_a_write_found_out_holds_until_a_probe_is_answered(site: Site) -> None:
-    """A probe that fails tells nothing of writes."""
+    """A failed probe says nothing about writes."""
     storage = site.open_faulty()
     await site.probed()
     site.storages.report_unwritable("s")
@@ -243,7 +243,7 @@ async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site
     """What the old one answers in the end is not said of the new one."""
     old = site.open_faulty()
     old.gate.clear()
-    await site.observes(TIMEOUT + 3)
+    await site.states_after(TIMEOUT + 3)
     assert site.health().state is DOWN
     new = site.open_faulty()
     assert site.health().state is UP
@@ -258,7 +258,7 @@ async def test_a_replacement_is_probed_while_the_probe_of_the_old_one_hangs(site
 async def test_a_storage_that_is_closed_while_its_probe_hangs_is_forgotten(site: Site) -> None:
     storage = site.open_faulty()
     storage.gate.clear()
-    await site.observes(1.0)
+    await site.states_after(1.0)
     site.storages.close("s")
     site.prober.start_due()
     storage.gate.set()
@@ -295,7 +295,7 @@ async def test_the_duty_probes_by_itself_and_leaves_nothing_behind() -> None:
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
-async def test_another_pace_holds_at_once_also_for_what_is_due_much_later() -> None:
+async def test_another_pace_holds_at_once_also_for_probes_that_are_due_much_later() -> None:
     async with probing(interval_seconds=3600.0) as site:
         storage = site.open_faulty()
         await site.probed()
@@ -322,11 +322,11 @@ async def test_another_pace_holds_at_once_also_for_what_is_due_much_later() -> N
 
 
 COUNT = 200
-OBSERVE_SECONDS = 0.1
+PASS_SECONDS = 0.1
 
 
 class CountedStorage(DummyStorage):
-    """A storage that tells when it is probed."""
+    """A storage that records when it is probed."""
 
     def __init__(self, name: str, clock: FakeClock, error: Exception | None) -> None:
         super().__init__(name, "/", 1)
@@ -352,20 +352,20 @@ async def probe_all(seconds: float, interval_seconds: float, error: Exception | 
         storages.open(StorageConfig(f"s{number}", DummyStorageSpec()))
     prober, begin = Prober(storages, clock, interval_seconds, 5.0), clock.now()
     try:
-        for _ in range(round(seconds / OBSERVE_SECONDS)):
+        for _ in range(round(seconds / PASS_SECONDS)):
             prober.start_due()
             for _ in range(3):
                 await asyncio.sleep(0)  # a probe of these waits for nothing
-            clock.time += OBSERVE_SECONDS
+            clock.time += PASS_SECONDS
     finally:
         prober.stop()
         storages.close_all()
     return [[at - begin for at in each.probed_at] for each in opened]
 
 
-async def test_a_observe_begins_a_part_of_them() -> None:
+async def test_a_pass_starts_only_part_of_the_probes() -> None:
     times = await probe_all(20.0, 5.0)
-    at_once = Counter(round(at / OBSERVE_SECONDS) for each in times for at in each)
+    at_once = Counter(round(at / PASS_SECONDS) for each in times for at in each)
     assert max(at_once.values()) <= COUNT // 5
     assert len({each[-1] for each in times}) > 1, "each goes on at a time of its own"
 
@@ -375,13 +375,13 @@ async def test_every_one_is_probed_as_often_as_if_it_were_alone(error: Exception
     for each in await probe_all(30.0, 5.0, error):
         assert each[0] <= 1.0
         pauses = [later - earlier for earlier, later in pairwise(each)]
-        assert max(pauses) <= period + 2 * OBSERVE_SECONDS
-        assert len(each) >= 30 / (period + 2 * OBSERVE_SECONDS) - 1
+        assert max(pauses) <= period + 2 * PASS_SECONDS
+        assert len(each) >= 30 / (period + 2 * PASS_SECONDS) - 1
 
 
 async def test_short_intervals_are_kept() -> None:
-    for each in await probe_all(5.0, OBSERVE_SECONDS):
-        assert len(each) >= 5.0 / OBSERVE_SECONDS / 2
+    for each in await probe_all(5.0, PASS_SECONDS):
+        assert len(each) >= 5.0 / PASS_SECONDS / 2
 
 
 # ── Health of a storage: a row of probes decides ──
@@ -461,7 +461,7 @@ def directory() -> StorageDirectory:
     return opened
 
 
-def test_what_is_down_is_open_and_not_available(directory: StorageDirectory) -> None:
+def test_a_storage_that_is_down_is_open_and_not_available(directory: StorageDirectory) -> None:
     """Deletions go on trying it."""
     rank = directory.rank("d")
     directory.set_health("d", IS_DOWN)
@@ -470,7 +470,7 @@ def test_what_is_down_is_open_and_not_available(directory: StorageDirectory) -> 
     assert directory.rank("d") == rank is not None
 
 
-def test_only_a_change_of_what_is_available_is_a_new_generation(directory: StorageDirectory) -> None:
+def test_only_a_change_of_availability_is_a_new_generation(directory: StorageDirectory) -> None:
     """Every new generation empties the search caches."""
     generations = [directory.generation]
     for health in (StorageHealth(DEGRADED, "slow"), StorageHealth(UP), IS_DOWN, IS_DOWN, StorageHealth(UP)):
@@ -480,7 +480,7 @@ def test_only_a_change_of_what_is_available_is_a_new_generation(directory: Stora
     assert generations == [first, first, first, first + 1, first + 1, first + 2]
 
 
-def test_what_is_down_or_disabled_is_available_again_only_when_it_is_neither(directory: StorageDirectory) -> None:
+def test_a_storage_is_available_again_only_when_it_is_neither_down_nor_disabled(directory: StorageDirectory) -> None:
     directory.set_health("d", IS_DOWN)
     directory.set_enabled("d", enabled=False)
     directory.set_enabled("d", enabled=True)

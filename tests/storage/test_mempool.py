@@ -157,7 +157,7 @@ async def test_another_generation_empties_the_pool_and_is_to_be_purged(table: Me
     assert not await first.report(report(1))
     assert await first.lost_stamp() == 0
     assert await first.report(report(2))
-    assert not await second.report(report(2)), "it was told already"
+    assert not await second.report(report(2)), "the first instance reported it already"
     assert await first.lost_stamp() == await second.lost_stamp() >= max(map(stamp_of, uris))
     assert await second.exists(uris) == [False] * PAGES
     fresh = await second.allocate(allocation([PAGE_BYTES] * PAGES))
@@ -211,7 +211,7 @@ async def test_a_pool_of_another_size_begins_empty_with_larger_stamps(table: Mem
     assert len(by_offset) == 2 * PAGES
 
 
-async def test_only_its_own_deployment_lists_what_is_taken(pool: MempoolStorage, clock: FakeClock) -> None:
+async def test_only_its_own_deployment_lists_allocated_pages(pool: MempoolStorage, clock: FakeClock) -> None:
     await pool.allocate(allocation([1, 2]))
     (page,) = [page async for page in pool.objects("cluster")]
     assert [(each.size_bytes, each.modified_at) for each in page.objects] == [(PAGE_BYTES, clock.time)] * 2
@@ -310,7 +310,7 @@ def stored(chunk: PoolChunk) -> PoolChunk:
     return PoolChunk.decoded(chunk.encoded(), chunk.size_bytes, 0)
 
 
-def test_what_was_taken_last_is_known_when_all_is_free() -> None:
+def test_a_chunk_knows_its_last_allocation_when_all_is_free() -> None:
     chunk, taken = CHUNK.allocate(PAGE_BYTES, 3, 1)
     chunk, taken = stored(chunk.free(taken)).allocate(2 * PAGE_BYTES, 2, 1)
     assert pages(taken) == [4, 6]  # extents of another size, the first whole one behind
@@ -343,8 +343,8 @@ def test_invariant_5_no_page_is_handed_out_twice_nor_lost(steps: list[tuple[int,
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 async def test_a_stopped_writer_does_not_keep_a_pool_from_taking_blocks(is_shared: bool, batch: int) -> None:
-    """Its pages are free and locked: whoever is given them fails and gives them back. Another gets others in the end,
-    also where its chunk has nothing else free."""
+    """Its pages are free and locked: a client that gets them fails and frees them. Another client gets others in the
+    end, also where its chunk has nothing else free."""
     pool = open_pool(MemoryTable(), FakeClock(), pool_config(capacity_bytes=LARGE), is_shared=is_shared, seed=batch)
     await pool.report(report(capacity_bytes=LARGE))
     stopped = await pool.allocate(allocation([PAGE_BYTES] * 100))
@@ -362,7 +362,7 @@ async def test_a_stopped_writer_does_not_keep_a_pool_from_taking_blocks(is_share
     assert saved >= 3 * failed, (saved, failed)  # the chunk is tried again after every other one
 
 
-# ── A pool that is configured anew while calls go on with it as it was ──
+# ── A pool that is configured again while calls with its old configuration go on ──
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ async def old(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
 async def test_invariant_5_both_see_each_other(
     old: MempoolStorage, table: MemoryTable, clock: FakeClock, seconds: int
 ) -> None:
-    """What was freed is free, also where the other one has looked before it was taken."""
+    """Freed pages are free, also where the other manager read the chunk before their allocation."""
     config = StorageConfig("p", TairMemPoolStorageSpec(timeout=seconds, node_id=NODE, capacity_bytes=MIB))
     new = open_pool(table, clock, config, is_shared=False, seed=1)
     new.take_over(old)
@@ -449,7 +449,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(manager=MANAGERS, data=st.data())
     def delete(self, manager: int, data: st.DataObject) -> None:
-        """What is live, and what was deleted already: twice and late deletions free nothing of anybody else."""
+        """Delete live parts and deleted ones: repeated and late deletions free no pages of another block."""
         gone = data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True)) if self.live else []
         late = data.draw(st.lists(st.sampled_from(self.dead), max_size=8)) if self.dead else []
         (reasons,) = self.run(self.pools[manager].delete([*gone, *late, *gone]))
@@ -473,12 +473,12 @@ class PoolMachine(RuleBasedStateMachine):
         _, result = self.run(cancelled(), self.pools[1 - manager].allocate(allocation(other)))
         if not isinstance(result, StorageIOError):
             self.note(result)
-        for _ in range(400):  # what was taken for it is freed in the background
+        for _ in range(400):  # the pool frees its pages in the background
             self.run(asyncio.sleep(0))
 
     @rule(manager=MANAGERS, sizes=SIZES, failures=st.integers(1, 3))
     def fail(self, manager: int, sizes: list[int], failures: int) -> None:
-        """The store does what it is told, and says that it failed."""
+        """The store carries out the call, and reports a failure."""
         self.table.failures = failures
         (result,) = self.run(self.pools[manager].allocate(allocation(sizes)))
         self.table.failures = 0
@@ -530,7 +530,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(pages) == len(set(pages))
 
     @invariant()
-    def what_is_taken_is_what_is_live(self) -> None:
+    def allocated_pages_are_those_of_live_parts(self) -> None:
         live_bytes = PAGE_BYTES * sum(len(pages_of(uri)) for uri in self.live)
         (taken,) = self.run(taken_bytes(self.pools[0]))
         assert taken >= live_bytes if self.may_leak else taken == live_bytes

@@ -71,7 +71,7 @@ def test_a_storage_that_is_configured_as_unavailable_opens_disabled(directory: S
 
 
 def test_every_change_is_a_new_generation(directory: StorageDirectory) -> None:
-    """Whoever keeps ready answers throws them away at each."""
+    """Each invalidates the answer caches."""
     generations = [directory.generation]
     for change in (
         lambda: directory.open(DUMMY),
@@ -199,7 +199,7 @@ def test_roots_of_3fs_must_lie_in_the_allowed_ones_as_well(
 
 
 def test_hosts_of_mooncake_storages_must_be_allowed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is opened, by whichever field they are named, and also where any other host is allowed."""
+    """The check precedes any open, covers every field, and applies also where all other hosts are allowed."""
     opened: list[StorageConfig] = []
 
     def opener(config: StorageConfig, _: str) -> DummyStorage:
@@ -292,7 +292,7 @@ def test_a_mountpoint_of_slash_needs_a_directory(directory: StorageDirectory) ->
     root_dir=st.text("ab/", min_size=1, max_size=8),
 )
 def test_slashes_become_one_where_mountpoint_and_root_dir_meet(mountpoint: str, root_dir: str) -> None:
-    """And only there (wire.md 8): what is joined is the same path, with the same slashes inside the parts."""
+    """And only there (wire.md 8): the joined path is the same, with the same slashes inside the parts."""
     for spec in (ThreeFSStorageSpec("", mountpoint, root_dir), VcnsThreeFSStorageSpec("", mountpoint, root_dir)):
         inside_mountpoint, inside_root_dir = mountpoint.rstrip("/"), root_dir.strip("/")
         assert spec.root.startswith(inside_mountpoint)
