@@ -1,8 +1,7 @@
 """Just enough of a Kubernetes API server for Helm to install a chart into, and for kubectl to apply manifests to.
 
-It says which kinds it knows, keeps what is created or merged, and refuses what a real one refuses by its schemas, and
-changes of what a real one never changes.
-There is nothing behind it: no pod ever runs.
+The server lists its kinds, keeps created and merged objects, and rejects objects that violate the schemas of a real
+server, and changes of immutable fields. No controller or kubelet is behind it: no pod ever runs.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ _FIXED = {
     "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates"),
     "PersistentVolumeClaim": ("accessModes", "storageClassName"),
 }
-"""What no update changes, of the `spec` of a kind."""
+"""The immutable fields in the `spec` of a kind."""
 
 
 class Cluster:
-    """What was created, by path, and how to reach the server.
+    """The created objects, by path, and the address of the server.
 
     Args:
         version: of Kubernetes, as in 1.34.
@@ -84,7 +83,7 @@ class Cluster:
 
     @property
     def objects(self) -> list[dict[str, Any]]:
-        """What was created, in that order."""
+        """The created objects, in the order of their creation."""
         return list(self.created.values())
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:

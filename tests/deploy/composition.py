@@ -1,8 +1,8 @@
 """docker-compose.yml carried out as processes: every service with the user, volumes, command and checks that it names.
 
-What is different, since there is no Docker and no registry: all services share one loopback device, where each has an
-address of its own, told to managers by a setting; Valkey is Redis, it and
-Prometheus are Debian's; Grafana is left out.
+Differences, since there is no Docker and no registry: all services share one loopback device, where each has an address
+of its own, which managers get in a setting; Redis takes the place of Valkey, it and Prometheus are Debian's packages;
+Grafana is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Composition:
     """The services of the file, of which some are started.
 
     Args:
-        images: what was built, by the target that a service names; others' programs come from this host.
+        images: the built images, by the target that a service names; programs of other services come from this host.
         place: directory for volumes, logs and roots.
     """
 

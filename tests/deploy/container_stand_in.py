@@ -178,7 +178,7 @@ class Container:
         return self._process.wait(seconds)
 
     def stop(self) -> int:
-        """Tell it to stop as `docker stop` does; returns its exit code."""
+        """Stop the container as `docker stop` does, with SIGTERM; return its exit code."""
         if self._process.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
         return self.wait()

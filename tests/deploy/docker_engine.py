@@ -73,7 +73,7 @@ class DockerEngine:
         )
 
     def has_image(self, tag: str) -> bool:
-        """Tell whether an image is there."""
+        """Return whether Docker has an image."""
         return self.run("docker", "image", "inspect", tag).returncode == 0
 
     def import_image(self, archive: Path, tag: str, changes: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class DockerEngine:
         assert done.returncode == 0, done
 
     def shell(self, directory: Path) -> REPLWrapper:
-        """Return an interactive shell in its network, in which somebody may type."""
+        """Return an interactive shell in its network, for the test to type in."""
         program, *words = self._entered(("bash", "--noprofile", "--norc", "--noediting", "-i"))
         child = pexpect.spawn(
             program, words, cwd=str(directory), env=self._environment(), encoding="utf-8", echo=False,

@@ -26,7 +26,7 @@ def can_build() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What was built.
+    """A built image.
 
     Attributes:
         root: its files, in a directory that may be written.
@@ -77,7 +77,7 @@ class Workshop:
         return Image(root, inspected["Docker"]["config"], _size(root), _size(root / "opt/kvcm"))
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Unmount and remove the containers."""
         for container in self._containers:
             self._buildah("umount", container)
             self._buildah("rm", container)
@@ -117,7 +117,7 @@ class Workshop:
 
 
 def _has_overlays(directory: Path) -> bool:
-    """Tell whether overlays can be mounted on the directory's file system."""
+    """Return whether overlays can be mounted on the directory's file system."""
     parts = {name: directory / "overlay" / name for name in ("lower", "upper", "work", "all")}
     for part in parts.values():
         part.mkdir(parents=True, exist_ok=True)

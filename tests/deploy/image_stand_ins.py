@@ -37,7 +37,7 @@ _SERVICES: Mapping[str, _Service] = {
         ("install -d -o 65534 -g 65534 $1/prometheus",),
         ("USER nobody", "VOLUME /prometheus", "WORKDIR /prometheus", 'ENTRYPOINT ["/bin/prometheus"]'),
     ),
-    # Nobody packages Grafana: this one only says that it is well.
+    # Debian has no package of Grafana: this stand-in only answers the health check.
     "grafana": _Service(
         "bookworm",
         ("python3", "wget"),

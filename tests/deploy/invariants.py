@@ -85,7 +85,7 @@ def monitors_find_services(objects: Sequence[Object]) -> Iterator[str]:
             yield f"ServiceMonitor {each['metadata']['name']}: {len(services)} services, {endpoint}"
 
 
-def ports_are_named_same(objects: Sequence[Object]) -> Iterator[str]:
+def ports_are_named_alike(objects: Sequence[Object]) -> Iterator[str]:
     """Ports that services, policies and probes name are ports of the pods that they mean."""
     for each in objects:
         wanted: list[Any] = []
@@ -167,7 +167,7 @@ def settings_exist(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def drain_fits_the_grace_period(objects: Sequence[Object]) -> Iterator[str]:
-    """The kubelet kills nobody who still drains."""
+    """The kubelet kills no manager that still drains."""
     settings = settings_of(objects)
     drain = sum(int(settings[f"kvcm.service.drain_{what}_ms"]) for what in ("delay", "timeout")) / 1000
     for name, pod, container in _containers(objects):
@@ -191,7 +191,7 @@ def paths_are_mounted(objects: Sequence[Object]) -> Iterator[str]:
             f"{name}: {key} names {path}, which is not mounted" for key, path in paths.items() if path not in mounted
         )
         yield from (
-            f"{name}: nobody reads {path} of {secret}"
+            f"{name}: no setting reads {path} of {secret}"
             for path, secret in mounted.items()
             if secret and path not in named
         )
@@ -202,7 +202,7 @@ def _mount_faults(name: str, pod: Object, container: Object) -> Iterator[str]:
     volumes = {each["name"] for each in pod["spec"].get("volumes", ())}
     mounts = [each["name"] for each in container["volumeMounts"]]
     yield from (f"{name}: no volume {mount}" for mount in mounts if mount not in volumes)
-    yield from (f"{name}: nobody mounts {volume}" for volume in volumes - set(mounts))
+    yield from (f"{name}: no container mounts {volume}" for volume in volumes - set(mounts))
     writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
     yield from (f"{name}: {path} can be written" for path in writable if not path.startswith(("/tmp", "/mnt/")))
 
@@ -245,7 +245,7 @@ def pods_may_do_nothing(objects: Sequence[Object]) -> Iterator[str]:
             "gets no privilege": own["allowPrivilegeEscalation"] is False,
             "has no capability": own["capabilities"] == {"drop": ["ALL"]},
             "has no token": pod["spec"]["automountServiceAccountToken"] is False,
-            "is told nothing of services": pod["spec"]["enableServiceLinks"] is False,
+            "gets no variables of services": pod["spec"]["enableServiceLinks"] is False,
             "says what it takes": {"cpu", "memory"} <= container["resources"]["requests"].keys(),
             "is limited in memory": "memory" in container["resources"]["limits"],
             "shares nothing of the host": not {"hostNetwork", "hostPID", "hostIPC"} & pod["spec"].keys(),
@@ -266,7 +266,7 @@ def the_user_is_the_image_s(objects: Sequence[Object]) -> Iterator[str]:
             yield f"{name} runs as {ids}, the image as {user}"
 
 
-def a_rollout_loses_no_one(objects: Sequence[Object]) -> Iterator[str]:
+def a_rollout_keeps_all_replicas(objects: Sequence[Object]) -> Iterator[str]:
     """A new manager is there before an old one goes, and a drained node takes one of several."""
     for each in objects:
         spec = each.get("spec", {})
@@ -282,8 +282,8 @@ def a_rollout_loses_no_one(objects: Sequence[Object]) -> Iterator[str]:
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        selectors_find_pods, monitors_find_services, ports_are_named_same, ports_are_the_managers,
+        selectors_find_pods, monitors_find_services, ports_are_named_alike, ports_are_the_managers,
         probes_ask_for_pages, settings_exist, drain_fits_the_grace_period, paths_are_mounted, storages_are_mounted,
-        images_stay, pods_may_do_nothing, the_user_is_the_image_s, a_rollout_loses_no_one,
+        images_stay, pods_may_do_nothing, the_user_is_the_image_s, a_rollout_keeps_all_replicas,
     )
 }  # fmt: skip

@@ -83,7 +83,7 @@ def helm(*asked: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Installation(NamedTuple):
-    """What is installed where.
+    """A release of the chart to install.
 
     Attributes:
         values: of the chart.

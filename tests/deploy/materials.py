@@ -30,7 +30,7 @@ def debian_archive(archive: Path, suite: str, packages: Sequence[str], *hooks: s
         archive: where to.
         suite: of Debian.
         packages: beside the essential ones.
-        hooks: what is done in it at the end, as mmdebstrap reads them: `$1` is the root.
+        hooks: commands that mmdebstrap runs at the end; `$1` is the root.
     """
     subprocess.run(
         ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(packages)}",

@@ -2,7 +2,7 @@
 
 A pod gets a root that cannot be written, with the interpreter and our code in the place of an image; the files of its
 ConfigMap and Secrets with owners and modes as the kubelet gives them; its claims as directories; user, group and
-capabilities of its security context; its arguments and its environment. Its address is one of loopback, told by a
+capabilities of its security context; its arguments and its environment. Its address is one of loopback, given by a
 setting that a real pod does not need.
 """
 

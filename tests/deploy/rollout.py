@@ -52,7 +52,7 @@ class Engine:
 
     Attributes:
         addresses: both Services.
-        credentials: its key, and whom it believes.
+        credentials: its key, and the certificates that it trusts.
     """
 
     addresses: str
@@ -178,7 +178,7 @@ class Rollout:
 
     @property
     def addresses(self) -> str:
-        """What engines are told."""
+        """The addresses of the managers, as engines configure them."""
         return ",".join(f"{address}:{_PORTS[0]}" for address in self._network.services)
 
     def replace_the_leader(self, viewer: str) -> None:
@@ -192,7 +192,7 @@ class Rollout:
         self._follow(self.serving)
 
     def leader(self, viewer: str) -> Pod:
-        """Return the one pod whose metrics say that it leads, when there is one, and everybody knows the key."""
+        """Return the one pod whose metrics say that it leads, when there is one, and all pods know the key."""
 
         def leading() -> list[Pod]:
             return [
@@ -218,7 +218,7 @@ class Rollout:
 
 
 def metrics(pod: Pod, key: str) -> str:
-    """Return what Prometheus is told, "" while the manager does not know the key."""
+    """Return the metrics that Prometheus scrapes, "" while the manager does not know the key."""
     status, text = pod.get(6492, "/metrics", 10, {"authorization": f"Bearer {key}"})
     assert status in {200, 401}, text
     return text if status == 200 else ""

@@ -28,7 +28,7 @@ def missing_series(composition: Composition) -> list[str]:
     found = [target["expr"] for each in dashboards for panel in each["panels"] for target in panel.get("targets", ())]
     assert len(found) > 30
     queries = [re.sub(r"\$(\w+)", lambda name: _VARIABLES.get(name[1], ".*"), query) for query in found]
-    # What is 0 as long as nothing is wrong is left out of pictures: there the series without that are looked for.
+    # Dashboards hide series that are 0 while nothing is wrong: for those, look for the series without "> 0".
     return [query for query in queries if not _result(composition, query.removesuffix(" > 0"))]
 
 

@@ -36,7 +36,7 @@ _OF_HELM = ("helm.sh/", "meta.helm.sh/", "app.kubernetes.io/managed-by", "app.ku
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every file of values, installed. The cluster refuses what is no object of its version."""
+    """Every file of values, installed. The cluster rejects objects that are not valid in its version."""
     names = {"everything": "prod"}
     wanted = [Installation(values_of(name), VERSIONS[1], names.get(name, "kvcm")) for name in VALUES]
     made = dict(zip(VALUES, installed(tmp_path_factory.mktemp("releases"), wanted), strict=True))

@@ -162,7 +162,7 @@ def test_the_startup_document_is_one_for_the_shared_volume() -> None:
         assert services[name]["user"] == "10001:10001", name
 
 
-def test_the_store_keeps_what_was_acknowledged() -> None:
+def test_the_store_keeps_acknowledged_writes() -> None:
     command = composed()["services"]["valkey"]["command"]
     assert "--appendonly yes --appendfsync always" in command
     assert "--maxmemory-policy noeviction" in command

@@ -1,4 +1,4 @@
-"""docs/docker.md typed as printed, by somebody who has Docker and Compose: every block, in an order that makes sense.
+"""docs/docker.md typed as printed, on a host with Docker and Compose: every block, in an order that makes sense.
 
 What registries have is a stand-in of the same name, of Debian's packages. With KVCM_TESTS=thorough only: four minutes,
 and two gigabytes of packages the first time.
@@ -38,7 +38,7 @@ _LONG_SECONDS = 1200
 
 
 class Reader:
-    """Somebody who has the document, a clone and a shell."""
+    """A reader with the document, a clone and a shell."""
 
     def __init__(self, engine: DockerEngine, clone: Path) -> None:
         self.engine = engine

@@ -26,7 +26,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def test_the_server_is_what_is_built_unless_a_target_is_named() -> None:
+def test_the_default_target_is_the_server() -> None:
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.MULTILINE)
     assert stages[-1] == ("runtime", "server")
     assert set(re.findall(r"^USER (.*)$", TEXT, re.MULTILINE)) == {"10001:10001"}
@@ -45,7 +45,7 @@ def test_the_server_has_no_torch() -> None:
 @pytest.mark.parametrize(
     "path", ["deploy/images/requirements.py", ".ci/constraints.txt", "docs/examples/demo/talker.py"]
 )
-def test_what_is_copied_is_sent_to_the_builder(path: str) -> None:
+def test_copied_files_are_sent_to_the_builder(path: str) -> None:
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert any(Path(path).is_relative_to(each) for each in allowed)
     assert (ROOT / path).is_file()
@@ -86,7 +86,7 @@ def test_a_probe_is_content_with_200_alone(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "https://127.0.0.1:1", "127.0.0.1:6492", "http://[::1"])
-def test_a_probe_says_where_no_one_answers(address: str) -> None:
+def test_a_probe_names_the_address_that_does_not_answer(address: str) -> None:
     assert probe(address, "readyz", {}).startswith(f"no manager answers at {address}: ")
 
 

@@ -80,15 +80,15 @@ def test_the_rules_are_those_of_prometheus() -> None:
 
 
 @pytest.mark.parametrize("name", KUSTOMIZED)
-def test_what_was_written_down_of_kustomize_is_of_these_files(name: str) -> None:
+def test_the_committed_output_of_kustomize_is_of_these_files(name: str) -> None:
     said = f"{built(name)} is old: run python tests/deploy/manifests.py where kubectl is"
     assert source_hash() in built(name).read_text(), said
 
 
 @pytest.mark.parametrize("name", KUSTOMIZED)
-def test_what_was_written_down_is_what_kustomize_makes(name: str) -> None:
+def test_the_committed_output_is_that_of_kustomize(name: str) -> None:
     if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not on the PATH: what was written down is looked at instead")
+        pytest.skip("kubectl is not on the PATH: the tests check the committed files instead")
     assert built(name).read_text().partition("\n")[2].partition("\n")[2] == run_kustomize(KUSTOMIZED[name])
 
 
@@ -148,7 +148,7 @@ def _secret_item(objects: list[Object]) -> Object:
         ("the_user_is_the_image_s", lambda o: _pod(o)["spec"]["securityContext"], {"runAsUser": 0}),
         ("pods_may_do_nothing", lambda o: _container(o)["securityContext"], {"readOnlyRootFilesystem": False}),
         (
-            "a_rollout_loses_nobody",
+            "a_rollout_keeps_all_replicas",
             lambda o: one(o, "Deployment")["spec"]["strategy"]["rollingUpdate"],
             {"maxUnavailable": 1},
         ),

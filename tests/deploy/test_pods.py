@@ -1,7 +1,7 @@
 """Managers as the Deployment starts them, replaced as a rollout replaces them, while engines go on.
 
 One manager is replaced in every run, with a drain of three seconds; with KVCM_TESTS=thorough all three are, with the
-times of the Deployment, and once more with TLS; and one of the chart with certificates that everybody has to show.
+times of the Deployment, and once more with TLS; and one of the chart with certificates that every client has to show.
 """
 
 from __future__ import annotations
@@ -183,6 +183,6 @@ def _check_traffic(traffic: Traffic, engine: Engine) -> None:
 
 
 def _check_log(pod: Pod) -> None:
-    """Nothing that somebody has to look at: secrets cannot be read by others, what stopped did so in time."""
+    """Nothing needs an operator: other users cannot read secrets, and stopped pods stopped in time."""
     reported = [event for event in pod.events if event["level"] not in {"info", "debug"}]
     assert [event for event in reported if event["event"] not in _OF_A_BUSY_MACHINE] == []

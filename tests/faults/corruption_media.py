@@ -1,4 +1,4 @@
-"""Storages of every type whose bytes a test can change behind everybody's back."""
+"""Storages of every type whose bytes a test can change without a call of the manager or an engine."""
 
 from __future__ import annotations
 

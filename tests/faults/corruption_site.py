@@ -54,7 +54,7 @@ class BlockSite:
         self._reports = PoolReports(client)
 
     def report_of_pools(self) -> None:
-        """Tell the manager of memory that it does not know, as engines do after their transfers."""
+        """Report memory pools that the manager does not know, as engines do after their transfers."""
         self._reports.report(self._reports.due_pools(self.engine.pools()), 10.0)
 
     def save(self, keys: Sequence[int]) -> list[int]:
@@ -75,7 +75,7 @@ class BlockSite:
         return self._saved(grant, missing, deadline_seconds)
 
     def _saved(self, grant: WriteGrant, missing: Sequence[int], deadline_seconds: float) -> list[int]:
-        """Save blocks where they were granted, and tell the manager which are whole."""
+        """Save blocks at the granted locations, and finish the write session with the blocks that are whole."""
         for key in missing:
             self._versions[key] = self._versions.get(key, 0) + 1
         places = [
@@ -140,7 +140,7 @@ class BlockSite:
         return {(key, spec): uri for key, location in locations.items() for spec, uri in location.uris.items()}
 
     def report(self, failures: Failures, locations: Mapping[int, Location]) -> MissingReport | None:
-        """Tell the manager what could not be loaded, as an engine does."""
+        """Report blocks that could not be loaded to the manager, as an engine does."""
         places = self.places(locations)
         lost = [(part[0], places[part]) for part, failure in failures.items() if failure is Failure.LOST]
         corrupt = [
@@ -153,8 +153,8 @@ class BlockSite:
     def assert_found_out(
         self, keys: Sequence[int], expected: Mapping[Part, Failure], before: Mapping[int, Location]
     ) -> None:
-        """Check that exactly some parts cannot be loaded, that the manager forgets their blocks, and that these, and
-        no others, are written anew and load."""
+        """Check that exactly some parts cannot be loaded, that the manager forgets their blocks, and that engines write
+        these, and no others, again and load them."""
         failures = self.load(before)
         assert failures == {part: expected.get(part) for part in failures}
         damaged = {key for key, _ in expected}

@@ -48,7 +48,7 @@ class FaultFs(mfusepy.Operations):  # type: ignore[misc]
         self._rules = rules
 
     def init(self, path: str) -> None:
-        """Tell that the mount is there."""
+        """Report that the mount is there."""
         _report({"mounted": path})
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def _obey(rules: Rules, mount_point: str) -> None:
             case "clear":
                 rules.clear()
                 _report({})
-            case "look":
-                _report(rules.observe())
+            case "status":
+                _report(rules.status())
     rules.clear()
     _libc.umount2(mount_point.encode(), _MNT_DETACH)
     os._exit(0)

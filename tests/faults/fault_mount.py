@@ -89,11 +89,11 @@ class FaultMount:
 
     def met(self, fault: int) -> int:
         """Return how many requests a fault was met by."""
-        return int(self._ask({"do": "look"})["met"][str(fault)])
+        return int(self._ask({"do": "status"})["met"][str(fault)])
 
     def until_waiting(self, requests: int = 1) -> None:
         """Return when so many requests hang or are delayed."""
-        until(lambda: self._ask({"do": "look"})["waiting"] >= requests, f"{requests} requests wait")
+        until(lambda: self._ask({"do": "status"})["waiting"] >= requests, f"{requests} requests wait")
 
     def die(self) -> None:
         """Kill the process: until `close` the mount is there, and every request fails."""

@@ -98,7 +98,7 @@ class Rules:
             self._faults.clear()
             self._changed.notify_all()
 
-    def observe(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return how many requests each fault has met, by its id, and how many wait."""
         with self._changed:
             met = {str(number): count for number, count in self._requests.items()}

@@ -1,4 +1,4 @@
-"""Bytes that change after they were saved, on every type of storage: a miss, never served, and saved anew.
+"""Bytes that change after they were saved, on every type of storage: a miss, never served, and saved again.
 
 Mooncake's are changed in tests/mooncake/test_mooncake_corruption.py, since its store is in a network of its own.
 """
@@ -115,8 +115,8 @@ def test_bytes_that_change_under_readers_are_never_served(site: BlockSite) -> No
 
 
 @pytest.mark.parametrize("medium", MEDIA, indirect=True)
-def test_only_what_is_recorded_takes_a_location_away(site: BlockSite) -> None:
-    """Nobody is believed who names a checksum that was not recorded, or that of a location that is gone."""
+def test_only_recorded_checksums_remove_a_location(site: BlockSite) -> None:
+    """The manager ignores reports with a checksum that it did not record, or with that of a location that is gone."""
     before = saved(site)
     places = site.places(before)
     made_up = [(key, uri, before[key].checksums[spec] ^ 1) for (key, spec), uri in places.items()]

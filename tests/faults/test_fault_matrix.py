@@ -63,7 +63,7 @@ def site(request: pytest.FixtureRequest, manager: ManagerProcess, fault_mount: F
 
 
 def until_all_is_well(site: BlockSite) -> None:
-    """Whatever was lost is saved anew, and everything loads."""
+    """The engine saves lost blocks again, and everything loads."""
     keys = KEYS + NEW
 
     def is_well() -> bool:

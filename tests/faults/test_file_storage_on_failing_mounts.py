@@ -221,10 +221,10 @@ async def test_what_cannot_be_looked_at_is_an_error(
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-async def test_a_storage_that_hangs_holds_no_one_but_who_asked(
+async def test_a_storage_that_hangs_blocks_only_its_callers(
     fault_mount: FaultMount, written: Written, tmp_path: Path, name: str
 ) -> None:
-    """Neither the event loop nor another storage; who asked may give up, and is answered when it does not."""
+    """Neither the event loop nor another storage hangs; a caller may give up, or wait for its answer."""
     operations, ask = QUESTIONS[name]
     (tmp_path / "other" / "cluster").mkdir(parents=True)
     other = await Written.into(FILE_8.open(tmp_path / "other"), allocation({"kv": SIZE}, range(8)))

@@ -66,14 +66,14 @@ def failures_of(engine: TransferEngine, way: str, uris: list[LocationUri]) -> se
 
 
 def assert_begins_again(site: BlockSite, before: dict[int, Location]) -> None:
-    """The memory is made again by whoever saves, the manager forgets what was in the old one, and all is saved anew."""
+    """The next save creates the memory again, the manager forgets the old blocks, and the engine saves all again."""
     first = KEYS[-1] + 1
     site.save([first])
     site.report_of_pools()
-    until(lambda: not site.match(KEYS), "the manager forgets what was in the memory that is gone", SECONDS)
+    until(lambda: not site.match(KEYS), "the manager forgets the blocks of the removed memory", SECONDS)
     assert site.save(KEYS) == KEYS
     site.assert_all_load(KEYS)
-    assert set(site.load(before).values()) == {Failure.LOST}, "old answers lead to nobody else's bytes"
+    assert set(site.load(before).values()) == {Failure.LOST}, "old answers lead to no other block's bytes"
 
 
 def test_memory_that_is_removed_is_a_miss_and_made_again(site: BlockSite, path: Path) -> None:
@@ -85,7 +85,7 @@ def test_memory_that_is_removed_is_a_miss_and_made_again(site: BlockSite, path: 
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, POOL_BYTES // 2, -1])
 def test_memory_that_is_cut_is_an_error_until_it_is_removed(site: BlockSite, path: Path, left_bytes: int) -> None:
-    """Nobody touches what is behind the end, which would end the process; for new engines it is the same."""
+    """No engine, old or new, touches memory behind the end, which would kill its process."""
     before = saved(site)
     uris = list(site.places(before).values())
     os.truncate(path, left_bytes if left_bytes >= 0 else path.stat().st_size + left_bytes)
@@ -112,7 +112,7 @@ def test_stamps_that_someone_changed_are_misses(site: BlockSite, path: Path, sta
     failures = site.load(before)
     assert {part for part, failure in failures.items() if failure} == {(5, "tp0")}
     assert failures[5, "tp0"] is Failure.LOST
-    # The manager cannot see memory: it keeps what it handed out until somebody removes or evicts it.
+    # The manager cannot see memory: it keeps what it handed out until a client removes it or the reclaimer evicts it.
     assert site.report(failures, before) == MissingReport(0, 1)
     assert site.client.remove([5])
     until(lambda: site.try_to_save(KEYS, 10.0) == [5], "the block is saved elsewhere, or there")

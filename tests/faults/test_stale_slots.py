@@ -1,4 +1,4 @@
-"""Who comes late to a slot that is another block's by now: with checksums a miss, never the other block's bytes.
+"""Late loads from a slot that belongs to another block by now: with checksums a miss, never the other block's bytes.
 
 Slots are those of the real allocator, with its clock injected; bytes move through the transfer engine.
 """
@@ -26,7 +26,7 @@ class Engine:
     """Saves parts as their uris say, and loads them.
 
     Args:
-        world: whose storage it is.
+        world: the slots and the files of the storage.
     """
 
     def __init__(self, world: SlotWorld) -> None:
@@ -111,7 +111,7 @@ async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_
 
 
 async def test_readers_by_old_and_by_new_answers_while_slots_change_hands(world: SlotWorld, engine: Engine) -> None:
-    """Random histories: whatever uri is loaded, its own bytes or a miss; what is live always loads."""
+    """Random histories: a load of any uri returns its own bytes or a miss; live uris always load."""
     known: list[str] = []
     for _ in range(25):
         world.clock.time += GRACE_SECONDS + 1

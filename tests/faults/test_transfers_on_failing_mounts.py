@@ -53,7 +53,7 @@ def test_a_load_that_fails_is_a_miss(transfers: Transfers, operation: str, error
 
 @pytest.mark.parametrize(("operation", "error"), WRITE_ERRORS)
 def test_a_write_that_fails_is_refused(transfers: Transfers, operation: str, error: str) -> None:
-    """Also when nothing but closing the file fails: that is where network file systems tell of lost writes."""
+    """Also when only closing the file fails: network file systems report lost writes there."""
     transfers.mount.inject(operation, error=error)
     for number in range(2):
         assert not any(transfers.save(transfers.uris(f"{number}")).ok)
@@ -78,7 +78,7 @@ def test_a_storage_that_takes_no_writes_still_gives_what_it_has(transfers: Trans
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "ESTALE"])
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_a_storage_that_fails_meanwhile_loses_what_it_failed(transfers: Transfers, error: str, after: int) -> None:
-    """What was written before counts, and loads; that both are so is asserted with every call."""
+    """Blocks written before the fault count as saved, and load; every call asserts both."""
     uris = transfers.uris("a")
     transfers.mount.inject("write", error=error, after=after)
     saved = transfers.save(uris)
@@ -178,13 +178,13 @@ def test_a_mount_whose_server_died_fails_until_it_is_back(transfers: Transfers) 
     transfers.until_all_save(transfers.uris("after"))
 
 
-@pytest.mark.parametrize("observes_first", [True, False])
-def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, observes_first: bool) -> None:
-    """The empty mount point is left empty: what lay there would be seen by nobody else."""
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, loads_first: bool) -> None:
+    """The empty mount point stays empty: no other host would see files in it."""
     uris = transfers.uris("a")
     assert all(transfers.save(uris).ok)
     transfers.mount.close()
-    if observes_first:
+    if loads_first:
         assert Failure.LOST not in transfers.load(uris).failures
     saved = transfers.save_unread(transfers.uris("b"))
     left = list(transfers.mount.path.iterdir())

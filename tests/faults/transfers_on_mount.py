@@ -47,8 +47,8 @@ class Moved:
 class Transfers:
     """Saves and loads blocks on a mount. The bytes of a block follow from its uri.
 
-    Every call checks: what was saved lies in the directory behind the mount, what was loaded is what was saved, and the
-    caller was not held longer than it allowed.
+    Every call checks that saved bytes lie in the directory behind the mount, that loaded bytes are the saved ones, and
+    that the call ended within the caller's deadline.
 
     Args:
         mount: of the storage.
@@ -75,7 +75,7 @@ class Transfers:
         return moved
 
     def save_unread(self, uris: Sequence[LocationUri], deadline_seconds: float = 20.0) -> Moved:
-        """Save blocks without a look at what was stored."""
+        """Save blocks without a check of the stored bytes."""
         items = [TransferItem(uri, _pieces(bytearray(self.content(uri)))) for uri in uris]
         begin = time.monotonic()
         moved = Moved(self.engine.save(items, deadline_seconds), time.monotonic() - begin)

@@ -176,7 +176,7 @@ class Rig:
         return selection
 
     def batch(self, mode: Mode, requests: Sequence[int], extend: Sequence[int], padding: int = 0) -> ForwardBatch:
-        """Return a pass over what was revealed; padding rows name request 0 with a length that must not matter."""
+        """Return a pass over the revealed tokens; padding rows name request 0 with a length that must not matter."""
         lengths = [self.n[request] for request in requests]
         positions = [p for n, e in zip(lengths, extend, strict=True) for p in range(n - e, n)]
         return ForwardBatch(

@@ -47,7 +47,7 @@ class _Row:
 
 
 class PlainHooks:
-    """Hooks with dense attention over plain tensors; `calls` lists what was called, `capacity` are tokens of all KV."""
+    """Hooks with dense attention over plain tensors; `calls` lists the called hooks, `capacity` are tokens of KV."""
 
     def __init__(self, v_dims: int, capacity: int = 1 << 30) -> None:
         self.v_dims = v_dims

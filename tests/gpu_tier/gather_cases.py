@@ -1,4 +1,4 @@
-"""Random runs between random pools, and what is right: the address of each row, one by one."""
+"""Random runs between random pools, and the expected address of each row, one by one."""
 
 from __future__ import annotations
 

@@ -515,7 +515,7 @@ T = TypeVar("T")
 
 
 class _Refusals:
-    """Lets the n-th allocation from now on fail, whichever pool it asks; all others go through."""
+    """Lets the n-th allocation from now on fail, in any pool; all others succeed."""
 
     def __init__(self, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = -1

@@ -218,7 +218,7 @@ class World:
         case, rng = self.case, self.rng
         for request in requests:
             self.back_up(request)
-            fresh = request in self.fresh  # the first step is behind what was admitted
+            fresh = request in self.fresh  # the first step is behind the admitted tokens
             step = rng.choice((int(fresh), 1, 2 * case.unit)) if case.jumps else 1
             self.fresh.discard(request)
             self.tokens[request] = min(self.tokens[request] + step, case.max_items * case.unit)

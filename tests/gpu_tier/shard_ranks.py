@@ -46,7 +46,7 @@ LENGTHS, STEPS = (60, 17, 110), 12
 
 
 class _Part(Traffic):
-    """Traffic over a part of `MODEL`, with the model's numbers; keeps what was selected."""
+    """Traffic over a part of `MODEL`, with the model's numbers; keeps the selections."""
 
     def __init__(self, rank: Rank, config: dict[str, Any]) -> None:
         self.rank = rank
@@ -117,7 +117,7 @@ class _Link:
 
 
 class _Llama(LlamaDecoder):
-    """A model that computes in f64 and attends in f32: what is rounded differently rarely reaches the KV."""
+    """A model that computes in f64 and attends in f32: differences in rounding rarely reach the KV."""
 
     def attention_inputs(self, *args: Any) -> AttentionInputs:
         inputs = super().attention_inputs(*args)
@@ -152,7 +152,7 @@ class _HeadsOfLlama(_Llama):
 
 
 class _StageOfLlama:
-    """A pipeline stage: hidden states come from the stage before; logits of the last one are everybody's."""
+    """A pipeline stage: hidden states come from the stage before; all stages get the logits of the last one."""
 
     def __init__(self, whole: LlamaDecoder, layers: range, link: _Link) -> None:
         self._whole, self._layers, self._link = whole, layers, link

@@ -56,7 +56,7 @@ def rig_of(case: Case) -> BlockRig:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(cases)
-def test_what_attention_reads_and_what_is_cached(case: Case) -> None:
+def test_attention_reads_and_caches_the_right_blocks(case: Case) -> None:
     """Unequal lengths, growth, padding, rows that do not select, requests that come and go."""
     rng, rig = Random(case.seed), rig_of(case)
     for step in range(8):
@@ -98,7 +98,7 @@ def test_the_blocks_with_most_selected_tokens_of_all_heads_are_admitted() -> Non
     assert read(rig, [3, 4, 11, 12, 23, 31, 32], [5, 11, 14, 24, 33]) == {2, 0}  # of 0 and 7 the lower one
 
 
-def test_what_is_wanted_again_stays_and_moves_nothing() -> None:
+def test_blocks_selected_again_stay_and_move_nothing() -> None:
     rig = one_request(k_cache=2)
     tokens = ([3, 4, 11, 12], [3, 11])
     read(rig, *tokens)
@@ -202,7 +202,7 @@ def test_layers_of_a_pass_that_was_cut_short_are_decided_without_those_of_the_ne
     assert cached_blocks(rig, 1) == [{1}, {1}, {1}]
 
 
-def test_what_is_not_decided_when_a_request_ends_never_is() -> None:
+def test_pending_admissions_end_with_their_request() -> None:
     rig = BlockRig(BlockRig.settings_of(), layers_at_once=3)
     for request in (0, 1):
         rig.admit(request, request, 60)
@@ -354,7 +354,7 @@ def test_a_history_is_that_of_dictionaries(case: PlacesCase) -> None:
             models = {key: model for key, model in models.items() if key[1] != gone}
 
 
-def test_what_is_random_keeps_what_is_wanted_and_repeats_with_its_seed() -> None:
+def test_random_eviction_keeps_selected_items_and_repeats_with_its_seed() -> None:
     histories = []
     for seed in (1, 1, 2):
         rng, cache = Random(5), cache_of(PlacesCase(seed, "random", 6, 30, 4, 1))

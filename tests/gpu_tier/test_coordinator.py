@@ -1,4 +1,4 @@
-"""The life of a request: what is held in each state, what refusals leave behind, and an engine's own metadata."""
+"""The life of a request: memory held in each state and after refusals, and an engine's own metadata."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def test_without_a_sparse_row_an_engine_gets_its_own_metadata_in_every_layer(nam
             assert not partials
             c.attention_end(q, layer, batch)
         c.forward_end(batch)
-    # What was decoded so is represented: what is selected later is right, which every step checks.
+    # The representations cover tokens decoded so: later selections are right, which every step checks.
     other = Traffic(Shape(), {**OWN_METADATA[name], "min_sparse_prompt_len": 200, "device_buffer_size": 48})
     same = other.begin(30, seed=1)
     other.prompt([same])

@@ -159,7 +159,7 @@ def test_layers_that_attend_densely_are_exact_for_sparse_and_dense_rows(start_la
     check_exact(out[:, : 2 - start_layer], traffic, lengths)
 
 
-def test_representations_describe_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_representations_describe_the_stored_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = Traffic(SHAPES["mha fp8"], ALGORITHMS["quest"])
     algorithm, seen = traffic.coordinator.algorithm, []
     construct = algorithm.construct_representations

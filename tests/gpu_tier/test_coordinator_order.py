@@ -14,7 +14,7 @@ from kvcm.gpu_tier.algorithms import registry
 from kvcm.gpu_tier.manager import stream
 from kvcm.gpu_tier.request_lifecycle import RequestState
 
-# Buffers as small as a step allows: what is not promoted has to be loaded soon.
+# Buffers as small as a step allows: tokens that are not promoted have to be loaded soon.
 DSA: dict[str, Any] = {
     "algorithm": "dsa",
     "top_k": 16,
@@ -42,7 +42,7 @@ def decode(traffic: MarkedTraffic, *lengths: int) -> MarkedTraffic:
 
 
 @pytest.mark.parametrize("name", ["quest", "dsa"])  # the oracle reads all keys, and waits for their copies
-def test_o1_what_is_not_on_the_host_is_never_evicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_o1_tokens_not_on_the_host_are_never_evicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = MarkedTraffic(LRU[name], monkeypatch)
     manager, resolve = traffic.coordinator.manager, traffic.coordinator.manager.resolve
     evicted: list[int] = []
@@ -101,7 +101,7 @@ def test_o2_to_o4_a_layers_fetch_attention_and_commit_follow_each_other(
             load, attend = find("load", step, layer), find("attend", step, layer)
             assert load.stream == "h2d"
             assert load.happened_before(attend)
-            assert not attend.happened_before(load)  # the marks can tell: order is not assumed
+            assert not attend.happened_before(load)  # the marks show the order, the test does not assume it
             assert attend.happened_before(find("commit", step, layer))
             assert step == STEPS or attend.happened_before(find("load", step + 1, layer))
 
@@ -196,7 +196,7 @@ def test_o4_admissions_come_after_what_reads_their_places_and_before_the_layers_
             load = find("load", step, layer)
             assert find("gather", step, layer).happened_before(load)
             assert load.happened_before(find("gather", step + 1, layer))
-            if layer < LAYERS[-1]:  # beside the next layers: the marks can tell
+            if layer < LAYERS[-1]:  # beside the next layers, as the marks show
                 assert not load.happened_before(find("attend", step, layer + 1))
 
 
@@ -252,7 +252,7 @@ def test_tokens_whose_copy_the_host_has_not_seen_end_are_selected_all_the_same(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_loaded_has_been_copied_before_on_every_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_follow_their_copies_on_every_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = MarkedTraffic(CASES[name], monkeypatch, SHAPE)
     runtime, manager = traffic.runtime, traffic.coordinator.manager
     offload, resolve = manager.offload, manager.resolve

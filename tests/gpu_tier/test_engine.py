@@ -266,7 +266,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         LlamaShape(head_dim=15)
 
 
-def test_what_is_trained_is_what_decodes() -> None:
+def test_training_and_decoding_compute_the_same_logits() -> None:
     tokens = torch.randint(VOCAB, (23,), generator=torch.Generator().manual_seed(1))
     trained = RECALL.logits(RECALL(tokens[None]))[0]
     torch.testing.assert_close(plain_forward(RECALL, tokens.tolist()), trained, atol=1e-4, rtol=1e-4)

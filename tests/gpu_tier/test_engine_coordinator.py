@@ -218,7 +218,7 @@ def test_requests_get_what_they_get_alone(
     assert nothing_is_held(coordinator)
 
 
-# What is attended to.
+# Shape of the KV that attention reads.
 HEADS, GROUP, DIMS, BLOCK = 2, 2, 8, 8
 
 

@@ -201,7 +201,7 @@ def test_misses_of_a_wave_index_are_what_the_table_says() -> None:
     for n in (30 * KI, 120 * KI, KI * KI):
         ours, table = traffic(LLAMA, SparseConfig("retroinfer"), n, 0.85), wave_traffic(LLAMA, n, 0.85)
         assert ours.link_bytes == pytest.approx(table.link_bytes, rel=0.02)
-        # Ours counts the steady zone, too, and what is gathered three times.
+        # Ours counts the steady zone, too, and gathered tokens three times.
         assert table.hbm_bytes < ours.hbm_bytes < 1.4 * table.hbm_bytes
 
 

@@ -70,7 +70,7 @@ def test_a_perfect_selection_scores_one_and_everything_has_no_error() -> None:
     assert error.cosine == pytest.approx(1)
 
 
-def test_recall_counts_only_what_is_not_steady() -> None:
+def test_recall_counts_only_tokens_outside_the_steady_zone() -> None:
     weights = torch.tensor([[[0.4, 0.3, 0.1, 0.15, 0.05]]])
     steady = steady_tokens(5, TokenRanges(sink=1, local=1))
     assert steady.tolist() == [True, False, False, False, True]
@@ -344,7 +344,7 @@ def ids(selection: Selection) -> list[int]:
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_cache_of_all_clusters_hits_what_was_retrieved_before(is_async: bool) -> None:
+def test_a_cache_of_all_clusters_hits_clusters_retrieved_before(is_async: bool) -> None:
     driven, selections = chosen("retroinfer")
     settings = replace(WAVE_ALGO, cache_ratio=1.0, async_update=is_async)
     hits, total, seen = 0, 0, set(ids(selections[0]))
@@ -423,7 +423,7 @@ def test_the_exact_top_tenth_loses_nothing_and_a_window_loses_nearly_all() -> No
     assert run("streaming_llm", 0.2).accuracy <= 0.35
 
 
-def test_what_was_loaded_is_counted() -> None:
+def test_the_hit_rate_counts_loads() -> None:
     rate = run("oracle", 0.1).hit_rate
     assert rate is not None
     assert 0.2 < rate < 1

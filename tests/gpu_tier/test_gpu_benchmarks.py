@@ -123,7 +123,7 @@ def test_k3_states_a_speed_up_over_a_good_baseline_only(
     assert (round(target.ratio, 2), target.ok) == (share, bool(stated))
 
 
-def test_what_was_measured_is_published_when_a_case_fails(
+def test_measured_rows_are_published_when_a_case_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(this: Any) -> None:
@@ -195,7 +195,7 @@ def system(batch: int = 2, algorithm: str = "wave", n_prompt: int = 300) -> Any:
 
 
 @pytest.mark.parametrize("algorithm", ["wave", "wave, gpu", "codes", "gpu_only"])
-def test_what_is_attended_to_is_compared_with_what_was_stored(algorithm: str) -> None:
+def test_attended_rows_are_compared_with_the_stored_ones(algorithm: str) -> None:
     made = system(algorithm=algorithm)
     step = script("sparse_decode").SparseDecode(made, 2, 0.5)
     assert step.is_right()
@@ -257,7 +257,7 @@ def test_the_goal_counts_only_where_a_ratio_is_stated() -> None:
 )
 def test_a_late_script_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch, name: str, cases: int) -> None:
     module, this = script(name), device_run()
-    if name == "k5_million":  # what is measured before the first way that can be left out
+    if name == "k5_million":  # measured before the first way that can be left out
         monkeypatch.setattr(module, "full_share", lambda *_: 0.9)
         monkeypatch.setattr(module.Size, "batch", lambda _: 2)
     monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)

@@ -429,7 +429,7 @@ class Problem:
         return out
 
     def expected(self, row: int, head: int) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Return (kind, src, dst, tokens) of each run of an active row, and what is counted."""
+        """Return (kind, src, dst, tokens) of each run of an active row, and the counters."""
         s, p = self.steady, self.places
         runs = [
             (int(s.kind[row, i]), int(s.src[row, i]), int(s.dst[row, i]), int(s.tokens[row, i]))

@@ -21,7 +21,7 @@ Launches = dict[tuple[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    """Return what was compiled, by case and kernel."""
+    """Return the compiled launches, by case and kernel."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment = plain | {
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),

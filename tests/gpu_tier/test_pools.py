@@ -1,4 +1,4 @@
-"""Memory of the tier: who holds which page, host memory, and what lies in it."""
+"""Memory of the tier: the owner of each page, host memory, and its contents."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_chunks_cover_everything_and_split_no_page(nbytes: int, granule: int, la
 
 
 class _Cudart:
-    """Stands in for CUDA's runtime: notes what is registered and fails from the n-th call on."""
+    """Stands in for CUDA's runtime: records registrations and fails from the n-th call on."""
 
     def __init__(self, fails_at: int) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -585,7 +585,7 @@ code_steps = st.lists(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(steps=code_steps)
-def test_any_history_leaves_what_was_written(steps: list[tuple[str, int, int]]) -> None:
+def test_any_history_keeps_the_written_codes(steps: list[tuple[str, int, int]]) -> None:
     model = Model(make_codes())
     for what, a, b in steps:
         if what == "write" and (a not in model.of or model.of[a].shape[1] + b <= TOKENS):

@@ -398,7 +398,7 @@ def test_a_prompt_that_continues_takes_codes_and_codebook_over(runs: int) -> Non
     check_selection(second, 1, 120, 20)
 
 
-def test_what_was_taken_over_can_be_handed_on() -> None:
+def test_imported_sidecars_can_be_exported() -> None:
     first, second, third = PQRig(), PQRig(), PQRig()
     first.add({0: 83}, spare=60)
     continued(second, first, 120, 80, request=0)
@@ -495,7 +495,7 @@ TINY: dict[str, Any] = {"m": 2, "b": 3, "init": 4, "iterations": 3, "block": 16,
 
 
 def life(rig: PQRig, watch: Callable[[], AbstractContextManager[Any]] | None = None) -> list[Selection]:
-    """Prefill in chunks and a few steps of changing batches; what is decoded may be watched."""
+    """Prefill in chunks and a few steps of changing batches; `watch` may wrap the decoding."""
     rig.add(LENGTHS, chunk=21, spare=40)
     if watch is not None:
         rig.watch = watch
@@ -552,7 +552,7 @@ def test_a_gpu_finds_the_codes_of_its_centroids(kmeans_device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [KVDtype.BF16, KVDtype.FP8])
 def test_codes_of_decoded_tokens_are_those_of_stored_keys(dtype: KVDtype) -> None:
-    """An engine hands over keys that are not yet rounded to what is stored."""
+    """An engine hands over keys that are not yet rounded to the stored type."""
     config = config_of("pqcache", {"algo": {**TINY, "token_budget": 40}})
     coordinator = coordinator_of(MODELS["llama"], config, dtype=dtype)
     engine = DecodeEngine(MODELS["llama"], coordinator)

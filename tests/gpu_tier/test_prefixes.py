@@ -50,7 +50,7 @@ def full(storage: MemoryStorage, **options: Any) -> None:
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("sidecar", ["", "optional", "required"])
-def test_another_engine_attaches_what_was_published(
+def test_another_engine_attaches_published_blocks(
     storage: MemoryStorage, geometry: KVGeometry, layout: Layout, sidecar: str
 ) -> None:
     full(storage, geometry=geometry, layout=layout, sidecar=sidecar)
@@ -374,7 +374,7 @@ def test_an_answer_about_pages_that_others_have_now_changes_nothing(storage: Mem
     assert [page.key for page in write.pages] == page_keys(others)
 
 
-def test_what_was_stored_once_is_not_taken_for_stored_for_ever(storage: MemoryStorage) -> None:
+def test_a_stored_block_does_not_count_as_stored_for_ever(storage: MemoryStorage) -> None:
     tier = Tier(storage)
     tier.serve(TOKENS)
     storage.blocks.clear()
@@ -393,7 +393,7 @@ def test_no_more_pages_are_held_for_writing_than_allowed(storage: MemoryStorage)
     tier.check_nothing_is_held()
 
 
-def test_flush_waits_for_what_is_being_written(storage: MemoryStorage) -> None:
+def test_flush_waits_for_writes_in_flight(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
     tier.publish(TOKENS)
     now = [0.0]

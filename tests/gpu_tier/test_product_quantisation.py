@@ -284,7 +284,7 @@ def few_values(*shape: int, seed: int) -> Tensor:
 
 @st.composite
 def problem_sets(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
-    """Rows, counts and centroids of up to four ragged problems; what is behind a problem's rows is NaN."""
+    """Rows, counts and centroids of up to four ragged problems; entries behind a problem's rows are NaN."""
     problems, dims = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     counts = [draw(st.integers(0, 40)) for _ in range(problems)]
     n = [draw(st.integers(min(1, count), min(count, 9))) for count in counts]

@@ -312,7 +312,7 @@ def attach(rig: WaveRig, source: int, target: int, n_prompt: int, runs: list[Sid
     rig.algorithm.reserve(target, n_prompt)
     covered = sum(rig.algorithm.import_sidecar(target, run) for run in runs)
     assert covered <= cached
-    # What is missing is rebuilt from KV, then the prompt goes on.
+    # The algorithm rebuilds missing segments from KV, then the prompt goes on.
     if covered < cached:
         rig.n[target] = covered
         rig.prefill({target: cached - covered})
@@ -348,7 +348,7 @@ def test_a_prefix_with_sidecars_is_as_if_it_had_been_clustered(geometry: KVGeome
             assert torch.equal(one.sizes, other.sizes)
     for selection in selections_of(rig, [0, 1]).values():
         assert torch.equal(selection.indices[0], selection.indices[1])
-    # What was taken over is published like what was clustered.
+    # Imported segments are published like clustered ones.
     assert torch.equal(exported(rig, 1, 0, 224).data, sidecar.data)
 
 
@@ -423,7 +423,7 @@ def test_a_segment_that_is_damaged_is_clustered_from_kv(what: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_hole_is_clustered_from_kv_and_what_is_behind_it_is_taken_over(holes: Sequence[int], leading: int) -> None:
+def test_a_hole_is_clustered_from_kv_and_segments_behind_it_are_imported(holes: Sequence[int], leading: int) -> None:
     rig = make()
     sidecar = published(rig, 0, 224, 240)
     runs = [part(sidecar, first + 1, stop) for first, stop in pairwise([-1, *holes, 14]) if stop > first + 1]

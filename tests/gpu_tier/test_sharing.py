@@ -110,7 +110,7 @@ def test_two_requests_share_a_prefix_and_diverge(name: str) -> None:
 @pytest.mark.parametrize("dtype", [KVDtype.F32, KVDtype.FP8])
 @pytest.mark.parametrize("name", ["quest lru, layers skipped", "quest device, layers skipped", "quest, a window"])
 def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(name: str, dtype: KVDtype) -> None:
-    """What is rebuilt is made of what is stored, so what was computed has to be made of that, too."""
+    """Rebuilt bounds come from stored keys, so bounds computed before must come from stored keys, too."""
     traffic = publishing(replace(SHAPE, dtype=dtype), CASES[name])
     outputs, sidecars = [], []
     for has_sidecar in (True, False):
@@ -330,7 +330,7 @@ def test_a_prompt_that_never_fits_is_an_error_and_leaves_nothing(storage: Memory
 
 
 @pytest.mark.parametrize(("model", "algorithm"), MODELS_OF)
-def test_only_what_was_decoded_densely_is_published(storage: MemoryStorage, model: str, algorithm: str) -> None:
+def test_only_densely_decoded_tokens_are_published(storage: MemoryStorage, model: str, algorithm: str) -> None:
     options = {"min_sparse_prompt_len": 230, "publish_every": 1}
     rig = rig_of(storage, model, algorithm, **options)
     number = rig.engine.submit(TOKENS)
@@ -343,7 +343,7 @@ def test_only_what_was_decoded_densely_is_published(storage: MemoryStorage, mode
     assert rig.store.flush(10)
     assert {RequestState.DENSE, RequestState.SPARSE} <= states
     assert set(storage.blocks) == set(KEYS(answer[:230]))
-    # A conversation goes on: what was decoded sparsely is computed again, exactly.
+    # A conversation goes on: the engine computes sparsely decoded tokens again, exactly.
     expected = continued(model, algorithm, answer, 6, **options)
     assert rig_of(storage, model, algorithm, **options).run(answer, 6)[:2] == (expected, 224)
 
@@ -500,7 +500,7 @@ ANSWER = 12
 
 
 def conversation(rig_of_turn: Callable[[], Rig]) -> tuple[list[list[int]], list[tuple[int, int]], list[int]]:
-    """Return the tokens after each turn, what the turns' engines built and took over, and what was attached."""
+    """Return the tokens after each turn, counts of segments built and imported, and of tokens attached."""
     tokens: list[int] = []
     found, counts, attached = [], [], []
     for seed, length in enumerate(QUESTIONS):
@@ -516,7 +516,7 @@ def conversation(rig_of_turn: Callable[[], Rig]) -> tuple[list[list[int]], list[
 
 
 def test_turns_of_retroinfer_are_those_of_one_prompt(storage: MemoryStorage) -> None:
-    """Segments that two turns share are built by each turn, what is behind them is taken over all the same."""
+    """Each turn builds the segments that two turns share, and still imports the segments behind them."""
     found, counts, attached = conversation(lambda: indexed_rig(storage, "retroinfer"))
     start = 0
     for turn, length in zip(found, QUESTIONS, strict=True):

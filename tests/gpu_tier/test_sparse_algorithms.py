@@ -122,7 +122,7 @@ def hadamard_matrix(dims: int) -> Tensor:
 
 
 def plain_quantised(x: Tensor) -> Tensor:
-    """What is left of vectors ``[..., d]`` after the rotation and e4m3 with one f32 scale, ``f64``."""
+    """Return vectors ``[..., d]`` after the rotation and e4m3 with one f32 scale, ``f64``."""
     rotated = (x.double() @ hadamard_matrix(x.shape[-1])).float()
     scale = rotated.abs().amax(-1, keepdim=True) / 448
     return (rotated / scale).to(torch.float8_e4m3fn).double() * scale.double()
@@ -580,7 +580,7 @@ def seen(windows: ObservationWindows, request: int, layer: int = 0) -> list[floa
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8))
 def test_the_last_consecutive_positions_are_kept(chunks: list[tuple[int, int]]) -> None:
-    """Chunks that overlap what was seen, come again or leave a gap; the model is a list of positions."""
+    """Chunks that overlap earlier ones, come again or leave a gap; the model is a list of positions."""
     windows, model = make_windows(), list[int]()
     windows.open(3)
     stop = 0

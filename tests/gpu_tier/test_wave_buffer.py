@@ -1,4 +1,4 @@
-"""RetroInfer's wave buffer under control of the CPU and of the GPU: what attention reads, and what is cached."""
+"""RetroInfer's wave buffer under control of the CPU and of the GPU: blocks that attention reads, and cached blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_rows(arena: RowPool, slots: torch.Tensor, head: int, numbers: list[lis
 
 
 def check_cache(rig: ClusterRig, policy: WaveBuffer, layer: int) -> None:
-    """Check that each cached block holds the bytes of its tokens, and that the table knows what is where."""
+    """Check that each cached block holds the bytes of its tokens, and that the table has the place of each."""
     policy._wait_for(layer)
     arena, size = RowPool(rig.arena.data, rig.arena.addressing, layer), rig.store.block_tokens
     for request, state in rig.requests.items():
@@ -89,7 +89,7 @@ cases = st.fixed_dictionaries({
 @pytest.mark.parametrize("control", CONTROLS)
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS, changes=cases)
-def test_what_attention_reads_and_what_is_cached(control: str, seed: int, changes: dict[str, Any]) -> None:
+def test_attention_reads_and_caches_the_right_blocks(control: str, seed: int, changes: dict[str, Any]) -> None:
     """Unequal lengths, clusters of all sizes, updates, padding, rows that do not select, requests that come and go."""
     rig, policy = rig_of(control, seed, **changes)
     check_history(rig, seed, policy._updates, partial(check_cache, rig, policy))
@@ -121,7 +121,7 @@ def check_history(rig: ClusterRig, seed: int, pending: Container[int], check: Ca
 
 
 def played(control: str, seed: int, **changes: Any) -> tuple[WaveCounters, list[Any]]:
-    """Return what was counted in a fixed history, and what is cached after it; each step checks what it reads."""
+    """Return the counters after a fixed history, and the cached blocks; each step checks the blocks that it reads."""
     rig, policy = rig_of(control, seed, **changes)
     rng = Random(seed)
     for request, tokens in enumerate((90, 40, 17)):
@@ -282,7 +282,9 @@ def check_gpu_cache(rig: ClusterRig, policy: WaveGpuBuffer, layer: int) -> None:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(SEEDS, st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([0, 0.05, 0.5, 1]))
-def test_what_attention_reads_and_what_is_cached_on_the_gpu(seed: int, block_bytes: int, cache_ratio: float) -> None:
+def test_attention_reads_and_caches_the_right_blocks_on_the_gpu(
+    seed: int, block_bytes: int, cache_ratio: float
+) -> None:
     rig, policy = gpu_rig(seed, block_bytes=block_bytes, cache_ratio=cache_ratio)
     check_history(rig, seed, policy._admissions, partial(check_gpu_cache, rig, policy))
     assert policy._tables.pool.allocator.in_use == 0
@@ -307,7 +309,7 @@ def test_the_kernels_of_a_gpu_do_the_same() -> None:
     assert all(torch.equal(*lines) for lines in zip(rigs[0].gathered, rigs[1].gathered, strict=True))
 
 
-def test_what_is_given_up_was_used_longest_ago() -> None:
+def test_the_victim_is_the_least_recently_used_block() -> None:
     rig, policy = gpu_rig(cache_ratio=0)
     rig.admit(0, 9, 150)
     clusters, numbers = rig.requests[0].clusters[0, 0], numbered(rig, 0, 0)
@@ -315,7 +317,7 @@ def test_what_is_given_up_was_used_longest_ago() -> None:
     for cluster in (c for c in range(len(clusters)) if len(clusters[0]) + len(clusters[c]) <= rig.most_retrieved):
         picked = list(dict.fromkeys([0, cluster]))
         rig.step(rig.batch([0]), 0, [[picked, []]])
-        # What was there already is hotter than what comes: cluster 0 is always there.
+        # Cached blocks are hotter than new ones: cluster 0 is always cached.
         touched = [block for c in reversed(picked) for block in numbers[c]]
         used = [block for block in used if block not in touched] + touched
         held = {block for block in policy.cached_blocks(2, 0)[0].tolist() if block >= 0}
@@ -347,7 +349,7 @@ def held(request: pytest.FixtureRequest) -> Held:
     return made
 
 
-def test_what_was_selected_is_read_on_the_device_the_next_time(held: Held) -> None:
+def test_selected_clusters_are_read_on_the_device_the_next_time(held: Held) -> None:
     rig, policy = held
     picked = [[[0, 5, 3], [7]]]
     kinds = []

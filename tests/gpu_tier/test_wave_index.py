@@ -186,7 +186,7 @@ def test_all_keys_the_same_make_one_cluster_and_no_nan() -> None:
     assert math.isclose(float(centroids[0, 0, 0]), 1)
 
 
-Row = tuple[int, int, int, int]  # clusters, retrieved, ranked, room
+Row = tuple[int, int, int, int]  # clusters, retrieved, ranked, free tokens
 
 
 def asked(rows: list[Row]) -> ZoneSizes:

@@ -24,7 +24,7 @@ class TableView:
 
 
 class CountingBackend(MemoryBackend):
-    """The memory backend, counting what it is asked."""
+    """The memory backend, with a record of its calls."""
 
     def __init__(self) -> None:
         super().__init__()

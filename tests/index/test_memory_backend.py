@@ -87,7 +87,7 @@ def is_resident(record: BlockRecord | None) -> bool:
 
 
 class Follower:
-    """Keeps what it is told, and checks that every event is true when it is told."""
+    """Keeps the events it receives, and checks that every event is true on arrival."""
 
     def __init__(self, follow: Callable[[Follower], Rows | None], rows: Rows | None = None) -> None:
         self.blocks: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Follower:
         self.events.append((what, self.blocks[row], reads))
 
     def reported(self) -> list[tuple[str, int, int]]:
-        """What was told since it was asked last, without moves."""
+        """The events since the last call, without moves."""
         events, self.events = self.events, []
         return [event for event in events if event[0] != "moved"]
 
@@ -214,14 +214,14 @@ class ColumnsMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, old=st.one_of(st.none(), RECORDS), new=st.one_of(st.none(), RECORDS))
     def abandon(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
-        """Expect something else than what is there."""
+        """Expect another record than the stored one."""
         if self.records.get(key) != old:
             assert not self.columns.swap(key, old, new)
 
     @precondition(lambda self: self.records)
     @rule(data=st.data(), change=st.sampled_from(["parent", "depth", "id", "chunk", "deadline", "more", "less"]))
     def lose_by_one_field(self, data: st.DataObject, change: str) -> None:
-        """Expect what is there but for one field: every field is compared."""
+        """Expect the stored record but for one field: the columns compare every field."""
         key = data.draw(st.sampled_from(sorted(self.records)))
         there = self.records[key]
         first, *others = there.locations
@@ -348,7 +348,7 @@ def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
     assert (columns.get([1]), columns.accesses([1])) == before
 
 
-async def test_only_the_last_who_asked_is_reported() -> None:
+async def test_only_the_last_observer_gets_events() -> None:
     backend = MemoryBackend()
     first = Follower(backend.observe)
     second = Follower(backend.observe)
@@ -358,7 +358,7 @@ async def test_only_the_last_who_asked_is_reported() -> None:
     assert (first.reported(), second.reported()) == ([], [("added", 1, 0)])
 
 
-async def test_what_was_loaded_is_followed_too(tmp_path: Path) -> None:
+async def test_observers_get_loaded_blocks_too(tmp_path: Path) -> None:
     made = {key: record(location(status=Random(key).choice(list(LocationStatus)))) for key in range(30)}
     store = RocksStore(tmp_path, "never", SystemClock())
     await write(load_index(store).backend(1), made)

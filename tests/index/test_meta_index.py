@@ -69,11 +69,11 @@ async def test_modify_sees_each_key_once_and_same_means_no_change(rig: Rig) -> N
     await rig.index.put({1: record()})
     calls: list[int] = []
 
-    def observe(key: int, old: BlockRecord | None) -> BlockRecord | None:
+    def unchanged(key: int, old: BlockRecord | None) -> BlockRecord | None:
         calls.append(key)
         return old
 
-    changes = await rig.index.read_modify_write([2, 1, 2, 1], observe)
+    changes = await rig.index.read_modify_write([2, 1, 2, 1], unchanged)
     assert calls == [2, 1]
     assert [change.key for change in changes] == [2, 1]
     assert changes[1].new is changes[1].old
@@ -98,7 +98,7 @@ async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
 
 
 async def test_known_answers_ask_no_backend(rig: Rig) -> None:
-    """The hot path: what was written or read once is answered from the search cache."""
+    """The hot path: the search cache answers for blocks that were written or read once."""
     await rig.index.put({key: record() for key in range(5)})
     rig.backend.asked.clear()
     assert None not in await rig.index.answers(range(5), stop_at_miss=True)
@@ -189,14 +189,14 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
             reported.update(usage)
         assert +recount == +Counter(rig.index.usage_bytes) == +reported
         assert sum(keys for _, keys in rig.reported) == rig.index.key_count
-        assert all(keys or any(usage.values()) for usage, keys in rig.reported), "no news is not told"
+        assert all(keys or any(usage.values()) for usage, keys in rig.reported), "a report always has a change"
         assert rig.index.key_count <= limit
 
 
-# ── Usage when a shared store does what it is told and its answer is lost ──
+# ── Usage when a shared store writes and its answer is lost ──
 
 
-class UnheardBackend(MemoryBackend):
+class LostAnswersBackend(MemoryBackend):
     """A shared store whose answers to writes get lost, after it wrote or before."""
 
     awaits = True
@@ -212,12 +212,12 @@ class UnheardBackend(MemoryBackend):
 
 
 class Reported:
-    """An index and the sum of what it told of usage."""
+    """An index and the sum of its usage reports."""
 
     def __init__(self) -> None:
         self.usage: Counter[StorageKey] = Counter()
         self.keys = 0
-        self.backend = UnheardBackend()
+        self.backend = LostAnswersBackend()
         self.index = MetaIndex(self.backend, TableView({"nfs": 1}), on_usage=lambda: self._add)
 
     def _add(self, usage: dict[StorageKey, int], keys: int) -> None:
@@ -226,7 +226,7 @@ class Reported:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-async def test_growth_is_reported_when_no_one_knows_whether_it_was_stored(writes: bool) -> None:
+async def test_growth_is_reported_when_the_answer_to_the_write_is_lost(writes: bool) -> None:
     reported = Reported()
     reported.backend.is_received, reported.backend.writes = False, writes
     with pytest.raises(StorageIOError):
@@ -432,7 +432,7 @@ async def published(tell: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
 
 
-async def test_there_is_one_event_per_storage_with_what_was_marked() -> None:
+async def test_there_is_one_event_per_storage_with_the_marked_locations() -> None:
     first, second = await published(lambda events: events.removed(INSTANCE, CHANGES, "RemoveCache"))
     assert (first["storage"], first["keys"], first["location_ids"], first["bytes"]) == ("a", [1, 2], [["x"], ["x"]], 16)
     assert (second["storage"], second["keys"], second["location_ids"], second["bytes"]) == ("b", [1], [["y"]], 8)
@@ -441,7 +441,7 @@ async def test_there_is_one_event_per_storage_with_what_was_marked() -> None:
     }
 
 
-async def test_what_is_forgotten_is_removed_unless_it_was_reported_before() -> None:
+async def test_forgotten_locations_are_reported_unless_they_were_before() -> None:
     changes = [Change(1, placed(("x", "a", SERVING), ("z", "a", DELETING)), None)]
     (event,) = await published(lambda events: events.removed(INSTANCE, changes, "TrimCache"))
     assert (event["keys"], event["location_ids"]) == ([1], [["x"]])

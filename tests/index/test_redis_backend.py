@@ -117,10 +117,11 @@ BATCHES = st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(-2, 5), 
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batches=BATCHES)
-async def test_all_keys_of_a_shard_agree_whichever_wins(
+async def test_all_keys_of_a_shard_agree_after_conflicting_batches(
     client: RedisClient, batches: Sequence[tuple[bool, Mapping[int, BlockRecord | None]]]
 ) -> None:
-    """A stale batch comes from who read before the previous batch: what that one changed is lost, the rest is not."""
+    """A stale batch comes from a writer that read before the previous batch: its changes of records of that batch are
+    lost, the others are not."""
     uid = secrets.randbits(40)
     backend = RedisBackend(client, uid, 2)
     expected: dict[int, BlockRecord] = {}
@@ -173,8 +174,8 @@ async def test_access_times_never_run_backwards_and_counts_saturate(client: Redi
     assert await backend.accesses([1, 2]) == [Access(1700000100, 4095)] * 2
 
 
-async def test_who_does_not_say_what_was_read_loses(client: RedisClient) -> None:
-    """A record made here was not read from the store, so nobody knows whether it is the one that is there."""
+async def test_a_change_without_the_record_as_read_loses(client: RedisClient) -> None:
+    """The test made these records and did not read them, so the backend cannot compare them with the stored ones."""
     backend = RedisBackend(client, 1, 1)
     await apply(backend, {1: record()})
     written = await backend.write_many([Change(1, record(), None), Change(2, record(), record(9))])
@@ -300,7 +301,7 @@ FULL = "memory of the server is full"
 
 
 class FullServer:
-    """A server with some room, a client of it, and what takes the room away and gives it back."""
+    """A server with some free memory, a client of it, and calls that fill and free the memory."""
 
     def __init__(self, admin: redis.Redis, client: RedisClient) -> None:
         self._admin, self.client = admin, client
@@ -339,7 +340,7 @@ async def write(backend: RedisBackend, keys: Iterable[int], new: BlockRecord | N
 
 
 async def test_blocks_are_decided_marked_and_removed_on_a_full_server(full: FullServer) -> None:
-    """Invariant 4: what is refused changes nothing, what runs changes all that belongs together."""
+    """Invariant 4: a rejected script changes nothing, and a script that runs changes all related keys."""
     backend = RedisBackend(full.client, 1, 1)
     await write(backend, range(100), record(9, WRITING))
     await write(backend, range(100, 200), record(9))
@@ -420,13 +421,13 @@ class Server:
         self.turns = [0, 0]
         self.bytes = [0, 0]
         self.answers: list[tuple[asyncio.Future[list[Any]], list[Any]]] = []
-        self.unheard: list[tuple[int, int, int]] = []
+        self.unreceived: list[tuple[int, int, int]] = []
 
     def write(self, shard: int, size: int, *, is_ours: bool) -> None:
         self.turns[shard] += 1
         self.bytes[shard] += size
         if is_ours:
-            self.unheard.append((shard, self.turns[shard], size))
+            self.unreceived.append((shard, self.turns[shard], size))
 
     async def run(self, _calls: Sequence[ScriptCall]) -> list[Any]:
         now = [
@@ -447,7 +448,7 @@ class Server:
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["ours", "theirs"]), st.integers(0, 1), st.integers(1, 50)),
-        st.tuples(st.sampled_from(["hear", "ask", "arrive"]), st.integers(0, 5), st.just(0)),
+        st.tuples(st.sampled_from(["receive", "ask", "arrive"]), st.integers(0, 5), st.just(0)),
     ),
     max_size=40,
 )
@@ -461,15 +462,15 @@ async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, in
     for name, number, size in events:
         if name in {"ours", "theirs"}:
             server.write(number, size, is_ours=name == "ours")
-        elif name == "hear" and server.unheard:  # answers to writes come in any order
-            receive(server, sums, number % len(server.unheard))
+        elif name == "receive" and server.unreceived:  # answers to writes come in any order
+            receive(server, sums, number % len(server.unreceived))
         elif name == "ask":
             asking.append(asyncio.create_task(sums.refresh(server.run)))
         elif name == "arrive":
             server.answer()
         await settle()
         assert sums.usage[PLACE] <= sum(server.bytes), "something counts twice"
-    while server.unheard:
+    while server.unreceived:
         receive(server, sums, 0)
     asking.append(asyncio.create_task(sums.refresh(server.run)))
     while not all(task.done() for task in asking):
@@ -479,7 +480,7 @@ async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, in
 
 
 def receive(server: Server, sums: SharedSums, index: int) -> None:
-    shard, turn, size = server.unheard.pop(index)
+    shard, turn, size = server.unreceived.pop(index)
     sums.record(shard, turn, {USED: size}, 1)
 
 
@@ -525,10 +526,10 @@ async def _refreshed(server: Server, sums: SharedSums, count: int) -> list[async
     return tasks
 
 
-async def test_who_comes_while_sums_are_asked_for_shares_what_is_asked_next() -> None:
+async def test_refreshes_during_a_request_share_the_next_request() -> None:
     server, sums = Server(), SharedSums(SHARDS)
     tasks = await _refreshed(server, sums, 5)
-    server.write(0, 7, is_ours=False)  # after what is under way, before the others hear
+    server.write(0, 7, is_ours=False)  # after the request in flight, before the others get its answer
     server.answer()
     await tasks[0]
     assert sums.usage[PLACE] == 0
@@ -538,7 +539,7 @@ async def test_who_comes_while_sums_are_asked_for_shares_what_is_asked_next() ->
     assert (sums.usage[PLACE], server.answers) == (7, []), "asked twice, not six times"
 
 
-async def test_who_waits_behind_a_store_that_does_not_answer_shares_its_failure() -> None:
+async def test_refreshes_that_wait_for_a_store_that_does_not_answer_share_its_failure() -> None:
     server, sums = Server(), SharedSums(SHARDS)
     tasks = await _refreshed(server, sums, 5)
     for _ in range(2):
@@ -551,7 +552,7 @@ async def test_who_waits_behind_a_store_that_does_not_answer_shares_its_failure(
     await again
 
 
-async def test_who_goes_away_leaves_the_others_their_answer() -> None:
+async def test_a_cancelled_refresh_leaves_the_others_their_answer() -> None:
     server, sums = Server(), SharedSums(SHARDS)
     tasks = await _refreshed(server, sums, 2)
     server.answer()

@@ -59,7 +59,7 @@ class Rig:
         return [key for key, answer in zip(keys, self.cache.lookup(keys), strict=True) if answer is not None]
 
 
-def test_what_was_read_or_noted_is_known_and_nothing_else() -> None:
+def test_only_records_read_or_stored_are_cached() -> None:
     rig = Rig()
     answer = rig.cache.store(1, version(0))
     assert answer == version(0).locations[0].chunk
@@ -88,7 +88,7 @@ def test_nothing_is_kept_while_changes_of_others_are_not_received_of() -> None:
     rig.cache.clear()
     rig.is_coherent = True
     rig.cache.end_read(under_way, [version(0)])
-    assert rig.known([3]) == [], "it began before anybody listened"
+    assert rig.known([3]) == [], "it began before the cache subscribed"
     rig.read(1, version(0))
     assert rig.known([1]) == [1]
 
@@ -105,7 +105,7 @@ def test_a_failed_read_leaves_nothing_behind() -> None:
 @settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(capacity=st.integers(1, 40), accesses=st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=300))
 def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: list[tuple[bool, int]]) -> None:
-    """Invariant: bounded, whichever cache the entries lie in, whatever moves between generations."""
+    """Invariant: bounded, in whatever cache and generation the entries lie."""
     rig = Rig(capacity * ENTRY_BYTES)
     caches = [rig.cache, SearchCache(rig.view, rig.budget, compose_answer)]
     for second, key in accesses:
@@ -117,7 +117,7 @@ def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: lis
         assert held <= capacity + 2
 
 
-def test_what_is_asked_for_stays_and_the_rest_goes() -> None:
+def test_requested_entries_stay_and_others_are_evicted() -> None:
     rig = Rig(20 * ENTRY_BYTES)
     for key in range(200):
         rig.read(key, version(0))
@@ -136,8 +136,8 @@ class Reading(NamedTuple):
 class SearchCacheMachine(RuleBasedStateMachine):
     """Reads take their time and changes fall in between; the store in plain dicts is the truth.
 
-    A change is stored at one step and the cache hears of it at a later one, before its writer is answered: until then
-    either record may be shown, afterwards only the new one (the cache's second invariant).
+    The store gets a change at one step and the cache at a later one, before the writer gets its answer: until then the
+    cache may return either record, afterwards only the new one (its second invariant).
     """
 
     @initialize(capacity=st.sampled_from([None, 3 * ENTRY_BYTES, 1 << 20]))
@@ -145,7 +145,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
         self.rig = Rig(capacity)
         self.cache = self.rig.cache
         self.stored: dict[int, BlockRecord] = {}
-        self.unheard: set[int] = set()
+        self.unreceived: set[int] = set()
         self.reading: list[Reading] = []
         self.count = 0
 
@@ -173,13 +173,13 @@ class SearchCacheMachine(RuleBasedStateMachine):
             self.stored.pop(key, None)
         else:
             self.stored[key] = version(self.count) if what == "new" else hidden(self.count)
-        self.unheard.add(key)
+        self.unreceived.add(key)
 
-    @precondition(lambda self: self.unheard)
+    @precondition(lambda self: self.unreceived)
     @rule(pick=st.integers(0, 30), noted=st.booleans())
     def receive(self, pick: int, noted: bool) -> None:
-        key = sorted(self.unheard)[pick % len(self.unheard)]
-        self.unheard.remove(key)
+        key = sorted(self.unreceived)[pick % len(self.unreceived)]
+        self.unreceived.remove(key)
         if noted:
             self.cache.store(key, self.stored.get(key))
         else:
@@ -192,7 +192,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.cache.clear()
-        self.unheard.clear()
+        self.unreceived.clear()
 
     @rule()
     def lose_contact(self) -> None:
@@ -219,9 +219,9 @@ class SearchCacheMachine(RuleBasedStateMachine):
         assert all(any(read is each for each in open_reads) for read in self.cache._reading.values())
 
     def check(self, keys: Sequence[int]) -> None:
-        """An answer that is shown is the answer for the record in the store, once the change of it was heard."""
+        """The cache answers for the record in the store, once it has received the last change of the record."""
         for key, answer in zip(keys, self.cache.lookup(keys), strict=True):
-            if answer is not None and key not in self.unheard:
+            if answer is not None and key not in self.unreceived:
                 found = self.stored.get(key)
                 assert found is not None, key
                 assert answer == compose_answer(found, self.rig.view), key
@@ -366,7 +366,7 @@ def test_memory_is_bounded() -> None:
     assert 50_000 < most <= 100_000
 
 
-def test_what_no_one_asks_for_any_more_goes_before_the_memory_is_full() -> None:
+def test_unused_entries_are_evicted_before_the_memory_is_full() -> None:
     """Blocks come and go all the time, so a memo of all that ever was grows as long as a manager runs."""
     clock, calls = FakeClock(), list[bytes]()
     memo = ChunkCache(lambda chunk: calls.append(chunk) or chunk.upper(), clock=clock.now)  # type: ignore[func-returns-value]

@@ -20,7 +20,7 @@ class UnreliableLease:
     Attributes:
         outage: raised instead of every call.
         lost_answer: raised after every call.
-        on_answer: called once the store has done what was asked.
+        on_answer: called once the store has executed a call.
         gate: calls wait for it before they reach the store.
         asked: set when a call begins.
     """

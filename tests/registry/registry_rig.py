@@ -44,7 +44,7 @@ INSTANCE = Instance(
 
 
 class Opener:
-    """Opens nothing, and says what it was asked; refuses what it is told to refuse."""
+    """Opens nothing and records its calls; rejects storages while `refusal` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -88,7 +88,7 @@ class Opener:
 
 
 class SuspendingTable:
-    """A table that lets others run before and after each call, as often as told: any order of events, as on a network.
+    """A table that lets others run before and after each call, by `pauses`: any order of events, as on a network.
 
     Attributes:
         asked: names of the calls made, in order.

@@ -104,7 +104,7 @@ def without(
 
 
 async def refused_without_a_trace(registry: Registry, table: MemoryTable, config: Configuration, **flags: bool) -> None:
-    """Load what is refused: raises the refusal, and sees that nothing is changed."""
+    """Load a configuration that the registry rejects: raise its error, and check that the table did not change."""
     before = await table.all()
     try:
         await registry.snapshots.load(config, **flags)

@@ -234,7 +234,7 @@ async def test_logins_of_an_account_are_revoked_together() -> None:
 
 @pytest.mark.parametrize("end", ["remove", "prune", "demote"])
 async def test_a_login_counts_while_its_account_is_there_with_its_role(end: str) -> None:
-    """Whoever changes the account, and also where its key is stored only afterwards, as by a slow login."""
+    """Removal or demotion of the account ends its logins, also a slow one that stores its key only afterwards."""
     manager = await _with_accounts("eve", "bob")
     before, _ = await manager.keys.log_in("eve", Role.ROLE_ADMIN, 60)
     bob, _ = await manager.keys.log_in("bob", Role.ROLE_ADMIN, 60)
@@ -287,7 +287,7 @@ async def test_another_manager_ends_a_login_when_it_sees_the_account_go() -> Non
 
 @pytest.mark.parametrize("end", ["revoke", "rotate", "expire"])
 async def test_a_key_of_a_file_is_taken_over_once(end: str) -> None:
-    """By whichever manager, and not again after its end, however long ago that was."""
+    """By any manager, and not again after its end, however long ago that was."""
     world = World()
     first, second, presented = world.manager(), world.manager(), new_key()
     for manager in (first, second, first):

@@ -57,7 +57,7 @@ async def test_an_empty_deployment_gets_all_with_versions_and_numbers_that_go_on
     assert registry.instances.placement("next").uid == 5
 
 
-async def test_a_load_of_what_is_there_changes_nothing_not_even_a_document() -> None:
+async def test_a_load_of_the_present_configuration_changes_no_document() -> None:
     table = MemoryTable()
     registry = await loaded(table=table)
     before = await table.version()
@@ -361,7 +361,7 @@ async def test_a_load_and_changes_of_others_come_one_after_the_other(pauses: lis
 
 async def test_a_configuration_that_never_rests_refuses_the_load() -> None:
     class Busy(MemoryTable):
-        """Somebody is always faster."""
+        """Another writer is always faster."""
 
         async def replace_together(self, replacements: object) -> bool:
             await self.replace("quota/busy", await self.get("quota/busy"), None)
@@ -413,7 +413,7 @@ def test_addresses_lose_their_logins_and_nothing_else(text: str, shown: str) -> 
         f'{{\\"password\\": \\"a b {SECRET}\\"}}',
     ],
 )
-def test_free_texts_lose_what_is_called_a_secret(text: str) -> None:
+def test_free_texts_lose_values_named_as_secrets(text: str) -> None:
     group = redacted(replace(GROUPS[0], user_data=text))
     assert SECRET not in group.user_data
     assert redacted(group) == group
@@ -453,7 +453,7 @@ def test_no_value_of_a_name_is_left(name: str, sign: str, before: str, after: st
     assert SECRET not in str(described(replace(GROUPS[0], user_data=text)))
 
 
-def test_what_is_audited_is_cut_after_secrets_are_left_out() -> None:
+def test_audited_text_is_cut_after_secrets_are_left_out() -> None:
     """Its end may be what says that it is a login."""
     text = f"redis://u:{SECRET}{'x' * 2000}@h"
     assert described(text) == described(replace(GROUPS[0], user_data=text))["user_data"] == f"redis://{HIDDEN}@h"

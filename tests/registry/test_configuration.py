@@ -598,7 +598,7 @@ def test_a_wrong_type_anywhere_refuses_the_document(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"text"', "null", "nul", '{"storage_config": {}}', "{}"])
-def test_what_is_no_document_is_refused(text: str) -> None:
+def test_texts_that_are_no_documents_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError):
         parse_startup_document(text)
 

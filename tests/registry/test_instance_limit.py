@@ -97,8 +97,8 @@ async def test_the_limit_is_never_exceeded_and_no_slot_is_lost(
         await survivor.instances.register(instance("more"))
 
 
-async def test_a_limit_that_is_set_later_counts_what_was_registered_before() -> None:
-    """Also by a release that knew no seats."""
+async def test_a_limit_that_is_set_later_counts_earlier_registrations() -> None:
+    """Also by a release without instance limits."""
     table = MemoryTable()
     registry = Registry(Opener(), table)
     await registry.groups.create(GROUP)
@@ -153,7 +153,7 @@ async def test_a_removal_that_was_cut_off_before_the_slot_is_no_registration_to_
 
 
 class SlowTable(SuspendingTable):
-    """Stores registrations when it is told to."""
+    """Stores registrations once the test sets `go_on`."""
 
     def __init__(self, table: MemoryTable) -> None:
         super().__init__(table)
@@ -166,7 +166,7 @@ class SlowTable(SuspendingTable):
         return await super().replace(name, old, new, due)
 
 
-async def test_what_was_completed_and_removed_by_others_is_not_registered_again() -> None:
+async def test_an_instance_that_others_completed_and_removed_is_not_registered_again() -> None:
     """A number of a registration is never used again, nor is there one instance too many."""
     table = MemoryTable()
     way = SlowTable(table)
@@ -191,7 +191,7 @@ async def test_what_was_completed_and_removed_by_others_is_not_registered_again(
 
 @dataclass
 class Model:
-    """What is configured: groups by name with their version, instances by id with their block size, storages with
+    """The configuration: groups by name with their version, instances by id with their block size, storages with
     their root and switch, and roots of removed ones whose names are kept."""
 
     groups: dict[str, int] = field(default_factory=dict)

@@ -211,7 +211,7 @@ async def test_the_first_one_leads_and_all_know_it_and_where_it_is(cluster: Clus
     assert cluster.leaders == ["node-a"]
 
 
-async def test_a_follower_forgets_a_leader_that_no_one_sees_any_more(cluster: Cluster) -> None:
+async def test_a_follower_without_the_store_forgets_the_leader_after_its_lease(cluster: Cluster) -> None:
     await cluster.tick()
     cluster.ways[1].outage = StorageIOError("refused")
     cluster.clock.time += LEASE_SECONDS - 0.1
@@ -233,7 +233,7 @@ async def test_a_demoted_leader_stays_out_and_the_other_takes_over_at_once(clust
     await cluster.tick()
     assert cluster.leaders == ["node-b"]
     assert second.token == 2
-    assert [node.leader_node_id for node in cluster.nodes] == ["node-b", "node-b"], "it knows who leads while it waits"
+    assert [node.leader_node_id for node in cluster.nodes] == ["node-b", "node-b"], "it knows the leader while it waits"
 
 
 async def test_a_leader_that_stops_hands_over_at_once(cluster: Cluster) -> None:
@@ -324,14 +324,14 @@ async def test_nodes_that_were_killed_vanish_and_living_ones_stay(cluster: Clust
     assert set(await cluster.table.all()) == {"node-a", "node-b"}
 
 
-async def test_who_lives_is_listed_with_when_he_said_so_and_who_is_silent_is_not(cluster: Cluster) -> None:
+async def test_live_managers_are_listed_with_their_last_report_and_silent_ones_are_not(cluster: Cluster) -> None:
     first, second = cluster.nodes
     await first.publish(endpoint_of("node-a"))
     cluster.clock.time += 30
     await second.publish(endpoint_of("node-b"))
     reported_at = cluster.clock.now()
     assert await first.nodes() == [(endpoint_of("node-a"), reported_at - 30), (endpoint_of("node-b"), reported_at)]
-    cluster.clock.time += 31  # nobody ticks, so nobody removes the entry of the first
+    cluster.clock.time += 31  # no manager ticks, so none removes the entry of the first
     assert await second.nodes() == [(endpoint_of("node-b"), reported_at)]
 
 

@@ -218,7 +218,7 @@ async def leaving(pair: Pair) -> Pair:
     return pair
 
 
-async def test_a_drain_is_received_of_by_every_manager_and_ends_there(leaving: Pair) -> None:
+async def test_every_manager_sees_a_drain_and_can_end_it(leaving: Pair) -> None:
     await leaving.a.storages.drain("nfs", 7.0)
     await leaving.a.storages.drain("nfs", 8.0)
     await leaving.b.refresh()
@@ -239,7 +239,7 @@ async def test_no_other_change_ends_a_drain(leaving: Pair) -> None:
     assert storages.all() == [replace(MOVED, capacity_bytes=5, is_available=False, draining_since=7.0)]
 
 
-async def test_a_removed_storage_is_seen_by_no_one_but_those_who_forget_it(leaving: Pair) -> None:
+async def test_a_removed_storage_is_visible_only_as_a_drain(leaving: Pair) -> None:
     storages = leaving.a.storages
     await storages.drain("nfs", 7.0)
     await storages.retire("nfs", 9.0)
@@ -259,7 +259,7 @@ async def test_a_removed_storage_is_seen_by_no_one_but_those_who_forget_it(leavi
 @pytest.mark.parametrize("spec", [NfsStorageSpec("/elsewhere"), NfsStorageSpec("/r", 4), DummyStorageSpec("/r")])
 async def test_a_name_that_is_not_free_goes_to_no_other_medium(leaving: Pair, spec: NfsStorageSpec) -> None:
     await leaving.a.storages.retire("nfs", 9.0)
-    for add in (leaving.a.storages.add, leaving.b.storages.add_in_background):  # the second one has not heard
+    for add in (leaving.a.storages.add, leaving.b.storages.add_in_background):  # the second one has not refreshed
         with pytest.raises(NotReadyError, match="storage 'nfs' is being forgotten"):
             await add(replace(NFS, spec=spec))
     await leaving.b.storages.add(NFS)
@@ -376,7 +376,7 @@ Change = Callable[[Registry, int], Awaitable[object]]
         lambda registry, n: registry.accounts.add("ann", str(n), AccountRole.ROLE_USER),
     ],
 )
-async def test_of_two_who_create_the_same_one_wins(pair: Pair, create: Change) -> None:
+async def test_of_two_managers_that_create_the_same_entity_one_wins(pair: Pair, create: Change) -> None:
     assert await outcomes(create(pair.a, 1), create(pair.b, 2)) == ["DuplicateEntityError", "NoneType"]
     assert len(await pair.table.all()) == 1
     await pair.a.refresh()
@@ -465,7 +465,7 @@ async def test_a_removal_that_stopped_half_way_removes_nothing_and_can_be_repeat
     await a.instances.register(INSTANCE)
     uid = a.instances.placement(ID).uid
     removal = asyncio.create_task(a.instances.remove(ID))
-    while await grouped.table.get(f"removal/{uid}") is None:  # noqa: ASYNC110 - a table tells nobody
+    while await grouped.table.get(f"removal/{uid}") is None:  # noqa: ASYNC110 - a table has no events
         await asyncio.sleep(0)
     removal.cancel()
     await asyncio.gather(removal, return_exceptions=True)
@@ -481,7 +481,7 @@ async def test_a_slow_removal_does_not_hit_the_next_registration(grouped: Pair) 
     await a.instances.register(INSTANCE)
     answer = grouped.way_a.hold("replace")
     removal = asyncio.create_task(a.instances.remove(ID))
-    while not await grouped.table.get(f"removal/{a.instances.placement(ID).uid}"):  # noqa: ASYNC110 - tells nobody
+    while not await grouped.table.get(f"removal/{a.instances.placement(ID).uid}"):  # noqa: ASYNC110 - has no events
         await asyncio.sleep(0)
     await b.instances.remove(ID)
     await b.instances.register(INSTANCE)

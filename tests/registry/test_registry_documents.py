@@ -86,7 +86,7 @@ def test_the_values_hold_every_kind_of_storage() -> None:
         assert decode_document(StorageConfig, encode_document(config)) == config
 
 
-def test_documents_observe_as_other_releases_find_them() -> None:
+def test_documents_have_the_format_that_other_releases_read() -> None:
     assert json.loads(encode_document(StorageConfig("s", NfsStorageSpec("/r é", 8)))) == {
         "version": 1,
         "value": {
@@ -274,7 +274,7 @@ async def test_other_kinds_of_documents_are_not_touched(site: Site) -> None:
     assert site.cabinet.names() == ["x"]
 
 
-async def test_values_stand_in_the_order_of_their_names_whichever_brings_or_takes_them() -> None:
+async def test_values_stay_in_the_order_of_their_names() -> None:
     """After every single step, since the order is kept between them."""
     table, generator = MemoryTable(), Random(1)
     cabinet, other = DocumentCache(table, "n/", int), DocumentCache(table, "n/", int)
@@ -318,10 +318,10 @@ async def _put(configured: Settings, schema: Schema) -> None:
         await metadata.close()
 
 
-async def test_a_store_says_who_gave_it_its_schema_and_keeps_that() -> None:
+async def test_a_store_keeps_the_release_that_gave_it_its_schema() -> None:
     table = MemoryTable()
     await check_schema(table)
-    assert await table.all() == {}, "looking writes nothing"
+    assert await table.all() == {}, "the check writes nothing"
     await ensure_schema(table, _flushed)
     first = await table.all()
     assert await _cabinet(table).read("schema") == Schema(1, __version__)
@@ -329,13 +329,13 @@ async def test_a_store_says_who_gave_it_its_schema_and_keeps_that() -> None:
     assert await table.all() == first
 
 
-@pytest.mark.parametrize("observe", [check_schema, lambda table: ensure_schema(table, _flushed)])
-async def test_a_schema_that_is_too_new_names_the_release_to_run(observe: object) -> None:
+@pytest.mark.parametrize("read_schema", [check_schema, lambda table: ensure_schema(table, _flushed)])
+async def test_a_schema_that_is_too_new_names_the_release_to_run(read_schema: object) -> None:
     table = MemoryTable()
     await _cabinet(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
     before = await table.all()
     with pytest.raises(StorageIOError, match=rf"schema {NEWEST_SCHEMA + 1}, given by release 7\.1\.0.*run 7\.1\.0"):
-        await observe(table)  # type: ignore[operator]
+        await read_schema(table)  # type: ignore[operator]
     assert await table.all() == before
 
 
@@ -347,7 +347,7 @@ async def test_a_schema_that_cannot_be_read_is_refused() -> None:
 
 
 def test_managers_and_commands_refuse_a_store_of_a_newer_schema(configured: Settings, tmp_path: Path) -> None:
-    """And what is there stays."""
+    """And the store keeps its contents."""
 
     async def serve() -> None:
         async with Manager(configured).running():
@@ -368,7 +368,7 @@ def test_managers_and_commands_refuse_a_store_of_a_newer_schema(configured: Sett
     asyncio.run(serve())
 
 
-# ── Managers tell each other how they are through a table ──
+# ── Managers report their state to each other through a table ──
 
 
 def vitals(node_id: str, requests: int = 1) -> Vitals:
@@ -387,7 +387,7 @@ async def test_everybody_reads_what_everybody_reports() -> None:
     assert await other.all() == await one.all() == {"m1": vitals("m1", 7), "m2": vitals("m2")}
 
 
-async def test_who_falls_silent_is_not_reported_of_and_is_removed_by_others() -> None:
+async def test_a_silent_manager_is_not_listed_and_others_remove_it() -> None:
     clock, table = FakeClock(), MemoryTable()
     await VitalsTable(clock, table).publish(vitals("dead"))
     clock.time += 30
@@ -407,7 +407,7 @@ async def test_a_manager_takes_over_what_a_run_before_left_and_what_others_remov
     assert await board.all() == {"m1": vitals("m1", 2)}
 
 
-async def test_who_leaves_is_forgotten_at_once() -> None:
+async def test_a_manager_that_leaves_is_forgotten_at_once() -> None:
     clock, table = FakeClock(), MemoryTable()
     board = VitalsTable(clock, table)
     await board.withdraw("m1")
@@ -416,7 +416,7 @@ async def test_who_leaves_is_forgotten_at_once() -> None:
     assert await table.all() == {}
 
 
-async def test_what_a_later_release_adds_is_passed_over_and_what_no_one_can_read_vanishes() -> None:
+async def test_fields_of_later_releases_are_ignored_and_unreadable_entries_expire() -> None:
     clock, table = FakeClock(), MemoryTable()
     board = VitalsTable(clock, table)
     await board.publish(vitals("m1"))

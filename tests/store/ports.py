@@ -37,7 +37,7 @@ def ports_of(worker: str) -> range:
 
 
 def _in_turn() -> Iterator[int]:
-    """Yield every port of this process before one comes again: who was given one may not have bound it yet."""
+    """Yield every port of this process before one comes again: a test may not have bound its port yet."""
     own = ports_of(os.environ.get("PYTEST_XDIST_WORKER", ""))
     return itertools.cycle(random.sample(own, len(own)))
 
@@ -46,7 +46,7 @@ _next_ports = _in_turn()
 
 
 def free_port(offset: int = 0) -> int:
-    """Return a port that nobody uses, nor the one so far above it where a server needs that, too.
+    """Return a port that no process uses; the port `offset` above it is unused, too, for servers that need both.
 
     Args:
         offset: a multiple of `_WORKERS`, so that both are of the same worker.

@@ -1,4 +1,4 @@
-"""A process that writes through a commit log until it is killed, and says what it was told is durable.
+"""A process that writes through a commit log until it is killed, and prints the batches that the log confirmed.
 
 Usage: python rocks_writer.py DIRECTORY FSYNC [MOST_FILE_BYTES]. Each of four tasks writes batches of rows that all hold
 the number of the batch; a line "task number" on stdout is printed once the batch is flushed, "failed" when it cannot.

@@ -1,4 +1,4 @@
-"""The lease of managers on one host: one holder at a time, whoever crashes, whatever the file holds."""
+"""The lease of managers on one host: one holder at a time, after crashes and with any contents of the file."""
 
 import asyncio
 import fcntl
@@ -47,7 +47,7 @@ async def test_the_file_reads_as_documented(tmp_path: Path) -> None:
 
 
 async def test_a_lease_of_an_earlier_boot_is_free(tmp_path: Path) -> None:
-    """The monotonic clock began anew: the old end may be days ahead."""
+    """The monotonic clock started again from 0: the old end may be days ahead."""
     await FileLease(tmp_path, FakeClock(900_000), boot="before").acquire("a", 10)
     assert await FileLease(tmp_path, FakeClock(5), boot="after").acquire("b", 10) == LeaseState("b", 2)
 

@@ -11,7 +11,7 @@ from thoroughness import examples
 from kvcm.store.memory import DueQueue, MemoryLease, MemoryStore, MemoryTable, Outcomes
 
 
-async def test_what_was_listed_does_not_change_with_the_table() -> None:
+async def test_a_listing_does_not_change_with_the_table() -> None:
     table = MemoryTable()
     await table.replace("a", None, b"1")
     before = await table.all()
@@ -20,7 +20,7 @@ async def test_what_was_listed_does_not_change_with_the_table() -> None:
 
 
 def test_nothing_suspends() -> None:
-    """Tests of the rooms above drive their coroutines with one step."""
+    """Tests of the packages above drive their coroutines with one step."""
     store = MemoryStore()
     table, lease = store.table("t"), MemoryLease(FakeClock())
     for call in (table.get("a"), table.all(), table.replace("a", None, b""), table.due(0, 1), table.version(),
@@ -52,7 +52,7 @@ def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | 
     due = [key for deadline, key in sorted((deadline, key) for key, deadline in expected.items()) if deadline <= now]
     assert queue.until(now, most) == due[:most]
     assert queue.until(now, most) == due[:most]
-    assert due or not most or queue.earliest > now, "who asked once knows that there is nothing"
+    assert due or not most or queue.earliest > now, "after one call, no key is due"
 
 
 SAME = st.tuples(st.lists(st.integers(0, 8), unique=True), st.one_of(st.none(), st.integers(0, 4).map(float)))
@@ -100,7 +100,7 @@ def test_an_outcome_is_reported_until_it_is_over() -> None:
     assert outcomes.get("b", 0.0) is None
 
 
-def test_what_is_over_goes_a_few_at_a_time_until_none_is_left() -> None:
+def test_expired_outcomes_go_a_few_at_a_time_until_none_is_left() -> None:
     outcomes = Outcomes()
     for at in range(100):
         outcomes.store(f"n{at}", b"", until=10.0, now=0.0)

@@ -367,7 +367,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         assert settings.cluster_name
 
 
-# ── Invalidations: told of every change ──
+# ── Invalidations: one for every change ──
 
 
 WAIT_SECONDS = 40.0
@@ -375,7 +375,7 @@ SILENCE_SECONDS = 0.5 + 0.5 + 2.0  # from ping to ping, for an answer, and what 
 
 
 class Listener:
-    """What a cache would be told."""
+    """The invalidations that a cache would receive."""
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
@@ -470,7 +470,7 @@ async def test_a_lost_connection_resets_and_comes_back(tmp_path: Path) -> None:
             assert not listener.invalidations.is_live
             await listener.live()
             assert listener.resets == 3
-            assert not listener.reset_while_live, "what was missed is forgotten before anybody trusts the cache again"
+            assert not listener.reset_while_live, "the cache drops missed keys before it is live again"
             key = listener.prefix + b"1}"
             await listener.client.execute([(b"SET", key, b"1")])
             await listener.until(lambda: key in listener.keys)
@@ -671,7 +671,7 @@ async def test_the_replica_takes_over_when_the_master_dies(tmp_path: Path) -> No
 
 
 def replicate(server: RedisServer, key: bytes) -> None:
-    """Return when the replica has everything that the master was told so far."""
+    """Return when the replica has every write of the master so far."""
     with server.admin() as admin:
         admin.set(key + b"-last", b"")
         assert admin.wait(1, 20_000) == 1
@@ -686,7 +686,7 @@ async def changed(client: RedisClient, old: list[Address]) -> list[Address]:
 
 
 async def forgotten(client: RedisClient, port: int) -> None:
-    """Wait until a port is no master's: other nodes may not have heard of the promotion yet."""
+    """Wait until a port is no master's: other nodes may not know of the promotion yet."""
     deadline = time.monotonic() + RECOVERY_SECONDS
     while port in {address.port for address in await client.masters()}:
         assert time.monotonic() < deadline

@@ -147,7 +147,7 @@ async def test_a_sync_of_the_store_is_one_of_its_log(tmp_path: Path) -> None:
     await store.close()
 
 
-def test_progress_is_silent_where_no_one_watches(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_silent_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with shown_progress("Loading") as on_progress:
         on_progress(0, 0)
         on_progress(5, 3)
@@ -189,7 +189,7 @@ async def test_changes_are_applied_in_the_order_of_their_append(log: CommitLog, 
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
-async def test_closing_writes_what_no_one_waited_for(tmp_path: Path, fsync: Fsync) -> None:
+async def test_closing_writes_unflushed_rows(tmp_path: Path, fsync: Fsync) -> None:
     log = CommitLog(tmp_path, fsync, SystemClock())
     for row in ROWS:
         log.append([row])
@@ -202,7 +202,7 @@ async def test_closing_writes_what_no_one_waited_for(tmp_path: Path, fsync: Fsyn
 async def test_many_waiting_calls_share_few_rounds(
     tmp_path: Path, fsync: Fsync, call: Callable[[CommitLog], Awaitable[None]]
 ) -> None:
-    """What is appended in one turn of the loop needs one round, two if the writer was quicker than the loop, and one
+    """Batches appended in one turn of the loop need one round, two if the writer was quicker than the loop, and one
     more where a batch begins beyond the size of a round."""
     log = CommitLog(tmp_path, fsync, FakeClock())
 
@@ -250,13 +250,13 @@ async def test_changes_are_refused_while_too_much_waits_and_accepted_again(tmp_p
 
 
 def held(log: CommitLog) -> threading.Condition:
-    """The writer cannot take what is queued inside the block."""
+    """Keep the writer from taking queued batches inside the `with` block."""
     return log._changed
 
 
 @pytest.fixture
 async def failed(tmp_path: Path) -> AsyncIterator[tuple[CommitLog, list[str]]]:
-    """A log whose database fails to write, and what it told of that."""
+    """A log whose database fails to write, and the failures that it reported."""
     reported: list[str] = []
     log = CommitLog(tmp_path, Fsync.ALWAYS, SystemClock(), on_failure=reported.append)
     log._database.close()  # every write from now on fails
@@ -359,7 +359,7 @@ async def test_a_flush_waits_for_a_sync_only_if_every_write_is_to_be_synced(tmp_
 
 @pytest.mark.parametrize("fsync", list(Fsync))
 async def test_a_sync_is_one_under_every_policy(tmp_path: Path, fsync: Fsync) -> None:
-    """Also of what was flushed before, and also when time stands still."""
+    """Also of rows that were flushed before, and also when time stands still."""
     log = CommitLog(tmp_path, fsync, FakeClock())
     for is_flushed in (False, True):
         log.append(ROWS)
@@ -385,7 +385,7 @@ async def test_closing_answers_a_sync(tmp_path: Path) -> None:
 
 
 async def test_everysec_syncs_in_the_first_round_after_a_second(tmp_path: Path) -> None:
-    """Rounds follow each other, so the answer of the third tells that the second has made its sync."""
+    """Rounds follow each other, so the answer of the third shows that the second has made its sync."""
     clock = FakeClock()
     log = CommitLog(tmp_path, Fsync.EVERYSEC, clock)
     for _ in range(3):
@@ -413,7 +413,7 @@ async def test_operations_are_timed(log: CommitLog) -> None:
     assert {op: times.read().counts[-1] for op, times in log.times.items()} == {"write": 1, "sync": 1, "flush": 1}
 
 
-async def test_what_was_written_does_not_stay_in_memory(tmp_path: Path) -> None:
+async def test_written_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
     """Tables in memory are small: they are the largest part of what a small manager takes."""
     log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
     try:
@@ -482,7 +482,7 @@ def test_writing_goes_on_over_many_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_full_disk_stops_the_log_and_keeps_what_was_flushed(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_log_and_keeps_flushed_rows(tmp_path: Path) -> None:
     with start_writer(tmp_path, "always", str(300_000)) as writer:
         output, _ = writer.communicate(timeout=60)
     *lines, last = output.splitlines(keepends=True)
