@@ -83,7 +83,7 @@ class GroupShape:
 
 
 class Written(NamedTuple):
-    """What became of a write.
+    """The outcome of a write.
 
     Attributes:
         blocks: how many were taken, from the first one on.

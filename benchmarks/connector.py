@@ -106,7 +106,7 @@ def _prompts(seed: int) -> list[list[int]]:
 
 
 def _timed(engine: object, prompts: list[list[int]]) -> float:
-    """Return how long the engine takes; what it goes on saving afterwards ends before anybody else is timed."""
+    """Return how long the engine takes; its saves in the background end before the next engine is timed."""
     begun = time.perf_counter()
     engine.generate(prompts, _NEW_TOKENS, seconds=300)  # type: ignore[attr-defined]
     seconds = time.perf_counter() - begun

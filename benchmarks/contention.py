@@ -42,7 +42,7 @@ def run(store: str, operations: int, rounds: int, deaths: int, seed: int) -> lis
 
 
 def contended_rows(store: str, report: ContendedReport) -> list[Row]:
-    """Return what the history shows."""
+    """Return the rows of the history."""
     for text in report.wrong:
         print(f"{store}: {text}", file=sys.stderr)
     case = f"{store}, {report.operations:,} block operations"
@@ -74,7 +74,7 @@ def visibility_rows(store: str, written: Sequence[float], removed: Sequence[floa
 
 
 def handover_rows(store: str, handovers: Sequence[Handover]) -> list[Row]:
-    """Return what the deaths of leaders meant."""
+    """Return the effects of the deaths of leaders."""
     case = f"{store}, leader killed {len(handovers)} times"
     failed = _reported(store, (str(sent) for each in handovers for sent in each.failed))
     wrong = _reported(store, (text for each in handovers for text in each.wrong))

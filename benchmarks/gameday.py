@@ -53,7 +53,7 @@ def main() -> int:
     lacks = lacking() | ({"fuse": why_no_fuse()} if why_no_fuse() else {})
     for capability, why in lacks.items():
         print(f"left out: faults that need {capability}: {why}", file=sys.stderr)
-    os.environ["PYTHONPATH"] = str(ROOT)  # of everything that is started: this tree, whatever else is installed
+    os.environ["PYTHONPATH"] = str(ROOT)  # every started process imports this tree, not an installed package
     from game_run import GameOptions, play
 
     files = (options.logs, options.json, options.report)

@@ -19,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from engine_figures import SHARED, pool_of
 from host_networks import why_no_hosts
 from host_run import PHASES, HostsReport, run_hosts
-from host_site import HOSTS, NO_ONE
+from host_site import HOSTLESS, HOSTS
 
-TITLE = "hosts: nobody is given another host's memory"
+TITLE = "hosts: no engine gets memory of another host"
 MOST_NOTICED_SECONDS = 10.0  # with reports every 0.8 s that hold for 2.4 s, and probes every 0.2 s
 MOST_OVERRUN_SECONDS = 0.5
-_CUT_OFF = {"a": {"cut", "mended", "killed"}, "b": {"killed"}, NO_ONE: {"killed"}}
+_CUT_OFF = {"a": {"cut", "mended", "killed"}, "b": {"killed"}, HOSTLESS: {"killed"}}
 _CASE = "two hosts with pools, one without"
 
 
 def rows(report: HostsReport) -> Iterator[Row]:
-    """Return what came of a run."""
+    """Return the rows of a run."""
     seen = report.all()
     yield Row(_CASE, "lookups", seen.lookups, "")
     yield Row(_CASE, "addresses in their answers", seen.places, "")

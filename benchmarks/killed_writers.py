@@ -1,8 +1,8 @@
 """Claim: a reader gets the bytes that were written, wherever in a save a writer is killed or stopped.
 
-Writers save blocks, session after session, and are killed at random points; a reader then loads everything that is
-served of them and compares every byte. Others are stopped until their session is over and somebody else wrote the
-blocks; what they write when they come back is never served.
+Writers save blocks, session after session, and are killed at random points; a reader then loads every
+block that the manager serves of them and compares every byte. Others are stopped until their session expired and
+another writer wrote the blocks; the bytes that they write when they come back are never served.
 
 As many are killed and stopped as were asked for, and every step of a save is hit; a few kills (--quick) cannot hit all.
 """
@@ -44,11 +44,11 @@ def stops_of(count: int) -> int:
 
 
 def kill_rows(case: str, report: KillReport, count: int, is_quick: bool) -> list[Row]:
-    """Return what the kills meant.
+    """Return the effects of the kills.
 
     Args:
         case: kind of storage.
-        report: of what happened.
+        report: of the run.
         count: writers that were to be killed.
         is_quick: too few to hit every point of a save.
     """

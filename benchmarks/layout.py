@@ -4,7 +4,7 @@ Each row compares `gather` or `scatter` of `connectors/layout` on a CPU with a m
 same run, both in one thread and by the time of that thread, which counts less of what else the machine does. The
 figure is the median of the ratios of neighbouring windows. Blocks are taken in random order.
 
-The target is of a memcpy block by block, in the same order: the least that anybody has to do whose blocks lie apart.
+The target is of a memcpy block by block, in the same order: the least work for blocks that lie apart.
 One memcpy of all bytes in one piece is up to twice as fast as that, since it passes the caches by; rows against it have
 no target.
 

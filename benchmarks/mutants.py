@@ -480,7 +480,7 @@ class Renames:
 
 
 def shape(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Return tokens with all names alike, so that code is comparable whatever it is called."""
+    """Return tokens with all names alike, so that code is comparable across renames."""
     return tuple(token if keyword.iskeyword(token) or not WORD.fullmatch(token) else "n" for token in tokens)
 
 
@@ -585,7 +585,7 @@ class Finder:
 
 
 def _is_same_change(wanted: Site, other: Site) -> bool:
-    """Return whether two mutations are of one kind and do the same, whatever names they have."""
+    """Return whether two mutations are of one kind and do the same, apart from names."""
     if wanted.operator != other.operator:
         return False
     if wanted.operator in {"return", "deletion", "jump", "negation"}:
@@ -829,7 +829,7 @@ class Runner:
         settings.load_profile("mutants")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note what became of a test."""
+        """Record the outcome of a test."""
         if report.failed and not self._failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self._message = str(crash.message if crash is not None else report.longrepr).partition("\n")[0][:200]
@@ -1013,7 +1013,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--only", help="only mutants whose file, function or area contains this")
     parser.add_argument("--list", action="store_true", help="show the mutants as they are found in this tree")
-    parser.add_argument("--choose", action="store_true", help="choose anew and write the list")
+    parser.add_argument("--choose", action="store_true", help="choose mutants again and write the list")
     parser.add_argument("--relocate", action="store_true", help="write the list as it is found in this tree")
     parser.add_argument("--mutants", type=Path, default=LIST, help="the list")
     parser.add_argument("--seed", type=int, default=26)
@@ -1026,7 +1026,7 @@ def options() -> argparse.Namespace:
 
 
 def run(root: Path, mutants: Sequence[Mutant], chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run mutants; return what became of each."""
+    """Run mutants; return the outcome of each."""
     import pytest
 
     chosen.json = chosen.json.resolve()

@@ -3,8 +3,8 @@
 Its capacity is measured first, by clients that keep a number of requests on their way; then its times while it has
 little to do; then ten times the capacity is offered, whether it is answered or not. A mix of lookups of 64 and of
 1,024 keys, of writes and of large batches, from processes that send prepared bytes. The server has a core of its own,
-clients have the other one, so that neither slows the other down. Meanwhile somebody asks for health and metrics, and
-looks at the memory of the process.
+clients have the other one, so that neither slows the other down. Meanwhile a probe asks for health and metrics, and
+samples the memory of the process.
 
 Accepted requests are judged by kind: their p99 against that of the same kind with little to do. What HTTP/2 keeps
 back at the client, since the server takes no more at a time, is counted and shown.
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of an offer: requests by kind, how they ended, and the times of those that were served."""
+    """The outcome of an offer: requests by kind, how they ended, and the times of those that were served."""
 
     wall: float
     offered: Counter[str]
@@ -81,11 +81,11 @@ class Outcome(NamedTuple):
 
 
 class Clients:
-    """Client processes; what they offer is summed.
+    """Client processes; their offers are summed.
 
     Args:
         running: the processes.
-        manager: what they offer to.
+        manager: the server under load.
         cores: that they run on.
     """
 

@@ -98,9 +98,9 @@ class Offer:
     """One run.
 
     Args:
-        job: what to do.
+        job: the offer.
         wires: connections.
-        requests: what to send.
+        requests: to send.
     """
 
     def __init__(self, job: dict[str, Any], wires: list[Any], requests: Requests) -> None:

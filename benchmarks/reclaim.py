@@ -237,7 +237,7 @@ class Load:
             await asyncio.sleep(0.1)
         for _ in range(int(now["meta_indexer.total_key_count"]), self._plan.blocks, CHAIN):
             await self.write(CHAIN)
-        for body, _ in self._hot:  # read all the time, so never the coldest, whatever was written
+        for body, _ in self._hot:  # read all the time, so never the coldest, after any writes
             await self.call(f"{META}GetCacheLocation", body)
         await asyncio.sleep(DRAIN_SECONDS)
 

@@ -61,7 +61,7 @@ def kills(store: str, count: int, seed: int) -> list[Row]:
 
 
 def kill_rows(case: str, report: EvictionReport) -> list[Row]:
-    """Return what the kills meant."""
+    """Return the effects of the kills."""
     return [
         _reported(case, report.wrong),
         Row(case, "kills that left deletions to do", report.left_deleting, ""),
@@ -88,7 +88,7 @@ def outages(seconds: dict[str, float], *, is_timed: bool) -> list[Row]:
 
 
 def outage_rows(case: str, report: OutageReport, *, is_timed: bool) -> list[Row]:
-    """Return what an outage meant."""
+    """Return the effects of an outage."""
     ratio, drain = report.meanwhile / report.before, report.drain_seconds
     target, ok = (f"value/baseline >= {LEAST_RATE:g}", ratio >= LEAST_RATE) if is_timed else ("", None)
     most = f"<= {MOST_DRAIN_SECONDS:g} s"
@@ -111,7 +111,7 @@ def shared(seconds: float, seed: int) -> list[Row]:
 
 
 def shared_rows(case: str, report: SharedReport) -> list[Row]:
-    """Return what became of the directory."""
+    """Return the state of the directory."""
     own, other, dead = report.own_orphans, report.other_orphans, report.dead_orphans
     return [
         _reported(case, report.wrong),
@@ -134,7 +134,7 @@ def takeovers(rounds: int, seed: int) -> list[Row]:
 
 
 def takeover_rows(case: str, found: Sequence[Takeover]) -> list[Row]:
-    """Return what the deaths of leaders meant."""
+    """Return the effects of the deaths of leaders."""
     beyond, seconds = max(each.beyond_blocks for each in found), max(each.seconds for each in found)
     left, quiet = min(each.left_blocks for each in found), max(each.quiet_seconds for each in found)
     most = f"<= {MOST_TAKEOVER_SECONDS:g} s"

@@ -30,7 +30,7 @@ REDIS_TIMEOUT_MS = 20_000
 
 
 def rows(case: str, report: RestartReport) -> list[Row]:
-    """Return what restarts meant."""
+    """Return the effects of restarts."""
     for text in report.wrong:
         print(f"{case}: {text}", file=sys.stderr)
     wrong, found = len(report.wrong), report.confirmed_blocks

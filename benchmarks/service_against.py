@@ -1,7 +1,7 @@
 """Claim: calls cost a manager no more CPU time than with the code of another commit.
 
 Both managers run at once, each in a process of its own, and answer the same requests in windows that alternate, so that
-whatever else the machine does meets both alike. A figure is the median over rounds of one manager's CPU time in the
+other load of the machine affects both alike. A figure is the median over rounds of one manager's CPU time in the
 other's.
 
     git worktree add /tmp/before COMMIT

@@ -218,7 +218,7 @@ async def main() -> None:
         job = json.loads(line)
         units = write_units(job) if "write" in job else sent_units(job)
         of_port = connections.setdefault((job["transport"], job["port"]), [])
-        await asyncio.sleep(_OBSERVE_SECONDS)  # the line was awaited without a look at what the server did
+        await asyncio.sleep(_OBSERVE_SECONDS)  # the wait for the line did not read the server's messages
         of_port[:] = [connection for connection in of_port if not connection.is_closed]
         while len(of_port) < job["concurrency"]:
             of_port.append(CONNECTIONS[job["transport"]](job["port"], job["key"]))

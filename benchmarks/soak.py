@@ -39,7 +39,7 @@ WARM_UP = 1 / 3  # of the time
 
 @dataclass(slots=True)
 class Soaked:
-    """What the soak showed.
+    """The figures of the soak.
 
     Attributes:
         seconds: that it lasted.
@@ -127,7 +127,7 @@ async def ended(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await task
-            except Exception as error:  # whatever it is, it is reported
+            except Exception as error:  # any error is reported
                 wrong.append(repr(error))
     return wrong
 
@@ -152,7 +152,7 @@ def rows(found: Soaked, *, is_quick: bool) -> list[Row]:
 
 
 def _none(case: str, metric: str, count: int, texts: Iterable[str] = ()) -> Row:
-    """Return the row of something that may not be, and say what it was."""
+    """Return the row of something that may not be, and print it."""
     for text in texts:
         print(f"{metric}: {text}", file=sys.stderr)
     return Row(case, metric, count, "", target="= 0", ok=count == 0)

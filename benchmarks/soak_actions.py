@@ -58,7 +58,7 @@ class Actions:
 
     Args:
         number: of the client.
-        random: what it does next.
+        random: chooses its next action.
         ask: sends a request on the data port.
         ask_admin: the same on the admin port.
     """
@@ -75,7 +75,7 @@ class Actions:
             self._write: 20,
             self._read_metas: 4,
             self._remove: 3,
-            self._trim: 0.05,  # looks at every block
+            self._trim: 0.05,  # reads every block
             self._pin: 4,
             self._register: 2,
             self._operate: 4,

@@ -1,6 +1,6 @@
 """A client process of the soak: some clients, each with connections of its own.
 
-Prints what it did as one line of JSON when its time is over.
+Prints its counts as one line of JSON when its time is over.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MOST_FAILURES = 50
 
 @dataclass(slots=True)
 class Done:
-    """What the clients of a process did.
+    """The counts of a process's clients.
 
     Attributes:
         answers: by call, transport and code.
-        failures: what went wrong, in words; the first ones.
+        failures: errors, in words; the first ones.
         failed: how many.
         seconds: that answers took, by transport.
     """

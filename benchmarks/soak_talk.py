@@ -48,13 +48,13 @@ _CALLS: dict[type[Any], tuple[str, str, type[Any]]] = {
 
 
 class Answer(NamedTuple):
-    """What a request was answered.
+    """The answer to a request.
 
     Attributes:
         call: name of the rpc.
         code: of the header.
         text: of the header.
-        fields: the response: a message, or what JSON says.
+        fields: the response: a message, or decoded JSON.
     """
 
     call: str

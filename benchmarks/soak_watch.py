@@ -1,4 +1,4 @@
-"""Looks at the manager of the soak once a second: a scrape as Prometheus makes it, and the memory of the process."""
+"""Polls the manager of the soak once a second: a scrape as Prometheus makes it, and the memory of the process."""
 
 from __future__ import annotations
 

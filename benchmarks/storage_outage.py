@@ -43,7 +43,7 @@ def outages(names: Sequence[str], seconds: float, engines: int, seed: int, is_qu
 
 
 def outage_rows(case: str, report: OutageReport) -> list[Row]:
-    """Return what an outage meant."""
+    """Return the effects of an outage."""
     return [
         *_promise_rows(case, report),
         *_hit_rows(case, report),

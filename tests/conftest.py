@@ -1,4 +1,4 @@
-"""Fixtures for the tests of every room: servers that are shared by the whole run, and index backends on them."""
+"""Fixtures for the tests of every package: servers that are shared by the whole run, and index backends on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _import_triton_to_be_interpreted() -> None:
         os.environ["TRITON_INTERPRET"] = before
 
 
-# What property tests try follows from their code, so that a commit passes or fails alike wherever it is tried; a
+# Examples of property tests follow from their code, so that a commit passes or fails alike wherever it is tried; a
 # thorough run goes on looking. How long an example takes says how busy the machine is.
 _UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, max_examples=examples(100), **_UNTIMED)

@@ -20,14 +20,14 @@ def _refuse_processes(event: str, _arguments: tuple[object, ...]) -> None:
 
 
 def pytest_configure() -> None:
-    """Watch what the process does, from now on."""
+    """Record the process's tests from now on."""
     if is_quick():
         sys.addaudithook(_refuse_processes)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Say when a test runs: what starts workers is no test."""
+    """Say when a test runs: the process that starts workers runs none."""
     global _in_a_test
     _in_a_test = True
     try:

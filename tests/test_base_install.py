@@ -1,4 +1,4 @@
-"""The base install is what an engine process needs; the server says what it is missing."""
+"""The base install suffices for an engine process; the server names missing packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_without(modules: tuple[str, ...], code: str) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, "-c", blocked + code], capture_output=True, text=True, check=False)
 
 
-def test_the_command_without_the_server_extra_says_what_to_install() -> None:
+def test_the_command_without_the_server_extra_names_the_extra() -> None:
     done = run("import kvcm.cli")
     assert done.returncode == 1
     assert "pip install 'kvcm[server]'" in done.stderr
@@ -57,7 +57,7 @@ def test_bytes_are_moved_and_checked_with_nothing_else() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_tracing_extra_the_server_serves_and_says_what_tracing_needs(tmp_path: Path) -> None:
+def test_without_the_tracing_extra_the_server_serves_and_names_the_extra(tmp_path: Path) -> None:
     serve = (
         "import asyncio\n"
         "from kvcm.app import Manager\n"

@@ -1,4 +1,4 @@
-"""What tests note about features is what happened."""
+"""Feature records equal the outcome of tests."""
 
 from __future__ import annotations
 

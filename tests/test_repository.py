@@ -1,4 +1,4 @@
-"""What no linter knows of the repository: names of modules, the top level, documents that list what the code has."""
+"""Rules that no linter checks: names of modules, the top level, documents that list what the code has."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SECONDS = 20.0
 def read_blocks(
     addresses: Sequence[str], roots: dict[str, str], blocks: Iterable[Block]
 ) -> dict[tuple[str, int], Found]:
-    """Return what a reader gets of each block.
+    """Return the bytes that a reader gets of each block.
 
     Args:
         addresses: of the managers.

@@ -1,4 +1,4 @@
-"""Looks at everything after a game's last fault: nothing may be stuck, lost, counted wrongly, or left behind."""
+"""Checks everything after a game's last fault: nothing may be stuck, lost, counted wrongly, or left behind."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class EndState:
         usage: bytes used by group, by the REST resource.
         instances: bytes used by group, as the sum of its instances there.
         recounted: bytes used by group, counted from the records.
-        verify: what `kvcm index verify` found.
-        doctor: what fails in the eyes of `kvcm doctor`.
+        verify: the findings of `kvcm index verify`.
+        doctor: the failures that `kvcm doctor` reports.
         orphans: bytes without metadata that are left after a scrub, by storage, in words.
         scrubbed: objects that the scrubs deleted.
         failures: defects in logs of managers.
@@ -79,7 +79,7 @@ def judge_end(end: EndState) -> dict[str, list[str]]:
         "managers that are not ready": [name for name in MANAGERS if name not in end.ready],
         "other than one leader": [] if is_led else [f"{end.leaders} lead, {end.agreed!r} is agreed"],
         "tasks that are not done": end.tasks,
-        "groups whose usage is not that of their records": usage if end.usage else ["no usage was told"],
+        "groups whose usage is not that of their records": usage if end.usage else ["no usage was reported"],
         "findings of kvcm index verify": end.verify,
         "failures that kvcm doctor sees": end.doctor,
         "bytes without metadata after a scrub": end.orphans,
@@ -127,7 +127,7 @@ def _audited(site: Site) -> StoreAudit:
 
 
 def check_end(site: Site, end: EndState) -> None:
-    """Fill in everything that is looked at when nothing happens any more."""
+    """Fill in all figures that are checked after the last request."""
     audit = _audited(site)
     end.recounted = {name: audit.used_bytes[name] for name in audit.used_bytes}
     end.ready = [name for name in MANAGERS if site.managers[name].probe("readyz")]
@@ -173,7 +173,7 @@ def _doctor(site: Site, name: str) -> list[str]:
 
 
 def _scrub(site: Site, end: EndState, name: str) -> None:
-    """Delete what no metadata knows, and look again whether anything is left: by a scrub, and past the managers."""
+    """Delete orphans, and check again whether any are left: by a scrub, and past the managers."""
     common = ("storage", "scrub", name, "--json", "--min-age", str(_ORPHAN_AGE_SECONDS), "--manager")
     address = site.managers[MANAGERS[0]].address
     time.sleep(_ORPHAN_AGE_SECONDS)

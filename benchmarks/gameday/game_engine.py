@@ -2,8 +2,8 @@
 
     python game_engine.py <settings as JSON>
 
-What the manager acknowledged goes to a ledger after the answer; what became of each prompt goes to another file.
-Whatever happens around it, a prompt is answered with the tokens of an engine without reuse.
+Acknowledged blocks go to a ledger after the manager's answer; the outcome of each prompt goes to another file.
+Under every fault a prompt is answered with the tokens of an engine without reuse.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class EngineSettings:
         group: instance group.
         instance: of the engine.
         ledger: file for acknowledged blocks.
-        results: file for what became of prompts.
+        results: file for the outcomes of prompts.
         expected: file of the tokens.
         conversations: how many there are.
         began: unix seconds of the game's begin.
         seconds: that the game lasts; conversations begin evenly over them.
         pause_seconds: between two prompts.
-        seed: of what it is asked.
+        seed: of its prompts.
     """
 
     name: str
@@ -71,7 +71,7 @@ class EngineSettings:
 
 
 class LedgerClient(ManagerClient):
-    """A client that writes down what the manager acknowledged, after it did.
+    """A client that records blocks after the manager acknowledged them.
 
     Args:
         addresses: of managers.

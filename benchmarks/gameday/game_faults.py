@@ -1,4 +1,4 @@
-"""Carries out what a plan says: each fault begins, lasts, and is over when what it took away is there again."""
+"""Carries out a plan: each fault begins, lasts, and is over when the failed component is restored."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _End = Callable[[], None]
 
 @dataclass(slots=True)
 class Done:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         step: as planned.
         began: unix seconds.
         ended: unix seconds; when everything was there again.
-        target: what it happened to, where the plan left that open.
+        target: the component that failed, where the plan left that open.
         error: why it could not be carried out, "" when it was.
     """
 
@@ -46,7 +46,7 @@ class Faults:
         site: that they happen to.
 
     Attributes:
-        done: what became of each step that has ended.
+        done: the outcome of each step that has ended.
         wrong: faults of managers and engines during a stop.
     """
 
@@ -123,7 +123,7 @@ class Faults:
     def _stop(self, name: str) -> None:
         code = self._process(name).stop()
         if code:
-            self.wrong.append(f"{name} was told to stop and ended with {code}")
+            self.wrong.append(f"{name} was ordered to stop and ended with {code}")
 
     def _process(self, name: str) -> GameProcess:
         site = self._site

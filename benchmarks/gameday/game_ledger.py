@@ -69,7 +69,7 @@ class Gone(NamedTuple):
 
 @dataclass(slots=True)
 class Judgement:
-    """What became of acknowledged blocks.
+    """The outcome of acknowledged blocks.
 
     Attributes:
         served: blocks that are there with the right bytes.
@@ -168,7 +168,7 @@ def _judge_eviction(judgement: Judgement, block: Block, since: Sequence[Gone], k
 
 
 def _reported(block: Block, since: Sequence[Gone], reason: str = "") -> str:
-    reported = "; ".join(f"{each.type} {each.reason} at {each.at:.3f}" for each in since) or "no manager tells why"
+    reported = "; ".join(f"{each.type} {each.reason} at {each.at:.3f}" for each in since) or "no manager reported why"
     uris = [part.uri for location in block.locations for part in location.values()]
     return f"block {block.key} of {block.instance}, acknowledged at {block.at}, at {uris}: {reason or reported}"
 

@@ -1,6 +1,6 @@
-"""Hosts of a game: network name spaces on one bridge, and what goes wrong between them.
+"""Hosts of a game: network name spaces on one bridge, and faults between them.
 
-What a host sends to another one is lost on command by a neighbour entry that names a machine that does not exist:
+Packets from a host to another one are lost on command by a neighbour entry that names a machine that does not exist:
 packets leave and arrive nowhere, without an error and in one direction alone.
 """
 
@@ -21,7 +21,7 @@ HOSTS = {
     "prober": "10.78.0.31",
 }
 _BRIDGE = "game0"
-_NO_ONE = "02:00:00:00:ff:fe"
+_ABSENT_MAC = "02:00:00:00:ff:fe"
 _SLOW = "rate 256kbit burst 8kb latency 300ms"
 _LOST_PERCENT = 15
 
@@ -34,7 +34,7 @@ def left_out() -> dict[str, str]:
 
 
 def _loss_tool() -> str:
-    """Return what loses packets: netem where the kernel has it, else nft."""
+    """Return the means of losing packets: netem where the kernel has it, else nft."""
     tried = subprocess.run(
         [
             "unshare",
@@ -86,9 +86,9 @@ class Network:
         return list(command) if name == "root" else ["nsenter", f"--net=/run/netns/{name}", "--", *command]
 
     def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Lose whatever the first of each pair sends to the second."""
+        """Lose all packets that the first of each pair sends to the second."""
         for sender, receiver in pairs:
-            _run(f"ip -n {sender} neigh replace {HOSTS[receiver]} lladdr {_NO_ONE} dev eth0 nud permanent")
+            _run(f"ip -n {sender} neigh replace {HOSTS[receiver]} lladdr {_ABSENT_MAC} dev eth0 nud permanent")
 
     def mend(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Undo `cut`."""

@@ -1,4 +1,4 @@
-"""What goes wrong in a game, when, and for how long: made of a seed alone, and a pure function of it.
+"""The faults of a game, their times and durations: a pure function of a seed.
 
 Faults come in rounds: in each every kind comes once, in another order. Some begin while another one lasts. Between
 the windows of faults (a fault and the time that recovery from it may take) there is quiet, at least so much of the
@@ -30,10 +30,10 @@ class Kind:
 
     Attributes:
         name: of it, for people.
-        targets: what it may happen to; one is chosen. `a=b` is both ways between two hosts, `a>b` what the first sends.
+        targets: components that may fail; one is chosen. `a=b` is both ways between two hosts, `a>b` one.
         seconds: shortest and longest time that it lasts.
         recovery_seconds: stated: how long after its end calls may still fail.
-        why: what that time is made of.
+        why: the terms of that time.
         needs: capability of the machine, "" for none.
     """
 
@@ -91,7 +91,7 @@ class Step:
     Attributes:
         number: in the order in which they begin, from 1 on.
         kind: name of it.
-        target: what it happens to.
+        target: the component that fails.
         at: seconds from the game's begin.
         seconds: that it lasts.
         recovery_seconds: stated for its kind.

@@ -2,8 +2,8 @@
 
     python game_prober.py <settings as JSON>
 
-A round is a match of known blocks, a start, the bytes, and a finish. It begins when it is due, whatever became of those
-before it.
+A round is a match of known blocks, a start, the bytes, and a finish. It begins when it is due, with any outcome of
+those before it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ProberSettings:
     Attributes:
         managers: their addresses, separated by commas.
         group: of its instance.
-        samples: file for what it finds.
+        samples: file for its samples.
         rounds_per_second: how often it asks.
     """
 

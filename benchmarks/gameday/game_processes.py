@@ -65,7 +65,7 @@ class GameProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Start it; what it says is appended to its log."""
+        """Start it; its output is appended to its log."""
         assert not self.is_running, f"{self.host} runs already"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -27,7 +27,7 @@ _MOST_REPORTED = 10
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What came after the faults of a kind.
+    """The effects of the faults of a kind.
 
     Attributes:
         kind: of the faults.
@@ -64,7 +64,7 @@ def publish_game(game: Game) -> bool:
 
 
 def recoveries(game: Game) -> list[Recovery]:
-    """Return what came after faults, by kind, in the order of the table of kinds."""
+    """Return the effects of faults, by kind, in the order of the table of kinds."""
     windows = game.windows
     by_kind: defaultdict[str, list[Window]] = defaultdict(list)
     for window in windows:

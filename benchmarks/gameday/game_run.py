@@ -39,7 +39,7 @@ class GameOptions:
     """Settings of a game.
 
     Attributes:
-        seed: of what happens.
+        seed: of the plan.
         seconds: that faults happen.
         lacks: capabilities that the machine lacks, and why.
         logs: folder for the game's folder.
@@ -67,7 +67,7 @@ class Game:
         options: of the game.
         began: unix seconds.
         ended: unix seconds, when the traffic ended.
-        done: what became of each step.
+        done: the outcome of each step.
         samples: of the prober.
         results: of prompts.
         observations: at the managers.
@@ -169,11 +169,11 @@ def _end_traffic(site: Site, end: EndState) -> None:
     for name, process in processes.items():
         code = process.stop() if process.is_running else 0
         if code:
-            end.stopped.append(f"{name} was told to stop at the end and ended with {code}")
+            end.stopped.append(f"{name} was ordered to stop at the end and ended with {code}")
 
 
 def _gather(site: Site, game: Game) -> None:
-    """Look at everything."""
+    """Run all checks."""
     settle(site, game.end, _SETTLE_SECONDS)
     game.samples = [
         Sample(each["at"], each["seconds"], each["is_good"], each["call"], each["reason"])

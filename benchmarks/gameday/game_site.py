@@ -161,7 +161,7 @@ class Site:
         }
 
     def start_store(self) -> None:
-        """Start the Redis server and wait until it has loaded what it kept."""
+        """Start the Redis server and wait until it has loaded its data."""
         self.store.start()
         assert waited_for(_store_answers, _START_SECONDS), "the store does not answer"
 

@@ -146,7 +146,7 @@ class Storages:
         self.mount.mount()
 
     def files(self, name: str) -> list[Path]:
-        """Return all files of a storage, as engines see them, whatever they are.
+        """Return all files of a storage, as engines see them.
 
         Left out are what the game made, and files of probes: one that is cut off leaves its file for an hour.
         """

@@ -1,4 +1,4 @@
-"""Looks at every manager all the time: whether it is ready, and which leader it names."""
+"""Polls every manager all the time: whether it is ready, and which leader it names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Observation(NamedTuple):
 
 
 class Watch:
-    """Looks at managers until it is ended, each in a thread of its own.
+    """Polls managers until it is ended, each in a thread of its own.
 
     Args:
         managers: by name.
@@ -87,7 +87,7 @@ def whole_since(
     Args:
         observations: in any order.
         moment: unix seconds; observations that began earlier say nothing.
-        names: of the managers; what others say is not looked at.
+        names: of the managers; answers of others are ignored.
         not_led_by: a manager that does not count as a leader, since it is gone.
     """
     latest: dict[str, Observation] = {}

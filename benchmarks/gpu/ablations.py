@@ -1,7 +1,7 @@
 """Claim: the settings of RetroInfer and PQCache are where their documents put them for a reason, one at a time.
 
 S1, three regimes: each line changes one setting of the default one. The caches are the policies
-themselves, on what was selected in the mid regime. What settings cost in time is measured on a GPU by other benchmarks;
+themselves, on the selections of the mid regime. Other benchmarks measure on a GPU the time that settings cost;
 here are quality, bytes and hit rates.
 """
 

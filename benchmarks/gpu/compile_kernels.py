@@ -120,7 +120,7 @@ def rows_of(check: Check, tiling: Tiling | None, found: list[Compiled]) -> Itera
     case = f"{check.kernel}: {check.case}" + (f", {tiling}" if tiling is not None else "")
     try:
         check.run("triton")
-    except Exception as error:  # whatever Triton raises is the finding
+    except Exception as error:  # any error of Triton is the finding
         yield Row(case, f"does not compile: {error}"[:300], 1, "", target="= 0", ok=False)
     for name, registers, stack, shared in sorted({one.resources() for one in found[done:]}):
         yield Row(case, f"{name}: registers of a thread", registers, "")

@@ -88,7 +88,7 @@ def fastest_dense(this: DeviceRun, case: str, dense: DenseDecode, is_graph: bool
     Args:
         this: the run.
         case: for people.
-        dense: what is timed.
+        dense: the timed decoder.
         is_graph: whether steps are captured: as what they are compared with.
     """
     backends: Sequence[SDPBackend] = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)

@@ -84,11 +84,11 @@ class DeviceClock:
         """Time a step.
 
         Args:
-            step: what is timed.
+            step: the timed callable.
             prepare: called with the number of the step before each, outside its time.
             is_graph: whether `step` replays a graph.
             host_goes_ahead: let the device wait some milliseconds before each step, so that the host has enqueued all
-                of it: for steps that compute on the host what they tell the device, which an engine does beside others.
+                of it: for steps that compute arguments of the device on the host, which an engine does beside others.
         """
         number = 0
         seconds: list[float] = []
@@ -175,7 +175,7 @@ class DeviceClock:
             taken = time.perf_counter() - start
             return lambda: taken
         self._flush.zero_()
-        # What was just written is dirty in the L2 cache until something takes its place.
+        # The bytes just written stay dirty in the L2 cache until other bytes replace them.
         torch.amax(self._flush, dim=0, out=self._sink)
         if host_goes_ahead:
             torch.cuda._sleep(_AHEAD_CYCLES)

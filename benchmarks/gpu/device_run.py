@@ -1,9 +1,9 @@
-"""One run of a GPU benchmark: its options, the device and what that can do at best, and what is published.
+"""One run of a GPU benchmark: its options, the device and its measured peaks, and the published rows.
 
 Every figure stands beside the peak measured in the same process, the driver, the versions and the commit. A speed-up is
 published only if the baseline was worth beating: full attention has to reach `LEAST_OF_ROOFLINE` of what the device's
 memory, or its products, allow; and only if both sides were captured in a graph, or neither. Where that is not so, times
-are published and ratios are not. What was measured is published even if a later case fails.
+are published and ratios are not. Measured cases are published even if a later case fails.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class DeviceRun:
         """Time a step and keep every sample for the raw file.
 
         Args:
-            case: what it is.
-            step: what is timed.
+            case: its name.
+            step: the timed callable.
             prepare: called with the number of the step before each, outside its time.
             is_graph: whether the step is captured in a graph, if it can be.
             host_goes_ahead: see `DeviceClock.samples`.
@@ -147,7 +147,7 @@ class DeviceRun:
         """Publish how much faster something is than a baseline, or why that is not stated.
 
         Args:
-            case: what is faster.
+            case: the faster one.
             over: the baseline.
             gain: time of the baseline over that of the case.
             dense_share: what full attention reaches of the roofline; None where it was not measured.
@@ -199,7 +199,7 @@ def run(doc: str, measures: str, measure: Callable[[DeviceRun], None], argv: Seq
 def _measure(this: DeviceRun, measure: Callable[[DeviceRun], None]) -> None:
     try:
         measure(this)
-    except Exception as error:  # whatever it is, what was measured before it is published
+    except Exception as error:  # of any kind: the cases measured before it are published
         traceback.print_exc()
         text = f"stopped: {type(error).__name__}: {error}"[:300]
         this.add_check(Row("the run", text, 1, "", target="= 0", ok=False))

@@ -2,7 +2,7 @@
 
 Three ways to hold the same KV: `Hierarchical` (all on the host, a buffer on the device), `Resident` (all on the device,
 sparse attention) and `Dense` (all on the device, full attention). Each layer stores the new token's latent, scores all
-index keys, takes the top-k and attends. What is attended to comes from a `SlidingTrace`, so that the hit rate is an
+index keys, takes the top-k and attends. The attended tokens come from a `SlidingTrace`, so that the hit rate is an
 input; the scores and their top-k are computed all the same. Not part of a step: projections, experts, and the index
 keys of the new token, which are the same for the two sparse ways.
 """
@@ -48,7 +48,7 @@ class Workload:
         num_q_heads: query heads.
         batch: requests B.
         n_tokens: tokens of each when the measurement starts; a multiple of the page size.
-        most_steps: steps at most; room for so many more tokens is made.
+        most_steps: steps at most; space for so many more tokens is allocated.
         hit_rate: of the trace.
     """
 
@@ -77,7 +77,7 @@ class Step:
     """What all three ways share: queries, new latents, the trace, outputs and the step's number.
 
     Args:
-        work: what is decoded.
+        work: the decoded workload.
         device: where.
     """
 
@@ -104,7 +104,7 @@ class Step:
         self.number += 1
         newest = self.newest_token
         if newest >= self.work.max_tokens:
-            raise ValueError(f"step {self.number}: there is room for {self.work.max_tokens} tokens; raise most_steps")
+            raise ValueError(f"step {self.number}: {self.work.max_tokens} tokens fit; raise most_steps")
         self.seq_lens.fill_(newest + 1)
         self.selected.copy_(self.trace.select(self.number, newest).view(self.selected.shape))
 
@@ -118,7 +118,7 @@ class Indexer:
     """Index keys of all requests, and the queries against them.
 
     Args:
-        work: what is decoded.
+        work: the decoded workload.
         clock: of the device.
     """
 
@@ -161,7 +161,7 @@ class Hierarchical(Step):
     """All KV on the host, a buffer of the newest and most recently selected tokens on the device.
 
     Args:
-        work: what is decoded.
+        work: the decoded workload.
         indexer: its index keys.
         host: pool with at least its pages.
         runtime: of the device.
@@ -275,7 +275,7 @@ class Resident(Step):
     """All KV on the device; each step attends to the selected tokens alone.
 
     Args:
-        work: what is decoded.
+        work: the decoded workload.
         indexer: its index keys; None for `Dense`.
         runtime: of the device.
         clock: fills the pool.
@@ -328,7 +328,7 @@ class Dense(Resident):
 
 
 def decode_batch(work: Workload, seq_lens: Tensor) -> ForwardBatch:
-    """Return a decode step of all requests; what is on the host says the most that they may become."""
+    """Return a decode step of all requests; the tokens on the host bound their lengths."""
     rows = torch.arange(work.batch, device=seq_lens.device)
     real = torch.tensor([work.batch], dtype=torch.int32, device=seq_lens.device)
     requests = tuple(range(work.batch))

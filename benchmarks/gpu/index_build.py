@@ -76,7 +76,7 @@ class Index:
 
 @dataclass(slots=True)
 class Side:
-    """What was measured of one length of segments.
+    """The measurements of one length of segments.
 
     Attributes:
         seconds: of every build.
@@ -112,7 +112,7 @@ def selected(index: Index, sample: KVSample, share: float) -> Tensor:
 
 
 def measure(size: Size) -> dict[int, Side]:
-    """Return what was measured, by tokens of a segment; one segment is as long as the prompt."""
+    """Return the measurements, by tokens of a segment; one segment is as long as the prompt."""
     lengths = sorted({*size.others, size.segment, size.tokens})
     sides = {length: Side() for length in lengths}
     for seed in range(size.seeds):

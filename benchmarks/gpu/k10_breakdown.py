@@ -33,7 +33,7 @@ _PLANTED = RetroInferConfig(iterations=0)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is measured.
+    """The sizes of a run.
 
     Attributes:
         model: all of it.

@@ -88,7 +88,7 @@ class Mover:
 
     Args:
         this: the run.
-        case: what is moved.
+        case: the transfer.
         runtime: of the device.
     """
 
@@ -152,7 +152,7 @@ class Mover:
         return is_loaded and is_stored
 
     def _is_same(self) -> bool:
-        self.device.data[:1].cpu()  # waits for what was started
+        self.device.data[:1].cpu()  # waits for the transfers in flight
         case, geometry = self.case, self.case.geometry
         offsets = torch.arange(case.unit_tokens, device=self.src.device)
         for row, (src, dst) in enumerate(zip(self.src, self.dst, strict=True)):

@@ -1,8 +1,8 @@
 """K2, claim: planning a step of the device buffers costs microseconds, and none of them on the host.
 
-One call plans one layer of B requests: which of the K selected tokens are in the buffer of C, what leaves, what is
-loaded where. Plan only, no bytes move. The layers of a step are captured in one graph and the time is divided by them.
-How much of a whole step that is, K6 says.
+One call plans one layer of B requests: which of the K selected tokens are in the buffer of C, which slots are
+evicted, which tokens are loaded where. Plan only, no bytes move. The layers of a step are captured in one graph and
+the time is divided by them. K6 measures the share of a whole step.
 """
 
 from __future__ import annotations

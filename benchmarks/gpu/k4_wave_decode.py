@@ -49,7 +49,7 @@ def wave_config(settings: RetroInferConfig, page: int) -> SparseConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is measured.
+    """The sizes of a sweep.
 
     Attributes:
         model: all of it.
@@ -82,7 +82,7 @@ class Sweep:
         return self.budget_bytes // footprint(self.model, self._as_allocated(config, n_tokens), n_tokens).device
 
     def _as_allocated(self, config: SparseConfig, n_tokens: int) -> SparseConfig:
-        """Return settings with the cache that the control on the device has: it holds whatever a step may select."""
+        """Return settings with the cache of the control on the device: it holds all clusters that a step may select."""
         settings = config.algo
         if not isinstance(settings, RetroInferConfig) or settings.control == "cpu":
             return config
@@ -92,7 +92,7 @@ class Sweep:
         return replace(config, algo=replace(settings, cache_ratio=min(1, max(settings.cache_ratio, widest / n_tokens))))
 
     def on_host(self, config: SparseConfig, n_tokens: int) -> int:
-        """Return for how many requests the host has room; as many as are tried where nothing is kept there."""
+        """Return the number of requests that fit on the host; `most_batch` where the way keeps nothing there."""
         each = store_bytes(self.work(config, 1, n_tokens))
         return self.host() // each if each else self.most_batch
 
@@ -128,7 +128,7 @@ class Bench:
 
     Args:
         this: the run.
-        sweep: what is measured.
+        sweep: its sizes.
         n_tokens: of a prompt.
     """
 
@@ -201,7 +201,7 @@ class Bench:
         return speed
 
     def check(self, step: SparseDecode, case: str) -> None:
-        """Compare what was attended to with what was stored."""
+        """Compare the attended KV with the stored KV."""
         ok = step.is_right()
         self.this.add_check(Row(case, "buffer equals host", int(ok), "", target="1", ok=ok))
 

@@ -3,7 +3,7 @@
 Some attention layers of Llama-3-8B; as many requests as their KV on the host allows. Both attend to as many tokens and
 have a cache for the same share of them; PQCache at a tenth of the tokens, its own setting, stands beside. What each
 takes of the device is printed. Hit rates are inputs: for PQCache so large a share of the selection is put into whole
-blocks, as far as its cache can hold these; what was counted is printed.
+blocks, as far as its cache can hold these; the counted rate is printed.
 
 Full attention does not fit at the model's depth; of the measured layers it is timed with one request, and a speed-up is
 stated only where that reaches 75 % of its roofline.
@@ -38,13 +38,13 @@ _CODES = PQCacheConfig(iterations=1, kmeans_device="device")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is measured.
+    """The sizes of a run.
 
     Attributes:
         model: all of it.
         layers: measured ones.
         n_tokens: of a prompt.
-        most_batch: requests; fewer where the host has no room.
+        most_batch: requests; fewer where they do not fit on the host.
         hit_rates: inputs.
         ratio: share of the tokens of PQCache's own setting.
         wave: settings of RetroInfer.
@@ -76,7 +76,7 @@ class Size:
         )  # fmt: skip
 
     def ways(self) -> dict[str, SparseConfig]:
-        """Return what is compared, RetroInfer first."""
+        """Return the compared settings, RetroInfer first."""
         steady = self.wave.local + self.wave.update_segment // 2
         budget = steady + wave_retrieved(self.wave, self.n_tokens)
         same = replace(self.codes, token_budget=budget, local_ratio=steady / budget)
@@ -133,12 +133,12 @@ def full_share(this: DeviceRun, size: Size, layers: Layers) -> float:
 
 
 def measure(this: DeviceRun) -> None:
-    """Both ways and what is between them."""
+    """Measure both ways and their ratio."""
     size = SMOKE if this.is_smoke else QUICK if this.is_quick else FULL
     size = replace(size, most_batch=size.batch())  # once, before anything is there
     layers = Layers(this, size.model, size.layers)
     if not size.most_batch:
-        this.add(Row(f"n={size.n_tokens}", "left out: the host has no room for a request", 1, ""))
+        this.add(Row(f"n={size.n_tokens}", "left out: no request fits on the host", 1, ""))
         return
     share = full_share(this, size, layers)
     ours: list[Speed] = []

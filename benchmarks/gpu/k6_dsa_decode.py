@@ -4,7 +4,7 @@ Attention layers of DeepSeek-V3.2's size over random KV of n tokens a request: h
 request and layer, loads not overlapped), resident (sparse, all KV on the device) and dense, each at rising batches B
 up to what its bytes allow under one KV budget, index keys included. Some layers of 61 are measured and their time is
 extrapolated; the budget is scaled alike. Projections and experts are not run: rows with modelled weights add the time
-of reading them once a step, since without it ratios would flatter whoever has the larger batch. The hit rate is an
+of reading them once a step, since without it ratios would flatter the side with the larger batch. The hit rate is an
 input. Rows at the same batch show where hierarchical loses.
 """
 
@@ -38,7 +38,7 @@ _NOTHING = Traffic(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is measured.
+    """The sizes of a sweep.
 
     Attributes:
         layers: measured, of the model's.
@@ -97,7 +97,7 @@ class Bench:
 
     Args:
         this: the run.
-        sweep: what is measured.
+        sweep: its sizes.
         n_tokens: of a request.
     """
 

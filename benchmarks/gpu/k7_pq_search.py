@@ -41,7 +41,7 @@ _CODES = PQCacheConfig(iterations=1, kmeans_device="device", m=4, b=8)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is measured.
+    """The sizes of a run.
 
     Attributes:
         model: all of it.

@@ -125,7 +125,7 @@ def add_index(this: DeviceRun, case: str, samples: Samples, layer: Samples, best
     """Publish what building an index takes, and of which share of a layer that is.
 
     Args:
-        case: what was built.
+        case: the index.
         samples: its times.
         layer: times of the layer.
         best: seconds of a layer at the device's measured speed of products.
@@ -160,7 +160,7 @@ def check_clustering(this: DeviceRun, case: str, size: Size, keys: Tensor) -> No
 
 
 def indexes(this: DeviceRun, size: Size, keys: Tensor, values: Tensor) -> dict[str, tuple[Callable[[], object], bool]]:
-    """Return what is built, by name, and whether its share of the layer has a bar."""
+    """Return the builders of indexes, by name, and whether the share of the layer has a bar."""
 
     def codes(shape: PQShape, iterations: int) -> Tensor:
         return encode(keys, train(keys, shape, iterations, seed=0))

@@ -5,7 +5,7 @@ prompts is planted (S1-like), since computing 120K tokens takes a quarter of a m
 and PQCache at rising batches of requests of 120K tokens, as many as device and host hold. Indexes are built as chunks
 arrive, with their real number of iterations (PQCache's by a GPU, few of them), and that counts: printed are the time to
 the second token, with a prefill at the speed of the device's products, and the output from which on a way is worth
-it. The hit rate is what it is: the model's queries are random, and no quality is stated.
+it. The hit rate is measured, not set: the model's queries are random, and no quality is stated.
 
 Steps are launched one by one in all ways. A ratio is stated only where full attention of that batch reaches 75 % of its
 roofline, measured apart on two layers.
@@ -47,14 +47,14 @@ _SHARE_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is measured.
+    """The sizes of a run.
 
     Attributes:
         model: its shape for models of costs.
         shape: of the model that is run.
         n_tokens: of a prompt.
         batches: requests.
-        room: tokens that a request may decode.
+        room: most tokens that a request may decode.
         wave: settings of RetroInfer.
         codes: settings of PQCache.
         buffer_share: places of a sparse request in the arena, of its tokens, at most.
@@ -123,7 +123,7 @@ SMOKE = Size(
 
 @dataclass(slots=True)
 class Found:
-    """What was measured of a way: seconds to take a request in, and of each batch the samples of a step."""
+    """The measurements of a way: seconds to take a request in, and of each batch the samples of a step."""
 
     ingest: float = 0.0
     steps: dict[int, Samples] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The run, what is measured, the model, and of each batch what full attention reaches of its roofline."""
+    """The run, its sizes, the model, and the share of the roofline that full attention reaches at each batch."""
 
     this: DeviceRun
     size: Size

@@ -1,7 +1,7 @@
 """What each kernel computes on random inputs, at sizes of a real step: to compare its implementations with each other.
 
 A check takes an implementation and returns its outputs on the host. Every implementation gets the same inputs; the
-reference's outputs are what is right. Outputs are poisoned before each call, so that what is not written shows.
+reference's outputs are the expected ones. Outputs are poisoned before each call, so that unwritten elements show.
 """
 
 from __future__ import annotations

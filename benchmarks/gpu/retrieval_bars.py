@@ -31,10 +31,10 @@ def pq(m: int, b: int, top: int) -> SparseConfig:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure has to be.
+    """The bound on a figure.
 
     Attributes:
-        key: of the check, with what it is about.
+        key: of the check, with its subject.
         metric: that is checked.
         value: of one seed's result.
         mean: of each regime.

@@ -63,7 +63,7 @@ class Layers:
 
     @property
     def device(self) -> Device:
-        """What was measured of the device at best."""
+        """The measured peaks of the device."""
         return Device(self.this.peaks.hbm, self.this.peaks.h2d, self.this.peaks.flops)
 
     def publish(self, case: str, name: str, batch: int, samples: Samples) -> Speed:

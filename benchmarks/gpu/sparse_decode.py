@@ -2,8 +2,8 @@
 
 In each layer the new token is written, the algorithm ranks all clusters (or scores all tokens), attention of clusters
 is estimated, the manager looks up and puts the execution buffer together (or names the slots of resident KV), attention
-is computed and merged, and the cache is brought up to date. What is attended to comes from `fed_selections`. Requests
-stay as long as they are, alternately with one token more, so that what is done once a step is done in every step.
+is computed and merged, and the cache is brought up to date. The attended KV comes from `fed_selections`. Requests
+keep their length, alternately with one token more, so that the work due once a step is done in every step.
 
 Not in a step: projections and norms, and clustering of decoded tokens, which is due once in a thousand steps.
 """
@@ -29,7 +29,7 @@ __all__ = ["BEGIN", "PARTS", "Marks", "SparseDecode", "counted_hit_rate", "decod
 PARTS = ("write", "ranking", "estimation", "lookup", "gather", "attention", "admission", "new codes")
 """What a layer's step consists of, in its order."""
 BEGIN = "begin"
-"""What is before a step is no part of it."""
+"""Time before this mark is no part of a step."""
 _COUNTED_STEPS = 8
 
 
@@ -119,7 +119,7 @@ class SparseDecode:
         self.fed.prepare(self._number)
 
     def run(self, mark: Callable[[str], object] = lambda _part: None) -> None:
-        """One step; `mark` hears of each part that was issued."""
+        """Run one step; it calls `mark` with the name of each part after issuing it."""
         batch = replace(self._passes[self._number % 2])  # a pass of its own: nothing of the step before is kept
         manager = self.system.manager
         mark(BEGIN)
@@ -165,7 +165,7 @@ class SparseDecode:
         return attend(self.q, meta, partials, geometry.head_dim**-0.5, self.system.work.config.kernels)
 
     def is_right(self) -> bool:
-        """Run a step and compare what its last layer attended to, in the first request, with what was stored."""
+        """Run a step and compare the KV that its last layer attended to, in the first request, with the stored KV."""
         self.run()
         assert self._last is not None
         plan, fed = self._last

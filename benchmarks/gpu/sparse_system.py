@@ -3,7 +3,7 @@
 Algorithm, residency, pools and manager are those of `kvcm.gpu_tier.assembly`, put together here because nothing is
 prefilled: KV is planted (`PlantedKV`), indexes are built of it by the algorithm itself, clusters go to the host through
 its sink, and what only attention reads (steady tokens, resident KV, the host pool) is random. To begin in time indexes
-are built with few k-means iterations, as the settings say: a step takes as long whatever the centroids are.
+are built with few k-means iterations, as the settings say: a step takes as long with any centroids.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SparseSystem:
     """Pools, algorithm and residency of some requests, which are all there.
 
     Args:
-        work: what is decoded.
+        work: the decoded workload.
         clock: fills pools.
         runtime: of the device.
 
@@ -152,7 +152,7 @@ class SparseSystem:
 
     @property
     def last_layer(self) -> int:
-        """Id of the last layer, which checks look at."""
+        """Id of the last layer, which checks read."""
         return self.work.geometry.layers[-1]
 
     # Sizes.
@@ -171,7 +171,7 @@ class SparseSystem:
             return settings.cache_tokens
         assert isinstance(settings, RetroInferConfig)
         block, places = wave_block_tokens(work.geometry, settings), int(settings.cache_ratio * work.max_tokens)
-        if settings.control == "gpu":  # it holds whatever is selected in a step, in whole blocks
+        if settings.control == "gpu":  # it holds all clusters selected in a step, in whole blocks
             page = work.geometry.page_size
             space = -(-self.algorithm.max_execution_tokens // page) * page
             places = max(places, space + (self.algorithm.max_items + 1) * block) + 2 * block

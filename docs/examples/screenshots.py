@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/console.md: three managers on one Redis, with traffic, looked at by a real browser.
+"""Makes the pictures of docs/console.md: three managers on one Redis, with traffic, shown in a real browser.
 
     python docs/examples/screenshots.py [--seconds N] [--into DIRECTORY]
 
@@ -122,7 +122,7 @@ def write_chain(engines: str, base: str, group: str, instance: str, blocks: int)
 
 
 def prepare(base: str, engines: str, directory: Path) -> None:
-    """Make what the traffic does not: a storage that is being emptied, one that is down, an account and a key."""
+    """Create resources that the traffic lacks: a storage in a drain, one that is down, an account and a key."""
     (directory / "old").mkdir()
     send(base, "/v1/storages/old", {"nfs": {"root_path": f"{directory / 'old'}/"}, "capacity_bytes": 4 << 30})
     send(base, "/v1/storages/node-7", {"tair_mem_pool": {"node_id": "node-7", "capacity_bytes": 64 << 30}})

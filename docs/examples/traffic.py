@@ -1,4 +1,4 @@
-"""Traffic like that of a small cluster, to look at a manager with: five tenants, two of whom get into trouble.
+"""Traffic like that of a small cluster, to try a manager with: five tenants; two of them get into trouble.
 
     python docs/examples/traffic.py [--managers HOST:HTTP_PORT,…] [--admin HOST:ADMIN_HTTP_PORT] [--seconds N]
 
@@ -52,7 +52,7 @@ class Port:
 
         Raises:
             OSError: no manager answers.
-            http.client.HTTPException: what answers does not speak HTTP, or ended meanwhile.
+            http.client.HTTPException: the server does not speak HTTP, or ended meanwhile.
         """
         self._connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
         text = self._connection.getresponse().read()

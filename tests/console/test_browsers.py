@@ -46,7 +46,7 @@ def test_where_keys_are_required_any_name_will_do() -> None:
     ],
 )
 @pytest.mark.parametrize("is_open", [True, False])
-def test_what_changes_something_comes_from_a_page_of_the_console(headers: dict[str, str], is_open: bool) -> None:
+def test_changing_requests_come_from_a_page_of_the_console(headers: dict[str, str], is_open: bool) -> None:
     assert "page of the console" in foreign_request("POST", {"host": "127.0.0.1:6492", **headers}, is_open=is_open)
 
 

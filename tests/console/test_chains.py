@@ -33,7 +33,7 @@ def document(blocks: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     end = "none" if found == len(blocks) else blocks[found]["state"]
     summary = {
         "blocks": len(blocks), "tokens_per_block": 16, "matched_blocks": found, "matched_tokens": 16 * found,
-        "complete_blocks": found, "end": end, "end_reason": "told of the piece alone",
+        "complete_blocks": found, "end": end, "end_reason": "number within the piece alone",
     }  # fmt: skip
     return {"summary": {**summary, **changes}, "blocks": blocks}
 
@@ -46,7 +46,7 @@ def chain_of(*documents: Any) -> Chain:
 
 
 def in_pieces(blocks: list[dict[str, Any]], size: int) -> Chain:
-    """Return the chain that is told in pieces, each of which counts from 0."""
+    """Return the chain built from pieces, each of which counts from 0."""
     pages = [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
     return chain_of(*[document([{**each, "position": at} for at, each in enumerate(page)]) for page in pages])
 
@@ -84,7 +84,7 @@ def test_keys_of_64_bits_come_back_as_they_were(keys: list[int], between: str) -
         ("1 " * 65_537, False, "65,537 numbers in it, at most 65,536 block keys"),
     ],
 )
-def test_what_is_no_list_of_numbers_is_refused(text: str, are_tokens: bool, reason: str) -> None:
+def test_a_chain_that_is_no_list_of_numbers_is_refused(text: str, are_tokens: bool, reason: str) -> None:
     with pytest.raises(NumbersError, match=re.escape(reason)):
         numbers_in(text, are_tokens=are_tokens)
 
@@ -116,7 +116,7 @@ def test_blocks_that_are_same_are_one_run() -> None:
         ({"locations": [{**block(0)["locations"][0], "storage": "other"}]}, "readable"),
     ],
 )
-def test_what_differs_is_a_run_of_its_own(changes: dict[str, Any], state: str) -> None:
+def test_a_differing_block_is_a_run_of_its_own(changes: dict[str, Any], state: str) -> None:
     chain = chain_of(document([block(0), block(1, **changes), block(2)]))
     assert [run.state for run in chain.runs] == ["readable", state, "readable"]
     assert [run.count for run in chain.runs] == [1, 1, 1]

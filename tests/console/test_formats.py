@@ -43,7 +43,7 @@ _HOSTILE = "<script>alert(1)</script>"
 
 
 def paths(document: str, kind: str) -> list[str]:
-    """Return what is drawn of a kind."""
+    """Return the drawn paths of a kind."""
     found = ET.fromstring(document).iter("path")
     return [path.attrib["d"] for path in found if path.attrib["class"].startswith(kind)]
 

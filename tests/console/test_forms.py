@@ -1,4 +1,4 @@
-"""Forms: what is filled in, and the limits of groups."""
+"""Forms: filled-in fields, and the limits of groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(detail: str, *errors: tuple[str, str]) -> RefusedError:
     return RefusedError(400, {"detail": detail, "errors": [{"field": name, "allowed": why} for name, why in errors]})
 
 
-def test_what_is_filled_in_becomes_a_document() -> None:
+def test_filled_fields_become_a_document() -> None:
     form = {
         "name": " disk ", "nfs.root_path": "/a/", "capacity_bytes": "1.5 GiB", "used_percentage": "90",
         "ttl_seconds": "30d", "count": "-8", "touch": "yes", "verbs": "MATCH\nPIN", "password": " x ", "other": "1",
@@ -44,11 +44,11 @@ def test_what_is_filled_in_becomes_a_document() -> None:
     }  # fmt: skip
 
 
-def test_what_is_empty_is_left_out() -> None:
+def test_empty_fields_are_left_out() -> None:
     assert Sheet.filled(FIELDS, {"name": "disk"}).document() == {"name": "disk", "touch": False, "verbs": []}
 
 
-def test_what_is_required_is_filled_in() -> None:
+def test_an_empty_required_field_is_refused() -> None:
     sheet = Sheet.filled(FIELDS, {"name": "  "})
     with pytest.raises(RefusedError) as caught:
         sheet.document()
@@ -62,7 +62,7 @@ def test_what_is_required_is_filled_in() -> None:
         *[("count", "1.5"), ("count", "٣"), ("used_percentage", "-1")],
     ],
 )
-def test_what_is_no_number_is_reported_beside_its_field(name: str, text: str) -> None:
+def test_text_that_is_no_number_is_reported_beside_its_field(name: str, text: str) -> None:
     sheet = Sheet.filled(FIELDS, {"name": "disk", name: text})
     with pytest.raises(RefusedError) as caught:
         sheet.document()
@@ -84,7 +84,7 @@ def test_what_is_no_number_is_reported_beside_its_field(name: str, text: str) ->
         (refused("verbs are for the name"), "verbs", "verbs are for the name"),
     ],
 )
-def test_what_is_refused_stands_beside_what_it_names(error: RefusedError, name: str, fault: str) -> None:
+def test_refusals_stand_beside_the_field_that_they_name(error: RefusedError, name: str, fault: str) -> None:
     sheet = Sheet.blank(FIELDS).refused(error)
     assert sheet.fault == ""
     assert sheet.faults.keys() == {name}
@@ -92,12 +92,12 @@ def test_what_is_refused_stands_beside_what_it_names(error: RefusedError, name: 
     assert [entry.fault for entry in sheet.entries if entry.field.name == name] == [sheet.faults[name]]
 
 
-def test_what_names_no_field_stands_above_all() -> None:
+def test_refusals_without_a_field_stand_above_the_form() -> None:
     sheet = Sheet.blank(FIELDS).refused(refused("the counter of nothing is away"))
     assert (sheet.fault, sheet.faults) == ("the counter of nothing is away", {})
 
 
-def test_whichever_is_signed_out_signs_in_again() -> None:
+def test_a_signed_out_user_signs_in_again() -> None:
     with pytest.raises(RefusedError):
         Sheet.blank(FIELDS).refused(RefusedError(401, {"detail": "name"}))
 
@@ -138,7 +138,7 @@ def typed(group: dict[str, Any], **texts: str) -> Sheet:
 
 
 def after(group: dict[str, Any], **texts: str) -> dict[str, Any]:
-    """Return the group with what was typed."""
+    """Return the group with the typed values."""
     patched = merge_patch(group, patch_of(typed(group, **texts), group))
     return GroupDocument.model_validate(patched).model_dump(exclude_none=True)
 
@@ -146,7 +146,7 @@ def after(group: dict[str, Any], **texts: str) -> dict[str, Any]:
 QUOTA = {"capacity": 4 << 30, "quota_config": [{"storage_type": "ST_NFS", "capacity": 1 << 30}]}
 
 
-def test_what_is_not_changed_is_not_in_the_patch() -> None:
+def test_unchanged_fields_are_not_in_the_patch() -> None:
     group = document(quota=QUOTA)
     assert patch_of(typed(group), group) == {}
     assert changes_of(typed(group), group) == []
@@ -164,7 +164,7 @@ def test_what_is_not_changed_is_not_in_the_patch() -> None:
     st.one_of(st.just(0.0), st.integers(1, 2000).map(lambda tenths: tenths / 1000)),
     st.integers(0, 1 << 31).filter(lambda seconds: seconds < 1 << 31),
 )  # fmt: skip
-def test_what_a_form_shows_is_what_the_document_says(changes: dict[str, Any], mark: float, seconds: int) -> None:
+def test_a_form_shows_the_values_of_the_document(changes: dict[str, Any], mark: float, seconds: int) -> None:
     strategy = {"trigger_strategy": {"used_percentage": mark}, "policy": {"name": "lru", "ttl_seconds": seconds}}
     group = document(**changes, cache_config={"reclaim_strategy": strategy})
     blank = document(cache_config={"reclaim_strategy": {"trigger_strategy": {}}})
@@ -177,7 +177,7 @@ def test_what_a_form_shows_is_what_the_document_says(changes: dict[str, Any], ma
     assert found["policy"]["ttl_seconds"] == seconds
 
 
-def test_what_is_left_empty_has_its_default() -> None:
+def test_empty_fields_have_their_default() -> None:
     group = document(quota=QUOTA, max_instance_count=7)
     found = after(group, capacity="", max_instance_count="", used_percentage="")
     assert found["max_instance_count"] == 0
@@ -199,7 +199,7 @@ def test_a_quota_of_zero_is_not_the_same_as_none() -> None:
     assert after(group, ST_NFS="")["quota"]["quota_config"] == []
 
 
-def test_what_cannot_be_read_is_put_beside_its_field() -> None:
+def test_parse_errors_stand_beside_their_field() -> None:
     group = document(quota=QUOTA)
     sheet = typed(group, capacity="lots", max_key_count="1.5")
     with pytest.raises(RefusedError) as caught:
@@ -229,7 +229,7 @@ def test_limits_that_hold_have_no_consequences() -> None:
     assert _reported(usage(80, 100), {"capacity": 100 * MIB}) == []
 
 
-def test_a_smaller_quota_reports_how_much_is_evicted_and_what_is_refused() -> None:
+def test_a_smaller_quota_reports_evicted_bytes_and_refused_writes() -> None:
     evicted, refused = _reported(usage(90, 200), {"capacity": 50 * MIB}, pinned_bytes=10 * MIB)
     assert "eviction begins above 40.0 MiB: about 51.0 MiB will be evicted" in evicted
     assert evicted.endswith("will be evicted, but 10.0 MiB are pinned and stay.")
@@ -241,7 +241,7 @@ def test_without_a_mark_nothing_is_evicted() -> None:
     assert "until blocks are removed: it has no mark" in refused
 
 
-def test_what_is_being_deleted_counts_as_gone() -> None:
+def test_blocks_in_deletion_count_as_gone() -> None:
     assert _reported(usage(100, 100, deleting=30), {"capacity": 100 * MIB}) == []
 
 

@@ -33,7 +33,7 @@ def curve(
     }  # fmt: skip
 
 
-def test_what_more_and_less_capacity_gives() -> None:
+def test_gains_of_more_and_less_capacity() -> None:
     view = curve_of(curve())
     assert [(change.bytes // GIB, change.ratio, round(change.gain, 3)) for change in view.changes] == [
         *[(1, 0.2, -0.3), (2, 0.2, -0.3), (4, 0.5, 0), (8, 0.8, 0.3), (16, 0.8, 0.3)]
@@ -78,9 +78,9 @@ def scrub(**report: int) -> Any:
     return {"kind": "scrub", "report": {**found, **report}}
 
 
-def test_a_observe_that_found_something_can_be_followed_by_the_deed() -> None:
-    observe = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=True)
-    assert (observe.headline, observe.has_work) == ("3 of them, 3.0 MiB, would be freed; nothing was changed.", True)
+def test_a_dry_run_that_found_garbage_can_be_followed_by_a_deletion() -> None:
+    outcome = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=True)
+    assert (outcome.headline, outcome.has_work) == ("3 of them, 3.0 MiB, would be freed; nothing was changed.", True)
     done = outcome_of(garbage(without_prefix=3, freed_bytes=3 << 20), is_dry=False)
     assert (done.headline, done.has_work) == ("3 of them, 3.0 MiB, were freed.", False)
     assert ("Blocks whose prefix is gone", "3") in done.rows
@@ -101,7 +101,7 @@ def drain(name: str, state: str) -> dict[str, Any]:
     return {"kind": "drain", "storage": name, "state": state, "left_bytes": 1, "reason": "", "started_ms": 1}
 
 
-def test_storages_that_someone_should_observe_at_come_first() -> None:
+def test_storages_that_need_attention_come_first() -> None:
     found = storage_views(
         [
             *(storage("b"), storage("a"), storage("draining"), storage("new", "SH_UNSPECIFIED")),
@@ -117,7 +117,7 @@ def test_storages_that_someone_should_observe_at_come_first() -> None:
     }  # fmt: skip
 
 
-def test_a_storage_reports_what_is_known_of_it() -> None:
+def test_a_storage_shows_its_known_figures() -> None:
     usage = {"usage": {"used_bytes": 7}, "deletion_backlog": 2, "deletion_failures": 3, "oversubscription": 1.5}
     (view,) = storage_views(
         [storage("old", reason="slow")], {"storages": [{"storage_unique_name": "old", **usage}]}, [drain("old", "done")]
@@ -127,7 +127,7 @@ def test_a_storage_reports_what_is_known_of_it() -> None:
     assert [text for text, _ in view.badges] == ["drained", "up"]
 
 
-def test_instances_know_the_bytes_of_their_blocks_and_what_they_use() -> None:
+def test_instances_show_the_bytes_of_their_blocks_and_their_usage() -> None:
     model = {"model_name": "m", "dtype": "bf16", "use_mla": True, "tp_size": 2, "pp_size": 0, "dp_size": 1}
     model |= {"lora_name": "", "extra": "", "user_data": "note"}
     parts = [{"name": f"tp{rank}", "size": 3, "kind": "LSK_FULL_ATTENTION"} for rank in range(2)]
@@ -239,7 +239,7 @@ def test_groups_in_trouble_come_first_and_then_the_fullest() -> None:
     assert [each.name for each in cards] == ["c", "d", "e", "b", "a"]
 
 
-def test_the_headline_names_what_is_full() -> None:
+def test_the_headline_names_full_groups() -> None:
     def line(*totals: dict[str, int], alerts: tuple[Any, ...] = ()) -> tuple[str, str]:
         groups = [group_usage(f"g{number}", total) for number, total in enumerate(totals)]
         return tuple(headline(group_cards(groups, alerts, QUIET), alerts))
@@ -256,7 +256,7 @@ def test_the_headline_names_what_is_full() -> None:
     assert line(full, alerts=(urgent, low)) == ("Group g0 is full; 2 other things need attention.", "bad")
 
 
-def test_tiles_show_what_is_known_of_late_and_no_more() -> None:
+def test_tiles_show_known_recent_figures_only() -> None:
     methods = {("requests_per_second", name): [1.0, 2.0] for name in ("match", "start", "finish", "other")}
     known = History(history({**methods, ("hit_ratio",): [0.5, 0.75], ("errors_per_second",): [1.0, None]}))
     values = {tile.name: tile.value for tile in tiles(known)}
@@ -271,7 +271,7 @@ def test_values_that_are_old_are_not_shown_as_present() -> None:
     assert History(history({("hit_ratio",): [0.5, None, None, None]})).latest("hit_ratio") is None
 
 
-def test_what_is_not_known_at_the_beginning_is_left_out_of_charts() -> None:
+def test_unknown_samples_at_the_beginning_are_left_out_of_charts() -> None:
     known = History(history({("hit_ratio",): [None] * 290 + [0.5] * 70, ("errors_per_second",): [None] * 360}))
     assert (len(known.values("hit_ratio")), len(known.values("errors_per_second"))) == (70, 70)
     assert len(History(history({("hit_ratio",): [None] * 359 + [0.5]})).values("hit_ratio")) == 60
@@ -295,7 +295,7 @@ def test_charts_of_a_group_have_every_kind_of_storage() -> None:
     assert [*used.lines] == [("used on file", [2.0]), ("used on hf3fs", [1.0]), ("quota", [4.0])]
 
 
-def test_what_is_lost_with_a_group_is_reported_before() -> None:
+def test_losses_with_a_group_are_reported_before_its_removal() -> None:
     instances = [{"key_count": 1}, {"key_count": 2}]
     assert len(losses_of(group_usage("g", usage(0, 1)))) == 1
     assert "Its instance stays readable" in losses_of(group_usage("g", usage(3, 4), instances=instances[:1]))[1]
@@ -304,7 +304,7 @@ def test_what_is_lost_with_a_group_is_reported_before() -> None:
     assert "3.0 MiB" in said[2]
 
 
-def test_who_is_refused_is_in_the_headline_however_urgent_that_is() -> None:
+def test_refused_clients_are_in_the_headline_however_urgent_that_is() -> None:
     low = [alert("ticket", "group", "g")]
     cards = group_cards([group_usage("g", usage(70, 100, 80, 78))], low, refusing("g", 1.0))
     assert headline(cards, low).text == "Group g refuses writes."

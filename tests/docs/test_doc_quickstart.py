@@ -61,7 +61,7 @@ def run(script: str, folder: Path) -> str:
     return text
 
 
-def test_the_quick_start_does_what_it_says(tmp_path: Path) -> None:
+def test_the_quick_start_works_as_printed(tmp_path: Path) -> None:
     page = DOCS / "quickstart.md"
     said = run("\n".join(shell_blocks(page)), tmp_path)
     promised = re.findall(r"# (default: loaded .*)$", page.read_text(), re.MULTILINE)
@@ -72,7 +72,7 @@ def test_the_quick_start_does_what_it_says(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs", "said"]  # it cleans up
 
 
-def test_the_tour_of_resources_does_what_it_says(tmp_path: Path) -> None:
+def test_the_tour_of_resources_works_as_printed(tmp_path: Path) -> None:
     start = f"{_SERVE} 2> log &\n{_READY}\n"
     # The block with traffic of ten minutes is left out, and a model registered in its place.
     blocks = [block for block in shell_blocks(DOCS / "rest.md") if "traffic.py" not in block]
@@ -86,7 +86,7 @@ def test_the_tour_of_resources_does_what_it_says(tmp_path: Path) -> None:
     assert "set kvcm.optimizer.sampled_keys" in said
 
 
-def test_an_engine_of_ones_own_loads_what_it_saved(tmp_path: Path) -> None:
+def test_a_custom_engine_loads_its_saved_blocks(tmp_path: Path) -> None:
     program = next(text for language, text in document(DOCS / "engines.md").fences if language == "python")
     engine = f"python - << 'END'\n{program}END\n"
     said = run(f"{_SERVE} 2> log &\n{_READY}\n{engine}{engine}kill %1; wait", tmp_path)

@@ -55,7 +55,7 @@ _REAL_HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_what_is_there(page: Path) -> None:
+def test_links_lead_to_existing_targets(page: Path) -> None:
     for link in document(page).links:
         if urlsplit(link).scheme:
             continue
@@ -162,7 +162,7 @@ def _until_the_end(words: list[str]) -> list[str]:
 
 
 def complaint(words: list[str]) -> str:
-    """Return what is wrong with a command, "" if nothing is."""
+    """Return the error in a command, "" if there is none."""
     command, rest = _TREE, list(words)
     while hasattr(command, "commands"):
         if not rest or rest[0].startswith("-") or rest[0] in _NO_COMMAND:

@@ -100,7 +100,7 @@ def test_a_certificate_without_names_is_reported(tmp_path: Path) -> None:
     assert [each.level for each in _findings(_made(tmp_path, "nameless"))] == [Level.OK, Level.WARN]
 
 
-def test_what_is_no_certificate_is_a_failure(pair: Pair, tmp_path: Path) -> None:
+def test_a_file_that_is_no_certificate_is_a_failure(pair: Pair, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("hello")
     assert _findings(Pair(str(text), str(text)))[0].level is Level.FAIL
@@ -164,7 +164,7 @@ def test_space(free: int, whole: int, level: Level) -> None:
     assert free_space("place", "it", free, whole).level is level
 
 
-def test_who_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) -> None:
+def test_the_process_that_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) -> None:
     lock = tmp_path / "metadata" / "LOCK"
     assert lock_holder(lock) == 0
     log = CommitLog(lock.parent, Fsync("never"), SystemClock())
@@ -219,7 +219,7 @@ def test_an_address_of_another_host_cannot_be_taken() -> None:
     assert (finding.level, "EADDRNOTAVAIL" in finding.found) == (Level.FAIL, True)
 
 
-def test_who_listens_can_be_reached() -> None:
+def test_a_listening_process_can_be_reached() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -269,7 +269,7 @@ def test_a_data_directory_on_loopback_is_nothing_to_speak_of() -> None:
         ({"registry_storage_uri": "redis://10.0.0.9/?cluster_name=c"}, Level.WARN, "in the clear"),
     ],
 )
-def test_what_is_dangerous_is_said(changes: dict[str, object], level: Level, found: str) -> None:
+def test_dangerous_settings_are_reported(changes: dict[str, object], level: Level, found: str) -> None:
     texts = _levels(Settings(**{**SAFE, **changes}))[level]  # type: ignore[arg-type] # of many types
     assert any(found in text for text in texts), texts
 
@@ -345,7 +345,7 @@ def test_a_good_server_has_nothing_wrong() -> None:
         ({"ahead": 5.0}, Level.WARN, "5 s ahead of"),
     ],
 )
-def test_what_is_wrong_with_a_server(changes: dict[str, object], level: Level, found: str) -> None:
+def test_faults_of_a_server(changes: dict[str, object], level: Level, found: str) -> None:
     (finding,) = _bad(**changes)  # type: ignore[arg-type] # of many types
     assert (finding.level, found in finding.found, bool(finding.advice)) == (level, True, True)
 
@@ -421,7 +421,7 @@ def test_roots_are_looked_at_from_this_host(tmp_path: Path) -> None:
     assert list(check_storage(StorageConfig("s", DummyStorageSpec()))) == []
 
 
-def test_a_mooncake_master_that_no_one_reaches_is_a_failure() -> None:
+def test_an_unreachable_mooncake_master_is_a_failure() -> None:
     spec = MooncakeStorageSpec("127.0.0.1:1", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")
     found = list(check_storage(StorageConfig("s", spec)))
     assert found

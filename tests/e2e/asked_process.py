@@ -15,7 +15,7 @@ def serve(target: object) -> None:
         target: each of its methods is a call; its exceptions are returned and end nothing.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no answer
     for line in sys.stdin:
         print(json.dumps(_answered(target, json.loads(line))), file=answers, flush=True)
     os._exit(0)  # threads may hang in a storage

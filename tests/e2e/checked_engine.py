@@ -52,7 +52,7 @@ class Access:
 
 
 def register(client: ManagerClient, group: str, specs: Mapping[str, int]) -> Any:
-    """Register the client's instance; returns what the manager answered."""
+    """Register the client's instance; returns the manager's answer."""
     infos = [LocationSpecInfo(name, size) for name, size in specs.items()]
     registration = client.register_instance(group, 4, infos, ModelDeployment("model", "bf16"), timeout_seconds=20)
     assert registration.ok, registration
@@ -120,7 +120,7 @@ class Operation:
         return hits
 
     def write(self, keys: Sequence[int]) -> tuple[list[bool], list[str]]:
-        """Write what the manager wants of a chain; returns its mask, and the storages of the written blocks."""
+        """Write the missing blocks of a chain; returns its mask, and the storages of the written blocks."""
         grant = self._timed(lambda: self._client.start_write(keys, session_seconds=self._access.session_seconds))
         self._judge(grant is not None, f"start_write: {self._client.counters()['start_write']}")
         if grant is None:
@@ -231,13 +231,13 @@ class Engine:
         self._threads: list[threading.Thread] = []
 
     def enter(self, phase: str) -> None:
-        """Count what begins from now on in this phase."""
+        """Count requests from now on in this phase."""
         with self._lock:
             self._phase = phase
             self._next_turn()
 
     def turn(self) -> None:
-        """Let `works_with` and `finish_earlier` be about what begins from now on."""
+        """Let `works_with` and `finish_earlier` be about requests from now on."""
         with self._lock:
             self._next_turn()
 

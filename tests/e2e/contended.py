@@ -1,4 +1,4 @@
-"""Three managers on one store under a contended workload, and what happens when the one that leads is killed."""
+"""Three managers on one store under a contended workload, and the kill of their leader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 
 @dataclass(slots=True)
 class ContendedReport:
-    """What a contended run saw.
+    """The observations of a contended run.
 
     Attributes:
         operations: keys of all answered requests.
@@ -54,7 +54,7 @@ class ContendedRig:
     """Managers on one store.
 
     Attributes:
-        site: what all clients work on.
+        site: the managers of all clients.
         quiet_site: for measurements.
         managers: on the store.
         random: of the run.
@@ -109,7 +109,7 @@ async def contend(rig: ContendedRig, operations: int) -> ContendedReport:
 
 
 async def _sample(rig: ContendedRig, most: Counter[str]) -> None:
-    """Note what groups use right now, by the counters that change with the records."""
+    """Record the present usage of groups, by the counters that change with the records."""
     for name, used in (await used_bytes(rig.managers[0].settings)).items():
         most[name] = max(most[name], used)
 
@@ -177,7 +177,7 @@ async def _until_seen(wires: list[Wire], instance: str, keys: range, count: int)
 
 @dataclass(slots=True)
 class Handover:
-    """What the death of a leader meant.
+    """The effects of a leader's death.
 
     Attributes:
         deletion_seconds: from the kill until the bytes of a removed block were deleted by another manager.
@@ -206,7 +206,7 @@ async def leader_of(managers: Sequence[Manager]) -> Manager:
             if info.self_node_id == info.leader_node_id:
                 return manager
         await asyncio.sleep(0.05)
-    raise AssertionError("nobody leads")
+    raise AssertionError("no manager leads")
 
 
 async def hand_over(rig: ContendedRig) -> Handover:

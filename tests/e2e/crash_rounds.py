@@ -26,7 +26,7 @@ _USAGE_SECONDS = 25.0
 
 @dataclass(slots=True)
 class CrashReport:
-    """What a run saw.
+    """The observations of a run.
 
     Attributes:
         kills: managers killed under load.
@@ -146,7 +146,7 @@ class CrashRig:
         return []
 
     async def _audit(self, manager: Manager) -> list[str]:
-        """Look at the store itself until nothing is unfinished, and usage agrees; at worst until the limits."""
+        """Audit the store itself until nothing is unfinished, and usage agrees; at worst until the limits."""
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
         self.report.audits += 1
         if not self.is_shared:
@@ -179,7 +179,7 @@ def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterat
     Args:
         directory: for data and logs.
         uri: of a shared store; "" for a RocksDB.
-        seed: of what the clients do and when managers die.
+        seed: of the clients' requests and the times of kills.
         managers: so many on the store.
     """
     settings = {"kvcm.store.fsync": "always", "kvcm.leader_elector.lease_ms": "2000"}
@@ -190,7 +190,7 @@ def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterat
 async def crash(
     rig: CrashRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
 ) -> None:
-    """Do so many rounds, and look at the store itself every few."""
+    """Do so many rounds, and audit the store itself every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
         await rig.round(audit=number % audit_every == 0 or number == kills)

@@ -1,4 +1,4 @@
-"""What engines see in each phase of a run: values that travel as JSON and add up; and the names that runs share."""
+"""Figures of engines in each phase of a run: values that travel as JSON and add up; and the names that runs share."""
 
 from __future__ import annotations
 

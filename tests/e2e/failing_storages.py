@@ -27,7 +27,7 @@ _INSTANCES = {"good": "g/one", "bad": "b/one"}
 
 @dataclass(slots=True)
 class OutageReport:
-    """What an outage meant.
+    """The effects of an outage.
 
     Attributes:
         before: deletions per second of the good storage while both were well.

@@ -39,7 +39,7 @@ _CLEAR_CODES = {pb.OK, pb.IO_ERROR, pb.SERVICE_NOT_READY}
 
 @dataclass(slots=True)
 class FaultReport:
-    """What a fault meant for clients.
+    """The effects of a fault on clients.
 
     Attributes:
         requests: by call and code, from the fault on.
@@ -183,7 +183,7 @@ async def _under_fault(
 
 
 async def _audit_when_whole(values: dict[str, str]) -> StoreAudit:
-    """Look at the store as soon as all of it answers: a new client needs every part of a cluster."""
+    """Audit the store as soon as all of it answers: a new client needs every part of a cluster."""
     limit = time.monotonic() + _WHOLE_SECONDS
     while True:
         try:

@@ -49,7 +49,7 @@ class EngineSettings:
         node_id: that it names; None for the host's name.
         deadline_seconds: of each request, load and save.
         pause_seconds: between two operations of a thread.
-        seed: of what it does.
+        seed: of its requests.
     """
 
     address: str

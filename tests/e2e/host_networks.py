@@ -50,11 +50,11 @@ def why_no_hosts() -> str:
 
 
 class Host:
-    """What the processes of one host share.
+    """State that the processes of one host share.
 
     Args:
         name: of the host, as the processes on it see it.
-        log: takes what its processes say.
+        log: of its processes' output.
     """
 
     def __init__(self, name: str, log: Path) -> None:
@@ -115,7 +115,7 @@ class Network:
     """The manager's host, and a cable from it to each other host.
 
     Args:
-        folder: for what the processes say.
+        folder: for the processes' output.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -145,7 +145,7 @@ class Network:
         return f"10.77.{self._numbers[name]}.1"
 
     def cut(self, name: str) -> None:
-        """Pull the plug at the manager's side: what the host sends goes nowhere."""
+        """Pull the plug at the manager's side: packets of the host are dropped."""
         self.centre.run(f"ip link set c{self._numbers[name]} down")
 
     def mend(self, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from checked_engine import CHAIN_BLOCKS
 from engine_figures import SHARED, EngineFigures, added, pool_of
-from host_site import HOSTS, NO_ONE, PATIENCE_SECONDS, HostSite
+from host_site import HOSTLESS, HOSTS, PATIENCE_SECONDS, HostSite
 
 from kvcm.model.storages import extent_bytes
 
@@ -88,7 +88,7 @@ class _Course:
 
     def alone(self) -> None:
         """Go through what has one right outcome each."""
-        a, b, no_one = (self._site.engines[name] for name in (*HOSTS, NO_ONE))
+        a, b, hostless = (self._site.engines[name] for name in (*HOSTS, HOSTLESS))
         first, second = _FIRST_KEY, _FIRST_KEY + CHAIN_BLOCKS
         self._expect("each host maps its own pool", [[pool_of(name)] for name in HOSTS] + [[]], self._ask("pools"))
         self._expect("a writes to its pool", _wrote(pool_of("a")), a.ask("write", first=first))
@@ -98,11 +98,11 @@ class _Course:
         self._expect(
             "both read their own", [*map(_all, map(pool_of, HOSTS)), _all(None)], self._ask("read", first=first)
         )
-        self._expect("who names no host writes for all", _wrote(SHARED), no_one.ask("write", first=first))
+        self._expect("an engine without a host writes for all", _wrote(SHARED), hostless.ask("write", first=first))
         self._expect(
             "each reads the nearest", [*map(_all, map(pool_of, HOSTS)), _all(SHARED)], self._ask("read", first=first)
         )
-        self._expect("nobody writes for all", _wrote(SHARED), no_one.ask("write", first=second))
+        self._expect("the engine without a host writes for all", _wrote(SHARED), hostless.ask("write", first=second))
         self._expect("what is for all is not written again", _MASKED, a.ask("write", first=second))
         self._expect("all read it", [_all(SHARED)] * 3, self._ask("read", first=second))
         self._lie(first)
@@ -262,7 +262,7 @@ class _Course:
                 self._until_working(name)
 
     def _until_working(self, name: str, what: str = "", begin: float = 0.0) -> None:
-        storage = SHARED if name == NO_ONE else pool_of(name)
+        storage = SHARED if name == HOSTLESS else pool_of(name)
         engine = self._site.engines[name]
         self._site.until(lambda: engine.ask("works_with", storage=storage), f"engine {name} works with {storage}")
         if what:

@@ -23,7 +23,7 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
 
-HOSTS, NO_ONE = ("a", "b"), "nobody"
+HOSTS, HOSTLESS = ("a", "b"), "nobody"
 """Hosts with a pool, and the engine that names no host."""
 
 _POOL_BYTES = (
@@ -75,13 +75,13 @@ class HostSite:
         log = self._directory / "watcher.log"
         self._others.append(Process([*self.network.centre.inside, *operator_command(address)], log))
         self.ask("set_up", storages=self._storages(), groups=[self._group()])
-        for name in (*HOSTS, NO_ONE):
+        for name in (*HOSTS, HOSTLESS):
             self.hosts[name] = self.network.add(name)
         for name in HOSTS:
             self.start_agent(name)
         for name in HOSTS:
             self.until(lambda name=name: self.is_in(name, "UP"), f"pool {name} is up")
-        for name in (*HOSTS, NO_ONE):
+        for name in (*HOSTS, HOSTLESS):
             self.start_engine(name)
 
     def ask(self, call: str, **arguments: Any) -> Any:
@@ -120,7 +120,7 @@ class HostSite:
 
     def start_engine(self, name: str) -> None:
         """Start the engine of a host."""
-        self.engines[name] = self._started(name, "" if name == NO_ONE else None)
+        self.engines[name] = self._started(name, "" if name == HOSTLESS else None)
 
     def start_liar(self, name: str, node_id: str) -> Process:
         """Start an engine that names another host than it is on."""
@@ -150,7 +150,7 @@ class HostSite:
         self.network.close()
 
     def _started(self, name: str, node_id: str | None) -> Process:
-        number = (*HOSTS, NO_ONE).index(name) + 1
+        number = (*HOSTS, HOSTLESS).index(name) + 1
         settings = EngineSettings(
             self._address(name),
             number,

@@ -149,7 +149,7 @@ class History:
         else:
             write = self._by_uri.get(uri)
             if write is None or write.uris.get(key) != uri or write.instance != block[0]:
-                return "nobody was given this place for it"
+                return "the manager gave no client this location for it"
             if write.succeeded is None or key not in write.succeeded:
                 return "its writer never said that it is written"
             if write.outcome is Outcome.REFUSED:

@@ -179,7 +179,7 @@ class Manager:
 
 @contextlib.contextmanager
 def running(*managers: Manager) -> Iterator[None]:
-    """Start managers, and kill whatever still runs at the end of the block."""
+    """Start managers, and kill those that still run at the end of the block."""
     try:
         for manager in managers:
             manager.spawn()

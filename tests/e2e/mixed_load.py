@@ -28,7 +28,7 @@ _DEADLINE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request and what became of it.
+    """A request and its outcome.
 
     Attributes:
         call: its name.

@@ -246,7 +246,7 @@ class _Course:
         return health
 
     def _check_command_line(self, state: str) -> None:
-        """Look at what people see."""
+        """Check the alerts and pages that operators see."""
         listed = command(self._manager, "storage", "list", "--json")
         states = {each["name"]: each["health"] for each in json.loads(listed.stdout)["storages"]}
         if states[AWAY] != state:

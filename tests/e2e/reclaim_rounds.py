@@ -192,7 +192,7 @@ class EvictionRig:
         without_record = judge_files(roots, served)
         confirmed = {path for path in without_record if self._confirmed & set(_slots_left(path))}
         self.report.cut_off |= without_record - confirmed
-        return [f"{path} is still there and nobody knows it" for path in sorted(confirmed)]
+        return [f"{path} is still there and no metadata names it" for path in sorted(confirmed)]
 
     async def _cross(self, wire: Wire, group: GroupPlan) -> list[str]:
         """Write until the mark is crossed, and wait until what remains is at the low mark, and not below it."""

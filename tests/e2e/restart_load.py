@@ -1,4 +1,4 @@
-"""Clients that write and read while managers are restarted, and repeat whatever was not carried out.
+"""Clients that write and read while managers are restarted, and repeat requests that were not carried out.
 
 Every request ends in one of three ways: it is answered; it is turned away by a manager that says that it stops; or it
 never left the client, since no manager listens. Anything else is wrong: a client would not know whether to repeat it.
@@ -215,7 +215,7 @@ class Client:
         await self._port.close()
 
     async def write_and_read(self) -> None:
-        """Write new blocks, and look for them."""
+        """Write new blocks, and look them up."""
         load = self._load
         is_long = (self.rounds + self._phase) % _LONG_EVERY == _LONG_EVERY - 1
         count = load.long_blocks if is_long else load.blocks

@@ -31,7 +31,7 @@ _DEAD = "gone"
 
 @dataclass(slots=True)
 class SharedReport:
-    """What became of a shared directory.
+    """The final state of a shared directory.
 
     Attributes:
         checked_blocks: served blocks whose bytes were compared.
@@ -161,7 +161,7 @@ async def _judge(
     for each, wire in zip(deployments, wires, strict=True):
         await each.scrub(wire, dry_run=False, min_age_seconds=1)
     left &= judge_files([root], served)
-    report.wrong += [f"{path} is nobody's and was not scrubbed" for path in sorted(left)]
+    report.wrong += [f"{path} is an orphan and was not scrubbed" for path in sorted(left)]
     await _judge_dead(deployments[0], wires[0], planted[_DEAD], served, report)
 
 

@@ -1,4 +1,4 @@
-"""A look at the store itself, past the managers: recounts everything that they claim.
+"""An audit of the store itself, past the managers: recounts everything that they claim.
 
 It knows the records and the documents, and shares no bookkeeping with the managers: usage, deadlines and extents are
 counted again from the records.
@@ -77,7 +77,7 @@ class StoreAudit:
         )
 
     async def index(self, instance: Instance, placement: Placement, backend: IndexBackend) -> None:
-        """Look at the records of one instance."""
+        """Audit the records of one instance."""
         where, group = instance.instance_id, instance.instance_group_name
         await backend.refresh()
         kept, kept_count = +Counter(backend.usage_bytes), backend.key_count
@@ -177,14 +177,14 @@ async def used_bytes(values: dict[str, str]) -> Counter[str]:
 
 
 async def records_left(values: dict[str, str], instance_id: str, keys: Sequence[int]) -> int:
-    """Return how many of the blocks of an instance have a record, in whatever status."""
+    """Return how many of the blocks of an instance have a record, in any status."""
     async with _opened(values) as (metadata, registry):
         backend = metadata.new_backend(registry.instances.placement(instance_id))
         return sum(record is not None for record in await backend.get_many(keys))
 
 
 async def audit_store(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> StoreAudit:
-    """Open the store that the settings name, and look at everything in it. A RocksDB must not be in use.
+    """Open the store that the settings name, and audit everything in it. A RocksDB must not be in use.
 
     Args:
         values: settings of a manager.
@@ -201,7 +201,7 @@ async def audit_until(
     *,
     capacities: dict[str, int] | None = None,
 ) -> tuple[StoreAudit, float]:
-    """Look at a shared store until it is quiet, or time is up; returns the last audit, and how long that took."""
+    """Audit a shared store until it is quiet, or time is up; returns the last audit, and how long that took."""
     begin = time.monotonic()
     while True:
         audit = await audit_store(values, capacities=capacities)

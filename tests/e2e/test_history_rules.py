@@ -33,23 +33,23 @@ def _removal(at: float, *, is_confirmed: bool = True) -> Removal:
     return Removal("i", frozenset({1}), at, at + 0.1, is_confirmed)
 
 
-def test_what_was_confirmed_has_to_be_served() -> None:
+def test_confirmed_blocks_must_be_served() -> None:
     history = _history(_write("a", 0))
     assert history.verdicts([_BLOCK], {_BLOCK: "a1"}) == []
     assert any("lost" in text for text in history.verdicts([_BLOCK], {}))
 
 
-def test_what_a_removal_may_have_taken_need_not_be_served() -> None:
+def test_blocks_of_an_unconfirmed_removal_need_not_be_served() -> None:
     history = _history(_write("a", 0), removals=(_removal(5, is_confirmed=False),))
     assert history.verdicts([_BLOCK], {}) == history.verdicts([_BLOCK], {_BLOCK: "a1"}) == []
 
 
-def test_what_was_removed_for_sure_must_not_be_served() -> None:
+def test_blocks_of_a_confirmed_removal_must_not_be_served() -> None:
     history = _history(_write("a", 0), removals=(_removal(5),))
     assert any("removal" in text for text in history.verdicts([_BLOCK], {_BLOCK: "a1"}))
 
 
-def test_what_was_not_finished_must_not_be_served() -> None:
+def test_unfinished_blocks_must_not_be_served() -> None:
     for outcome in (None, Outcome.REFUSED):
         assert _history(_write("a", 0, outcome)).verdicts([_BLOCK], {_BLOCK: "a1"})
     assert _history().verdicts([_BLOCK], {_BLOCK: "x"})

@@ -12,7 +12,7 @@ from restart_rounds import restart_under_load, stop_twice, stop_while_loading
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def test_over_rocksdb_nothing_fails_but_what_is_turned_away(tmp_path: Path) -> None:
+def test_over_rocksdb_only_rejected_requests_fail(tmp_path: Path) -> None:
     report = asyncio.run(restart_under_load(tmp_path, rounds=2))
     assert report.wrong == []
     assert (report.stops, report.long_requests) == (2, 2)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import kvcm_looks
+import engine_inspection
 import vllm_blocks
 from engine_loop import serve
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
@@ -123,8 +123,10 @@ class VllmEngine:
 
     def block_keys(self, tokens: list[int], **prompt: Any) -> list[int]:
         """Return our keys of the full blocks of a prompt; needs our connector."""
-        (namespace,) = set(self._llm.collective_rpc(kvcm_looks.namespace))
-        return kvcm_looks.block_keys(self._llm.llm_engine.vllm_config, bytes.fromhex(namespace), tokens, **prompt)
+        (namespace,) = set(self._llm.collective_rpc(engine_inspection.namespace))
+        return engine_inspection.block_keys(
+            self._llm.llm_engine.vllm_config, bytes.fromhex(namespace), tokens, **prompt
+        )
 
     def collect_events(self) -> None:
         """Keep the KV events from now on; only of an engine in this process, which does not publish them."""
@@ -134,12 +136,15 @@ class VllmEngine:
     def events(self) -> list[dict[str, Any]]:
         """Return the kept events of stored blocks."""
         return [
-            kvcm_looks.plain(event) for batch in self._batches for event in batch.events if hasattr(event, "token_ids")
+            engine_inspection.plain(event)
+            for batch in self._batches
+            for event in batch.events
+            if hasattr(event, "token_ids")
         ]
 
     def kvcm_counts(self) -> dict[str, Any]:
         """Return the counters of our connector since the start; only of one in this process."""
-        return kvcm_looks.counts(self._core())
+        return engine_inspection.counts(self._core())
 
     def metrics(self) -> dict[str, Any]:
         """Return its metrics: `name` or `name{label="value",…}` to the value, of histograms the sum and count."""

@@ -56,7 +56,7 @@ def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
 
 
 @given(SEEDS, st.sets(st.sampled_from(["fuse", "loss"])))
-def test_what_a_machine_lacks_does_not_come(seed: int, lacks: set[str]) -> None:
+def test_faults_that_a_machine_cannot_inject_are_left_out(seed: int, lacks: set[str]) -> None:
     needs = {kind.name: kind.needs for kind in KINDS}
     assert not {needs[step.kind] for step in made(seed, 1200.0, frozenset(lacks))} & lacks
 
@@ -112,7 +112,7 @@ AGAIN = [GOES, _line(slot=1, instance="churning", at=20.0)]
 @pytest.mark.parametrize(
     ("lines", "events", "kills", "expected"),
     [
-        ([STAYS], [], [], "no manager tells why"),
+        ([STAYS], [], [], "no manager reported why"),
         ([STAYS], [_event("removed", "missing")], [], "missing"),
         ([STAYS], [_event("removed", "corrupt")], [], "corrupt"),
         ([STAYS], [_event("removed", "RemoveCache")], [], "RemoveCache"),
@@ -155,7 +155,7 @@ def test_the_bytes_of_a_block_are_compared() -> None:
     assert _judge(STAYS, found={("steady", 1): Found({"tp0": (_uri(3), 5)})}) == Judgement(served=1)
 
 
-def test_damage_of_the_game_explains_what_lies_there_and_nothing_else() -> None:
+def test_damage_by_the_game_explains_damaged_slots_only() -> None:
     damage = Spoiled()
     damage.add(PLACE, 150, 151)  # slot 1
     there = {("steady", 1): Found({"tp0": (_uri(1), 5)})}
@@ -175,7 +175,7 @@ def test_damage_of_one_part_explains_no_other_bytes_in_another() -> None:
     assert _judge(_line() | {"parts": parts}, found={("steady", 1): Found(found)}, spoiled=damage).spoiled == 1
 
 
-def test_a_block_with_one_copy_that_no_one_damaged_is_lost_when_it_is_gone() -> None:
+def test_a_block_with_an_undamaged_copy_is_lost_when_it_is_gone() -> None:
     damage = Spoiled()
     damage.add(PLACE, 0, 1)
     assert _judge(_line(slot=0), _line(slot=1), spoiled=damage).lost
@@ -286,7 +286,7 @@ def test_nothing_is_wrong_with_a_good_end() -> None:
         ("faults", {"faults": ["step 1"]}),
     ],
 )
-def test_what_is_wrong_is_reported(what: str, changes: dict[str, Any]) -> None:
+def test_faults_are_reported(what: str, changes: dict[str, Any]) -> None:
     reported = {name for name, texts in judge_end(replace(GOOD, **changes)).items() if texts}
     assert len(reported) == 1
     assert reported.pop().startswith(what)

@@ -107,7 +107,7 @@ def _without_prose(value: Any, *, names: bool = False) -> Any:
 
 
 def commands() -> dict[str, Any]:
-    """Return arguments and options of commands by what is typed."""
+    """Return arguments and options of commands by the typed words."""
     from kvcm.cli import app
 
     return dict(_commands(get_command(app), "kvcm"))

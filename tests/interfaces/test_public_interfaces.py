@@ -18,7 +18,7 @@ def test_an_interface_is_as_its_snapshot_says(name: str) -> None:
 
 
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Return what is missing, new or another value, by where it stands."""
+    """Yield missing, new and changed values, by their path."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
             if key not in now:

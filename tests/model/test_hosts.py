@@ -77,7 +77,7 @@ def test_metadata_services_are_refused_also_where_any_host_or_a_large_network_is
         ("2002:a9fe:a9fe::/48", "2002:a9fe:a9fe::1"),
     ],
 )
-def test_who_names_a_link_local_host_for_itself_gets_it(rule: str, host: str) -> None:
+def test_an_exact_rule_allows_a_link_local_host(rule: str, host: str) -> None:
     assert allowed([rule], host)
 
 
@@ -113,7 +113,7 @@ def test_no_rule_allows_nothing_and_no_list_allows_anything_else() -> None:
     assert allowed(None, "master:50051")
 
 
-def test_a_refusal_names_field_host_and_what_is_allowed() -> None:
+def test_a_refusal_names_field_host_and_allowed_values() -> None:
     hosts = AllowedHosts([HostRule.parse("10.0.0.0/8"), HostRule.parse("master:50051")])
     with pytest.raises(InvalidArgumentError, match=r"metadata_connstring names 'evil:1'.*10\.0\.0\.0/8, master:50051"):
         hosts.check("metadata_connstring", HostPort.parse("evil:1"))
@@ -131,7 +131,7 @@ def test_however_an_address_is_written_the_answer_is_the_same(address: IPv4Addre
 
 
 @given(address=st.ip_addresses(v=4) | st.ip_addresses(network="169.254.0.0/16"), form=st.sampled_from(IN_IPV6))
-def test_what_must_be_named_for_itself_must_be_so_within_ipv6_too(address: IPv4Address, form: str) -> None:
+def test_hosts_that_need_an_exact_rule_need_one_within_ipv6_too(address: IPv4Address, form: str) -> None:
     is_allowed = allowed(None, str(address))
     assert allowed(None, form.format(address)) is is_allowed
     number = int(address)
@@ -142,7 +142,7 @@ def test_what_must_be_named_for_itself_must_be_so_within_ipv6_too(address: IPv4A
     "bad",
     ["", ":", "a b", "host:0", "host:65536", "host:x", "[::1", "[::1]x", "a/b", "10.0.0.1/8", "-x", "ü", " a", "a "],
 )
-def test_what_is_no_host_is_no_rule_either(bad: str) -> None:
+def test_an_invalid_host_is_no_rule_either(bad: str) -> None:
     with pytest.raises(ValueError, match="<host>"):
         HostRule.parse(bad)
 
@@ -162,7 +162,7 @@ def test_what_is_no_host_is_no_rule_either(bad: str) -> None:
         *("::1%", "::1%a%b", "[::1%a b]", "[::1%/]", "[10.0.0.1%a]:1"),
     ],
 )
-def test_what_clients_decode_drop_or_ignore_is_no_part_of_a_host(bad: str) -> None:
+def test_characters_that_clients_decode_drop_or_ignore_are_no_part_of_a_host(bad: str) -> None:
     with pytest.raises(InvalidArgumentError, match="host"):
         HostPort.parse(bad)
     with pytest.raises(ValueError, match="<host>"):
@@ -194,7 +194,7 @@ def test_all_hosts_of_a_mooncake_storage_are_found(metadata: str, master: str, h
 @pytest.mark.parametrize(
     "master", ["http://a#@b:1", "http://a?@b:1", "etcd://a:1;b\\@c:1", "etcd://a://b:1", "a\\b:1", "a?x:1", "a b:1"]
 )
-def test_what_parsers_may_read_in_two_ways_is_refused(master: str) -> None:
+def test_ambiguous_hosts_are_refused(master: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"master_service_entry: (host|port)"):
         mooncake_hosts(MooncakeStorageSpec(master_service_entry=master))
 

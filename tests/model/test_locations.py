@@ -59,7 +59,7 @@ def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) ->
 @FIXED
 @given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
 @example(storage_type=StorageType.ST_UNSPECIFIED, spec_size=0, specs=[])
-def test_a_chunk_is_what_protobuf_writes_and_reads_back(
+def test_a_chunk_equals_protobuf_and_reads_back(
     storage_type: StorageType, spec_size: int, specs: list[SpecUri]
 ) -> None:
     answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
@@ -73,7 +73,7 @@ def test_a_chunk_is_what_protobuf_writes_and_reads_back(
 
 @FIXED
 @given(storage_type=TYPES, names=st.lists(TEXTS, min_size=1, max_size=3), data=st.data())
-def test_many_chunks_at_once_are_what_each_is(storage_type: StorageType, names: list[str], data: st.DataObject) -> None:
+def test_many_chunks_equal_single_ones(storage_type: StorageType, names: list[str], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.tuples(*(TEXTS for _ in names)), max_size=4))
     columns = [[row[i] for row in rows] for i in range(len(names))]
     each = [encode_chunk(storage_type, len(names), list(map(SpecUri, names, row))) for row in rows]
@@ -144,7 +144,7 @@ URIS = st.builds(
 
 @FIXED
 @given(uri=URIS)
-def test_what_is_printed_reads_back(uri: LocationUri) -> None:
+def test_printed_uris_read_back(uri: LocationUri) -> None:
     assert LocationUri.parse(str(uri)) == uri
 
 
@@ -201,7 +201,7 @@ def test_the_offset_is_that_of_the_slot(blkid: int | None, offset: int) -> None:
     ],
     ids=range(19),
 )
-def test_what_is_no_uri_is_refused(text: str) -> None:
+def test_text_that_is_no_uri_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="uri"):
         LocationUri.parse(text)
 

@@ -1,4 +1,4 @@
-"""Small traces of several instances, with whatever a request can ask."""
+"""Small traces of several instances, with every option of a request."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_traces_of_one_name_are_reported_apart(hand_file: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("mode", "hits"), [("block", [0, 2]), ("request", [1, 2])])
 def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits: list[int]) -> None:
-    # With a capacity of 2 blocks, block by block 3 takes the place of 1 before that is looked for.
+    # With a capacity of 2 blocks, block 3 evicts block 1 before the lookup of 1.
     path = tmp_path / "flat.jsonl"
     rows = [{"timestamp": time, "input_length": 20, "hash_ids": ids} for time, ids in enumerate([[1, 2], [3, 1], [2]])]
     path.write_text("".join(json.dumps(row | {"output_length": 0}) + "\n" for row in rows))
@@ -106,7 +106,7 @@ def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits:
     ],
     ids=lambda value: value[0].strip("-"),
 )
-def test_a_wrong_option_is_one_line_that_names_what_is_allowed(
+def test_a_wrong_option_is_one_line_that_names_the_allowed_values(
     hand_file: Path, options: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     line = run(hand_file, "--block-tokens", 10, "--json", "a.json", *options, fails=True)
@@ -186,7 +186,7 @@ def test_the_originals_files_come_from_its_configuration(hand_file: Path, tmp_pa
     ],
     ids=["several", "no folder", "no file"],
 )
-def test_what_the_original_cannot_do_is_refused(hand_file: Path, options: tuple[str, ...], named: str) -> None:
+def test_settings_that_the_original_lacks_are_refused(hand_file: Path, options: tuple[str, ...], named: str) -> None:
     assert named in run(hand_file, "--block-tokens", 10, *options, fails=True)
 
 
@@ -222,7 +222,7 @@ def asked(*options: object, sample: str = "0.25") -> tuple[object, ...]:
     return (*READ, "--policies", ",".join(POLICIES), "--capacities", listed, "--sample", sample, *options)
 
 
-def test_rows_are_what_samples_report(chains_file: Path) -> None:
+def test_rows_equal_the_reports_of_samples(chains_file: Path) -> None:
     run(chains_file, *asked("--json", "a.json", sample="0.25:repeats=5:seed=7"))
     rows = json.loads(Path("a.json").read_text())
     assert [list(row) for row in rows] == [ESTIMATE_FIELDS] * len(POLICIES) * len(CAPACITIES)
@@ -271,7 +271,7 @@ def test_a_sample_that_cannot_be_drawn_is_one_line(chains_file: Path, sample: st
     ],
     ids=lambda value: value[0].strip("-"),
 )
-def test_what_needs_replays_is_refused(chains_file: Path, options: tuple[str, ...], named: str) -> None:
+def test_options_that_need_replays_are_refused(chains_file: Path, options: tuple[str, ...], named: str) -> None:
     assert named in run(chains_file, *asked(*options), fails=True)
     assert not Path("chains.json").exists()
 

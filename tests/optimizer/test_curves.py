@@ -18,7 +18,7 @@ from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import QueryMode, Trace
 
 
-def assert_is_what_replays_count(trace: Trace, policy: str) -> None:
+def assert_equals_replays(trace: Trace, policy: str) -> None:
     curve = CURVES[policy](trace)
     assert not curve.at(0).hits.object_blocks
     for capacity in range(1, trace.unique_blocks + 3):
@@ -32,7 +32,7 @@ def test_hits_of_the_hand_sized_trace(policy: str) -> None:
     curve = CURVES[policy](HAND)
     assert tuple(curve.at(capacity).hits.prefix_blocks for capacity in (4, 5, 6, 8)) == HAND_HITS[policy]
     assert curve.at(8).hits.prefix_tokens == 168  # by hand: 20 + 35 + 28 + 30 + 20 + 35
-    assert_is_what_replays_count(HAND, policy)
+    assert_equals_replays(HAND, policy)
 
 
 def all_write(trace: Trace) -> Trace:
@@ -43,8 +43,8 @@ def all_write(trace: Trace) -> Trace:
 @settings(max_examples=examples(200), deadline=None)
 @given(trace=prefix_traces() | prefix_traces(separate=True).map(all_write))
 def test_curves_of_prefix_trees(policy: str, trace: Trace) -> None:
-    """Whatever holds a block holds those before it, so prefix hits are object hits."""
-    assert_is_what_replays_count(trace, policy)
+    """A cache that holds a block holds those before it, so prefix hits are object hits."""
+    assert_equals_replays(trace, policy)
     curve = CURVES[policy](trace)
     assert np.array_equal(curve.prefix_blocks, curve.object_blocks)
 
@@ -53,7 +53,7 @@ def test_curves_of_prefix_trees(policy: str, trace: Trace) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(trace=flat_traces() | flat_traces(separate=True).map(all_write))
 def test_curves_of_any_ids(policy: str, trace: Trace) -> None:
-    assert_is_what_replays_count(trace, policy)
+    assert_equals_replays(trace, policy)
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -30,7 +30,7 @@ TRACES = prefix_traces() | prefix_traces(separate=True) | flat_traces() | flat_t
 
 @settings(max_examples=examples(800))
 @given(requests=steps(), policy=st.sampled_from(POLICIES), capacity=st.integers(1, 20), mode=MODES)
-def test_counts_what_a_model_over_dictionaries_counts(
+def test_counts_equal_a_model_over_dictionaries(
     requests: list[Step], policy: str, capacity: int, mode: Literal["block", "request"]
 ) -> None:
     model = ModelOfGroup(policy, capacity, mode)
@@ -43,7 +43,7 @@ def test_counts_what_a_model_over_dictionaries_counts(
 
 @settings(max_examples=examples(400))
 @given(trace=TRACES, policy=st.sampled_from(ALL_POLICIES), capacity=st.integers(1, 25), mode=MODES)
-def test_one_instance_counts_what_the_replay_of_one_cache_counts(
+def test_one_instance_counts_like_the_replay_of_one_cache(
     trace: Trace, policy: str, capacity: int, mode: Literal["block", "request"]
 ) -> None:
     spec = parse_policy(policy)

@@ -119,7 +119,7 @@ def test_little_is_believed_of_little(
         assert proposal.proposed.group.quota == proposal.state.group.quota, "no quota is proposed"
 
 
-def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
+def test_limits_of_the_rehearsal_are_named_and_quotas_of_types_stay() -> None:
     group = group_of(50)
     strategy = replace(
         group.cache_config.reclaim_strategy, prefix_classes=(PrefixClass("c"),), reclaim_step_percentage=10
@@ -132,7 +132,7 @@ def test_what_is_not_rehearsed_is_said_and_quotas_of_types_stay() -> None:
     assert all(word in text for word in ("classes", "step limits", "storage types"))
 
 
-def test_groups_that_no_one_asked_for_get_no_proposal() -> None:
+def test_groups_that_are_not_asked_for_get_no_proposal() -> None:
     recording = recorded(round_robin(3, 10), source="other")
     with rehearsals(recording, workers=1) as rehearse:
         assert propose(ManagerState([GroupState(group_of(10), SIZES, 0)], recording), rehearse) == []
@@ -165,7 +165,7 @@ def test_everything_is_written_down() -> None:
 _NAME = "<script>alert(1)</script>&\"'"
 
 
-def test_a_page_says_what_is_proposed_and_runs_nothing() -> None:
+def test_a_page_shows_the_proposal_and_runs_nothing() -> None:
     recording = recorded([(float(turn), [turn % 4, 10 + turn % 4]) for turn in range(40)], source=_NAME)
     strategy = CacheReclaimStrategy(trigger_strategy=TriggerStrategy(0, 0.9))
     group = InstanceGroup(_NAME, quota=InstanceGroupQuota(4 << 20), cache_config=CacheConfig(strategy))

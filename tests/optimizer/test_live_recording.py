@@ -34,7 +34,7 @@ def finish(at: float, session: str, success: int | list[bool], source: str = "i"
     return {**fields, "write_session_id": session, "success_block": success}
 
 
-def test_accesses_are_numbered_and_keep_what_became_of_them() -> None:
+def test_accesses_are_numbered_and_keep_their_outcome() -> None:
     found = read_recording(
         lines(
             lookup(1, [10, 20, 30], 0),
@@ -62,12 +62,12 @@ def test_blocks_of_two_instances_are_never_the_same() -> None:
     assert list(found.owners) == [0, 1]
 
 
-def test_what_a_lookup_leaves_out_is_not_asked_for() -> None:
+def test_keys_that_a_lookup_leaves_out_are_not_asked_for() -> None:
     found = read_recording(lines(lookup(1, [1, 2, 3], 1, block_mask=2), lookup(2, [1, 2, 3], 1, block_mask=[True])))
     assert [access.blocks for access in found.accesses if isinstance(access, Lookup)] == [[2], [1, 2]]
 
 
-def test_what_was_there_before_anybody_wrote_it_is_warm() -> None:
+def test_blocks_hit_before_their_first_write_are_warm() -> None:
     found = read_recording(
         lines(
             lookup(1, [1, 2, 3], 2),  # 1 and 2 were there
@@ -101,7 +101,7 @@ def test_accesses_are_in_the_order_of_their_times() -> None:
         ([json.dumps(RECENT).encode(), b"\xff"], "line 2"),
     ],
 )
-def test_what_cannot_be_read_is_said(text: list[bytes], said: str) -> None:
+def test_unreadable_recordings_are_reported(text: list[bytes], said: str) -> None:
     with pytest.raises(TraceError, match=said):
         read_recording(text)
 

@@ -152,7 +152,7 @@ async def played(core: Core, turns: list[Turn]) -> None:
     st.sampled_from([0.0, 0.1, 0.4]),
     st.sampled_from(["", "proportional", "fixed"]),
 )
-def test_what_is_rehearsed_is_what_the_core_did(
+def test_the_rehearsal_equals_the_core(
     seed: int, policy: str, blocks: int, mark: float, hysteresis: float, share: str
 ) -> None:
     """Every block that lookups found, for every policy, mark and share, with two instances of different block sizes."""
@@ -187,7 +187,7 @@ def test_an_age_frees_space() -> None:
     assert aged.evicted_blocks > 400
 
 
-def test_what_is_being_deleted_takes_space_for_so_long() -> None:
+def test_blocks_in_deletion_take_space_until_deleted() -> None:
     turns = [(float(second) / 10, [100 * second + block for block in range(10)]) for second in range(60)]
     group = group_of(40, mark=0.5)
     strategy = replace(group.cache_config.reclaim_strategy, delay_before_delete_ms=5000)
@@ -196,7 +196,7 @@ def test_what_is_being_deleted_takes_space_for_so_long() -> None:
     assert rehearse(recorded(turns), slow, SIZES).refused_blocks > 100
 
 
-def test_what_was_there_before_is_there_again() -> None:
+def test_warm_blocks_are_present_again() -> None:
     """The blocks were found at once, so they were there; and a group that is full now was full then."""
     recording = recorded([(0.0, [1, 2, 3, 4])], hits=4)
     assert rehearse(recording, group_of(10), SIZES).hit_rate == 1.0
@@ -204,7 +204,7 @@ def test_what_was_there_before_is_there_again() -> None:
     assert rehearse(recording, group_of(3), SIZES).hit_rate < 1.0
 
 
-def test_an_engine_writes_again_what_it_missed() -> None:
+def test_an_engine_writes_missed_blocks_again() -> None:
     """It found four blocks and wrote the fifth; where the four are gone it would have written them, too."""
     recording = recorded([(0.0, [1, 2, 3, 4]), (1.0, [11, 12, 13]), (2.0, [1, 2, 3, 4]), (3.0, [1, 2, 3, 4])])
     only_new = [

@@ -122,7 +122,7 @@ def _has_sessions_of(found: Locality, requests: Sequence[Request], model: Model)
 
 @settings(max_examples=examples(80), deadline=None)
 @given(histories())
-def test_the_working_set_is_what_was_accessed_lately(requests: list[Request]) -> None:
+def test_the_working_set_holds_recently_accessed_blocks(requests: list[Request]) -> None:
     found = locality_of(built(requests)).working_set
     start = requests[0].seconds
     for window, counts in found.windows.items():
@@ -145,7 +145,7 @@ def test_blocks_that_live_as_long_as_the_trace_are_all_that_were_seen() -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(histories())
-def test_prefixes_are_worth_what_they_save(requests: list[Request]) -> None:
+def test_prefixes_are_valued_by_saved_tokens(requests: list[Request]) -> None:
     trace, model = built(requests), Model(requests)
     tree = valuable_prefixes(trace, most=100)
     assert tree.saved_tokens == 10 * model.saved.total()

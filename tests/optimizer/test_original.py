@@ -61,7 +61,7 @@ def test_a_document_is_read() -> None:
         ({"instance_groups": [group(instance(), instance())]}, "instance_id: 'a' stands there twice; allowed: each"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+def test_the_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as refused:
         OriginalConfig.parse(json.dumps(json.loads(document()) | change))
     assert message in str(refused.value)
@@ -75,7 +75,7 @@ def test_every_field_that_is_needed_is_named_when_it_is_missing() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "3", "null", "[]", '"x"', b"\xff", "[" * 100_000])
-def test_what_is_no_document_is_refused(text: str | bytes) -> None:
+def test_an_invalid_document_is_refused(text: str | bytes) -> None:
     with pytest.raises(OptionError, match="config: "):
         OriginalConfig.parse(text)
 

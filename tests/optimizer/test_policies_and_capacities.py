@@ -62,7 +62,7 @@ def test_lists_have_each_policy_once_in_their_order() -> None:
         ("random_lru:seed=-1", "allowed: seed=0 to"),
     ],
 )
-def test_what_is_no_policy_is_refused(text: str, said: str) -> None:
+def test_an_unknown_policy_is_refused(text: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         parse_policies(text)
 
@@ -73,6 +73,6 @@ def test_shares_are_rounded_down_to_blocks_and_never_to_none() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "0%", "x", "", "1e99", "nan", "inf%", "1_0", "٣", "1 0", "5%%"])
-def test_what_is_no_capacity_is_refused(text: str) -> None:
+def test_text_that_is_no_capacity_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"capacities: .* is none; allowed: blocks such as 5000, or a share"):
         parse_capacities(text, 100)

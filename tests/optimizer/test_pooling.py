@@ -74,7 +74,7 @@ def figures(row: PoolingRow) -> dict[str, Any]:
 
 @settings(max_examples=examples(800), deadline=None)
 @given(trace=dialogues(), engines=clusters(), router=ROUTERS, topology=st.sampled_from(Topology))
-def test_the_compiled_replay_counts_what_plain_python_does(
+def test_the_compiled_replay_counts_like_plain_python(
     trace: Trace, engines: Engines, router: Router, topology: Topology
 ) -> None:
     (row,) = rows_of(trace, engines, routers=[router], topologies=[topology])
@@ -197,7 +197,7 @@ def test_clusters_that_are_none_are_refused(change: dict[str, Any], says: str) -
         replace(Engines(2, 5, 100.0), **change)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_incomparable_inputs_are_refused() -> None:
     engines = Engines(2, 5, 100.0)
     with pytest.raises(TraceError, match="plain prefixes"):
         compare_pooling(replace(HAND, modes={0: QueryMode.BATCH}), engines)

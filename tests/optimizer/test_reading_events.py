@@ -56,7 +56,7 @@ def rows(trace: Trace) -> list[tuple[int, list[int], int, bool]]:
     ]
 
 
-def test_a_lookup_and_then_the_write_of_what_was_missing() -> None:
+def test_a_lookup_and_then_the_write_of_missing_blocks() -> None:
     trace = of(lookup(5, [7, 8, 9]), start(6, "s", [7, 8, 9], block_mask=1), finish(50, "s", 2), lookup(60, [7, 8]))
     assert rows(trace) == [(5, [0, 1, 2], 3, False), (50, [0, 1, 2], 0, True), (60, [0, 1], 2, False)]
     assert trace.input_tokens.tolist() == [12, 12, 8]
@@ -74,7 +74,7 @@ def test_a_write_counts_when_it_ends() -> None:
     ]
 
 
-def test_what_failed_is_left_out() -> None:
+def test_failed_requests_are_left_out() -> None:
     keys = [1, 2, 3, 4, 5]
     trace = of(start(0, "s", keys, block_mask=[False, True]), finish(1, "s", [True, False, True, False]))
     assert trace.request_blocks(0).tolist() == [0, 1, 2, 3]  # 1 and 4 were written, 2 was there, 5 failed at the end
@@ -119,7 +119,7 @@ def test_query_types_masks_windows_and_specs() -> None:
     assert {number: mask.tolist() for number, mask in trace.masks.items()} == masks
 
 
-def test_what_is_rare_moves_with_its_request() -> None:
+def test_rare_fields_move_with_their_request() -> None:
     trace = of(lookup(9, [1, 2], block_mask=1), lookup(1, [3], query_type="batch_get"), lookup(5, [4]))
     assert trace.modes == {0: QueryMode.BATCH}
     assert {number: mask.tolist() for number, mask in trace.masks.items()} == {2: [True, False]}
@@ -184,13 +184,13 @@ class TestTokens:
 
     @settings(max_examples=examples(200), deadline=None)
     @given(st.lists(int64s, max_size=40), st.integers(1, 9))
-    def test_the_kernel_computes_what_the_model_does(self, tokens: list[int], block_tokens: int) -> None:
+    def test_the_kernel_equals_the_model(self, tokens: list[int], block_tokens: int) -> None:
         keys = keys_of_tokens(np.array(tokens, np.int64), block_tokens)
         assert keys.tolist() == block_keys_from_tokens(tokens, block_tokens)
 
 
 @pytest.mark.parametrize("is_ring", [False, True])
-async def test_what_our_own_manager_reports_is_read(is_ring: bool) -> None:
+async def test_events_of_our_own_manager_are_read(is_ring: bool) -> None:
     log = EventLog(now=lambda: 5000.0)
     subscription = log.subscribe()
     recent = RecentAccesses(1000, now=lambda: 5000.0)

@@ -59,7 +59,7 @@ class TestBailian:
 
 
 class TestSchema:
-    def test_a_turn_reads_its_keys_and_writes_what_was_generated_too(self) -> None:
+    def test_a_turn_reads_its_keys_and_writes_generated_blocks_too(self) -> None:
         trace = schema({"input_len": 25, "output_len": 9, "total_keys": [1, 2, 3]})
         assert trace.blocks.tolist() == [0, 1, 2]
         assert (trace.read_blocks.tolist(), trace.writes.tolist()) == ([2], [True])

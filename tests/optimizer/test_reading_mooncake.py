@@ -186,7 +186,7 @@ class TestFiles:
         with pytest.raises(TraceError, match=message):
             read_trace(path, use_cache=False)
 
-    def test_what_is_no_file(self, tmp_path: Path) -> None:
+    def test_paths_that_are_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="is a directory"):
             read_trace(tmp_path)
         with pytest.raises(TraceError, match="No such file"):

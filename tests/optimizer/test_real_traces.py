@@ -33,7 +33,7 @@ def counts_of(replay: Replay) -> Counts:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_replays_count_what_another_program_counts(name: str, real_trace: Callable[[str], Trace]) -> None:
+def test_replays_count_like_another_program(name: str, real_trace: Callable[[str], Trace]) -> None:
     exact = EXACT[name]
     jobs = [Job(PolicySpec(policy), int(capacity)) for policy in exact for capacity in exact[policy]]
     found: dict[str, dict[str, Counts]] = {policy: {} for policy in exact}
@@ -44,7 +44,7 @@ def test_replays_count_what_another_program_counts(name: str, real_trace: Callab
 
 @pytest.mark.parametrize("policy", CURVES)
 @pytest.mark.parametrize("name", EXACT)
-def test_curves_count_what_another_program_counts(name: str, policy: str, real_trace: Callable[[str], Trace]) -> None:
+def test_curves_count_like_another_program(name: str, policy: str, real_trace: Callable[[str], Trace]) -> None:
     curve, exact = CURVES[policy](real_trace(name)), EXACT[name][policy]
     assert {capacity: counts_of(curve.at(int(capacity))) for capacity in exact} == exact
 

@@ -91,7 +91,7 @@ def test_answers_come_in_the_order_of_the_jobs_however_many_threads_there_are() 
 
 
 @pytest.mark.parametrize("run", [replay, reference_replay])
-def test_what_cannot_be_replayed_is_refused(run) -> None:
+def test_invalid_replays_are_refused(run) -> None:
     with pytest.raises(OptionError, match="capacity_blocks: 0 is out of range; allowed: 1 or more"):
         run(HAND, LRU, 0)
     with pytest.raises(OptionError, match="mode: 'both' is none; allowed: block, request"):
@@ -124,7 +124,7 @@ def test_tokens_are_counted_in_the_blocks_of_each_instance_and_no_more_than_the_
     assert (hits.prefix_blocks, hits.prefix_tokens, hits.full_requests) == (6, 19 + 8 + 7, 3)
 
 
-def test_prompts_too_short_for_a_block_are_part_of_what_tokens_are_relative_to() -> None:
+def test_prompts_too_short_for_a_block_count_in_the_token_total() -> None:
     trace = trace_of([[1], [], [1]], input_tokens=[10, 7, 10])
     found = replay(trace, LRU, 1)
     assert (found.totals.requests, found.totals.blocks, found.totals.tokens) == (2, 2, 27)
@@ -148,7 +148,7 @@ def test_every_policy_is_compared_with_the_reference() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 @settings(max_examples=examples(240), deadline=None)
 @given(trace=TRACES, capacity=st.integers(1, 32))
-def test_kernels_find_what_the_reference_finds(spec: PolicySpec, mode: Mode, trace: Trace, capacity: int) -> None:
+def test_kernels_equal_the_reference(spec: PolicySpec, mode: Mode, trace: Trace, capacity: int) -> None:
     expected = reference_replay(trace, spec, capacity, mode=mode, keep_requests=True)
     found = replay(trace, spec, capacity, mode=mode, keep_requests=True)
     assert found.request_hits is not None

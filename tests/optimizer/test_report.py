@@ -77,7 +77,7 @@ def test_nodes_for_prefill_and_for_links_meet_at_the_turning_share(hand: Study) 
     assert (links[0], prefill[-1]) == (0, 0)
     turning = found.returns.turning_share * 10
     above = [each for each, (node, link) in enumerate(zip(prefill, links, strict=True)) if link > node]
-    assert min(above) - 1.1 <= turning <= min(above), "as far as two decimals tell"
+    assert min(above) - 1.1 <= turning <= min(above), "within two decimals"
 
 
 def test_waiting_is_reported_apart_from_serving(hand: Study) -> None:
@@ -90,7 +90,7 @@ def test_waiting_is_reported_apart_from_serving(hand: Study) -> None:
 
 @pytest.mark.parametrize("price", ["0.1", "3e6", "4.5e6", "1e7"])
 @pytest.mark.parametrize("policies", ["lru,leaf_lru,belady,fifo,lfu", "fifo,lru,belady", "fifo,lfu"])
-def test_what_is_recommended_can_be_set_and_is_nearly_the_best(policies: str, price: str) -> None:
+def test_the_recommendation_can_be_set_and_is_nearly_the_best(policies: str, price: str) -> None:
     deployment = parse_deployment(f"deepseek_v3,offered=1e5,gib_month={price}")
     study = study_of(HAND, replace(OPTIONS, policies=parse_policies(policies), deployment=deployment))
     found = study.recommendation
@@ -229,7 +229,7 @@ def test_every_part_is_there_with_its_figures(html: str, hand: Study) -> None:
         assert f"{100 * replay.block_hit_rate:.2f} %" in html, replay
 
 
-def test_the_summary_recommends_what_returns_most(hand: Study, html: str) -> None:
+def test_the_summary_recommends_the_highest_return(hand: Study, html: str) -> None:
     found = hand.recommendation
     nets = {label: each.net_per_hour.max() for label, each in hand.returns.items() if label != "belady"}
     assert found.returns.net_per_hour.max() >= 0.99 * max(nets.values())

@@ -35,7 +35,7 @@ def one(value: float) -> np.ndarray:
 
 
 @given(linear=numbers, quadratic=st.floats(0, 1), tokens=st.floats(1, 1e6), share=st.floats(0, 1))
-def test_what_is_loaded_and_what_is_computed_add_up_to_a_prefill(
+def test_loaded_and_computed_tokens_add_up_to_a_prefill(
     linear: float, quadratic: float, tokens: float, share: float
 ) -> None:
     cached = share * tokens
@@ -155,7 +155,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "bytes")
 
 
-def test_a_deployment_is_a_preset_and_what_differs() -> None:
+def test_a_deployment_is_a_preset_and_its_differences() -> None:
     asked = parse_deployment("deepseek_v3,gpu_hour=2.5,bandwidth=50e9")
     assert asked == replace(PRESETS["deepseek_v3"], price_per_gpu_hour=2.5, bandwidth_bytes_per_second=50e9)
     assert parse_deployment("qwen3_coder_480b") == PRESETS["qwen3_coder_480b"]
@@ -179,7 +179,7 @@ def test_a_deployment_names_its_profile(tmp_path: Path) -> None:
         ("deepseek_v3,usable=1.5", "usable_share is 1.5; allowed: above 0, up to 1"),
     ],
 )
-def test_what_is_no_deployment_is_refused_by_name(text: str, message: str) -> None:
+def test_an_invalid_deployment_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(OptionError, match=f"deployment: {message}"):
         parse_deployment(text)
 

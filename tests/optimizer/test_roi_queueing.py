@@ -160,7 +160,7 @@ def test_the_time_to_the_first_token_with_and_without_a_cache() -> None:
     assert found[0].unqueued.mean > found[1].unqueued.mean > found[2].unqueued.mean
 
 
-def test_what_cannot_be_simulated_is_refused() -> None:
+def test_invalid_simulations_are_refused() -> None:
     with pytest.raises(OptionError, match="lru kept no requests"):
         first_tokens(HAND, [replay(HAND, LRU, 4)], SMALL, nodes=1)
     with pytest.raises(OptionError, match="nodes: 0"):

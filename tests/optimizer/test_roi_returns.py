@@ -96,7 +96,7 @@ def test_a_curve_and_replays_give_the_same(
 @settings(max_examples=examples(60), deadline=None)
 @given(flat_traces(most_requests=12), deployments)
 @example(trace_of([[1], [2], [3], [1, 3]]), replace(SMALL, profile=LengthProfile(0.01)))  # 3 stays longer than 1
-def test_blocks_in_any_order_return_what_their_replays_do(trace: Trace, deployment: Deployment) -> None:
+def test_blocks_in_any_order_return_the_same_as_their_replays(trace: Trace, deployment: Deployment) -> None:
     by_curve, by_replay = returns(lru_curve(trace), trace, deployment), returns(replays_of(trace), trace, deployment)
     assert by_curve.nodes == pytest.approx(by_replay.nodes)
     assert by_curve.loaded_share == pytest.approx(by_replay.loaded_share)
@@ -217,7 +217,7 @@ def test_a_trace_with_nothing_to_gain_saves_nothing(trace: Trace, change: dict[s
     assert result.best == 0
 
 
-def test_a_trace_without_a_span_needs_to_be_reported_what_is_offered() -> None:
+def test_a_trace_without_a_duration_needs_the_offered_rate() -> None:
     trace = trace_of([[1, 2], [1, 2]], times_seconds=[5, 5])
     result = returns(curve_of(trace), trace, replace(SMALL, offered_tokens_per_second=1000.0))
     assert result.nodes_without == pytest.approx(10)

@@ -111,7 +111,7 @@ def test_blocks_without_a_common_size_have_a_bound(curves: list[list[float]], bu
 
 
 @pytest.mark.parametrize("budget", [-1.0, math.nan])
-def test_what_cannot_be_split_is_refused(budget: float) -> None:
+def test_invalid_splits_are_refused(budget: float) -> None:
     with pytest.raises(OptionError, match=f"budget_bytes: {budget:.15g}; allowed: from 0"):
         split_budget([service("one", [0, 1, 2, 3])], budget)
 

@@ -62,9 +62,7 @@ def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier]) -> None:
     capacities=CAPACITIES,
     figures=st.lists(FIGURES, min_size=1, max_size=5),
 )
-def test_any_split_is_what_its_replay_counts(
-    trace: Trace, capacities: list[int], figures: list[tuple[float, float]]
-) -> None:
+def test_any_split_equals_its_replay(trace: Trace, capacities: list[int], figures: list[tuple[float, float]]) -> None:
     check_split(split_curve(trace), trace, tiers_of(capacities, figures))
 
 
@@ -145,7 +143,7 @@ def test_a_prefix_that_loads_slower_than_it_computes_saves_nothing() -> None:
     assert best_of(curve, [Tier("tape", 8, bandwidth_bytes_per_second=0.001)], 1.0).saved_seconds == 0.0
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_invalid_splits_are_refused() -> None:
     curve = split_curve(HAND)
     with pytest.raises(TraceError, match="read and write plain prefixes"):
         split_curve(trace_of([[1]], writes=[False]))

@@ -30,7 +30,7 @@ def tiers_of(capacities: list[int]) -> list[Tier]:
 
 @settings(max_examples=examples(800), deadline=None)
 @given(trace=TRACES, capacities=CAPACITIES)
-def test_the_replay_counts_what_plain_dictionaries_do(trace: Trace, capacities: list[int]) -> None:
+def test_the_replay_counts_like_plain_dictionaries(trace: Trace, capacities: list[int]) -> None:
     model = TierModel(capacities)
     model.replay(trace)
     done = replay_tiers(trace, tiers_of(capacities))
@@ -73,7 +73,7 @@ def test_loads_take_the_latency_once_and_the_bandwidth_for_every_block() -> None
     assert times.total == pytest.approx(1.05 + 4.55)
 
 
-def test_windows_hold_what_moved_in_them() -> None:
+def test_windows_hold_the_traffic_in_them() -> None:
     trace = trace_of([[1, 2], [3, 4], [1, 2]], times_seconds=[100.0, 100.5, 1100.0], block_tokens=10)
     tiers = [Tier("top", 2, 1.0, price_per_gib_month=2**30), Tier("below", 2, math.inf)]
     done = replay_tiers(trace, tiers, kv_bytes_per_token=1)
@@ -93,7 +93,7 @@ def test_windows_hold_what_moved_in_them() -> None:
 
 @settings(max_examples=examples(50), deadline=None)
 @given(trace=TRACES, capacities=CAPACITIES)
-def test_windows_add_up_to_what_the_levels_moved(trace: Trace, capacities: list[int]) -> None:
+def test_windows_add_up_to_the_traffic_of_the_levels(trace: Trace, capacities: list[int]) -> None:
     done = replay_tiers(trace, tiers_of(capacities), kv_bytes_per_token=3)
     width = done.series.window_seconds
     for level, use in enumerate(done.tiers):
@@ -139,7 +139,7 @@ def test_tiers_that_are_none_are_refused(text: str, says: str) -> None:
         parse_tiers(text, 100)
 
 
-def test_what_cannot_be_replayed_is_refused() -> None:
+def test_invalid_replays_are_refused() -> None:
     with pytest.raises(OptionError, match="there are 0; allowed: 1 to 31"):
         replay_tiers(HAND, [])
     with pytest.raises(OptionError, match="kv_bytes_per_token is 0"):

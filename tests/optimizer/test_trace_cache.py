@@ -57,7 +57,7 @@ def test_everything_is_kept(trace: Trace, bad: list[BadLine]) -> None:
         assert not len(column) or (column.flags.writeable and column.flags.aligned)  # one machine code for all traces
 
 
-def test_the_second_reading_takes_what_the_first_one_kept(path: Path) -> None:
+def test_the_second_reading_uses_the_cache_of_the_first(path: Path) -> None:
     first = read(path)
     assert is_from_cache(path)
     assert_same(read(path), first, but=frozenset())
@@ -93,7 +93,7 @@ def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=200) | st.integers(0, 900).map(lambda end: b"".join(encode_trace(HAND, ORIGIN))[:end]))
-def test_what_is_no_trace_is_none(content: bytes) -> None:
+def test_a_cache_file_that_is_no_trace_is_none(content: bytes) -> None:
     assert decode_trace(bytearray(content), ORIGIN, "x") is None
 
 
@@ -146,7 +146,7 @@ def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser gives files away")
-def test_what_someone_else_put_there_is_not_believed(path: Path) -> None:
+def test_cache_files_of_another_user_are_not_trusted(path: Path) -> None:
     read(path)
     os.chown(cache_path(path), 12_345, -1)
     assert not is_from_cache(path)
@@ -163,7 +163,7 @@ def test_a_directory_that_is_not_for_writing_stays_as_it_is(path: Path, caplog: 
     assert "Permission denied" in caplog.text
 
 
-def test_who_cannot_read_the_file_cannot_read_what_is_kept(path: Path) -> None:
+def test_users_that_cannot_read_the_file_cannot_read_its_cache(path: Path) -> None:
     path.chmod(0o640)
     read(path)
     assert stat.S_IMODE(cache_path(path).stat().st_mode) == 0o640

@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_info_says_what_is_in_a_trace(file: Path) -> None:
+def test_info_prints_the_contents_of_a_trace(file: Path) -> None:
     stdout, stderr = run("info", file, "--block-tokens", 512, "--json")
     facts = json.loads(stdout)
     assert (facts["requests"], facts["accesses"], facts["unique_blocks"]) == (2, 6, 4)
@@ -56,7 +56,7 @@ def test_info_keeps_the_binary_form_unless_reported_otherwise(file: Path) -> Non
     assert sorted(each.name for each in file.parent.iterdir()) == ["in.jsonl", "in.jsonl.kvtrace"]
 
 
-def test_convert_writes_another_format_and_says_what_it_does_not_hold(file: Path, tmp_path: Path) -> None:
+def test_convert_writes_another_format_and_names_the_fields_that_it_drops(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gz"
     stdout, stderr = run("convert", file, out, "--to", "optimizer_schema")
     assert stdout == f"wrote {out}: 2 requests\n"
@@ -86,7 +86,7 @@ def test_anonymise_writes_the_same_format(file: Path, tmp_path: Path) -> None:
     assert "salt: has 5 bytes; allowed: 16 to 64" in refused("anonymise", file, other, "--salt-file", salt, "--force")
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_a_read_error_is_one_line(tmp_path: Path) -> None:
     assert "No such file" in refused("info", tmp_path / "none")
     assert "is a directory" in refused("anonymise", tmp_path, tmp_path / "out")
     (tmp_path / "text").write_text("Dear diary,\n")

@@ -93,7 +93,7 @@ def test_turns_in_the_optimizer_schema(trace: Trace) -> None:
         assert_same(there_and_back(trace, "optimizer_schema"), trace)
 
 
-def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_traces_that_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out"
     for name in ("mooncake", "qwen_bailian"):
         with pytest.raises(OptionError, match=r"lookups and writes apart from each other|have 16 tokens"):
@@ -114,7 +114,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_format_leaves_out_is_reported() -> None:
+def test_fields_that_a_format_leaves_out_are_reported() -> None:
     talk = trace_of([[1, 2], [1, 2, 3]], sessions=[0, 0], input_tokens=[15, 30])
     assert lost_in(talk, "publisher_log") == ("sessions", "lengths of prompts and answers")
     assert lost_in(talk, "optimizer_schema") == ("sessions",)
@@ -122,7 +122,7 @@ def test_what_a_format_leaves_out_is_reported() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_written_is_of_the_format_that_it_is_taken_for(tmp_path: Path, name: str) -> None:
+def test_written_traces_are_recognised_as_their_format(tmp_path: Path, name: str) -> None:
     path = tmp_path / "out"
     write_trace(trace_of([[1, 2], [1, 3]], block_tokens=16), path, name)
     assert format_of(path) == name
@@ -159,7 +159,7 @@ def test_a_text_appears_when_it_is_complete_and_pipes_are_written_as_they_are(tm
         write_atomic(result, "half of it \ud800")
     assert result.read_text() == "old"
     write_atomic(result, "new")
-    write_atomic(link, "nobody reads it")
+    write_atomic(link, "discarded")
     assert result.read_text() == "new"
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "rows.json"]

@@ -43,7 +43,7 @@ class DrillStore:
 
     @property
     def options(self) -> list[str]:
-        """What `kvcm index` is told."""
+        """The options for `kvcm index`."""
         if self._uri:
             return ["-e", f"kvcm.registry_storage.uri={self._uri}"]
         return ["--data-dir", self.name]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize(("from_kind", "to_kind"), [("rocksdb", "redis"), ("redis", "rocksdb")])
-def test_what_is_wiped_comes_back_on_another_kind_of_store(
+def test_a_wiped_store_comes_back_on_another_kind_of_store(
     from_kind: str, to_kind: str, tmp_path: Path, redis_standalone: Standalone
 ) -> None:
     source, target = (DrillStore(kind, tmp_path, redis_standalone) for kind in (from_kind, to_kind))
@@ -44,7 +44,7 @@ def test_what_is_wiped_comes_back_on_another_kind_of_store(
 
 
 def _assert_lost_bytes_are_found(world: World, target: DrillStore) -> None:
-    """Storages went on without their metadata: what is not there any more is forgotten when somebody looks."""
+    """Storages changed after the snapshot: a scrub drops the metadata of bytes that are gone."""
     places = world.places(target.manager)
     gone = Path(LocationUri.parse(places[70]).path)
     gone.unlink()

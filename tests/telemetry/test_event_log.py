@@ -26,7 +26,7 @@ def new_log(path: Path | None = None, max_bytes: int = 1 << 20) -> EventLog:
     return EventLog(str(path or ""), max_bytes, now=lambda: 1234.5678901, new_id=lambda: f"{next(ids):032x}")
 
 
-def tell(log: EventLog, number: int = 0, **fields: Any) -> None:
+def publish(log: EventLog, number: int = 0, **fields: Any) -> None:
     log.publish("i", "cache_manager", "removed", {"number": number, **fields})
 
 
@@ -66,9 +66,9 @@ async def test_an_event_is_one_line_with_the_envelope_of_the_original() -> None:
     }
 
 
-async def test_nothing_is_kept_while_no_one_listens() -> None:
+async def test_nothing_is_kept_without_listeners() -> None:
     log = new_log()
-    tell(log)
+    publish(log)
     assert (log.is_active, log.published, log.dropped) == (False, 0, 0)
     listener = log.subscribe()
     assert log.is_active
@@ -76,33 +76,33 @@ async def test_nothing_is_kept_while_no_one_listens() -> None:
     assert (listener.pop_pending(), log.is_active) == ([], False)
 
 
-async def test_every_listener_gets_what_happens_while_it_listens() -> None:
+async def test_every_listener_gets_the_events_while_it_listens() -> None:
     log = new_log()
     async with running(log):
         first = log.subscribe()
-        tell(log, 1)
+        publish(log, 1)
         assert numbers(await anext(first)) == [1]
         second = log.subscribe()
-        tell(log, 2)
+        publish(log, 2)
         assert (numbers(await anext(first)), numbers(await anext(second))) == ([2], [2])
         first.close()
-        tell(log, 3)
+        publish(log, 3)
         assert numbers(await anext(second)) == [3]
     with pytest.raises(StopAsyncIteration):
         await anext(first)
 
 
-async def test_listeners_end_when_the_log_stops_and_keep_what_they_have_not_taken() -> None:
+async def test_listeners_end_when_the_log_stops_and_keep_pending_events() -> None:
     log = new_log()
     listener = log.subscribe()
     async with running(log):
-        tell(log, 7)
+        publish(log, 7)
         while log._queue:
             await asyncio.to_thread(int)
     assert [numbers(lines) async for lines in listener] == [[7]]
 
 
-async def test_who_comes_when_the_log_has_stopped_is_reported_so_at_once() -> None:
+async def test_subscribing_to_a_stopped_log_ends_at_once() -> None:
     """As a listener does that connects while the manager stops."""
     log = new_log()
     async with running(log):
@@ -117,7 +117,7 @@ async def test_events_of_many_keys_give_way_to_requests_as_they_are_handed_out()
     listener = log.subscribe()
     async with running(log):
         for number in range(100):
-            tell(log, number, keys=[7] * 4000)
+            publish(log, number, keys=[7] * 4000)
         turns = 0
         while log._queue:
             turns += 1
@@ -126,12 +126,12 @@ async def test_events_of_many_keys_give_way_to_requests_as_they_are_handed_out()
     assert numbers(b"".join(listener.pop_pending())) == list(range(100))
 
 
-async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> None:
-    """Nobody hands events out here: the queue is bounded by the keys in it."""
+async def test_events_that_do_not_fit_are_dropped_and_counted_and_never_refused() -> None:
+    """No task delivers events here: the queue is bounded by the keys in it."""
     log = new_log()
     listener = log.subscribe()
     for number in range(20):
-        tell(log, number, keys=list(range(MOST_KEYS // 10)))
+        publish(log, number, keys=list(range(MOST_KEYS // 10)))
     assert (log.published, log.dropped) == (9, 11)
     await log.close()
     assert numbers(b"".join(listener.pop_pending())) == list(range(9))
@@ -140,8 +140,8 @@ async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> N
 async def test_one_event_is_kept_however_large_it_is() -> None:
     log = new_log()
     listener = log.subscribe()
-    tell(log, keys=list(range(MOST_KEYS + 1)))
-    tell(log)
+    publish(log, keys=list(range(MOST_KEYS + 1)))
+    publish(log)
     await log.close()
     assert (log.published, log.dropped, len(listener.pop_pending())) == (1, 1, 1)
 
@@ -153,12 +153,12 @@ async def test_a_slow_listener_loses_events_is_reported_how_many_and_holds_up_no
     text = "x" * (MOST_BYTES // 8)
     async with running(log):
         for number in range(20):
-            tell(log, number, text=text)
+            publish(log, number, text=text)
             taken += numbers(await anext(swift))
         assert taken == list(range(20))
         kept = numbers(await anext(slow))
         assert (kept, slow.lost, swift.lost) == (list(range(7)), 13, 0)
-        tell(log, 20)
+        publish(log, 20)
         reported, last = parsed(await anext(slow))
     assert (reported["component"], reported["type"], reported["count"], last["number"]) == (
         "event_log",
@@ -175,11 +175,11 @@ async def test_the_file_has_every_line_and_is_for_its_owner_only(tmp_path: Path)
     log = new_log(path)
     async with running(log):
         for number in range(300):
-            tell(log, number)
+            publish(log, number)
     assert numbers(path.read_bytes()) == list(range(-1, 300))
     assert (log.unwritten, log.dropped, path.stat().st_mode & 0o777) == (0, 0, 0o600)
     fresh = new_log(tmp_path / "new")
-    tell(fresh)
+    publish(fresh)
     await fresh.close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
@@ -189,7 +189,7 @@ async def test_a_full_file_is_put_aside_between_two_lines(tmp_path: Path) -> Non
     log = new_log(path, max_bytes=2048)
     async with running(log):
         for number in range(40):
-            tell(log, number)
+            publish(log, number)
     old, new = (tmp_path / "events.log.1").read_bytes(), path.read_bytes()
     assert 0 < len(new) <= 2048
     assert 1024 < len(old) <= 2048
@@ -204,25 +204,25 @@ async def test_a_full_file_that_cannot_be_put_aside_goes_on_growing(tmp_path: Pa
     (aside / "in the way").mkdir(parents=True)
     log = new_log(path, max_bytes=500)
     for number in range(20):
-        tell(log, number)
+        publish(log, number)
     await log.close()
     assert (numbers(path.read_bytes()), log.unwritten) == (list(range(20)), 0)
     aside.joinpath("in the way").rmdir()
     aside.rmdir()
     log = new_log(path, max_bytes=500)
-    tell(log, 20)
+    publish(log, 20)
     await log.close()
     assert (numbers(aside.read_bytes()), numbers(path.read_bytes())) == (list(range(20)), [20])
 
 
-async def test_what_happens_while_the_manager_stops_is_written(tmp_path: Path) -> None:
+async def test_events_while_the_manager_stops_are_written(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
     log = new_log(path)
     task = asyncio.create_task(log.run())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    tell(log, 1)
+    publish(log, 1)
     await log.close()
     assert numbers(path.read_bytes()) == [1]
 
@@ -231,25 +231,25 @@ async def test_a_file_that_cannot_be_written_costs_events_and_nothing_else(tmp_p
     log = new_log(tmp_path / "gone" / "events.log")
     listener = log.subscribe()
     async with running(log):
-        tell(log, 1)
+        publish(log, 1)
         assert numbers(await anext(listener)) == [1]
         async with asyncio.timeout(30):
             while not log.unwritten:
                 await asyncio.to_thread(int)
         (tmp_path / "gone").mkdir()
-        tell(log, 2)
+        publish(log, 2)
     assert (numbers((tmp_path / "gone" / "events.log").read_bytes()), log.unwritten) == ([2], 1)
 
 
 async def test_publishing_never_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
-    """Opening a fifo that nobody reads blocks for ever, as a dead mount does."""
+    """Opening a fifo without a reader blocks for ever, as a dead mount does."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
     log = new_log(path)
     listener = log.subscribe()
     async with running(log):
         for number in range(50):
-            tell(log, number)
+            publish(log, number)
             assert numbers(await anext(listener)) == [number]
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # lets the writer go on, so that the test can end
     os.close(reader)
@@ -284,7 +284,7 @@ def test_a_subscription_is_a_bounded_queue_that_accounts_for_every_line(steps: l
 
 
 class Ticks:
-    """Seconds that pass by one whenever somebody asks."""
+    """A clock that advances by one second at each call."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -320,7 +320,7 @@ async def test_an_access_is_reported_as_an_event_with_its_keys() -> None:
     ]
 
 
-async def test_the_first_line_says_what_is_there_and_what_was_pushed_out() -> None:
+async def test_the_first_line_counts_kept_and_dropped_events() -> None:
     ring = RecentAccesses(2 * (EVENT_KEYS + 10), Ticks())
     for first in range(0, 50, 10):
         ring.add("i", "GetCacheLocation", {}, range(first, first + 10))

@@ -108,7 +108,7 @@ async def test_stages_are_nested_as_they_ran() -> None:
     assert root.begin_ns <= root.parts[0].begin_ns <= root.parts[0].end_ns <= root.end_ns
 
 
-async def test_while_no_one_measures_nothing_is_kept() -> None:
+async def test_nothing_is_kept_without_a_measurement() -> None:
     assert await outer() == 3
     with open_stage("call", "x.py:call") as root:
         pass

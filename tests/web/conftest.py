@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleSite]:
-    """A manager with data that asks nobody who he is; tests share it and change things of their own only."""
+    """A manager with data and without authentication; tests share it and change things of their own only."""
     with open_site(tmp_path_factory.mktemp("open")) as found:
         yield found
 

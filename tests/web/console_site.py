@@ -101,7 +101,7 @@ class _Keyed(RestClient):
 
 @contextlib.contextmanager
 def open_site(directory: Path, *settings: str) -> Iterator[ConsoleSite]:
-    """Run a manager that asks nobody who he is."""
+    """Run a manager without authentication."""
     with manager(directory, *settings) as process:
         site = ConsoleSite(process, {})
         _fill(site, directory)

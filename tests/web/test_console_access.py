@@ -25,7 +25,7 @@ def log_in(watch: Watch, name: str, password: str) -> None:
 
 
 def status_with(site: ConsoleSite, key: str) -> int:
-    """Return what the manager answers to somebody with a key."""
+    """Return the status that the manager answers to a request with a key."""
     client = RestClient(site.process.address.admin_http)
     try:
         return client.get("/v1/whoami", authorization=f"Bearer {key}").status
@@ -54,7 +54,7 @@ def test_people_sign_in_with_a_password_and_out(browser: Browser, secured: Conso
         assert status_with(secured, cookie["value"]) == 200
         watch.press_in(watch.page.locator("header").get_by_role("button", name="Sign out"))
         assert watch.page.context.cookies() == []
-        assert status_with(secured, cookie["value"]) == 401, "nobody has a use for it any more"
+        assert status_with(secured, cookie["value"]) == 401, "a revoked cookie is rejected"
         watch.go("/console/")
         assert "/console/login" in watch.page.url
 
@@ -88,7 +88,7 @@ def test_signing_in_leads_nowhere_else(browser: Browser, secured: ConsoleSite, p
 
 
 @pytest.mark.parametrize("role", [*ROLES, "limited"])
-def test_what_a_role_may_not_do_is_not_offered(browser: Browser, secured: ConsoleSite, role: str) -> None:
+def test_actions_that_a_role_lacks_are_not_offered(browser: Browser, secured: ConsoleSite, role: str) -> None:
     offered = {
         "/console/storages": ["Add a storage"],
         "/console/storages/disk": ["Disable", "Drain", "Change its capacity", "Remove"],
@@ -117,7 +117,7 @@ _NAMES = {
 _FOR_ALL = {"/console/login", "/console/logout", "/console/explorer"}
 
 
-def test_what_is_not_offered_is_refused_anyhow(browser: Browser, secured: ConsoleSite) -> None:
+def test_actions_that_are_not_offered_are_refused(browser: Browser, secured: ConsoleSite) -> None:
     posts = {path for method, path, _ in ROUTES if method == "POST"} - _FOR_ALL
     taken = {}
     with watched(browser, secured, "viewer") as watch, secured.rest() as rest:
@@ -142,7 +142,7 @@ def state(rest: RestClient) -> list[Any]:
     return [{**each, "last_used_at_ms": 0} for documents in found for each in documents]
 
 
-def test_whichever_is_limited_to_groups_sees_only_those(browser: Browser, secured: ConsoleSite) -> None:
+def test_an_account_limited_to_groups_sees_only_those(browser: Browser, secured: ConsoleSite) -> None:
     with watched(browser, secured, "limited") as watch:
         menu = watch.page.locator(".menu a").all_inner_texts()
         assert "Storages" not in menu

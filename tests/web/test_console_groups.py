@@ -46,7 +46,7 @@ def begin(watch: Watch, name: str) -> None:
     watch.press("Change limits", role="link")
 
 
-def test_what_a_change_does_is_seen_before_it_is_saved(browser: Browser, site: ConsoleSite, group: str) -> None:
+def test_the_effect_of_a_change_is_shown_before_it_is_saved(browser: Browser, site: ConsoleSite, group: str) -> None:
     with watched(browser, site) as watch:
         begin(watch, group)
         assert watch.page.get_by_label("Quota", exact=True).input_value() == "8 MiB"
@@ -66,7 +66,7 @@ def test_what_a_change_does_is_seen_before_it_is_saved(browser: Browser, site: C
     assert found["max_instance_count"] == 3
 
 
-def test_what_is_wrong_stands_beside_its_field(browser: Browser, site: ConsoleSite, group: str) -> None:
+def test_errors_stand_beside_their_field(browser: Browser, site: ConsoleSite, group: str) -> None:
     with watched(browser, site) as watch:
         begin(watch, group)
         watch.page.get_by_label("Quota", exact=True).fill("lots")
@@ -97,7 +97,7 @@ def test_a_change_of_someone_else_is_not_overwritten_unread(browser: Browser, si
     assert stored(site, group)["quota"]["capacity"] == 5 * MIB
 
 
-def test_saving_what_is_there_changes_nothing(browser: Browser, site: ConsoleSite, group: str) -> None:
+def test_saving_an_unchanged_form_changes_nothing(browser: Browser, site: ConsoleSite, group: str) -> None:
     with watched(browser, site) as watch:
         begin(watch, group)
         watch.press("Save")
@@ -124,7 +124,7 @@ def test_a_group_is_created_and_removed(browser: Browser, site: ConsoleSite) -> 
         watch.press("Create")
         assert f"Group {name} was created." in watch.said
         trigger = stored(site, name)["cache_config"]["reclaim_strategy"]["trigger_strategy"]
-        assert trigger["used_percentage"] == 0.0  # what was left empty is no mark, whatever is common
+        assert trigger["used_percentage"] == 0.0  # an empty field sets no watermark, despite the common default
         assert stored(site, name)["quota"]["capacity"] == 3 << 30
         watch.press("Remove", role="link")
         watch.page.get_by_label(f"Type {name} to go on").fill("chat")

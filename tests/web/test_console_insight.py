@@ -61,7 +61,7 @@ def test_everybody_can_read_a_chain(watch: Watch) -> None:
     assert faults_of(watch) == []
 
 
-def test_tokens_and_keys_that_are_pasted_stay_for_the_next_observe(watch: Watch) -> None:
+def test_tokens_and_keys_that_are_pasted_stay_for_the_next_lookup(watch: Watch) -> None:
     explore(watch, CHAT, "tokens: 1; 2; 3 " * 64, "tokens of the prompt")
     assert "None of the 3 blocks is found" in watch.said
     assert watch.page.get_by_label("Numbers").input_value() == "tokens: 1; 2; 3 " * 64
@@ -77,9 +77,7 @@ def test_tokens_and_keys_that_are_pasted_stay_for_the_next_observe(watch: Watch)
         ("nobody", "1", "'nobody'"),
     ],
 )
-def test_what_cannot_be_explored_is_reported_beside_its_field(
-    watch: Watch, instance: str, numbers: str, said: str
-) -> None:
+def test_explorer_errors_are_reported_beside_their_field(watch: Watch, instance: str, numbers: str, said: str) -> None:
     explore(watch, instance, numbers)
     assert said in watch.said
     assert watch.page.locator("[aria-invalid=true]").count() == 1
@@ -110,7 +108,7 @@ def test_garbage_is_shown_before_anything_is_freed(watch: Watch, site: ConsoleSi
     watch.page.wait_for_load_state()
     assert watch.said == "There is nothing to free."
     assert watch.page.locator("form[action^='/console/tasks']").count() == 0
-    with site.api() as api:  # bytes are looked for where blocks were written: tests write none
+    with site.api() as api:  # a scrub lists locations of written blocks: tests write none
         entries = api.ok(
             "GetCacheLocation", instance_id="instance of legacy", block_keys=[0], query_type="QT_BATCH_GET"
         )
@@ -127,7 +125,7 @@ def test_garbage_is_shown_before_anything_is_freed(watch: Watch, site: ConsoleSi
     assert "The block is found" in watch.said
 
 
-def test_a_scrub_deletes_only_what_was_shown_and_after_the_name_was_typed(browser: Browser, tmp_path: Path) -> None:
+def test_a_scrub_deletes_only_shown_orphans_and_after_the_name_was_typed(browser: Browser, tmp_path: Path) -> None:
     with open_site(tmp_path) as site, watched(browser, site) as watch:
         orphan = _orphan(tmp_path / "disk", site)
         watch.go("/console/tasks")
@@ -154,7 +152,7 @@ def test_a_scrub_deletes_only_what_was_shown_and_after_the_name_was_typed(browse
 
 
 def _orphan(directory: Path, site: ConsoleSite) -> Path:
-    """Leave bytes behind that no metadata knows: those of a block whose metadata alone was dropped."""
+    """Leave orphans: those of a block whose metadata alone was dropped."""
     with site.api() as api:
         api.ok("RegisterInstance", **{**_fields(), "instance_id": "gone"})
         started = api.ok("StartWriteCache", instance_id="gone", block_keys=[1])
@@ -193,7 +191,7 @@ def test_a_drain_is_cancelled_after_it_was_asked_again(watch: Watch, site: Conso
         assert "drain:nothing" not in [task["id"] for task in rest.items("/v1/tasks")]
 
 
-def test_who_may_only_observe_is_offered_nothing_to_do(browser: Browser, secured: ConsoleSite) -> None:
+def test_viewers_are_offered_no_actions(browser: Browser, secured: ConsoleSite) -> None:
     with watched(browser, secured, "viewer") as watch:
         watch.go("/console/tasks")
         assert watch.page.locator("main form, main .button").count() == 0
@@ -206,7 +204,7 @@ def test_who_may_only_observe_is_offered_nothing_to_do(browser: Browser, secured
         assert "The block is found" in watch.said
 
 
-def test_who_is_limited_to_a_group_sees_its_sessions_and_chains(browser: Browser, secured: ConsoleSite) -> None:
+def test_an_account_limited_to_a_group_sees_its_sessions_and_chains(browser: Browser, secured: ConsoleSite) -> None:
     with watched(browser, secured, "limited") as watch:
         watch.go("/console/sessions")
         assert watch.page.locator("tbody tr").count() == 1
@@ -217,7 +215,7 @@ def test_who_is_limited_to_a_group_sees_its_sessions_and_chains(browser: Browser
         assert "may not" in watch.said
 
 
-def test_a_curve_shows_what_more_capacity_gives(browser: Browser, tmp_path: Path) -> None:
+def test_a_curve_shows_the_gain_of_more_capacity(browser: Browser, tmp_path: Path) -> None:
     with open_site(tmp_path, "kvcm.optimizer.sampled_keys=2048") as site, watched(browser, site) as watch:
         with site.api() as api:
             for _ in range(3):
@@ -236,7 +234,7 @@ def test_a_curve_shows_what_more_capacity_gives(browser: Browser, tmp_path: Path
         assert "nothing was asked of this manager for it" in watch.said
 
 
-def test_without_samples_the_page_says_what_to_set(watch: Watch) -> None:
+def test_without_samples_the_page_names_the_setting(watch: Watch) -> None:
     watch.go("/console/groups/chat/curve")
     assert "kvcm.optimizer.sampled_keys" in watch.said
     assert watch.go("/console/groups/nowhere/curve").status == 404

@@ -40,7 +40,7 @@ def test_a_page_can_be_seen_read_and_used_by_everybody(window: Watch, site: Cons
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_the_menu_leads_to_is_shown_or_refused_in_words(browser: Browser, secured: ConsoleSite, role: str) -> None:
+def test_pages_of_the_menu_are_shown_or_refused_in_words(browser: Browser, secured: ConsoleSite, role: str) -> None:
     with watched(browser, secured, role) as watch:
         links = watch.page.eval_on_selector_all(".menu a", "all => all.map(each => each.getAttribute('href'))")
         served = [path for path in links if path in EXAMPLES]
@@ -72,7 +72,7 @@ _SIGN_IN = "<!doctype html><html><body><main><h1>Sign in</h1></main></body></htm
 
 
 @pytest.mark.parametrize("answer", [{"status": 502, "body": _SIGN_IN}, {"status": 200, "body": _SIGN_IN}, {}])
-def test_what_was_seen_last_stays_and_is_called_old_until_the_manager_answers(
+def test_the_last_data_stays_and_is_marked_stale_until_the_manager_answers(
     browser: Browser, site: ConsoleSite, answer: dict[str, Any]
 ) -> None:
     address = f"{site.base}/console/managers"
@@ -128,20 +128,20 @@ def test_no_page_shows_the_passwords_of_addresses(cake: ConsoleSite, role: str) 
         assert WORD not in page(cake, path, cake.keys[role]), path
 
 
-def test_what_is_left_out_of_a_page_is_seen_to_be(cake: ConsoleSite) -> None:
+def test_redacted_addresses_are_marked_on_pages(cake: ConsoleSite) -> None:
     for path in ("groups/cakes", "storages/cake"):
         assert "&lt;redacted&gt;@127.0.0.1:1/0" in page(cake, f"/console/{path}", cake.keys["admin"])
 
 
 @pytest.mark.parametrize("role", ["operator", "viewer", "limited"])
-def test_only_administrators_are_reported_the_passwords_of_addresses(cake: ConsoleSite, role: str) -> None:
+def test_only_administrators_see_the_passwords_of_addresses(cake: ConsoleSite, role: str) -> None:
     paths = ("storages", "storages?with_status=true", "storages/cake", "storages/cake/status", "groups", "groups/cakes")
     for path in (*paths, "usage", "alerts", "tasks", "managers", "events/recent"):
         answer = ask(cake, "GET", f"/v1/{path}", authorization=f"Bearer {cake.keys[role]}")
         assert WORD not in answer.text, path
 
 
-def test_what_a_form_changes_is_audited_with_the_account_and_without_secrets(cake: ConsoleSite) -> None:
+def test_changes_by_a_form_are_audited_with_the_account_and_without_secrets(cake: ConsoleSite) -> None:
     with cake.rest() as rest:
         rest.put("/v1/accounts/eve", {"password": PASSWORD, "role": "ROLE_ADMIN"})
     signed_in = post(cake, "/console/login", {"user_name": "eve", "password": PASSWORD})

@@ -61,13 +61,13 @@ def test_no_way_of_writing_a_path_lets_strangers_in(secured: ConsoleSite, method
         "other={key}",
     ],
 )
-def test_what_is_no_key_of_one_visitor_is_no_one(secured: ConsoleSite, cookie: str) -> None:
+def test_a_cookie_without_a_valid_key_leads_to_signing_in(secured: ConsoleSite, cookie: str) -> None:
     answer = ask(secured, "GET", "/console/groups", cookie=cookie.replace("{key}", secured.keys["viewer"]))
     assert answer.status == 303
 
 
 @pytest.mark.parametrize("others", ['settings={"a": [1, 2]}', "a@b=c", "x", "=;;=", "a=\x80\xff"])
-def test_cookies_of_other_services_of_the_host_shut_no_one_out(secured: ConsoleSite, others: str) -> None:
+def test_cookies_of_other_services_of_the_host_lock_no_user_out(secured: ConsoleSite, others: str) -> None:
     for cookie in (f"{others}; kvcm_key={secured.keys['viewer']}", f"kvcm_key={secured.keys['viewer']}; {others}"):
         assert ask(secured, "GET", "/console/groups", cookie=cookie).status == 200
 
@@ -78,7 +78,7 @@ def test_a_link_has_the_manager_say_nothing(site: ConsoleSite) -> None:
     assert "555-0100" not in answer.text
 
 
-def test_what_was_done_is_said_once_and_not_to_regions(site: ConsoleSite) -> None:
+def test_notices_are_shown_once_and_not_to_regions(site: ConsoleSite) -> None:
     done = post(site, "/console/storages/slow/enable", {})
     assert (done.status, done.headers["location"]) == (303, "/console/storages/slow")
     kept = done.cookies[_SAID]
@@ -92,7 +92,7 @@ def test_what_was_done_is_said_once_and_not_to_regions(site: ConsoleSite) -> Non
     assert "Max-Age=0" in page.cookies[_SAID]
 
 
-def test_what_is_said_fits_into_a_cookie_whatever_names_are_in_it(site: ConsoleSite) -> None:
+def test_notices_fit_into_a_cookie_with_any_names(site: ConsoleSite) -> None:
     name = "\U0001f642" * 64  # as long as names may be
     with site.rest() as rest:
         rest.put(f"/v1/accounts/{quote(name)}", {"password": "a good password", "role": "ROLE_USER"})
@@ -105,7 +105,7 @@ def test_what_is_said_fits_into_a_cookie_whatever_names_are_in_it(site: ConsoleS
 
 @pytest.fixture(params=["open", "secured"])
 def either(request: pytest.FixtureRequest, site: ConsoleSite, secured: ConsoleSite) -> ConsoleSite:
-    """A manager that asks nobody, and one that asks everybody."""
+    """A manager without authentication, and one with it."""
     return site if request.param == "open" else secured
 
 
@@ -181,7 +181,7 @@ def test_the_overview_lists_the_groups_that_matter_and_leads_to_all(tmp_path: Pa
         *("keys/none/revoke", "accounts/none/delete", "tasks/drain:none/cancel"),
     ],
 )
-def test_what_is_not_there_is_not_found(site: ConsoleSite, path: str) -> None:
+def test_missing_resources_are_not_found(site: ConsoleSite, path: str) -> None:
     answer = ask(site, "GET", f"/console/{path}")
     assert answer.status == 404, answer.text
     assert 'role="alert"' in answer.text

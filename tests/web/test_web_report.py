@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[1280, 390], ids=["wide", "narrow"])
 def shown(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """Return the report in a window; it asks nobody for anything, and nothing goes wrong."""
+    """Return the report in a window; it sends no request to any server, and no error occurs."""
     asked, said = [], []
     opened = browser.new_page(viewport={"width": request.param, "height": 900})
     opened.on("request", lambda each: asked.append(each.url))

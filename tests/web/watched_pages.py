@@ -1,4 +1,4 @@
-"""Windows of a browser that notice what goes wrong behind a page, and what people who look at it would not bear."""
+"""Windows of a browser that record errors behind a page, and faults that its readers would see."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
         self.press_in(self.page.get_by_role(role, name=name, exact=True))
 
     def press_in(self, target: Locator) -> None:
-        """The same for what was found otherwise."""
+        """Press an element that is already located."""
         target.focus()
         if target.evaluate("node => node.matches('a[href]') || Boolean(node.form && node.type === 'submit')"):
             with self.page.expect_navigation():
@@ -62,11 +62,11 @@ class Watch:
 
     @property
     def said(self) -> str:
-        """What the page says was done, or what is wrong."""
+        """The page's notice of a change, or its errors."""
         return "\n".join(self.page.locator(".said, .field.wrong .hint").all_inner_texts())
 
     def fault(self, label: str) -> str:
-        """Return what stands beside a field that is wrong."""
+        """Return the message beside a wrong field."""
         return self.page.locator(".field.wrong", has_text=label).locator("strong").inner_text()
 
     def notice(self) -> None:
@@ -113,7 +113,7 @@ def sign_in(watch: Watch, key: str) -> None:
 
 
 def faults_of(watch: Watch) -> list[str]:
-    """Return what is wrong with the page that a window shows, wide and narrow, light and dark."""
+    """Return the faults of the page that a window shows, wide and narrow, light and dark."""
     page = watch.page
     page.evaluate("() => document.querySelectorAll('details').forEach(each => each.open = true)")
     page.evaluate(AXE_SCRIPT)
@@ -144,7 +144,7 @@ def _axe_faults(page: Page, rules: Sequence[str]) -> list[str]:
 
 
 def _crowding(page: Page) -> list[str]:
-    """Return what is beyond the window, cut off, or lies over something else."""
+    """Return elements that are beyond the window, cut off, or over another element."""
     return list(page.evaluate(_CROWDING))
 
 
@@ -175,7 +175,7 @@ _CROWDING: Final = """() => {
 
 
 def keyboard_faults(watch: Watch) -> list[str]:
-    """Walk through a page with the tab key; return what cannot be reached, comes out of order, or shows no focus."""
+    """Walk through a page with the tab key; return elements out of reach, out of order, or without focus."""
     page = watch.page
     page.evaluate("document.activeElement?.blur()")
     wanted = page.evaluate(_REACHABLE)

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def answer(model: Any, reuse: KVReuse, reader: KVReuse, text: bytes, repeats: int) -> dict[str, Any]:
     """Answer one turn both ways.
 
-    Repeated measurements alternate between both ways, so that whatever else the machine does meets both alike, and of
+    Repeated measurements alternate between both ways, so that other load of the machine affects both alike, and of
     each way the fastest counts. All but the last store nothing, so that each of them finds what the first one found.
     """
     input_ids = to_tokens(text)

@@ -38,7 +38,7 @@ _SCRATCH_TOLERANCE = 1e-4
 
 @dataclass
 class Demo:
-    """What the demo started, so that it can be ended whatever happens."""
+    """Processes and files of the demo, so that they can be removed after any failure."""
 
     console: Console
     directory: Path
