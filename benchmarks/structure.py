@@ -291,12 +291,12 @@ def measure() -> dict[str, Any]:
     product, tests = [each for each in found if each.is_product], [each for each in found if each.is_test]
     lines = {each.path: each.text.count("\n") for each in found}
     figures = shape(product)
-    parts = prose(product)
+    parts = prose(found)
     text = "\n".join(text for _, _, text in parts)
     word_count = len(re.findall(r"[A-Za-z']+", text))
     banned = [
         (word, f"{each.path}:{line} {name}")
-        for each in product
+        for each in found
         if not each.path.startswith("gpu_tier/kernels/")  # a kernel and its reference share the names of its paper
         for name, line in sorted(set(names(each)))
         for word in words_of(name)

@@ -391,7 +391,7 @@ class World(ManagerCore):
             limit = (limits or {}).get(name, 0) * PAGE
             await self.registry.storages.add(StorageConfig(name, self._spec(name), capacity_bytes=limit))
             if name in self.storages.pools():
-                await self.tell(name, HOUR_MS)
+                await self.report(name, HOUR_MS)
         await self.registry.groups.create(group(storages=candidates, capacity=blocks * PAGE))
         await self.manager.register_instance(instance({"kv": PAGE}))
 
@@ -406,7 +406,7 @@ class World(ManagerCore):
     def pool(self, name: str = "p") -> MempoolStorage:
         return self.storages.pools()[name]
 
-    async def tell(self, name: str, valid_ms: int) -> None:
+    async def report(self, name: str, valid_ms: int) -> None:
         await self.pool(name).report(PoolReport("n", 1, POOL_BYTES, valid_ms))
 
     async def fill(self, name: str = "p", but: int = 0) -> None:
@@ -416,7 +416,7 @@ class World(ManagerCore):
         await self.pool(name).allocate(Allocation("other", "x", parts))
 
     async def lose_agent(self, name: str = "p") -> None:
-        await self.tell(name, VALID_MS)
+        await self.report(name, VALID_MS)
         self.clock.time += VALID_MS / 1000 + 1
 
     async def damage(self, name: str = "p") -> None:
@@ -474,7 +474,7 @@ async def test_a_storage_that_refused_is_asked_last_until_it_answers_a_probe(wor
     await world.begin("p", "f")
     await world.lose_agent()
     assert await world.goes_to([1]) == ["f"]
-    await world.tell("p", HOUR_MS)
+    await world.report("p", HOUR_MS)
     for key, end in enumerate((ProbeOutcome.FAILED, ProbeOutcome.LATE), start=2):
         _probed(world, end)
         assert await world.goes_to([key]) == ["f"]

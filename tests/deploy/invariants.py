@@ -85,7 +85,7 @@ def monitors_find_services(objects: Sequence[Object]) -> Iterator[str]:
             yield f"ServiceMonitor {each['metadata']['name']}: {len(services)} services, {endpoint}"
 
 
-def ports_are_named_alike(objects: Sequence[Object]) -> Iterator[str]:
+def ports_have_equal_names(objects: Sequence[Object]) -> Iterator[str]:
     """Ports that services, policies and probes name are ports of the pods that they mean."""
     for each in objects:
         wanted: list[Any] = []
@@ -282,7 +282,7 @@ def a_rollout_keeps_all_replicas(objects: Sequence[Object]) -> Iterator[str]:
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        selectors_find_pods, monitors_find_services, ports_are_named_alike, ports_are_the_managers,
+        selectors_find_pods, monitors_find_services, ports_have_equal_names, ports_are_the_managers,
         probes_ask_for_pages, settings_exist, drain_fits_the_grace_period, paths_are_mounted, storages_are_mounted,
         images_stay, pods_may_do_nothing, the_user_is_the_image_s, a_rollout_keeps_all_replicas,
     )

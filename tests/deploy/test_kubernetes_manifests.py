@@ -134,7 +134,7 @@ def _secret_item(objects: list[Object]) -> Object:
     ("rule", "place", "defect"),
     [
         ("selectors_find_pods", lambda o: _pod(o)["metadata"]["labels"], {"app.kubernetes.io/name": "x"}),
-        ("ports_are_named_alike", lambda o: one(o, "Service")["spec"]["ports"][0], {"targetPort": "rpc"}),
+        ("ports_have_equal_names", lambda o: one(o, "Service")["spec"]["ports"][0], {"targetPort": "rpc"}),
         ("ports_are_the_managers", lambda o: _container(o)["ports"][0], {"containerPort": 6380}),
         ("probes_ask_for_pages", lambda o: _container(o)["livenessProbe"]["httpGet"], {"path": "/readyz"}),
         ("settings_exist", lambda o: _container(o)["env"][0], {"name": "kvcm.servce.host"}),

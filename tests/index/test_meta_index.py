@@ -424,10 +424,10 @@ CHANGES = [
 ]
 
 
-async def published(tell: Any) -> list[dict[str, Any]]:
+async def published(record: Any) -> list[dict[str, Any]]:
     log = EventLog()
     listener = log.subscribe()
-    tell(ChangeEvents(log))
+    record(ChangeEvents(log))
     await log.close()
     return [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]
 

@@ -337,7 +337,7 @@ async def test_concurrent_changes_are_as_one_after_the_other(
     ]
     model = Model()
     for together in rounds:
-        calls = [outcome(VERBS[verb](managers[who], name, number)) for who, verb, name, number in together]
+        calls = [outcome(VERBS[verb](managers[position], name, number)) for position, verb, name, number in together]
         found, *_ = await asyncio.gather(
             asyncio.gather(*calls), *(manager.refresh() for manager in managers if refreshes)
         )
