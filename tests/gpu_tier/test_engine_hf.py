@@ -31,10 +31,10 @@ class IndexedHooks(PlainHooks):
         self.sm_scale, self.top_k = sm_scale, top_k
         self.index_keys: dict[int, list[Tensor]] = {}
 
-    def attention_begin(self, *args: Any, **extra: Tensor) -> Any:
-        self.extra = extra
-        self.index_keys.setdefault(args[3], []).append(extra["index_key"])
-        return super().attention_begin(*args, **extra)
+    def attention_begin(self, *, layer_id: int, index_key: Tensor, **others: Any) -> Any:
+        self.extra = others
+        self.index_keys.setdefault(layer_id, []).append(index_key)
+        return super().attention_begin(layer_id=layer_id, index_key=index_key, **others)
 
     def attend(self, q: Tensor, meta: Any, partials: Any, sm_scale: float) -> Tensor:
         keys = torch.cat(self.index_keys[self._layer])

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -512,7 +513,7 @@ def test_no_step_reads_the_device(residency: str, turns: str, monkeypatch: pytes
             dma_copy(*args)
 
     monkeypatch.setattr("kvcm.gpu_tier.pools.code_pages.dma_copy", unwatched)
-    life(PQRig(residency=residency, turns=turns), NoReading)
+    life(PQRig(residency=residency, turns=turns), partial(NoReading, allows_masks=True))
 
 
 @needs_gpu
