@@ -70,7 +70,7 @@ def test_the_death_of_the_owner_of_the_memory_leaves_no_wrong_bytes(site: Site) 
     assert None not in loaded["failures"]
     assert loaded["seconds"] < 10
     site.owner(32 << 20)
-    fresh = addresses(SIZE)
+    fresh = addresses(SIZE, BLOCKS)
     sums: list[int] = []
 
     def is_saved() -> bool:

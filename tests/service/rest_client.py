@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from functools import partialmethod
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -46,12 +45,25 @@ class RestClient:
         decoded = json.loads(raw) if "json" in found.get("content-type", "") and raw else None
         return RestAnswer(response.status, found, decoded, raw)
 
-    get = partialmethod(ask, "GET")
-    put = partialmethod(ask, "PUT")
-    patch = partialmethod(ask, "PATCH")
-    """With a merge patch."""
-    post = partialmethod(ask, "POST")
-    delete = partialmethod(ask, "DELETE")
+    def get(self, path: str, **headers: str) -> RestAnswer:
+        """GET."""
+        return self.ask("GET", path, **headers)
+
+    def put(self, path: str, body: Any, **headers: str) -> RestAnswer:
+        """PUT."""
+        return self.ask("PUT", path, body, **headers)
+
+    def patch(self, path: str, body: Any, **headers: str) -> RestAnswer:
+        """PATCH with a merge patch."""
+        return self.ask("PATCH", path, body, **headers)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> RestAnswer:
+        """POST."""
+        return self.ask("POST", path, body, **headers)
+
+    def delete(self, path: str, **headers: str) -> RestAnswer:
+        """DELETE."""
+        return self.ask("DELETE", path, **headers)
 
     def items(self, path: str) -> list[Any]:
         """Return the entries of all pages of a list."""
