@@ -44,6 +44,7 @@ class Kind(NamedTuple):
         threefs = (str(root.parent), root.name, self.keys_per_object, self.makes_objects)
         if self.storage_type is StorageType.ST_3FS:
             return ThreeFSStorageSpec("", *threefs)
+        assert self.storage_type is StorageType.ST_VCNS_3FS, f"no spec of {self.storage_type.name} is made here"
         return VcnsThreeFSStorageSpec("", *threefs, "host", 1, "redis://meta")
 
     def open(self, root: Path, cluster_id: str = "cluster") -> StorageBackend:
