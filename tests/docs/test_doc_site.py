@@ -63,7 +63,7 @@ def test_every_page_of_the_documents_is_in_it(site: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_a_page_is_read_same_on_a_forge_and_in_the_site(page: Path, site: Path, pages: dict[Path, Html]) -> None:
+def test_a_page_reads_the_same_on_a_forge_and_in_the_site(page: Path, site: Path, pages: dict[Path, Html]) -> None:
     shown = pages.get((site / page.relative_to(DOCS)).with_suffix(".html"))
     if shown is not None:  # not pages of examples
         assert shown.blocks == document(page).blocks
