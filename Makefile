@@ -137,11 +137,13 @@ imports: setup
 figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
-# The core in at most 90 seconds on two cores: no processes, a fifth of the examples of property tests.
+# The core in at most 90 seconds on two cores: no processes, a fifth of the examples of property tests, and of the sparse
+# tier no whole engines and no interpreted kernels.
 QUICK_TESTS := tests/model tests/index tests/cache tests/reclaim tests/registry tests/property tests/connectors tests/gpu_tier
+SLOW_TESTS := engine*.py kernels_*.py sharing.py coordinator.py coordinator_content.py pqcache.py wave_buffer.py block_cache.py
 quick: setup
 	KVCM_TESTS=quick $(BIN)/python -m pytest -q --no-header --show-capture=no -r fE --numprocesses $(WORKERS) --maxprocesses 4 \
-	    --dist worksteal $(QUICK_TESTS)
+	    --dist worksteal $(QUICK_TESTS) $(SLOW_TESTS:%=--ignore-glob 'tests/gpu_tier/test_%')
 
 unit: setup redis fuse mooncake promtool
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
