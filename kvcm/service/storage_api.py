@@ -121,32 +121,15 @@ class StorageApi:
 
     def calls(self) -> list[Call]:
         """Return every call, all of the admin plane."""
+
+        def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
+            return Call(_SERVICE, name, Plane.ADMIN, request, response, handler=handler)
+
         done = admin_pb.CommonResponse
         return [
-            Call(
-                service=_SERVICE,
-                name="DrainStorage",
-                plane=Plane.ADMIN,
-                request_type=pb.DrainStorageRequest,
-                response_type=done,
-                handler=self.drain_storage,
-            ),
-            Call(
-                service=_SERVICE,
-                name="CancelDrain",
-                plane=Plane.ADMIN,
-                request_type=pb.CancelDrainRequest,
-                response_type=done,
-                handler=self.cancel_drain,
-            ),
-            Call(
-                service=_SERVICE,
-                name="ListDrain",
-                plane=Plane.ADMIN,
-                request_type=pb.ListDrainRequest,
-                response_type=pb.ListDrainResponse,
-                handler=self.list_drains,
-            ),
+            call("DrainStorage", pb.DrainStorageRequest, done, self.drain_storage),
+            call("CancelDrain", pb.CancelDrainRequest, done, self.cancel_drain),
+            call("ListDrain", pb.ListDrainRequest, pb.ListDrainResponse, self.list_drains),
         ]
 
     async def drain_storage(self, request: Any) -> Reply:
