@@ -83,8 +83,12 @@ def test_a_storage_that_hangs_does_not_delay_another(make: Callable[..., Rig]) -
     rig = make("s", "t")
     rig.storage.hold("/0")
     items = [item("/0"), item("/1", storage="t"), item("/2", storage="t")]
-    hung = rig.held(lambda: rig.engine.load(items, 0.3))
+    token = CancelToken()
+    hung = rig.held(lambda: rig.engine.load(items, DEADLINE, token))
+    other = rig.storages["t"]
+    until(lambda: len(other.begun) == 2 and rig.engine.statistics().storages["t"].in_flight_bytes == 0)
     assert failures(rig.engine.load([item("/3", storage="t")], DEADLINE)) == [None]
+    token.cancel()
     assert failures(hung.results()) == [PENDING, None, None]
 
 

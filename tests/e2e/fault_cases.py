@@ -28,6 +28,7 @@ from kvcm.protocol import meta_service_pb2 as pb
 
 _KEYS = range(4096)
 _CLIENTS = 8
+_TIMEOUT_MS = 1000  # the default of uris
 _LIGHT = (0.45, 0.53, 0.02, 0.0)
 _REGISTRY_SECONDS = 1.0  # other managers load new storages within that time
 _BEFORE_SECONDS = 1.5
@@ -84,7 +85,7 @@ def _killed(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             time.sleep(2)
             made.server.restart()
 
-        yield made.uri("faults"), fail
+        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
 
 
 @contextlib.contextmanager
@@ -96,7 +97,7 @@ def _silent(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             time.sleep(5)
             made.server.resume()
 
-        yield made.uri("faults"), fail
+        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
 
 
 @contextlib.contextmanager
@@ -108,7 +109,7 @@ def _paused(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
                 client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
             time.sleep(3)
 
-        yield made.uri("faults"), fail
+        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
 
 
 @contextlib.contextmanager
@@ -120,7 +121,7 @@ def _sentinel_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None
             old.kill()
             until(lambda: made.master is not old and not is_replica_in_step(made.master))
 
-        yield made.uri("faults"), fail
+        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def _cluster_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None]
             until(lambda: not made.is_whole())
             until(made.is_whole)
 
-        yield made.uri("faults"), fail
+        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
 
 
 FAULTS = {

@@ -560,7 +560,7 @@ def test_names_follow_the_rules_of_prometheus() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[tuple[RedisServer, str]]:
     with standalone(tmp_path / "redis") as made:
-        yield made.server, made.uri("away")
+        yield made.server, made.uri("away", timeout_ms=1000)
 
 
 @pytest.fixture

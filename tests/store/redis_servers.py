@@ -23,6 +23,7 @@ from waiting import until
 __all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "Servers", "cluster", "sentinel", "standalone"]
 
 _START_SECONDS = 60.0
+_PATIENT_MS = 20_000
 _SERVICE = "mymaster"
 REDIS_PROGRAM = os.environ.get("KVCM_REDIS_PROGRAM", "redis")
 """What the names of the programs begin with: `redis` or `valkey`."""
@@ -109,8 +110,11 @@ class Servers:
     base_uri: str
 
     def uri(self, cluster_name: str, **parameters: object) -> str:
-        """Return the uri of a deployment on them."""
-        named = {"cluster_name": cluster_name, **parameters}
+        """Return the uri of a deployment on them.
+
+        Answers are waited for as long as a busy machine may need; tests of silent servers give a `timeout_ms`.
+        """
+        named = {"cluster_name": cluster_name, "timeout_ms": _PATIENT_MS, **parameters}
         return f"{self.base_uri}?" + "&".join(f"{name}={value}" for name, value in named.items())
 
 
