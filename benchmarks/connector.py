@@ -132,10 +132,10 @@ def lookups(site: EngineSite, count: int) -> tuple[list[float], list[float]]:
     hashes = [hashlib.sha256(str(number).encode()).digest() for number in range(_BLOCKS)]
     make_keys = HashKeys(b"bench")
     keys = make_keys.keys(hashes)
-    grant = client.start_write(keys, timeout_seconds=10)
+    grant = client.start_write(keys, timeout_seconds=60)
     assert grant is not None
-    client.finish_write(grant.session_id, [True] * _BLOCKS, timeout_seconds=10)
-    asked = Lookups(link, LookupPlan(("tp0",)), LookupSettings(lookup_seconds=10, share_seconds=0), ReuseStatistics())
+    client.finish_write(grant.session_id, [True] * _BLOCKS, timeout_seconds=60)
+    asked = Lookups(link, LookupPlan(("tp0",)), LookupSettings(lookup_seconds=60, share_seconds=0), ReuseStatistics())
     try:
         samples = [_lookup(asked, partial(make_keys.keys, hashes), str(number)) for number in range(count + 20)]
     finally:
@@ -151,7 +151,7 @@ def _lookup(asked: Lookups, make_keys: Callable[[], list], request_id: str) -> t
     asked.answered.clear()
     asked.start(request_id, make_keys())
     held = time.perf_counter() - begun
-    asked.answered.wait(10)
+    asked.answered.wait(60)
     begun = time.perf_counter()
     found = asked.poll(request_id)
     assert found is not None

@@ -291,7 +291,7 @@ async def manager() -> AsyncIterator[Server]:
         words = ("-m", "kvcm", "serve", "--data-dir", directory, *settings)
         running = stack.enter_context(process(*words, stderr=subprocess.DEVNULL))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc_port']}") as channel:
-            await asyncio.wait_for(_serving(channel), 20)
+            await asyncio.wait_for(_serving(channel), 60)
             yield Server(running.pid, channel)
 
 

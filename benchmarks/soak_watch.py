@@ -22,7 +22,7 @@ __all__ = ["Scrape", "Series", "Watch", "growth_per_second", "lag_quantile"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-_TIMEOUT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 60.0
 _CODES = (catalog.RPC_REQUESTS.name, catalog.RPC_REQUESTS.name.removesuffix("_total") + "_created")
 
 Series = tuple[str, tuple[tuple[str, str], ...]]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
+from game_processes import waited_for
 from game_site import MANAGERS, Site
 from store_audit import StoreAudit, audit_store, verified
 
@@ -22,6 +23,7 @@ __all__ = ["EndState", "check_end", "judge_end", "judge_prompts", "settle"]
 
 _LEADER = re.compile(r"^kvcm_leader(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _ORPHAN_AGE_SECONDS = 2
+_LED_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -130,9 +132,7 @@ def check_end(site: Site, end: EndState) -> None:
     """Fill in all figures that are checked after the last request."""
     audit = _audited(site)
     end.recounted = {name: audit.used_bytes[name] for name in audit.used_bytes}
-    end.ready = [name for name in MANAGERS if site.managers[name].probe("readyz")]
-    end.leaders = [name for name in end.ready if _leads(site.managers[name].page("metrics"))]
-    end.agreed = site.leader()
+    waited_for(lambda: _is_led(site, end), _LED_SECONDS)
     try:
         _check_resources(site, end)
     except (OSError, KeyError, ValueError) as error:
@@ -142,6 +142,14 @@ def check_end(site: Site, end: EndState) -> None:
         end.doctor = [text for found in pool.map(lambda name: _doctor(site, name), MANAGERS) for text in found]
         list(pool.map(lambda name: _scrub(site, end, name), site.storages.roots))
     end.failures = [f"{name}: {line[:500]}" for name in MANAGERS for line in site.managers[name].failures()]
+
+
+def _is_led(site: Site, end: EndState) -> bool:
+    """Look for the leader; return whether all managers are ready and agree on it."""
+    end.ready = [name for name in MANAGERS if site.managers[name].probe("readyz")]
+    end.leaders = [name for name in end.ready if _leads(site.managers[name].page("metrics"))]
+    end.agreed = site.leader()
+    return len(end.ready) == len(MANAGERS) and end.leaders == [end.agreed]
 
 
 def _leads(metrics: str) -> bool:

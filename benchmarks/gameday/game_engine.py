@@ -97,11 +97,12 @@ class LedgerClient(ManagerClient):
 
     def finish_write(self, session_id: str, succeeded: Sequence[bool], **arguments: Any) -> bool:
         """As `ManagerClient.finish_write`; a confirmed one is written down."""
+        at = time.time()  # of all that happens to the blocks, nothing is earlier
         is_confirmed = super().finish_write(session_id, succeeded, **arguments)
         with self._own:
             keys, grant = self._granted.pop(session_id)
         if is_confirmed:
-            self._record(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded))
+            self._record(keys, grant, succeeded, arguments.get("checksums") or [{}] * len(succeeded), at)
         return is_confirmed
 
     def abort_write(self, session_id: str, **arguments: Any) -> bool:
@@ -116,12 +117,13 @@ class LedgerClient(ManagerClient):
         grant: WriteGrant,
         succeeded: Sequence[bool],
         checksums: Sequence[Mapping[str, int]],
+        at: float,
     ) -> None:
         fresh = [key for key, is_masked in zip(keys, grant.mask, strict=True) if not is_masked]
         for key, place, is_written, sums in zip(fresh, grant.locations, succeeded, checksums, strict=True):
             if is_written:
                 parts = {spec: [str(uri), sums.get(spec, 0)] for spec, uri in place.uris.items()}
-                self._ledger.add({"instance": self._instance, "key": key, "parts": parts, "at": time.time()})
+                self._ledger.add({"instance": self._instance, "key": key, "parts": parts, "at": at})
 
 
 class Engine:

@@ -36,9 +36,8 @@ RAISED = "raised"  # in place of the name of a call: the client raised, which it
 _PART_BYTES = 512
 _CHAIN = 4
 _KNOWN_CHAINS = 50
-_DEADLINE_SECONDS = 1.0
 _MOVE_SECONDS = 0.5
-_WORKERS = 32  # a round that meets a storage that hangs and three dead managers takes 3.5 s
+_WORKERS = 128  # a round that meets a storage that hangs and three dead managers takes 3.5 s, or four times that
 _T = TypeVar("_T")
 
 
@@ -51,12 +50,14 @@ class ProberSettings:
         group: of its instance.
         samples: file for its samples.
         rounds_per_second: how often it asks.
+        deadline_seconds: of a call.
     """
 
     managers: str
     group: str
     samples: str
     rounds_per_second: float
+    deadline_seconds: float
 
 
 class Prober:
@@ -66,10 +67,12 @@ class Prober:
         self._settings = settings
         # a client that reached no manager for a while asks again after a second at the latest
         retry = RetrySettings(breaker_seconds=0.2, breaker_max_seconds=1.0)
-        self._client = ManagerClient(settings.managers, PROBE_INSTANCE, ClientSettings(_DEADLINE_SECONDS, retry))
+        self._client = ManagerClient(
+            settings.managers, PROBE_INSTANCE, ClientSettings(settings.deadline_seconds, retry)
+        )
         specs = [LocationSpecInfo("kv", _PART_BYTES)]
         registration = self._client.register_instance(
-            settings.group, 16, specs, ModelDeployment("probe", "bf16"), timeout_seconds=20
+            settings.group, 16, specs, ModelDeployment("probe", "bf16"), timeout_seconds=60
         )
         assert registration.ok, registration
         self._transfer = TransferEngine.for_storages(registration.storages, 2, checksums=True)
@@ -88,7 +91,7 @@ class Prober:
 
     def _round(self, number: int, due: float) -> None:
         late = time.monotonic() - due
-        if late > _DEADLINE_SECONDS:  # every thread was busy: it counts as a call without an answer
+        if late > self._settings.deadline_seconds:  # every thread was busy: it counts as a call without an answer
             self._record("late", time.time() - late, late, is_good=False, reason="no thread was free")
             return
         first = (number % _KNOWN_CHAINS) * _CHAIN

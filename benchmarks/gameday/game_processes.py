@@ -13,7 +13,7 @@ from game_network import Network
 
 __all__ = ["GameProcess", "waited_for"]
 
-_END_SECONDS = 20.0
+_END_SECONDS = 60.0
 
 
 def waited_for(condition: Callable[[], bool], seconds: float) -> bool:

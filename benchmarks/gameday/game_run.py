@@ -29,8 +29,8 @@ __all__ = ["Game", "GameOptions", "play"]
 
 _CONVERSATIONS_PER_SECOND = 0.35
 _FIRST_CONVERSATIONS = 12
-_WARM_SECONDS = 40.0
-_SETTLE_SECONDS = 45.0
+_WARM_SECONDS = 120.0
+_SETTLE_SECONDS = 120.0
 _EVICTING = frozenset({"churning"})
 
 
@@ -117,6 +117,8 @@ def play(options: GameOptions) -> int:
     network.lay()
     storages = Storages(folder / "storages", has_fuse="fuse" not in options.lacks)
     site = Site(folder, options.seed, options.seconds, conversations, expected, network, storages)
+    if options.is_quick:
+        site.prober_seconds = 4.0
     game = Game(options)
     try:
         site.start()

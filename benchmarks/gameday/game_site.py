@@ -29,7 +29,7 @@ __all__ = ["ENGINES", "LEASE_SECONDS", "MANAGERS", "EnginePlan", "Manager", "Sit
 MANAGERS = ("m1", "m2", "m3")
 LEASE_SECONDS = 2.0
 PROBE_GROUP = "probe"
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 _SUPERVISOR_SECONDS = 0.5
 _DELAY_MS = 1000
 _MIB = 1 << 20
@@ -82,7 +82,7 @@ class Manager(GameProcess):
 
     def page(self, path: str) -> str:
         """Return a page of the admin port."""
-        with urllib.request.urlopen(f"{self.address}/{path}", timeout=10.0) as answer:
+        with urllib.request.urlopen(f"{self.address}/{path}", timeout=60.0) as answer:
             return str(answer.read().decode())
 
     def failures(self) -> list[str]:
@@ -107,6 +107,7 @@ class Site:
         managers: by name.
         engines: by name.
         prober: asks all the time.
+        prober_seconds: deadline of its calls; longer where the machine may be busy with other things.
     """
 
     folder: Path
@@ -117,6 +118,7 @@ class Site:
     network: Network
     storages: Storages
     began: float = 0.0
+    prober_seconds: float = 1.0
     store: GameProcess = field(init=False)
     managers: dict[str, Manager] = field(init=False)
     engines: dict[str, GameProcess] = field(init=False, default_factory=dict)
@@ -130,8 +132,9 @@ class Site:
     @property
     def settings(self) -> dict[str, str]:
         """Settings that managers share."""
+        store_ms = int(1000 * max(1.0, self.prober_seconds - 1.0))  # 1000 is the default
         return {
-            "kvcm.registry_storage.uri": f"redis://{HOSTS['store']}:6379/?cluster_name=game",
+            "kvcm.registry_storage.uri": f"redis://{HOSTS['store']}:6379/?cluster_name=game&timeout_ms={store_ms}",
             "kvcm.leader_elector.lease_ms": str(int(LEASE_SECONDS * 1000)),
             "kvcm.storage.allowed_roots": str(self.storages.roots["disk_a"].parent),
             "kvcm.storage.probe_interval_ms": "1000",
@@ -244,7 +247,9 @@ class Site:
         from game_prober import ProberSettings, command_of
 
         folder = self.folder / "prober"
-        settings = ProberSettings(",".join(self.addresses), PROBE_GROUP, str(folder / "samples"), 8.0)
+        settings = ProberSettings(
+            ",".join(self.addresses), PROBE_GROUP, str(folder / "samples"), 8.0, self.prober_seconds
+        )
         return GameProcess(self.network, "prober", command_of(settings), folder)
 
     def _set_up(self) -> None:

@@ -108,7 +108,7 @@ class Storages:
         if name == "disk_a":
             self.mount.inject(*_WRITING, error="EROFS")
             return
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 20.0
         while self._remount(name, "ro"):  # not while a file is open for writing
             if time.monotonic() > deadline:
                 raise OSError(f"{name} cannot be made read-only: it is written to all the time")

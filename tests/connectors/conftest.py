@@ -41,8 +41,8 @@ def new_manager(tmp_path: Path) -> Iterator[Callable[..., ManagerProcess]]:
     """Start managers that the test may kill; whatever still runs is ended."""
     started: list[ManagerProcess] = []
 
-    def start(ports: dict[str, int] | None = None) -> ManagerProcess:
-        started.append(start_manager(tmp_path / "manager", ports))
+    def start(ports: dict[str, int] | None = None, **arguments: Any) -> ManagerProcess:
+        started.append(start_manager(tmp_path / "manager", ports, **arguments))
         return started[-1]
 
     yield start

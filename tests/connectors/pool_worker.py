@@ -30,6 +30,7 @@ CHUNK_PAGES = 256
 MOST_PAGES = 96
 RECORD = struct.Struct("<QQQI")
 MOST_WORKERS = 8
+ENOUGH = ("save ok", "load ok", "load lost")
 
 
 def obey(directory: Path, capacity: int) -> None:
@@ -64,13 +65,13 @@ def published(file: int, slot: int) -> tuple[int, int, int] | None:
 
 
 def hammer(directory: Path, me: int) -> None:
-    """Save and load until stdin ends."""
+    """Save and load until stdin ends, and it has seen enough of everything, however busy the machine is."""
     mover = mover_at(directory, CAPACITY)
     draw = random.Random(os.urandom(8))
     file = os.open(directory / PUBLISHED, os.O_RDWR | os.O_CREAT, 0o600)
     seen = Counter[str]()
     print("ready", flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:
+    while min(seen[each] for each in ENOUGH) <= 20 or not select.select([sys.stdin], [], [], 0)[0]:
         pages = draw.randint(1, MOST_PAGES)
         offset = draw.randint(0, CHUNK_PAGES - pages) * PAGE_BYTES
         size = pages * PAGE_BYTES - draw.randrange(PAGE_BYTES)

@@ -18,7 +18,9 @@ torch.set_num_threads(1)  # for a model this small, threads mostly wait for each
 
 BLOCK = 16
 NEW = 24
-PATIENT = ReuseSettings(call_seconds=20.0, register_seconds=20.0)
+PATIENT = ReuseSettings(
+    register_seconds=20.0, call_seconds=20.0, load_seconds=60.0, save_seconds=60.0, flush_seconds=60.0
+)
 
 
 SIZES: dict[str, Any] = {

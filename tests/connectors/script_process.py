@@ -28,7 +28,7 @@ def run_script(name: str, *arguments: str, beside: str, **environment: str) -> A
         env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

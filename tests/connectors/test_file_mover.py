@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -239,7 +240,7 @@ def test_system_calls_that_time_out_open_the_breaker(root: Path, monkeypatch: py
         real(descriptor, *arguments)
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-    engine = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)})})
+    engine = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)})}, clock=FakeClock().now)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, times_out)
         results = [engine.load(items, DEADLINE)[0] for _ in range(4)]

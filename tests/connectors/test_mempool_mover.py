@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool_parts import (
@@ -25,13 +26,11 @@ from pool_parts import (
     uri,
 )
 from thoroughness import examples
-from waiting import until
 
-from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.connectors.transfer.breaker import BreakerState
 from kvcm.connectors.transfer.mempool import AttachedPool, MemPoolMover
-from kvcm.connectors.transfer.pool_segment import create_segment, open_segment, segment_path, stamps_of
+from kvcm.connectors.transfer.pool_segment import PoolAccess, create_segment, open_segment, segment_path, stamps_of
 from kvcm.model.storages import PAGE_BYTES, NfsStorageSpec, StorageConfig, TairMemPoolStorageSpec, extent_bytes
 from kvcm.model.uri import LocationUri
 
@@ -321,15 +320,16 @@ def test_memory_that_is_lost_to_an_engine_that_only_loads_is_made_again(engine: 
 
 
 def test_a_failed_pool_is_tried_once_a_second(pool_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    node = NodeSettings(NODE, pool_directory / "nowhere")
-    mover = MemPoolMover.for_storages([pool(STORAGE, NODE)], node)
-    assert mover is not None
+    clock = FakeClock()
+    access = PoolAccess(pool_directory / "nowhere" / "segment", CAPACITY, clock=clock.now)
+    mover = MemPoolMover(STORAGE, NODE, CAPACITY, access)
     assert mover.attach() is None
     assert "storage pool is not used until this is resolved" in caplog.text
     (pool_directory / "nowhere").mkdir()
     assert mover.attach() is None  # remembered for a second
     assert mover.save([save_item(0, 100, 5)], DEADLINE)[0].failure is Failure.ERROR
-    until(mover.attach, "it is tried again")
+    clock.time += 1.0
+    assert mover.attach() is not None
     assert save_one(mover, 0, 100, 5).ok
 
 

@@ -124,7 +124,7 @@ def test_a_writer_that_is_killed_in_its_copy_leaves_nothing_behind(
 
 def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) -> int:
     """Stop a worker in its copy and return the stamp that it saves with; tries again when it was quicker."""
-    for stamp in range(first_stamp, first_stamp + 50):
+    for stamp in range(first_stamp, first_stamp + 1000):
         worker.send_line(f"save 0 {LARGE} {stamp}")
         stamps = stamps_of(stamp, LARGE)  # which are put before the copy
         until(lambda stamps=stamps: segment.has_stamps(0, stamps))

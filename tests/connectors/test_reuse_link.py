@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -41,7 +42,8 @@ from kvcm.protocol.kvcm.v1.lease_service_pb2_grpc import LeaseServiceStub
 
 PART_BYTES = 64
 PARTS = ("full", "window")
-SECONDS = 10.0
+SECONDS = 30.0
+SESSIONS = SessionSettings(call_seconds=SECONDS)
 Link = Callable[..., ManagerLink]
 NewLookups = Callable[..., Lookups]
 
@@ -57,12 +59,12 @@ def bytes_of(key: int, part: str) -> bytes:
 @pytest.fixture
 def new_link(instance_id: str) -> Iterator[Link]:
     def make(address: str, model: str = "m") -> ManagerLink:
-        client = ManagerClient(address, instance_id, ClientSettings(retry=RetrySettings(max_rounds=1)))
+        client = ManagerClient(address, instance_id, ClientSettings(SECONDS, RetrySettings(max_rounds=1)))
         parts = [LocationSpecInfo(name, PART_BYTES) for name in PARTS]
         groups = [LocationSpecGroup("all", PARTS), LocationSpecGroup("full", ("full",))]
         specs = InstanceSpecs("default", 16, parts, ModelDeployment(model, "float32", tp_size=1), groups)
         connect = partial(TransferEngine.for_storages, checksums=True)
-        return links.enter_context(closing(ManagerLink(client, specs, 2.0, connect)))
+        return links.enter_context(closing(ManagerLink(client, specs, SECONDS, connect)))
 
     with ExitStack() as links:
         yield make
@@ -80,7 +82,7 @@ def engine_of(link: ManagerLink) -> TransferEngine:
 
 
 def save(link: ManagerLink, keys: Sequence[BlockKey], groups: Sequence[str] = ()) -> SavedBlocks:
-    sessions = WriteSessions(link.client, SessionSettings())
+    sessions = WriteSessions(link.client, SESSIONS)
 
     def source(index: int, part: str) -> Sequence[memoryview]:
         return [memoryview(bytes_of(keys[index], part))]
@@ -161,7 +163,7 @@ def test_lost_and_corrupt_parts_are_reported_apart_and_the_others_arrive(
 def test_a_save_that_raises_leaves_no_session(link: ManagerLink) -> None:
     """Invariant 3: the blocks can be written at once by the next one."""
     keys = keys_of(1, 2)
-    sessions = WriteSessions(link.client, SessionSettings())
+    sessions = WriteSessions(link.client, SESSIONS)
 
     def raise_it(index: int, part: str) -> Sequence[memoryview]:
         raise RuntimeError("no such block")
@@ -175,21 +177,22 @@ def test_a_save_that_raises_leaves_no_session(link: ManagerLink) -> None:
 def test_a_closed_table_aborts_open_sessions(link: ManagerLink) -> None:
     keys = keys_of(1, 2)
     assert link.register()
-    sessions = WriteSessions(link.client, SessionSettings())
+    sessions = WriteSessions(link.client, SESSIONS)
     grant = sessions.start(keys, None)
     assert grant is not None
     assert sessions.count == 1
-    sessions.close()
+    sessions.close(SECONDS)
     assert not sessions.finish(grant.session_id, [True, True])
     assert sessions.start(keys, None) is None
     assert save(link, keys).saved == 2
 
 
 def test_an_open_session_is_renewed(link: ManagerLink) -> None:
-    """A session of one second is still open after three: the keeper of the table renews it."""
+    """A session of a minute is renewed whenever a third of it has passed; each look at the clock is 10 s later."""
     keys = keys_of(1, 2)
     assert link.register()
-    sessions = WriteSessions(link.client, SessionSettings(session_seconds=1))
+    settings = replace(SESSIONS, session_seconds=60, max_seconds=float("inf"))
+    sessions = WriteSessions(link.client, settings, count(step=10.0).__next__)
     grant = sessions.start(keys, None)
     assert grant is not None
     until(lambda: link.client.counters().get("renew_write", CallCounters()).ok >= 5)
@@ -216,7 +219,9 @@ def is_open(manager: ManagerProcess, instance_id: str, lease_id: str) -> bool:
 def new_lookups() -> Iterator[NewLookups]:
     def make(link: ManagerLink, plan: LookupPlan | None = None, **settings: float) -> Lookups:
         plan = plan or LookupPlan(("full", "window"))
-        patient = LookupSettings(**({"lookup_seconds": 5.0, "share_seconds": 0.0} | settings))  # type: ignore[arg-type]
+        patient = LookupSettings(
+            **({"lookup_seconds": SECONDS, "load_seconds": 300.0, "share_seconds": 0.0} | settings)
+        )  # type: ignore[arg-type]
         lookups = Lookups(link, plan, patient, ReuseStatistics())
         made.callback(lookups.close, 1.0)
         return lookups
@@ -236,14 +241,19 @@ def test_a_lookup_finds_the_prefix_and_releases_its_lease(link: ManagerLink, new
     assert len(found.lease_ids) == 1
     lookups.release("r")
     lookups.release("r")
-    lookups.close(5.0)
+    lookups.close(4 * SECONDS)
     counters = link.client.counters()
     assert (counters["match"].ok, counters["release_lease"].ok) == (1, 1)
 
 
 def test_leases_that_end_together_are_released_with_few_calls(
-    manager: ManagerProcess, link: ManagerLink, instance_id: str, new_lookups: NewLookups
+    manager: ManagerProcess,
+    link: ManagerLink,
+    instance_id: str,
+    new_lookups: NewLookups,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvcm.connectors.reuse.lookups._RELEASE_SECONDS", 600.0)  # or until the lookups are closed
     lookups, leases = new_lookups(link), list[str]()
     for number in range(12):
         keys = keys_of(10 * number + 1, 10 * number + 2)
@@ -254,7 +264,7 @@ def test_leases_that_end_together_are_released_with_few_calls(
     assert all(is_open(manager, instance_id, lease_id) for lease_id in leases)
     for number in range(12):
         lookups.release(f"r{number}")
-    lookups.close(5.0)
+    lookups.close(4 * SECONDS)
     counters = link.client.counters()["release_lease"]
     assert (counters.ok <= 3, counters.miss_on_error, counters.timeout) == (True, 0, 0)
     assert not any(is_open(manager, instance_id, lease_id) for lease_id in leases)
@@ -320,14 +330,17 @@ def test_a_manager_that_dies_and_comes_back(
     lookups.start("before", keys)
     assert answered(lookups, "before").blocks == 2
     running.kill()
-    for number in range(4):  # the breaker opens
-        lookups.start(f"dead{number}", keys_of(number))
-        assert not answered(lookups, f"dead{number}").is_answered
-    assert link.client.is_suspended
-    lookups.start("at-once", keys)
-    assert lookups.poll("at-once") is not None
-    new_manager(running.ports)
     numbers = count()
+
+    def misses_at_once() -> bool:  # when the breaker has opened, which it does for a while
+        is_suspended = link.client.is_suspended
+        lookups.start(name := f"dead{next(numbers)}", keys)
+        is_at_once = lookups.poll(name) is not None
+        assert not answered(lookups, name).is_answered
+        return is_suspended and is_at_once
+
+    until(misses_at_once)
+    new_manager(running.ports)
 
     def finds_both() -> bool:
         lookups.start(name := f"back{next(numbers)}", keys)

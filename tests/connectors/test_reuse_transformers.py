@@ -20,7 +20,7 @@ from waiting import until
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.layout import tensors
-from kvcm.connectors.transformers import KVReuse, ReuseSettings
+from kvcm.connectors.transformers import KVReuse
 
 
 def block_bytes(cache: Cache, block: int) -> bytes:
@@ -121,7 +121,7 @@ def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monk
 
 def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
     size = connect().parts.block_bytes
-    reuse, ids = connect(settings=ReuseSettings(save_batch_bytes=3 * size, call_seconds=20.0)), prompt(160)
+    reuse, ids = connect(settings=replace(PATIENT, save_batch_bytes=3 * size)), prompt(160)
     _, report = run(reuse, ids, max_new_tokens=1)
     assert report.blocks_saved == 10
     assert reuse.counters["start_write"].ok == 4
@@ -227,6 +227,7 @@ def generate(manager: ManagerProcess, instance_id: str, kind: str, pool_blocks: 
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 @pytest.mark.feature("transformers", "saves, and another process loads")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 def test_another_process_goes_on(manager: ManagerProcess, instance_id: str, kind: str) -> None:

@@ -14,7 +14,7 @@ from tier_engine_process import TOKENS
 
 from kvcm.gpu_tier.connector import KVFormat
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 PREFIX = 192  # full blocks that leave a token of the prompt
 LAYERS = 3

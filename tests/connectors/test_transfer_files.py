@@ -250,6 +250,6 @@ def test_another_mover_of_mooncake_can_be_used(tmp_path: Path, monkeypatch: pyte
     engine = TransferEngine.for_storages([StorageConfig("store", MooncakeStorageSpec())])
     assert set(engine.statistics().storages) == {"store"}
     uri = LocationUri("mooncake", "store", "/x", 1)
-    (result,) = engine.load([TransferItem(uri, [memoryview(bytearray(1))])], 5.0)
+    (result,) = engine.load([TransferItem(uri, [memoryview(bytearray(1))])], DEADLINE)
     assert "is none of ['other']" in result.reason  # the other mover's word
     engine.close()

@@ -107,7 +107,7 @@ def test_a_layer_is_there_while_the_next_one_is_still_loading(tmp_path: Path) ->
 
     def load(parts: Sequence[PartToLoad], size_bytes: int, deliver: Deliver) -> list[TransferResult]:
         if parts[0].start:
-            may_go_on.wait(10)
+            may_go_on.wait(60)
         return store.load(parts, size_bytes, deliver)
 
     def on_layers(layers: int) -> None:
@@ -121,7 +121,7 @@ def test_a_layer_is_there_while_the_next_one_is_still_loading(tmp_path: Path) ->
         may_go_on.set()
         progress.wait("d")
         assert [block.tobytes() for block in blocks.memory] == store.bytes
-        assert all(result.ok for result in loading.result(10))
+        assert all(result.ok for result in loading.result(60))
     store.engine.close()
 
 
@@ -135,8 +135,8 @@ def test_a_layer_waits_for_every_load_and_for_none_that_has_ended() -> None:
         over: Future[None] = Future()
         over.add_done_callback(lambda load: progress.finish(1, load))
         over.cancel()
-        waiting.result(10)
+        waiting.result(60)
         waiting = thread.submit(progress.wait, "b")
         assert not waiting.done()
         progress.finish(0, over)
-        waiting.result(10)
+        waiting.result(60)

@@ -72,7 +72,7 @@ def _redis(servers: str) -> Callable[[pytest.FixtureRequest], AbstractAsyncConte
 
     @asynccontextmanager
     async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-        uri = request.getfixturevalue(servers).uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)
+        uri = request.getfixturevalue(servers).uri(f"test-{secrets.token_hex(8)}")
         async with connected(uri) as one, connected(uri) as another:
             made: dict[IndexBackend, int] = {}
 

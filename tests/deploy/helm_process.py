@@ -19,7 +19,7 @@ __all__ = ["main"]
 async def _install(release: str, chart: str, values: dict[str, Any], namespace: str, kubeconfig: str) -> dict[str, Any]:
     configuration = helm_sdkpy.Configuration(namespace=namespace, kubeconfig=kubeconfig)
     try:
-        installed = await helm_sdkpy.Install(configuration).run(release, chart, values=values, wait=False, timeout=20)
+        installed = await helm_sdkpy.Install(configuration).run(release, chart, values=values, wait=False, timeout=100)
     except helm_sdkpy.HelmError as error:
         return {"error": str(error)}
     hooks = [hook["manifest"] for hook in installed.get("hooks") or ()]
@@ -31,8 +31,8 @@ async def _upgrade(
 ) -> dict[str, Any]:
     configuration = helm_sdkpy.Configuration(namespace=namespace, kubeconfig=kubeconfig)
     try:
-        await helm_sdkpy.Install(configuration).run(release, chart, values=values, wait=False, timeout=20)
-        upgraded = await helm_sdkpy.Upgrade(configuration).run(release, chart, values=then, wait=False, timeout=20)
+        await helm_sdkpy.Install(configuration).run(release, chart, values=values, wait=False, timeout=100)
+        upgraded = await helm_sdkpy.Upgrade(configuration).run(release, chart, values=then, wait=False, timeout=100)
     except helm_sdkpy.HelmError as error:
         return {"error": str(error)}
     return {"manifest": upgraded["manifest"]}

@@ -75,7 +75,7 @@ def helm(*asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(HELM), "HELM_DRIVER": "memory"}
     ran = subprocess.run(
         [sys.executable, str(HERE / "helm_process.py")],
-        input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60,
+        input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     answers: list[dict[str, Any]] = json.loads(ran.stdout)

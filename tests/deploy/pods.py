@@ -29,7 +29,7 @@ __all__ = ["Pod", "Secrets", "may_isolate", "unpacked"]
 
 _SYSTEM = ("bin", "sbin", "lib", "lib64", "usr", "dev", "proc", "sys")
 _ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ld.so.cache", "resolv.conf")
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 
 Secrets = Mapping[str, Mapping[str, str]]
 """What Secrets hold, by their names and keys."""

@@ -60,7 +60,7 @@ class Engine:
 
     def client(self) -> ManagerClient:
         """Return a client of an engine that has registered its model."""
-        client = ManagerClient(self.addresses, "model", ClientSettings(10.0, credentials=self.credentials))
+        client = ManagerClient(self.addresses, "model", ClientSettings(30.0, credentials=self.credentials))
         model = ModelDeployment("model", "bfloat16")
         registration = client.register_instance("default", 16, [LocationSpecInfo("tp0", 4096)], model)
         assert registration.state is RegistrationState.OK, registration

@@ -28,7 +28,7 @@ from kvcm.connectors.credentials import ClientCredentials
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not may_isolate(), reason="mounts of its own for a process need root"),
 ]
 
@@ -74,6 +74,7 @@ def namespace(tmp_path: Path, objects: list[Object], network: Network) -> Iterat
     authority, port = Authority.make(tmp_path / "kvcm-secrets"), free_port()
     secrets["kvcm-tls"] = secrets["kvcm-client-ca"] = _certificate(authority, network)
     secrets["kvcm-store"]["uri"] = secrets["kvcm-store"]["uri"].replace("kvcm-valkey:6379", f"127.0.0.1:{port}")
+    secrets["kvcm-store"]["uri"] += "&timeout_ms=20000"  # a busy machine is no reason for a failed call
     store = _bundled_store(tmp_path / "valkey", secrets["kvcm-valkey"]["users.acl"], port)
     try:
         until(lambda: _redis_cli(port, "ping") == "PONG")

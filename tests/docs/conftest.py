@@ -19,7 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--config-file", "docs/site/mkdocs.yml", "--site-dir", str(folder)],
         cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
-        timeout=100,
+        timeout=500,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     return folder

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # the first test builds the site
 _PAGES = ("quickstart", "configuration", "alerts")
 _SIZES = ({"width": 1280, "height": 900}, {"width": 390, "height": 844})
 _SCHEMES = ("light", "dark")

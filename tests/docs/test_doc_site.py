@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from doc_pages import DOCS, document, documents
 
+pytestmark = pytest.mark.timeout(600)  # the first test builds the site
 _KINDS = {"ul", "ol", "li", "table", "pre", "h1", "h2", "h3", "h4", "h5", "h6"}
 _ASSETS = {"src", "href", "srcset", "data", "poster", "action"}
 PAGES = [page for page in documents() if page.is_relative_to(DOCS)]

@@ -62,7 +62,7 @@ def content(uri: LocationUri) -> bytes:
 
 def connected(address: str, instance: str) -> ManagerClient:
     """Return a client that may be given memory of its node."""
-    return ManagerClient(address, instance, ClientSettings(node_id=NodeSettings.from_environment().node_id))
+    return ManagerClient(address, instance, ClientSettings(20.0, node_id=NodeSettings.from_environment().node_id))
 
 
 def registered(client: ManagerClient, group: str) -> TransferEngine:

@@ -13,6 +13,7 @@ answered may have taken effect until the manager died. A block is judged by its 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -61,6 +62,11 @@ class Write:
     def deadline(self) -> float:
         """Latest time at which the manager lets it expire."""
         return self.granted + self.seconds
+
+    @property
+    def is_certainly_open(self) -> bool:
+        """Whether there is time to write: bytes that come after the session's end would have no owner."""
+        return time.monotonic() < self.sent + self.seconds - 0.2
 
     @property
     def held_from_to(self) -> tuple[float, float]:

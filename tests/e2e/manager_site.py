@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
 BLOCK_BYTES = 512
-_START_SECONDS = 30.0
+_START_SECONDS = 90.0
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 _CHANNEL = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 
@@ -142,12 +144,12 @@ class Manager:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
         if self._process is not None:
-            self._process.wait(10)
+            self._process.wait(60)
 
     def stop(self) -> int:
         """End it the polite way; returns the exit code."""
         self.signal(signal.SIGTERM)
-        return self.wait(20)
+        return self.wait(60)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -286,6 +288,13 @@ class Site:
             for instance in group.instances:
                 answer = await wire.meta.RegisterInstance(_registration(instance, group.name))
                 assert code_of(answer) == meta_pb.OK, answer
+
+    async def until_known_at(self, wires: Sequence[Wire]) -> None:
+        """Return when other managers know all of it: one that is asked for an instance looks for changes."""
+        for wire, instance in itertools.product(wires, self.instances):
+            request = meta_pb.GetInstanceInfoRequest(instance_id=instance)
+            while code_of(await wire.meta.GetInstanceInfo(request)) != meta_pb.OK:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def set_up_at(self, manager: Manager) -> None:
         """Create everything over a connection of its own."""

@@ -23,7 +23,7 @@ from kvcm.protocol import meta_service_pb2 as pb
 
 MIXED = (0.66, 0.18, 0.145, 0.015)
 _MOST_BLOCKS = 24
-_DEADLINE_SECONDS = 10.0
+_DEADLINE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ class Sent:
     code: int | None
     keys: int = 1
     message: str = ""
+
+    @property
+    def is_late_finish(self) -> bool:
+        """Whether a session may have been over before its client came to finish it."""
+        return self.call == "FinishWriteCache" and self.code == pb.INVALID_ARGUMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,8 @@ class Client:
 
     async def _store_and_finish(self, write: Write) -> None:
         fate = self._random.random()
+        if not write.is_certainly_open:
+            return  # abandoned
         written = list(write.uris)
         if fate < 0.22:
             written = [key for key in written if self._random.random() < 0.6]
@@ -332,20 +339,17 @@ async def finish_later(load: Load, wire: Wire, random: Random) -> list[str]:
     client = Client(load, wire, random)
     wrong: list[str] = []
     for write in load.history.writes:
-        # Bytes that come after the session's end would have no owner.
-        is_open = (
-            write.outcome is None and time.monotonic() < write.sent + write.seconds - 0.2 and random.random() < 0.5
-        )
+        is_open = write.outcome is None and write.is_certainly_open and random.random() < 0.5
         if is_open:
             write.succeeded = frozenset(write.uris)
             for uri in write.uris.values():
                 store_bytes(uri)
         if is_open or write.outcome is Outcome.UNKNOWN:
-            left = write.sent + write.seconds - time.monotonic()
             await client.finish(write)
+            left = write.sent + write.seconds - time.monotonic()
             code = load.requests[-1].code
             # An empty session lives no longer than it has to, and nothing depends on it.
-            allowed = {pb.OK} if is_open and left > 0.2 and write.uris else {pb.OK, pb.INVALID_ARGUMENT}
+            allowed = {pb.OK} if is_open and left > 0 and write.uris else {pb.OK, pb.INVALID_ARGUMENT}
             if code not in allowed:
                 wrong.append(f"session {write.session_id[:8]}, open for {left:.2f} s more: {load.requests[-1]}")
     return wrong

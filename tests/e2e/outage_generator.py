@@ -32,7 +32,7 @@ _KNOWN_PROMPTS = 6
 _NEW_EVERY = 2
 _PAUSE_SECONDS = 0.05
 _SETTINGS = ReuseSettings(
-    call_seconds=5.0, register_seconds=20.0, load_seconds=1.0, save_seconds=2.0, flush_seconds=2.0
+    call_seconds=20.0, register_seconds=60.0, load_seconds=1.0, save_seconds=2.0, flush_seconds=2.0
 )
 
 

@@ -51,8 +51,14 @@ async def take_over(directory: Path, uri: str, rounds: int, seed: int) -> list[T
     random, lease = Random(seed), {"kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000))}
     with managers_on(directory, uri, 2, lease) as managers:
         await Site(_PLAN).set_up_at(managers[0])
-        await asyncio.sleep(1.0)  # the other manager loads the storage
-        return [await _round(managers, number, random) for number in range(rounds)]
+        async with managers[1].connected() as wire:
+            await Site(_PLAN).until_known_at([wire])
+        reports: list[Takeover] = []
+        for number in range(4 * rounds):
+            if len(reports) < rounds:
+                report = await _round(managers, number, random)
+                reports += [report] if report.left_blocks > 0 or report.wrong else []  # else the kill came too late
+        return reports
 
 
 async def _round(managers: list[Manager], number: int, random: Random) -> Takeover:

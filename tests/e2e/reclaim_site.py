@@ -16,10 +16,12 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 
+_SECONDS = 60.0
+
 
 async def usage_of(wire: Wire, group: str) -> Any:
     """Return what a group uses in total, and its marks."""
-    answer = await wire.capacity.GetUsage(capacity_pb.GetUsageRequest(instance_group=group), timeout=10)
+    answer = await wire.capacity.GetUsage(capacity_pb.GetUsageRequest(instance_group=group), timeout=_SECONDS)
     assert code_of(answer) == pb.OK, answer.header
     (found,) = answer.groups
     return found.total
@@ -44,7 +46,7 @@ async def until(condition: Callable[[], Any], seconds: float, pause_seconds: flo
 async def write(wire: Wire, instance: str, keys: Sequence[int], *, with_bytes: bool = True) -> list[str]:
     """Write blocks and return where they lie; those that are there already, or do not fit, are left out."""
     request = pb.StartWriteCacheRequest(instance_id=instance, block_keys=keys)
-    started = await wire.meta.StartWriteCache(request, timeout=10)
+    started = await wire.meta.StartWriteCache(request, timeout=_SECONDS)
     if code_of(started) != pb.OK:
         return []
     uris = [place.location_specs[0].uri for place in started.locations]
@@ -53,14 +55,14 @@ async def write(wire: Wire, instance: str, keys: Sequence[int], *, with_bytes: b
             store_bytes(uri)
     finish = pb.FinishWriteCacheRequest(instance_id=instance, write_session_id=started.write_session_id)
     finish.success_blocks.bool_masks.values.extend([True] * len(uris))
-    assert code_of(await wire.meta.FinishWriteCache(finish, timeout=10)) == pb.OK
+    assert code_of(await wire.meta.FinishWriteCache(finish, timeout=_SECONDS)) == pb.OK
     return uris
 
 
 async def remove(wire: Wire, instance: str, keys: Sequence[int]) -> None:
     """Remove blocks."""
     request = pb.RemoveCacheRequest(instance_id=instance, block_keys=keys)
-    assert code_of(await wire.meta.RemoveCache(request, timeout=10)) == pb.OK
+    assert code_of(await wire.meta.RemoveCache(request, timeout=_SECONDS)) == pb.OK
 
 
 async def set_mark(wire: Wire, plan: GroupPlan, mark: float, step_blocks: int = 0) -> None:
@@ -78,7 +80,7 @@ async def set_mark(wire: Wire, plan: GroupPlan, mark: float, step_blocks: int = 
 
 async def metrics(wire: Wire) -> dict[tuple[str, str], float]:
     """Return every metric by its name and the values of its tags."""
-    answer = await wire.admin.GetMetrics(admin_pb.GetMetricsRequest(), timeout=10)
+    answer = await wire.admin.GetMetrics(admin_pb.GetMetricsRequest(), timeout=_SECONDS)
     found: dict[tuple[str, str], float] = {}
     for each in answer.metrics:
         kind = each.metric_value.WhichOneof("value")
@@ -100,6 +102,6 @@ def command(manager: Manager, *words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvcm", *words, "--manager", url],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=_SECONDS,
         check=False,
     )

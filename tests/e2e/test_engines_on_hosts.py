@@ -36,7 +36,7 @@ def _assert_right(seen: EngineFigures) -> None:
     assert seen.foreign == []
     assert seen.wrong == []
     assert seen.errors == []
-    assert seen.overrun_seconds < 2.0
+    assert seen.overrun_seconds < 10.0
 
 
 def _assert_undisturbed(report: HostsReport) -> None:

@@ -11,7 +11,7 @@ from reclaim_rounds import evict_and_kill, eviction_rig
 from redis_servers import Standalone
 from shared_directory import share_directory
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("store", ["rocksdb, always synced", "rocksdb, synced every second", "redis"])
@@ -39,4 +39,4 @@ def test_another_manager_ends_the_eviction_of_a_leader_that_was_killed(
     (report,) = asyncio.run(take_over(tmp_path, redis_standalone.uri("reclaim-handover"), 1, seed=8))
     assert report.wrong == []
     assert report.left_blocks > 0
-    assert report.seconds < 10.0
+    assert report.seconds < 30.0

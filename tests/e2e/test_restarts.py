@@ -9,7 +9,7 @@ import pytest
 from redis_servers import Standalone
 from restart_rounds import restart_under_load, stop_twice, stop_while_loading
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_over_rocksdb_only_rejected_requests_fail(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from writer_kill_kinds import KINDS, impossible, kill_writers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _KILLS = 6
 

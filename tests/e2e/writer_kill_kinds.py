@@ -27,7 +27,7 @@ _LEASE_SECONDS = 5.0  # the default of Mooncake: a busy machine takes its time t
 _OWNED_BYTES = 1 << 31
 _POOL_BYTES = 1 << 32  # what killed writers were given is theirs until their sessions end
 _NODE = "writers"
-_SECONDS_PER_WRITER = 10.0  # at most, with everything that is checked
+_SECONDS_PER_WRITER = 40.0  # at most, with everything that is checked
 
 
 @dataclass(frozen=True, slots=True)

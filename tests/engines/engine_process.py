@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 120.0
 _CLOSE_SECONDS = 30.0
 _OBSERVE_SECONDS = 0.5  # a process that ended may have left children that hold the pipe open
 _TAIL_LINES = 40
-_WAIT_SECONDS = 30.0
+_WAIT_SECONDS = 60.0
 
 
 class EngineDiedError(RuntimeError):

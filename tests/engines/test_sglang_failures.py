@@ -133,7 +133,7 @@ def test_a_storage_that_hangs(new_rig: Callable[..., Rig], tmp_path: Path) -> No
         rig.forget()
         begun = time.monotonic()
         answer = rig.generate(prompt)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         assert (answer.tokens, answer.cached_tokens) == (tokens, 0)
     for seed in range(10, 14):  # their saves hang, too
         rig.generate(prompt_tokens(300, seed))
@@ -194,7 +194,7 @@ def _all_pages(rig: Rig) -> list[Page]:
 def _may_write(rig: Rig, keys: list[int]) -> bool:
     """Return whether the manager grants all of these blocks: none is stored, and no write session holds one."""
     with ManagerClient(rig.manager.address, rig.instance_id) as client:
-        grant = client.start_write(keys, timeout_seconds=5)
+        grant = client.start_write(keys, timeout_seconds=20)
         assert grant is not None
         client.abort_write(grant.session_id)
         return not any(grant.mask)

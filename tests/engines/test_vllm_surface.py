@@ -212,9 +212,9 @@ def test_the_end_of_an_engine_that_saves_leaves_no_session_open(
         until(lambda: sessions_open(manager) > 0)
         begun = time.monotonic()
         closing = _closes_in_background(engine)
-        until(lambda: sessions_open(manager) == 0, 20)
+        until(lambda: sessions_open(manager) == 0)
         if "hang" in fault:
-            assert time.monotonic() - begun < 12
+            assert time.monotonic() - begun < 45
             assert manager_metric(manager, "kvcm_write_sessions_total", outcome="aborted") > 0
         mount.clear()
         closing()

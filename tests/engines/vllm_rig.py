@@ -28,7 +28,7 @@ def connected(
     address: str, instance_id: str, *, policy: str = "recompute", package: str = "kvcm.connectors", **options: Any
 ) -> dict[str, Any]:
     """Return the options of an engine that make it use our connector; patient ones, since the machine is busy."""
-    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id, "lookup_seconds": 5.0}
+    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id, "lookup_seconds": 10.0}
     return {
         "kv_transfer_config": {
             "kv_connector": "KVCMConnector",
@@ -43,7 +43,7 @@ def connected(
 def manager_metric(manager: ManagerProcess, name: str, **labels: str) -> float:
     """Return a metric of a manager, summed over the labels that are not given."""
     url = f"http://127.0.0.1:{manager.ports['admin_http_port']}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as page:  # our own manager
+    with urllib.request.urlopen(url, timeout=30) as page:  # our own manager
         text = page.read().decode()
     found = re.findall(rf"^{re.escape(name)}((?:{{.*}})?) (\S+)$", text, re.MULTILINE)
     wanted = [f'{label}="{value}"' for label, value in labels.items()]

@@ -18,7 +18,7 @@ from kvcm.reclaim.deletion_executor import DeletionExecutor
 STORAGE = "s-1"  # as storage_rig calls it
 KEYS = range(12)
 LONGEST_PAUSE_SECONDS = 61.0
-TURN_SECONDS = 20.0
+TURN_SECONDS = 60.0
 KINDS = {"file-1": FILE_1, "file-8": FILE_8}
 
 FAULTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from kvcm.storage.file_objects import NOTES_SUFFIX
 KINDS = {"file-1": FILE_1, "file-8": FILE_8}
 SIZE = 5000
 ERRORS = ("EIO", "ESTALE")
-TURN_SECONDS = 20.0
+TURN_SECONDS = 60.0
 
 
 @pytest.fixture(params=KINDS)

@@ -62,7 +62,7 @@ def another_engine(site: BlockSite) -> TransferEngine:
 
 def failures_of(engine: TransferEngine, way: str, uris: list[LocationUri]) -> set[Failure | None]:
     items = [TransferItem(uri, [memoryview(bytearray(uri.size))]) for uri in uris]
-    return {result.failure for result in (engine.load if way == "load" else engine.save)(items, 5.0)}
+    return {result.failure for result in (engine.load if way == "load" else engine.save)(items, SECONDS)}
 
 
 def assert_begins_again(site: BlockSite, before: dict[int, Location]) -> None:
@@ -141,7 +141,7 @@ def test_whatever_happens_to_the_memory_no_bytes_are_wrong_and_it_ends_well(site
 
     def read() -> None:
         while not over.is_set():
-            seen.extend(site.load(known, 2.0).values())
+            seen.extend(site.load(known).values())
 
     def has_more(than: int) -> bool:
         return len(seen) > than or any(call.done() for call in calls)

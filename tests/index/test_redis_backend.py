@@ -278,7 +278,7 @@ async def test_a_drop_is_continued_where_it_was_stopped(client: RedisClient) -> 
 
 async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:
     with standalone(tmp_path) as dying:
-        client = RedisClient.of(parse_redis_uri(dying.uri("dying", timeout_ms=1000)))
+        client = RedisClient.of(parse_redis_uri(dying.uri("dying")))
         backend = RedisBackend(client, 1, 4)
         await apply(backend, {1: record()})
         dying.server.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mooncake_rig import Process, Site, missing
+from mooncake_rig import CLIENT_TTL_SECONDS, Process, Site, missing
 
 OWNED_BYTES = 128 << 20
 
@@ -18,9 +18,11 @@ def mooncake_is_here() -> None:
 
 
 @pytest.fixture
-def site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Return a store that is gone with the test."""
-    site = Site(tmp_path_factory.mktemp("mooncake"))
+def site(
+    request: pytest.FixtureRequest, mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """Return a store that is gone with the test. Its parameter: after how many seconds it forgets a client."""
+    site = Site(tmp_path_factory.mktemp("mooncake"), getattr(request, "param", CLIENT_TTL_SECONDS))
     yield site
     site.close()
 

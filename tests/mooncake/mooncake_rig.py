@@ -28,7 +28,7 @@ from waiting import until
 
 FOLDER = Path(__file__).parent
 LEASE_SECONDS = 0.3
-CLIENT_TTL_SECONDS = 2
+CLIENT_TTL_SECONDS = 60  # longer than a busy client may stand still: with it goes the memory that it lends
 ANSWER_SECONDS = 45.0  # longer than the client needs for anything: without an answer by then it hangs
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -133,8 +133,8 @@ class AskedError(Exception):
 class Site:
     """A master, the network it is in and its clients."""
 
-    def __init__(self, folder: Path, lease_seconds: float = LEASE_SECONDS) -> None:
-        self._lease_seconds = lease_seconds
+    def __init__(self, folder: Path, client_ttl_seconds: int = CLIENT_TTL_SECONDS) -> None:
+        self._client_ttl_seconds = client_ttl_seconds
         self._log = folder / "mooncake.log"
         self._network: int | None = None
         self._holder = Process([*DIES_WITH_PARENT, sys.executable, "-c", _HOLD_A_NETWORK], self._log)
@@ -163,8 +163,8 @@ class Site:
             "rpc_thread_num": 2,
             "metrics_host": "127.0.0.1",
             "metrics_port": self._ports[1],
-            "default_kv_lease_ttl": int(self._lease_seconds * 1000),
-            "client_ttl": CLIENT_TTL_SECONDS,
+            "default_kv_lease_ttl": int(LEASE_SECONDS * 1000),
+            "client_ttl": self._client_ttl_seconds,
         }
         command = [*self._inside(), _master_program(), *(f"--{name}={value}" for name, value in flags.items())]
         with self._log.open("ab") as log:
@@ -225,7 +225,7 @@ class Site:
         return [*DIES_WITH_PARENT, *(["nsenter", network, "--"] if self._network is not None else [])]
 
 
-def eventually(condition: Callable[[], bool], within_seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], within_seconds: float = 60.0) -> None:
     """Wait for a condition that is asked again and again; what it raises counts as not yet."""
     deadline = time.monotonic() + within_seconds
     while True:

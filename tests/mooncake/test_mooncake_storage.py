@@ -57,6 +57,7 @@ def test_an_object_with_a_reader_is_deleted_later(manager: Process, engine: Proc
     eventually(lambda: manager.ask("delete", uris=uris) == [None])
 
 
+@pytest.mark.parametrize("site", [2], indirect=True)
 def test_a_full_store_is_never_down_for_that(site: Site) -> None:
     """What it holds can be read; a store that is hidden would never be read less, nor emptied."""
     owner = site.owner(16 << 20)

@@ -14,7 +14,7 @@ from manager_site import Manager
 from redis_servers import Standalone
 
 DRILL = Path(__file__).parents[2] / "docs/examples/restore_drill.sh"
-_SECONDS = 120
+_SECONDS = 300
 
 
 class DrillStore:

@@ -19,7 +19,7 @@ from manager_site import running
 from redis_servers import Standalone
 from world import World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _BLOCKS = 5000
 _THOROUGH = os.environ.get("KVCM_TESTS") == "thorough"

@@ -12,7 +12,7 @@ from world import World
 
 from kvcm.model.uri import LocationUri
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(("from_kind", "to_kind"), [("rocksdb", "redis"), ("redis", "rocksdb")])

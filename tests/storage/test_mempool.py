@@ -221,7 +221,7 @@ async def test_only_its_own_deployment_lists_allocated_pages(pool: MempoolStorag
 
 
 async def test_two_managers_over_redis_never_share_a_page(redis_standalone: object, clock: FakeClock) -> None:
-    uri = redis_standalone.uri("mempool", timeout_ms=10_000)  # type: ignore[attr-defined]
+    uri = redis_standalone.uri("mempool")  # type: ignore[attr-defined]
     stores = [RedisStore(RedisClient.of(parse_redis_uri(uri))) for _ in range(2)]
     try:
         pools = [open_pool(store.table("pools", 16), clock, seed=seed) for seed, store in enumerate(stores)]

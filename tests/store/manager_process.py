@@ -16,7 +16,7 @@ from ports import free_port
 from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc
 
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-_START_SECONDS = 30.0
+_START_SECONDS = 90.0
 
 
 @dataclass
@@ -97,7 +97,7 @@ class ManagerProcess:
         """End it the polite way, the hard way when it does not listen."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -135,7 +135,7 @@ def _wait_until_healthy(manager: ManagerProcess, credentials: grpc.ChannelCreden
             if manager.process.poll() is not None:
                 raise RuntimeError(f"the manager ended with exit code {manager.process.returncode}")
             try:
-                if stub.CheckHealth(admin_service_pb2.CheckHealthRequest(), timeout=1, wait_for_ready=True).is_health:
+                if stub.CheckHealth(admin_service_pb2.CheckHealthRequest(), timeout=9, wait_for_ready=True).is_health:
                     return
             except grpc.RpcError:
                 if time.monotonic() > deadline:

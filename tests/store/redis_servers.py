@@ -24,6 +24,7 @@ __all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "Servers", "c
 
 _START_SECONDS = 60.0
 _PATIENT_MS = 20_000
+_SILENCE_MS = 10_000  # after which a server is given up: longer than a busy machine keeps one silent
 _SERVICE = "mymaster"
 REDIS_PROGRAM = os.environ.get("KVCM_REDIS_PROGRAM", "redis")
 """What the names of the programs begin with: `redis` or `valkey`."""
@@ -133,7 +134,17 @@ class Cluster(Servers):
 
     def is_whole(self) -> bool:
         """Whether every node sees every slot served."""
-        return all(_cluster_state(node) == "ok" for node in self.nodes if node.process.poll() is None)
+        return all(_cluster_state(node) == "ok" for node in self._living)
+
+    def give_up_soon(self) -> None:
+        """Let a node be given up after a second of silence, which a busy machine may cause, too."""
+        for node in self._living:
+            with node.admin() as admin:
+                admin.config_set("cluster-node-timeout", 1000)
+
+    @property
+    def _living(self) -> list[RedisServer]:
+        return [node for node in self.nodes if node.process.poll() is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,12 @@ class Sentinels(Servers):
         with self.sentinels[0].admin() as client:
             _, port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", _SERVICE)
         return next(server for server in self.servers if server.port == int(port))
+
+    def give_up_soon(self) -> None:
+        """Let a master be given up after a second of silence, which a busy machine may cause, too."""
+        for watching in self.sentinels:
+            with watching.admin() as admin:
+                admin.execute_command("SENTINEL", "SET", _SERVICE, "down-after-milliseconds", 1000)
 
 
 def _options(port: int, *options: str) -> list[str]:
@@ -188,16 +205,11 @@ def standalone(
 
 @contextlib.contextmanager
 def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Cluster]:
-    """Run a cluster inside the block: `nodes` masters with so many replicas each.
-
-    A node is given up after a second of silence where a replica can take over; where none can, only after as long as
-    no busy machine keeps it silent.
-    """
-    silence_ms = 1000 if replicas else 10_000
+    """Run a cluster inside the block: `nodes` masters with so many replicas each."""
     with _running() as servers:
         for _ in range(nodes * (1 + replicas)):
             port = free_port(BUS_OFFSET)
-            places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", str(silence_ms)]
+            places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", str(_SILENCE_MS)]
             options = _options(port, "--cluster-enabled", "yes", *places, "--repl-diskless-sync-delay", "0")
             servers.append(RedisServer(directory / str(port), options, port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
@@ -214,7 +226,7 @@ def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Clus
 
 @contextlib.contextmanager
 def sentinel(directory: Path) -> Iterator[Sentinels]:
-    """Run a master, a replica and three sentinels inside the block; a master is given up after 1 s of silence."""
+    """Run a master, a replica and three sentinels inside the block."""
     with _running() as servers:
         for _ in range(2):
             port = free_port()
@@ -237,7 +249,7 @@ def _sentinel(directory: Path, master_port: int) -> RedisServer:
     place.mkdir(parents=True)
     lines = [
         f"port {port}", "bind 127.0.0.1", f"sentinel monitor {_SERVICE} 127.0.0.1 {master_port} 2",
-        f"sentinel down-after-milliseconds {_SERVICE} 1000", f"sentinel failover-timeout {_SERVICE} 3000",
+        f"sentinel down-after-milliseconds {_SERVICE} {_SILENCE_MS}", f"sentinel failover-timeout {_SERVICE} 3000",
     ]  # fmt: skip
     (place / "sentinel.conf").write_text("\n".join(lines) + "\n")
     return RedisServer(place, (), port, is_sentinel=True)

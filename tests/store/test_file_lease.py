@@ -21,7 +21,7 @@ from pathlib import Path
 from kvcm.store.file_lease import FileLease
 
 async def main():
-    lease = FileLease(Path(sys.argv[1]))
+    lease = FileLease(Path(sys.argv[1]), lock_tries=6000)
     print("ready", flush=True)
     sys.stdin.readline()
     print(*(await lease.acquire(sys.argv[2], 3600)), flush=True)
@@ -86,7 +86,7 @@ async def test_what_cannot_be_used_is_an_error_that_names_it(tmp_path: Path) -> 
 async def test_it_waits_for_another_process_that_is_at_it(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    holding = asyncio.create_task(FileLease(tmp_path).acquire("a", 10))
+    holding = asyncio.create_task(FileLease(tmp_path, lock_tries=6000).acquire("a", 10))
     await asyncio.wait({holding}, timeout=0.05)
     assert not holding.done()
     os.close(descriptor)
@@ -117,7 +117,7 @@ def test_of_many_processes_one_wins(tmp_path: Path) -> None:
         assert contender.stdin is not None
         contender.stdin.write("\n")
         contender.stdin.flush()
-    answers = {contender.communicate(timeout=30)[0] for contender in contenders}
+    answers = {contender.communicate(timeout=60)[0] for contender in contenders}
     assert len(answers) == 1
     assert answers.pop() in {f"n{number} 1\n" for number in range(6)}
 

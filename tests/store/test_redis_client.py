@@ -28,6 +28,7 @@ from kvcm.store.redis.tracking import Invalidations
 from kvcm.store.redis.uri import Address, RedisSettings, TlsFiles, parse_redis_uri
 
 KINDS = ["standalone", "cluster", "sentinel"]
+NAMED = "cluster_name=c&timeout_ms=20000"
 SET = Script("return redis.call('SET', KEYS[1], ARGV[1])")
 
 
@@ -127,7 +128,7 @@ async def test_large_values_and_many_commands_pass(client: RedisClient) -> None:
 
 async def test_a_lone_client_of_a_cluster_says_which_uri_to_use(redis_cluster: Cluster) -> None:
     port = redis_cluster.nodes[0].port
-    client = RedisClient.of(parse_redis_uri(f"redis://127.0.0.1:{port}/?cluster_name=c"))
+    client = RedisClient.of(parse_redis_uri(f"redis://127.0.0.1:{port}/?{NAMED}"))
     with pytest.raises(StorageIOError, match=r"use redis\+cluster://"):
         await client.execute([(b"GET", f"{{{at}}}".encode()) for at in range(100)])
     await client.close()
@@ -166,9 +167,9 @@ def connected_to(servers: Servers, **parameters: object) -> AbstractAsyncContext
 async def test_a_password_alone_is_of_the_default_user(tmp_path: Path) -> None:
     with standalone(tmp_path, password=PASSWORD) as made:
         port = made.server.port
-        async with connected(f"redis://:{ENCODED}@127.0.0.1:{port}/?cluster_name=c") as client:
+        async with connected(f"redis://:{ENCODED}@127.0.0.1:{port}/?{NAMED}") as client:
             await client.check()
-        async with connected(f"redis://127.0.0.1:{port}/?cluster_name=c") as client:
+        async with connected(f"redis://127.0.0.1:{port}/?{NAMED}") as client:
             with pytest.raises(StorageIOError, match=r"Authentication required.*check user and password"):
                 await client.mget([[b"k"]])
 
@@ -177,7 +178,7 @@ async def test_an_acl_user_may_do_what_it_was_allowed(redis_standalone: Standalo
     port = redis_standalone.server.port
     with redis_standalone.server.admin() as admin:
         admin.execute_command("ACL", "SETUSER", "app", "on", f">{PASSWORD}", "~mine:*", "+@all")
-    async with connected(f"redis://app:{ENCODED}@127.0.0.1:{port}/?cluster_name=c") as client:
+    async with connected(f"redis://app:{ENCODED}@127.0.0.1:{port}/?{NAMED}") as client:
         await client.check()
         assert await client.execute([(b"SET", b"mine:k", b"v"), (b"GET", b"mine:k")]) == [b"OK", b"v"]
         with pytest.raises(StorageIOError, match="NOPERM"):
@@ -186,7 +187,7 @@ async def test_an_acl_user_may_do_what_it_was_allowed(redis_standalone: Standalo
 
 async def test_a_wrong_password_is_refused_without_being_shown(redis_standalone: Standalone) -> None:
     port = redis_standalone.server.port
-    async with connected(f"redis://nobody:wr0ng@127.0.0.1:{port}/?cluster_name=c") as client:
+    async with connected(f"redis://nobody:wr0ng@127.0.0.1:{port}/?{NAMED}") as client:
         with pytest.raises(StorageIOError, match="invalid username-password") as caught:
             await client.mget([[b"k"]])
     assert "wr0ng" not in str(caught.value)
@@ -195,8 +196,8 @@ async def test_a_wrong_password_is_refused_without_being_shown(redis_standalone:
 async def test_databases_are_apart(redis_standalone: Standalone) -> None:
     port = redis_standalone.server.port
     async with (
-        connected(f"redis://127.0.0.1:{port}/4?cluster_name=c") as four,
-        connected(f"redis://127.0.0.1:{port}/5?cluster_name=c") as five,
+        connected(f"redis://127.0.0.1:{port}/4?{NAMED}") as four,
+        connected(f"redis://127.0.0.1:{port}/5?{NAMED}") as five,
     ):
         await four.execute([(b"SET", b"only-in-4", b"x")])
         assert await four.mget([[b"only-in-4"]]) == [[b"x"]]
@@ -222,7 +223,7 @@ async def test_encryption_checks_both_sides(tmp_path: Path) -> None:
                str(server_key), "--tls-ca-cert-file", str(server_certificate), "--tls-auth-clients", "yes"]  # fmt: skip
     own = f"cert_file={server_certificate}&key_file={server_key}"
     with standalone(tmp_path, extra=options):
-        base = f"rediss://localhost:{tls_port}/?cluster_name=c"
+        base = f"rediss://localhost:{tls_port}/?{NAMED}"
         async with connected(f"{base}&ca_file={server_certificate}&{own}") as client:
             await client.check()
         for wrong in (f"&ca_file={stranger}&{own}", f"&{own}"):
@@ -242,7 +243,7 @@ async def test_encryption_checks_both_sides(tmp_path: Path) -> None:
 
 async def test_a_file_that_is_not_there_is_named(redis_standalone: Standalone) -> None:
     port = redis_standalone.server.port
-    async with connected(f"rediss://127.0.0.1:{port}/?cluster_name=c&ca_file=/nowhere/ca.pem") as client:
+    async with connected(f"rediss://127.0.0.1:{port}/?{NAMED}&ca_file=/nowhere/ca.pem") as client:
         with pytest.raises(StorageIOError, match=r"/nowhere/ca\.pem is not a file"):
             await client.mget([[b"k"]])
 
@@ -420,6 +421,14 @@ async def listening(servers: Servers) -> AsyncIterator[Listener]:
     assert not listener.invalidations.is_live
 
 
+@pytest.fixture
+def no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave it to the connections themselves to say that they are lost: an answer may be late on a busy machine."""
+    monkeypatch.setattr(tracking, "_PING_SECONDS", 600.0)
+    monkeypatch.setattr(tracking, "_PONG_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("no_pings")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_changes_by_others_arrive_by_themselves(kind: str, request: pytest.FixtureRequest) -> None:
     servers = request.getfixturevalue(f"redis_{kind}")
@@ -436,6 +445,7 @@ async def test_changes_by_others_arrive_by_themselves(kind: str, request: pytest
         assert listener.resets == 1, "once, before it went live"
 
 
+@pytest.mark.usefixtures("no_pings")
 async def test_only_keys_below_the_prefix_are_reported(redis_standalone: Standalone) -> None:
     async with listening(redis_standalone) as listener:
         last = listener.prefix + b"last"
@@ -445,6 +455,7 @@ async def test_only_keys_below_the_prefix_are_reported(redis_standalone: Standal
         assert listener.keys == {last}
 
 
+@pytest.mark.usefixtures("no_pings")
 async def test_a_flushed_server_resets(tmp_path: Path) -> None:
     with standalone(tmp_path) as servers:
         async with listening(servers) as listener:
@@ -452,13 +463,6 @@ async def test_a_flushed_server_resets(tmp_path: Path) -> None:
                 admin.flushall()
             await listener.until(lambda: listener.resets == 2)
             assert listener.invalidations.is_live
-
-
-@pytest.fixture
-def no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave it to the connections themselves to say that they are lost."""
-    monkeypatch.setattr(tracking, "_PING_SECONDS", 600.0)
-    monkeypatch.setattr(tracking, "_PONG_SECONDS", 600.0)
 
 
 @pytest.mark.usefixtures("no_pings")
@@ -494,7 +498,7 @@ async def test_silence_is_noticed_within_about_a_second(tmp_path: Path) -> None:
             servers.server.pause()
             try:
                 assert await listener.until(lambda: not listener.invalidations.is_live) < SILENCE_SECONDS
-                assert listener.resets == 2
+                assert listener.resets % 2 == 0, "once each time it went live, once each time it was lost"
             finally:
                 servers.server.resume()
             await listener.live()
@@ -512,8 +516,9 @@ async def test_every_master_of_a_cluster_has_to_be_received(redis_cluster: Clust
 
 
 @pytest.mark.ci
-async def test_another_master_is_followed(tmp_path: Path) -> None:
+async def test_another_master_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handover in which no process dies: the old master stays and would go on answering pings."""
+    monkeypatch.setattr(tracking, "_PONG_SECONDS", 60.0)
     with sentinel(tmp_path) as servers:
         async with listening(servers) as listener:
             old = servers.master
@@ -583,7 +588,9 @@ async def is_done(call: Awaitable[object]) -> bool:
 
 async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None:
     async with connected_to(lone, timeout_ms=2500) as client:
-        assert await increment(client) == 1
+        await recovered(lambda: increment(client))
+        with lone.server.admin() as admin:
+            admin.set(key_of(client), 1)
         lone.server.pause()
         seconds = await asyncio.gather(
             refused_after(increment(client)),
@@ -594,22 +601,26 @@ async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None
         assert min(seconds) >= 2.5 - 0.01  # by default they would be over
         assert max(seconds) < 2 * 2.5 + SPARE_SECONDS
         lone.server.resume()
-        await recovered(client.ping)
-        assert await client.mget([[key_of(client)]]) == [[b"2"]]  # the refused write ran once the server went on
+        await recovered(lambda: client.mget([[key_of(client)]]))
+        with lone.server.admin() as admin:
+            assert admin.get(key_of(client)) == b"2"  # the refused write ran once the server went on
 
 
 @pytest.mark.ci
 async def test_a_dry_pool_waits_and_then_refuses(lone: Standalone) -> None:
     """A silent server fills the pool; nothing crashes, and what waited briefly is served."""
     async with connected_to(lone, pool_size=4, timeout_ms=TIMEOUT_MS) as client:
+
+        async def all_served() -> None:
+            assert len(set(await asyncio.gather(*(increment(client) for _ in range(100))))) == 100
+
         lone.server.pause()
         seconds = await asyncio.gather(*(refused_after(increment(client)) for _ in range(100)))
         lone.server.resume()
         assert max(seconds) < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
         with lone.server.admin() as admin:
-            assert int(admin.info("clients")["connected_clients"]) <= 4 + 1
-        await recovered(client.ping)
-        assert len(set(await asyncio.gather(*(increment(client) for _ in range(100))))) == 100
+            until(lambda: int(admin.info("clients")["connected_clients"]) <= 4 + 1)
+        await recovered(all_served)
 
 
 async def test_a_killed_server_is_refused_at_once_and_found_again(lone: Standalone) -> None:
@@ -659,12 +670,13 @@ async def test_a_server_that_became_a_replica_refuses_writes(lone: Standalone, t
 @pytest.mark.ci
 async def test_the_replica_takes_over_when_the_master_dies(tmp_path: Path) -> None:
     with sentinel(tmp_path) as servers:
-        async with connected_to(servers, timeout_ms=TIMEOUT_MS) as client:
+        async with connected_to(servers) as client:
             assert await increment(client) == 1
             old = servers.master
             replicate(old, key_of(client))
             old.kill()
             await refused_after(increment(client))
+            servers.give_up_soon()
             await recovered(lambda: increment(client))
             assert await increment(client) == 3
             assert (await client.masters())[0].port != old.port
@@ -722,7 +734,7 @@ async def test_one_sentinel_is_enough(redis_sentinel: Sentinels) -> None:
 
 @pytest.mark.ci
 async def test_a_cluster_node_that_restarts_is_found_again(redis_cluster: Cluster) -> None:
-    async with connected_to(redis_cluster, timeout_ms=TIMEOUT_MS) as client:
+    async with connected_to(redis_cluster) as client:
         await asyncio.gather(*(increment(client, tag) for tag in range(100)))
         redis_cluster.nodes[1].kill()
         calls = [is_done(increment(client, tag)) for tag in range(100)]
@@ -737,11 +749,12 @@ async def test_a_cluster_node_that_restarts_is_found_again(redis_cluster: Cluste
 @pytest.mark.ci
 async def test_the_replica_of_a_dead_cluster_node_takes_over(tmp_path: Path) -> None:
     with cluster(tmp_path, replicas=1) as servers:
-        async with connected_to(servers, timeout_ms=TIMEOUT_MS) as client:
+        async with connected_to(servers) as client:
             assert set(await asyncio.gather(*(increment(client, tag) for tag in range(50)))) == {1}
             dead = owner(servers, slot_of(key_of(client)))
             replicate(dead, key_of(client))
             dead.kill()
+            servers.give_up_soon()
             await recovered(lambda: increment(client))
             assert await increment(client) >= 3, "nothing was forgotten"
             await forgotten(client, dead.port)
@@ -759,13 +772,13 @@ async def test_keys_are_found_while_and_after_their_slot_moves(redis_cluster: Cl
             new_id, old_id = node_id(new), node_id(old)
             new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
             old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
-            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 1000, "KEYS", *keys[:2])
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 20_000, "KEYS", *keys[:2])
             assert await client.execute([(b"GET", key) for key in keys]) == keys
             assert await client.mget([keys[:2], keys[2:]]) == [keys[:2], keys[2:]]
             torn = asyncio.create_task(client.mget([keys]))
             await asyncio.sleep(0.05)
             assert not torn.done()
-            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 1000, "KEYS", *keys[2:])
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 20_000, "KEYS", *keys[2:])
             for admin in (new, old):
                 admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
             assert await torn == [keys]

@@ -25,6 +25,7 @@ from kvcm.store.load_progress import shown_progress
 from kvcm.store.rocks import CommitLog, Fsync, RocksStore, open_database
 from kvcm.store.store import Replacement
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of syncs, each of which a slow disk makes wait
 TABLES = ["sessions", "s", "leases"]
 NAMES = ["a", "b", "ä/ö", ""]
 BODIES = st.one_of(st.none(), st.sampled_from([b"1", b"\xff\x00", b""]))
@@ -484,7 +485,7 @@ def test_writing_goes_on_over_many_kills(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_full_disk_stops_the_log_and_keeps_flushed_rows(tmp_path: Path) -> None:
     with start_writer(tmp_path, "always", str(300_000)) as writer:
-        output, _ = writer.communicate(timeout=60)
+        output, _ = writer.communicate(timeout=110)
     *lines, last = output.splitlines(keepends=True)
     assert last.startswith(f"failed {tmp_path} cannot be written: ")
     assert "free space" in last

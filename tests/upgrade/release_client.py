@@ -100,7 +100,7 @@ def _blocks(client: ManagerClient, transfers: TransferEngine, keys: list[int]) -
         grant.session_id, [True] * len(keys), checksums=[{_SPEC.name: each.checksum} for each in saved],
         priority=1, ttl_seconds=3600, timeout_seconds=_SECONDS,
     )  # fmt: skip
-    found = client.match([*keys, 99], read_lease_ms=5000, timeout_seconds=_SECONDS)
+    found = client.match([*keys, 99], read_lease_ms=60_000, timeout_seconds=_SECONDS)
     reported["prefix"] = len(found.locations)
     reported["released"] = client.release_lease(found.lease_id, timeout_seconds=_SECONDS)
     batch = client.match([99, *keys], MatchMode.BATCH, timeout_seconds=_SECONDS).locations

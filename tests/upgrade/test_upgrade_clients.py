@@ -14,7 +14,7 @@ import pytest
 from manager_site import Manager, running
 from previous_release import THIS, Release
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _CLIENT = Path(__file__).parent / "release_client.py"
 

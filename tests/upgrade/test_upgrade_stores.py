@@ -12,7 +12,7 @@ from redis_servers import Standalone
 from store_audit import verified
 from world import World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(params=["rocksdb", "redis"])
