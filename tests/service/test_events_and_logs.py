@@ -498,6 +498,7 @@ def test_log_lines_carry_the_ids_of_the_request_and_of_its_trace(world: World) -
     parents = {"unsampled": _parent("00"), "sampled": _parent(), "alone": ""}
     for trace_id, parent in parents.items():
         _match(world.process, instance, parent, trace_id)
+    eventually(lambda: sum(event["method"] == "GetCacheLocation" for event in world.process.events("request")) == 3)
     lines = [event for event in world.process.events("request") if event["method"] == "GetCacheLocation"]
     assert [(line["trace_id"], line.get("w3c_trace_id")) for line in lines] == [
         *(("unsampled", _TRACE), ("sampled", _TRACE), ("alone", None))
@@ -522,7 +523,8 @@ FIELDS = {
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_a_logged_request_has_its_fields_and_no_keys(tmp_path: Path, transport: str) -> None:
-    with manager(tmp_path, "kvcm.logger.access_log_sample=1") as process, process.api(transport) as api:
+    settings = ("kvcm.logger.access_log_sample=1", "kvcm.logger.slow_request_ms=3600000")
+    with manager(tmp_path, *settings) as process, process.api(transport) as api:
         instance = Site(api).instance("default")
         keys = [7_777_777_001, 7_777_777_002]
         query = {"block_keys": keys, "query_type": "QT_PREFIX_MATCH", "trace_id": "trace-1"}
@@ -536,7 +538,8 @@ def test_a_logged_request_has_its_fields_and_no_keys(tmp_path: Path, transport: 
 
 
 def test_lines_of_a_request_have_its_trace_id_and_served_ones_are_not_logged_by_default(tmp_path: Path) -> None:
-    with manager(tmp_path, "kvcm.logger.log_level=DEBUG") as process, process.api() as api:
+    settings = ("kvcm.logger.log_level=DEBUG", "kvcm.logger.slow_request_ms=3600000")
+    with manager(tmp_path, *settings) as process, process.api() as api:
         api.ok("GetClusterInfo")
         api.refused("GetInstanceInfo", instance_id="nobody", trace_id="t" * 1000)
         api.refused("GetInstanceInfo", instance_id="nobody")

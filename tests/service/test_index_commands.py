@@ -10,18 +10,21 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from struct import pack
 from typing import Any
 
 import pytest
+from command_runner import COMMANDS
+from redis import Redis
 from redis_servers import Standalone
 from test_transport_process import ManagerProcess, manager, run_kvcm
 from test_transport_sites import Site
+from typer.testing import CliRunner
 
 from kvcm.model.clock import SystemClock
+from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks import CommitLog, Fsync
 
 pytestmark = pytest.mark.e2e
@@ -259,14 +262,17 @@ def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, 
     assert _verified(tmp_path, *_data(data_dir))[1]["clean"]
 
 
+def _usage_key(client: Redis, uri: str) -> bytes:
+    return bytes(min(client.keys(f"{parse_redis_uri(uri).cluster_name}:u*")))
+
+
 def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
     tmp_path: Path, redis_uri: str, redis_standalone: Standalone
 ) -> None:
     with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
         instance_id = _fill(process)
-        name = redis_uri.partition("cluster_name=")[2]
         with redis_standalone.server.admin() as client:
-            (usage, *_) = sorted(client.keys(f"{name}:u*"))
+            usage = _usage_key(client, redis_uri)
             client.hincrby(usage, "6/x", 111)
             client.zadd(usage.replace(b":u{", b":p{"), {b"12345678": 9e9})
         code, report = _verified(tmp_path, *_on(redis_uri))
@@ -278,26 +284,22 @@ def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
 
 
 def test_sums_that_never_stand_still_are_neither_clean_nor_wrong(
-    tmp_path: Path, redis_uri: str, redis_standalone: Standalone
+    tmp_path: Path, redis_uri: str, redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
         _fill(process)
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
-    is_over = threading.Event()
+    with redis_standalone.server.admin() as client:
+        usage = _usage_key(client, redis_uri)
+        client.hincrby(usage, "6/x", 1)
 
-    def disturb() -> None:
-        with redis_standalone.server.admin() as client:
-            (usage, *_) = sorted(client.keys(f"{redis_uri.partition('cluster_name=')[2]}:u*"))
-            while not is_over.is_set():
-                client.hincrby(usage, "6/x", 1)
+        async def disturb() -> None:
+            client.hincrby(usage, "6/x", 1)
 
-    disturber = threading.Thread(target=disturb)
-    disturber.start()
-    try:
-        code, report = _verified(tmp_path, *_on(redis_uri))
-    finally:
-        is_over.set()
-        disturber.join()
+        monkeypatch.setattr("kvcm.commands.index_tools._pause", disturb)
+        monkeypatch.setattr("kvcm.commands.index.configure_logs", id)  # logs of this process stay as they are
+        done = CliRunner().invoke(COMMANDS, ["index", "verify", "--json", *_on(redis_uri)])
+    code, report = done.exit_code, json.loads(done.stdout)
     assert (code, report["clean"], report["findings"]) == (2, False, [])
     assert any(each.startswith("usage of instance") for each in report["unsettled"])

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from fake_clock import FakeClock
 from redis_servers import Standalone, standalone
 from test_several_managers import KEYS, Node, eventually, finish, gauge, hits, node, registered, settings_of, start
 from test_transport_sites import group_spec, instance_fields
@@ -21,7 +22,6 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.removal import Remover
 from kvcm.connectors.client import AsyncManagerClient
 from kvcm.connectors.results import CallCounters
-from kvcm.model.clock import SystemClock
 from kvcm.model.errors import ErrorCode, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
@@ -48,7 +48,7 @@ class Shared:
     """What the managers of a deployment have in common."""
 
     def __init__(self) -> None:
-        self.clock = SystemClock()
+        self.clock = FakeClock()
         self.registry, self.nodes = MemoryTable(), MemoryTable()
         self.lease = MemoryLease(self.clock)
 

@@ -52,7 +52,7 @@ QT_WINDOW = "QT_REVERSE_ROLL_SW_MATCH"
 
 def scrape(server: ManagerProcess, **headers: str) -> tuple[int, str, str]:
     """Return status, content type and text."""
-    connection = http.client.HTTPConnection(server.address.admin_http, timeout=10)
+    connection = http.client.HTTPConnection(server.address.admin_http, timeout=30)
     try:
         connection.request("GET", "/metrics", headers=headers)
         answer = connection.getresponse()
@@ -148,7 +148,7 @@ def test_calls_are_counted_by_method_and_code(fresh: ManagerProcess, fresh_api: 
     assert after.of("kvcm_rpc_requests_total", method="GetCacheMeta", code="INSTANCE_NOT_EXIST") == 1
     assert after.since(before, "kvcm_rpc_requests_total", method="GetCacheMeta", code="INTERNAL_ERROR") == 0
     assert after.since(before, "kvcm_rpc_duration_seconds_count", method="GetCacheMeta") == 3
-    assert 0 < after.since(before, "kvcm_rpc_duration_seconds_sum", method="GetCacheMeta") < 10
+    assert 0 < after.since(before, "kvcm_rpc_duration_seconds_sum", method="GetCacheMeta") < 100
     assert after.since(before, "kvcm_rpc_request_keys_sum", method="GetCacheMeta") == 104
     assert after.since(before, "kvcm_rpc_request_keys_bucket", method="GetCacheMeta", le="4.0") == 2
     assert after.of("kvcm_rpc_inflight") == 0
@@ -209,7 +209,7 @@ def test_unfinished_sessions_expire(fresh: ManagerProcess, fresh_api: Api) -> No
     instance = site.instance()
     before = Scrape(fresh).of(SESSIONS, outcome="expired")
     site.start(instance, [1], write_timeout_seconds=1)
-    eventually(lambda: Scrape(fresh).of(SESSIONS, outcome="expired") == before + 1, 15)
+    eventually(lambda: Scrape(fresh).of(SESSIONS, outcome="expired") == before + 1)
 
 
 def test_usage_is_reported_by_group_tier_and_storage(fresh: ManagerProcess, fresh_api: Api) -> None:
@@ -227,13 +227,13 @@ def test_usage_is_reported_by_group_tier_and_storage(fresh: ManagerProcess, fres
     assert found.of("kvcm_backend_used_bytes", backend=storage) == 192
     assert found.of("kvcm_backend_capacity_bytes", backend=storage) == 1 << 18
     assert found.of("kvcm_index_keys", group=group) == 3
-    fresh_api.ok("PinService.PinPrefix", instance_id=instance, block_keys=[1, 2], owner="me", ttl_seconds=60)
+    fresh_api.ok("PinService.PinPrefix", instance_id=instance, block_keys=[1, 2], owner="me", ttl_seconds=600)
     assert Scrape(fresh).of("kvcm_pinned_bytes", group=group, kind="pin") == 128
 
 
 def test_probes_are_counted(fresh: ManagerProcess) -> None:
-    eventually(lambda: Scrape(fresh).of("kvcm_backend_probe_seconds_count", backend="nfs_01") > 0, 15)
-    eventually(lambda: Scrape(fresh).of("kvcm_loop_lag_seconds_count") > 0, 15)
+    eventually(lambda: Scrape(fresh).of("kvcm_backend_probe_seconds_count", backend="nfs_01") > 0)
+    eventually(lambda: Scrape(fresh).of("kvcm_loop_lag_seconds_count") > 0)
 
 
 def test_no_label_reports_a_key_a_token_or_an_id(fresh: ManagerProcess, fresh_api: Api) -> None:
@@ -253,6 +253,7 @@ def test_no_label_reports_a_key_a_token_or_an_id(fresh: ManagerProcess, fresh_ap
     assert len(Scrape(fresh).values) - before < 20
 
 
+@pytest.mark.usefixtures("first")
 def test_both_formats_are_valid_and_report_the_same_metrics(fresh: ManagerProcess) -> None:
     _, plain_type, plain = scrape(fresh)
     _, open_type, text = scrape(fresh, Accept=OPENMETRICS)
@@ -560,7 +561,7 @@ def test_names_follow_the_rules_of_prometheus() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[tuple[RedisServer, str]]:
     with standalone(tmp_path / "redis") as made:
-        yield made.server, made.uri("away", timeout_ms=1000)
+        yield made.server, made.uri("away")
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_a_group_that_pins_fill_says_so(rest: RestClient, data: Site) -> None:
     instance = data.instance(group)
     keys = list(range(1, 11))
     data.write(instance, keys)  # exactly the mark: nothing is evicted before all of them are pinned
-    data.api.ok("PinService.PinPrefix", instance_id=instance, block_keys=keys, owner="me", ttl_seconds=60)
+    data.api.ok("PinService.PinPrefix", instance_id=instance, block_keys=keys, owner="me", ttl_seconds=3600)
     refused = data.api.refused("StartWriteCache", instance_id=instance, block_keys=[77])
     assert refused.code == "REACH_MAX_ENTITY_CAPACITY"
 

@@ -420,7 +420,7 @@ def test_pins_are_made_listed_and_ended(rest: RestClient, site: Site) -> None:
     instance = site.instance(site.group(pin_budget_bytes=1 << 20))
     keys = [9007199254740993, -(2**63), 2**63 - 1]
     site.write(instance, keys)
-    order = {"instance_id": instance, "block_keys": [str(key) for key in keys], "owner": "me", "ttl_seconds": 60}
+    order = {"instance_id": instance, "block_keys": [str(key) for key in keys], "owner": "me", "ttl_seconds": 3600}
     made = rest.post("/v1/pins", order)
     assert (made.status, made.body["pinned_blocks"], made.body["pinned_bytes"]) == (201, 3, 192)
     assert made.headers["location"] == f"/v1/pins/{instance}/{made.body['pin_id']}"
@@ -464,7 +464,8 @@ def test_traffic_shows_in_the_rates_and_in_the_history(own_rest: RestClient, own
     assert {len(values) for values in found.values()} == {60}
     assert max(filter(None, found["hit_ratio", group])) == 0.75
     assert found["quota_bytes", group][-1]
-    assert rest.get("/v1/managers").body["items"][0]["rates"]["requests_per_second"]["match"] > 0
+    rates = lambda: rest.get("/v1/managers").body["items"][0]["rates"]["requests_per_second"]  # noqa: E731
+    eventually(lambda: site.hits(instance, [1]) and rates()["match"] > 0)
     names = {each["name"] for each in rest.get("/v1/history").body["series"]}
     assert {"requests_per_second", "errors_per_second", "match_p50_seconds", "match_p99_seconds"} <= names
 

@@ -258,7 +258,8 @@ def reloading(directory: Path, text: str, *options: str) -> Iterator[Reloadable]
     """A manager whose config file holds this text."""
     file = directory / "kvcm.conf"
     file.write_text(text)
-    with manager(directory, "-c", str(file), *options) as process, process.api() as api:
+    patient = ("kvcm.limits.max_queue_ms=60000", "kvcm.storage.probe_timeout_ms=60000")
+    with manager(directory, "-c", str(file), *patient, *options) as process, process.api() as api:
         yield Reloadable(process, api, file)
 
 

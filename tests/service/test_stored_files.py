@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
@@ -31,7 +32,9 @@ class StoredFile(NamedTuple):
 
     def read(self) -> set[int]:
         """The distinct bytes of the block; empty when the file is gone."""
-        return set(self.path.read_bytes()) if self.path.exists() else set()
+        with suppress(FileNotFoundError):
+            return set(self.path.read_bytes())
+        return set()
 
 
 def _file_of(location: Any) -> StoredFile:
@@ -67,7 +70,7 @@ class Files:
         """Remove blocks."""
         self.site.api.ok("RemoveCache", instance_id=self.instance, block_keys=keys)
 
-    def lease(self, keys: list[int], lease_ms: int = 60_000) -> str:
+    def lease(self, keys: list[int], lease_ms: int = 600_000) -> str:
         """Match blocks with a read lease; returns its id."""
         query = {"instance_id": self.instance, "block_keys": keys, "query_type": "QT_PREFIX_MATCH"}
         begin = time.time()
@@ -98,7 +101,7 @@ def test_a_file_goes_after_the_delay_and_not_before_invariant_6(lasting: Files) 
     kept, removed = lasting.write([1, 2])
     begin = time.monotonic()
     lasting.remove(2)
-    assert removed.read() == {2}
+    assert removed.read() == {2} or time.monotonic() - begin >= LONG_DELAY_MS / 1000
     eventually(lambda: not removed.path.exists())
     assert time.monotonic() - begin >= LONG_DELAY_MS / 1000 - 0.01
     assert kept.read() == {1}
@@ -108,8 +111,9 @@ def test_a_file_goes_after_the_delay_and_not_before_invariant_6(lasting: Files) 
 def test_trim_and_removal_of_the_instance_delete_the_files_after_the_delay(lasting: Files, how: str) -> None:
     stored = lasting.write([1, 2])
     strategy = {"strategy": "TS_REMOVE_ALL_CACHE"} if how == "TrimCache" else {}
+    begin = time.monotonic()
     lasting.site.api.ok(how, instance_id=lasting.instance, **strategy)
-    assert [file.read() for file in stored] == [{1}, {2}]
+    assert [file.read() for file in stored] == [{1}, {2}] or time.monotonic() - begin >= LONG_DELAY_MS / 1000
     eventually(lambda: not any(file.path.exists() for file in stored))
 
 
@@ -139,11 +143,15 @@ def test_several_leases_are_released_with_one_call_whatever_is_wrong_with_some(q
 
 def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(quick: Files) -> None:
     renewed, free = quick.write([1, 2])
-    lease = quick.lease([1], 2000)
+
+    def renew() -> Any:
+        """Nothing where the lease ends before that, as on a busy machine."""
+        fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1], 2000)}
+        answer = quick.site.api.call("LeaseService.RenewReadLease", read_lease_ms=600_000, **fields)
+        return answer.header.status.code == 1 and answer
+
+    assert 400 < eventually(renew).read_lease_deadline_ms / 1000 - time.time() <= 600
     quick.lease([2], 2100)
-    fields = {"instance_id": quick.instance, "read_lease_id": lease}
-    answer = quick.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=60_000, **fields)
-    assert 40 < answer.read_lease_deadline_ms / 1000 - time.time() <= 60
     quick.remove(1, 2)
     eventually(lambda: not free.path.exists())
     assert renewed.read() == {1}

@@ -43,7 +43,14 @@ PORTS = ("rpc", "admin_rpc", "http", "admin_http")
 @pytest.fixture(scope="module")
 def optional(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
     """Certificates of clients are looked at where HTTP is given one."""
-    with tls_manager(tmp_path_factory.mktemp("optional"), "kvcm.limits.receive_timeout_ms=1000") as site:
+    with tls_manager(tmp_path_factory.mktemp("optional")) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
+    """A manager that waits for handshakes for hardly longer than half a second."""
+    with tls_manager(tmp_path_factory.mktemp("hasty"), "kvcm.limits.receive_timeout_ms=600") as site:
         yield site
 
 
@@ -104,9 +111,9 @@ def test_a_connection_without_tls_is_closed_without_a_word_of_http(optional: Tls
 
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01\x00"])
-def test_a_handshake_that_does_not_end_is_cut_off(optional: TlsSite, port: str, said: bytes) -> None:
+def test_a_handshake_that_does_not_end_is_cut_off(hasty: TlsSite, port: str, said: bytes) -> None:
     begin = time.monotonic()
-    with socket.create_connection(_host_port(optional, port), SECONDS) as connection:
+    with socket.create_connection(_host_port(hasty, port), SECONDS) as connection:
         connection.sendall(said)
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(1 << 16):
@@ -207,19 +214,19 @@ def _gets_in(site: TlsSite, port: str) -> bool:
 
 
 def test_the_manager_ends_in_time_despite_open_connections(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with tls_manager(tmp_path_factory.mktemp("end"), "kvcm.service.drain_timeout_ms=20000") as site:
+    with tls_manager(tmp_path_factory.mktemp("end"), "kvcm.service.drain_timeout_ms=60000") as site:
         with contextlib.closing(site.connection()) as idle, socket.create_connection(_host_port(site, "http")):
             idle.request("GET", "/livez")
             idle.getresponse().read()
             begin = time.monotonic()
             site.process.process.terminate()
             assert site.process.wait() == 0
-            assert time.monotonic() - begin < 15
+            assert time.monotonic() - begin < 40
     assert "Traceback" not in site.process.log_text()
 
 
 def test_handshakes_count_as_connections(tmp_path_factory: pytest.TempPathFactory) -> None:
-    limits = ("kvcm.limits.max_connections=5", "kvcm.limits.receive_timeout_ms=3000")
+    limits = ("kvcm.limits.max_connections=5", "kvcm.limits.receive_timeout_ms=60000")
     with tls_manager(tmp_path_factory.mktemp("few"), *limits) as site:
         with contextlib.ExitStack() as stack:
             for _ in range(5):
@@ -493,7 +500,7 @@ def test_an_invalid_certificate_or_key_is_not_taken_over(reloading: TlsSite, fla
         reloading.pair.cert.unlink()
     else:
         (reloading.pair.key if flaw == "key" else reloading.pair.cert).write_text("broken")
-    (event,) = eventually(lambda: reloading.process.events("certificate_refused"))
+    event, *_ = eventually(lambda: reloading.process.events("certificate_refused"))
     setting = "kvcm.tls.cert_file" if flaw in {"cert", "gone"} else "kvcm.tls.key_file"
     assert event["reason"].startswith(f"{setting} '{reloading.pair.cert.parent}")
     assert {_shown(address) for address in reloading.process.address} == {before}

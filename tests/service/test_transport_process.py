@@ -18,8 +18,10 @@ from process_forker import ForkedProcess
 from test_transport_drivers import Address, Api, ClientTls, GrpcDriver, HttpDriver
 
 _START_SECONDS = 60.0
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 60.0
 _FREE_PORTS = ("kvcm.service.rpc_port", "kvcm.service.http_port", "kvcm.service.admin_http_port")
+_PATIENT = ["kvcm.limits.max_queue_ms=60000", "kvcm.storage.probe_timeout_ms=60000"]
+"""On a busy machine requests wait, and probes of storages; a config file says itself how long they may."""
 
 
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -42,7 +44,7 @@ class ManagerProcess:
 
     Args:
         directory: of its own: working directory, data directory and log.
-        arguments: options of `kvcm serve`; they win over the free ports that are chosen otherwise.
+        arguments: options of `kvcm serve`; they win over the defaults of tests.
         environment: additional variables.
     """
 
@@ -51,6 +53,7 @@ class ManagerProcess:
         self.data_dir = directory / "data"
         self.log = directory / "log"
         defaults = [f"{key}=0" for key in _FREE_PORTS] + [f"kvcm.service.admin_rpc_port={free_port()}"]
+        defaults += [] if "-c" in arguments else _PATIENT
         options = [part for setting in defaults for part in ("-e", setting)]
         with self.log.open("wb") as log:
             command = ["serve", "--data-dir", str(self.data_dir), *arguments, *options]

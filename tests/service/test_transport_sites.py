@@ -125,7 +125,8 @@ class Site:
         self.api.ok("AdminService.UpdateInstanceGroup", instance_group=spec, current_version=1)
 
     def start(self, instance: str, keys: Sequence[int], **fields: Any) -> Any:
-        """Start a write; returns the answer."""
+        """Start a write, which lasts longer than any test unless it says otherwise; returns the answer."""
+        fields = {"write_timeout_seconds": 600, **fields}
         return self.api.ok("StartWriteCache", instance_id=instance, block_keys=keys, **fields)
 
     def finish(self, instance: str, started: Any, success: dict[str, Any] | None = None, **fields: Any) -> Any:

@@ -228,7 +228,7 @@ def test_connections_are_kept_alive_through_refusals_of_every_kind(http_driver: 
 
 
 def test_a_chunked_request_is_served(server: ManagerProcess) -> None:
-    connection = Connection(server.address.admin_http, timeout=10)
+    connection = Connection(server.address.admin_http, timeout=30)
     connection.request(
         "POST", "/api/checkHealth", iter([b"{", b"}"]), encode_chunked=True, headers={"Transfer-Encoding": "chunked"}
     )
@@ -249,7 +249,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
 
 @pytest.fixture
 def small_connection(small: ManagerProcess) -> Iterator[Connection]:
-    connection = Connection(small.address.admin_http, timeout=10)
+    connection = Connection(small.address.admin_http, timeout=30)
     yield connection
     connection.close()
 
@@ -282,7 +282,7 @@ def test_a_body_of_more_than_4_mib_is_served_by_default(http_driver: HttpDriver,
 
 
 def _post(address: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, str]:
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=30)
     try:
         connection.request("POST", path, b"{}", headers)
         answer = connection.getresponse()
@@ -312,7 +312,7 @@ ITS_OWN = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 def _ask(address: str, **fields: str) -> reflection_pb2.ServerReflectionResponse:
     with grpc.insecure_channel(address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**fields)]), timeout=10)
+        (answer,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**fields)]), timeout=30)
     return answer
 
 

@@ -25,7 +25,7 @@ class Costly:
 def lines_of(program: str) -> list[str]:
     """What a program of its own writes: logs are a matter of the whole process."""
     command = [sys.executable, "-c", PREAMBLE + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == ""
     return done.stderr.splitlines()
 
