@@ -532,7 +532,8 @@ def title(value: object) -> str:
 def _describe_difference(known: object, new: object) -> str:
     """Return in what two documents differ, "" when an import may take one for the other."""
     if isinstance(known, Instance) and isinstance(new, Instance):
-        return known.difference(new) or ""
+        difference = known.difference(new)
+        return "" if difference is None else difference.field
     if isinstance(known, InstanceGroup) and isinstance(new, InstanceGroup):
         known = _with_store_settings_of(known, new)
     ignored = {"is_available", "draining_since"} if isinstance(new, StorageConfig) else {"version"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "Instance",
+    "InstanceDifference",
     "LocationSpecGroup",
     "LocationSpecInfo",
     "LocationSpecKind",
@@ -57,6 +59,20 @@ class ModelDeployment:
     pp_size: int = 0
     extra: str = ""
     user_data: str = ""
+
+
+class InstanceDifference(NamedTuple):
+    """The first field in which two registrations differ, and its values.
+
+    Attributes:
+        field: its path: `block_size`, `model_deployment.tp_size`, and inside JSON `model_deployment.extra.weights`.
+        first: its value in one, None when a JSON object has no such name.
+        second: its value in the other.
+    """
+
+    field: str
+    first: object
+    second: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +127,64 @@ class Instance:
         whole = [full, *(names for names in groups if names & full)] if full else [set(self.spec_names), *groups]
         return any(names <= set(spec_names) for names in whole)
 
-    def difference(self, other: Instance) -> str | None:
-        """Return the name of the first field in which two registrations differ, None when they are the same."""
-        for field in ("instance_group_name", "block_size", "location_spec_infos", "location_spec_groups"):
+    def difference(self, other: Instance) -> InstanceDifference | None:
+        """Return the first field in which two registrations differ, None when they are the same."""
+        for field in ("instance_group_name", "block_size"):
             if getattr(self, field) != getattr(other, field):
-                return field
-        same_model = replace(self.model_deployment, user_data="") == replace(other.model_deployment, user_data="")
-        return None if same_model else "model_deployment"
+                return InstanceDifference(field, getattr(self, field), getattr(other, field))
+        return (
+            _infos_difference(self.location_spec_infos, other.location_spec_infos)
+            or _groups_difference(self.location_spec_groups, other.location_spec_groups)
+            or _deployment_difference(self.model_deployment, other.model_deployment)
+        )
+
+
+def _infos_difference(
+    first: Sequence[LocationSpecInfo], second: Sequence[LocationSpecInfo]
+) -> InstanceDifference | None:
+    names = [info.name for info in first], [info.name for info in second]
+    if names[0] != names[1]:
+        return InstanceDifference("location_spec_infos", *names)
+    for at, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.size != other.size:
+            return InstanceDifference(f"location_spec_infos[{at}].size", one.size, other.size)
+        if one.kind != other.kind:
+            return InstanceDifference(f"location_spec_infos[{at}].kind", one.kind.name, other.kind.name)
+    return None
+
+
+def _groups_difference(
+    first: Sequence[LocationSpecGroup], second: Sequence[LocationSpecGroup]
+) -> InstanceDifference | None:
+    members = [{group.name: list(group.spec_names) for group in groups} for groups in (first, second)]
+    return None if first == second else InstanceDifference("location_spec_groups", *members)
+
+
+def _deployment_difference(first: ModelDeployment, second: ModelDeployment) -> InstanceDifference | None:
+    for name in [field.name for field in fields(ModelDeployment) if field.name != "user_data"]:
+        one, other = getattr(first, name), getattr(second, name)
+        if one != other:
+            inside = _extra_difference(one, other) if name == "extra" else None
+            return inside or InstanceDifference(f"model_deployment.{name}", one, other)
+    return None
+
+
+def _extra_difference(first: str, second: str) -> InstanceDifference | None:
+    """Return the setting in which two JSON objects differ, None when one of them is none."""
+    one, other = _json_object(first), _json_object(second)
+    for name in sorted(one.keys() | other.keys()) if one and other else ():
+        if one.get(name) != other.get(name):
+            return InstanceDifference(f"model_deployment.extra.{name}", one.get(name), other.get(name))
+    return None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return what the text describes, empty when it is no JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Placement(NamedTuple):

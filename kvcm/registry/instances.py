@@ -339,19 +339,31 @@ def with_sorted_groups(instance: Instance) -> Instance:
     return replace(instance, location_spec_groups=tuple(sorted(groups, key=lambda group: group.name)))
 
 
+_EXCERPT_CHARACTERS = 200
+
+
 def same_registration(known: Instance, again: Instance) -> Instance:
     """Return the registered instance, if it is registered again with the same config.
 
     Raises:
-        DuplicateEntityError: the id is registered with another config; the message names the field.
+        DuplicateEntityError: the id is registered with another config; the message names the field and both values.
     """
-    field = known.difference(again)
-    if field is not None:
-        raise DuplicateEntityError(
-            f"instance {known.instance_id!r} is registered with another {field.removesuffix('_name')}: "
-            "a different layout needs an instance_id of its own"
-        )
-    return known
+    difference = known.difference(again)
+    if difference is None:
+        return known
+    values = f"registered is {_excerpt(difference.first)}, this registration has {_excerpt(difference.second)}"
+    if difference.field == "instance_group_name":  # users of one group learn nothing of another
+        values = f"this registration has {_excerpt(difference.second)}"
+    raise DuplicateEntityError(
+        f"instance {known.instance_id!r} is registered with another {difference.field.removesuffix('_name')}: {values}"
+        "; a different layout needs an instance_id of its own"
+    )
+
+
+def _excerpt(value: object) -> str:
+    """Return a value as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "…"
 
 
 # Batch registration: uids, reservations and registrations change together, so no step lies in between. A register call

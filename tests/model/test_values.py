@@ -66,12 +66,16 @@ def instance(specs: dict[str, LocationSpecKind], groups: dict[str, tuple[str, ..
         "i",
         16,
         tuple(LocationSpecInfo(name, 64, kind) for name, kind in specs.items()),
-        ModelDeployment("m", "bf16", user_data="first"),
+        ModelDeployment("m", "bf16", extra='{"engine": "e", "weights": "a"}', user_data="first"),
         tuple(LocationSpecGroup(name, names) for name, names in (groups or {}).items()),
     )
 
 
 BASE = instance({"a": UNKNOWN, "b": UNKNOWN}, {"g": ("a",)})
+
+
+def deployed(**changes: str) -> dict[str, Any]:
+    return {"model_deployment": replace(BASE.model_deployment, **changes)}
 
 
 def test_a_registration_does_not_differ_from_itself() -> None:
@@ -85,20 +89,31 @@ def test_a_registration_does_not_differ_from_itself() -> None:
         ("block_size", {"block_size": 17}),
         ("location_spec_infos", {"location_spec_infos": tuple(reversed(BASE.location_spec_infos))}),
         ("location_spec_infos", {"location_spec_infos": BASE.location_spec_infos[:1]}),
-        ("location_spec_infos", {"location_spec_infos": (LocationSpecInfo("a", 65), BASE.location_spec_infos[1])}),
         (
-            "location_spec_infos",
+            "location_spec_infos[0].size",
+            {"location_spec_infos": (LocationSpecInfo("a", 65), BASE.location_spec_infos[1])},
+        ),
+        (
+            "location_spec_infos[0].kind",
             {"location_spec_infos": (LocationSpecInfo("a", 64, FULL), BASE.location_spec_infos[1])},
         ),
         ("location_spec_groups", {"location_spec_groups": ()}),
         ("location_spec_groups", {"location_spec_groups": (LocationSpecGroup("g", ("b",)),)}),
-        ("model_deployment", {"model_deployment": replace(BASE.model_deployment, tp_size=2)}),
-        ("model_deployment", {"model_deployment": replace(BASE.model_deployment, lora_name="l", user_data="x")}),
+        ("model_deployment.tp_size", {"model_deployment": replace(BASE.model_deployment, tp_size=2)}),
+        ("model_deployment.lora_name", deployed(lora_name="l", user_data="x")),
+        ("model_deployment.extra", deployed(extra="no JSON")),
+        ("model_deployment.extra", deployed(extra="[" * 100_000)),
+        ("model_deployment.extra.weights", deployed(extra='{"engine": "e", "weights": "b"}')),
+        ("model_deployment.extra.engine", deployed(extra='{"weights": "a"}')),
     ],
 )
 def test_a_difference_is_named(field: str, change: dict[str, Any]) -> None:
-    assert BASE.difference(replace(BASE, **change)) == field
-    assert replace(BASE, **change).difference(BASE) == field
+    changed = replace(BASE, **change)
+    there, back = BASE.difference(changed), changed.difference(BASE)
+    assert there is not None
+    assert back == (field, there.second, there.first)
+    assert there.field == field
+    assert there.first != there.second
 
 
 def test_user_data_and_the_quota_group_are_no_difference() -> None:

@@ -162,7 +162,7 @@ async def test_registering_again_in_any_order_of_groups_is_fine(with_group: Regi
 
 async def test_a_different_layout_is_refused_with_the_field(with_group: Registry) -> None:
     stored = await with_group.instances.register(INSTANCE)
-    with pytest.raises(DuplicateEntityError, match="another block_size:"):
+    with pytest.raises(DuplicateEntityError, match="another block_size: registered is 16, this registration has 32;"):
         await with_group.instances.register(replace(INSTANCE, block_size=32))
     assert with_group.instances.get(INSTANCE.instance_id) is stored
 
