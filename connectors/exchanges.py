@@ -54,7 +54,7 @@ __all__ = ["ClientSettings", "Exchange", "Exchanges", "Journal", "StartedWrite"]
 
 _log = logging.getLogger(__name__)
 
-# Codes that a later registration may not meet again; every other one is a conflict that an operator has to resolve.
+# Codes that go away by themselves; every other one is a conflict that an operator has to resolve.
 _TRANSIENT_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
 
 

@@ -185,7 +185,7 @@ class RegistrationState(StrEnum):
     """The state of a registration."""
 
     OK = "ok"
-    REFUSED = "refused"  # the manager answered no: a conflict of configuration, not a failure that goes away
+    REFUSED = "refused"  # the manager answered no: a conflict of configuration, or its group is not there yet
     UNREACHABLE = "unreachable"  # no manager answered, or none was ready: try again later
 
 

@@ -1,7 +1,8 @@
 """Registration of one instance with the manager, the storages that come with it, and the identity of its KV.
 
 An instance registers at its first use, and again when the manager has lost it. With an unreachable manager every use
-retries, at a bounded rate. A rejected registration is not retried: an operator has to resolve the conflict.
+retries, at a bounded rate. A refused registration is retried too, ever more rarely: the group may be created a moment
+later, and an operator resolves a conflict without stopping the engine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["InstanceSpecs", "KvIdentity", "ManagerLink", "weights_fingerprint"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 60.0
 _TRIES = 30  # in the background; then the next use tries again
 
 
@@ -83,6 +85,7 @@ class ManagerLink:
         self._storages: tuple[StorageConfig, ...] | None = None
         self._registering = threading.Lock()
         self._next_attempt_at = clock()
+        self._refusals = 0
         self._background = WorkerPool(1, "kvcm-register")
         self._is_queued = threading.Lock()
         self._is_closed = threading.Event()
@@ -90,9 +93,9 @@ class ManagerLink:
 
     def register(self, timeout_seconds: float | None = None) -> bool:
         """Register if need be, and return whether the instance is registered. Blocks for the timeout at most."""
-        if self.registration.state is RegistrationState.UNREACHABLE:
+        if self._may_register():
             with self._registering:
-                if self.registration.state is RegistrationState.UNREACHABLE:
+                if self._may_register():
                     self._register(self._call_seconds if timeout_seconds is None else timeout_seconds)
         if self.registration.ok and self._engine is not None:
             self._pool_reporter.report_pools(self._engine)
@@ -104,7 +107,7 @@ class ManagerLink:
             if self._engine is not None:
                 self._pool_reporter.report_pools(self._engine)
             return True
-        is_due = self.registration.state is RegistrationState.UNREACHABLE and self._clock() >= self._next_attempt_at
+        is_due = self._clock() >= self._next_attempt_at
         if is_due and self._is_queued.acquire(blocking=False):
             self._background.submit(PRIORITY_LOAD, self._register_in_background)
         return False
@@ -133,6 +136,12 @@ class ManagerLink:
         if self._engine is not None:
             self._engine.close(deadline - self._clock())
 
+    def _may_register(self) -> bool:
+        """Return whether a caller who waits may try: always, unless the manager refused a moment ago."""
+        if self.registration.state is RegistrationState.REFUSED:
+            return self._clock() >= self._next_attempt_at
+        return not self.registration.ok
+
     def _register_in_background(self) -> None:
         """Retry for a while, so that an engine that starts beside its manager is registered at its first request."""
         try:
@@ -141,7 +150,8 @@ class ManagerLink:
                 if self.registration.state is not RegistrationState.UNREACHABLE or self._is_closed.wait(_RETRY_SECONDS):
                     break
         finally:
-            self._next_attempt_at = self._clock() + _RETRY_SECONDS
+            if self.registration.state is RegistrationState.UNREACHABLE:
+                self._next_attempt_at = self._clock() + _RETRY_SECONDS
             self._is_queued.release()
 
     def _register(self, timeout_seconds: float) -> None:
@@ -166,6 +176,11 @@ class ManagerLink:
                     before.close()
         if answer.ok:
             self._pool_reporter.reset()  # a manager that needs another registration has lost its reports
+        is_refused = answer.state is RegistrationState.REFUSED
+        self._refusals = self._refusals + 1 if is_refused else 0
+        if is_refused:
+            pause = min(_RETRY_SECONDS * 2 ** (self._refusals - 1), _MAX_RETRY_SECONDS)
+            self._next_attempt_at = self._clock() + pause
         self.registration = answer
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from uuid import uuid4
 
 import grpc
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 from manager_process import ManagerProcess
@@ -19,7 +22,7 @@ from waiting import until
 from kvcm.connectors.calls import RetrySettings
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.exchanges import ClientSettings
-from kvcm.connectors.results import CallCounters, MatchMode
+from kvcm.connectors.results import CallCounters, MatchMode, RegistrationState
 from kvcm.connectors.reuse.loads import (
     Bytes,
     LoadReport,
@@ -58,13 +61,15 @@ def bytes_of(key: int, part: str) -> bytes:
 
 @pytest.fixture
 def new_link(instance_id: str) -> Iterator[Link]:
-    def make(address: str, model: str = "m") -> ManagerLink:
+    def make(
+        address: str, model: str = "m", group: str = "default", clock: Callable[[], float] = time.monotonic
+    ) -> ManagerLink:
         client = ManagerClient(address, instance_id, ClientSettings(SECONDS, RetrySettings(max_rounds=1)))
         parts = [LocationSpecInfo(name, PART_BYTES) for name in PARTS]
         groups = [LocationSpecGroup("all", PARTS), LocationSpecGroup("full", ("full",))]
-        specs = InstanceSpecs("default", 16, parts, ModelDeployment(model, "float32", tp_size=1), groups)
+        specs = InstanceSpecs(group, 16, parts, ModelDeployment(model, "float32", tp_size=1), groups)
         connect = partial(TransferEngine.for_storages, checksums=True)
-        return links.enter_context(closing(ManagerLink(client, specs, SECONDS, connect)))
+        return links.enter_context(closing(ManagerLink(client, specs, SECONDS, connect, clock)))
 
     with ExitStack() as links:
         yield make
@@ -110,6 +115,33 @@ def load(link: ManagerLink, keys: Sequence[BlockKey]) -> tuple[dict[int, bytes],
     results = load_parts(engine_of(link), trays, parts, PART_BYTES, deliver, SECONDS)
     assert trays.abandoned == 0
     return got, missing_report(parts, results, statistics), statistics
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_registration_that_was_refused_is_tried_again(manager: ManagerProcess, new_link: Link, waits: bool) -> None:
+    """Its group is created a moment after the engine asked for it."""
+    clock, group = FakeClock(), f"group-{uuid4().hex}"
+    link = new_link(manager.address, group=group, clock=clock.now)
+
+    def is_registered_later(seconds: float = 1.0) -> bool:
+        clock.time += seconds
+        return link.register() if waits else link.is_ready()
+
+    until(lambda: is_registered_later(0.0) or link.registration.state is RegistrationState.REFUSED)
+    assert group in link.registration.message
+    manager.add_group(group, "nfs_01")
+    until(is_registered_later)
+
+
+def test_a_manager_that_refuses_is_asked_ever_more_rarely(manager: ManagerProcess, new_link: Link) -> None:
+    clock = FakeClock()
+    link = new_link(manager.address, group=f"group-{uuid4().hex}", clock=clock.now)
+    asked = []
+    for _ in range(300):
+        link.register()
+        asked.append(link.client.counters()["register_instance"].miss_on_error)
+        clock.time += 1.0
+    assert [asked.index(number) for number in range(1, 9)] == [0, 1, 3, 7, 15, 31, 63, 123]
 
 
 def test_saved_blocks_are_loaded_in_trays(link: ManagerLink) -> None:

@@ -77,8 +77,14 @@ class ManagerProcess:
             storage.tair_mem_pool.node_id, storage.tair_mem_pool.capacity_bytes = node_id, capacity_bytes
             status = stub.AddStorage(admin_service_pb2.AddStorageRequest(storage=storage)).header.status
             assert status.code == admin_service_pb2.OK, status.message
+        self.add_group(name, name)
+
+    def add_group(self, name: str, storage: str) -> None:
+        """Add a group like the default one, on this storage."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
             group = stub.GetInstanceGroup(admin_service_pb2.GetInstanceGroupRequest(name="default")).instance_group
-            group.name, group.storage_candidates[:] = name, [name]
+            group.name, group.storage_candidates[:] = name, [storage]
             create = admin_service_pb2.CreateInstanceGroupRequest(instance_group=group)
             status = stub.CreateInstanceGroup(create).header.status
             assert status.code == admin_service_pb2.OK, status.message
