@@ -11,6 +11,7 @@ order of arrival; (3) after `close` no task starts.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from concurrent.futures import Future
 
 __all__ = ["PRIORITY_LOAD", "PRIORITY_SAVE", "WorkerPool"]
 
+_log = logging.getLogger(__name__)
 PRIORITY_LOAD = 0
 PRIORITY_SAVE = 1
 _PRIORITY_STOP = 2
@@ -44,7 +46,7 @@ class WorkerPool:
         self._closed = False
 
     def submit(self, priority: int, task: Callable[[], None]) -> Future[None]:
-        """Queue `task`; the future is cancelled when the pool is closed."""
+        """Queue `task`; the future is cancelled when the pool is closed. What a task raises is logged too."""
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -90,6 +92,7 @@ def _run(task: Callable[[], None], future: Future[None]) -> None:
     try:
         task()
     except BaseException as error:  # whatever a task raises must not end the thread
+        _log.exception("a task of thread %s failed", threading.current_thread().name)
         future.set_exception(error)
     else:
         future.set_result(None)

@@ -9,6 +9,7 @@ One `Publication` belongs to one row of one call of generate, and one chain of b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from kvcm.connectors.transformers.settings import ReuseSettings
 from kvcm.model.keys import BlockKey
 
 __all__ = ["BlockPublisher", "BlockRun", "GenerationProgress", "Published", "RowProgress", "RowPublication"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ class RowPublication:
         try:
             added = self._saver.publish(run)
         except Exception as error:
+            _log.exception("blocks are not published")
             added = Published(reason=repr(error))
         with self._lock:
             self._published += added

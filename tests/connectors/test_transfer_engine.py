@@ -633,7 +633,7 @@ def test_at_most_so_many_tasks_run_at_once() -> None:
     pool.close()
 
 
-def test_a_failing_task_does_not_end_its_thread() -> None:
+def test_a_failing_task_is_logged_and_does_not_end_its_thread(caplog: pytest.LogCaptureFixture) -> None:
     pool = WorkerPool(1, "test")
 
     def fail() -> None:
@@ -644,6 +644,9 @@ def test_a_failing_task_does_not_end_its_thread() -> None:
         first.result(WAIT)
     assert second.result(WAIT) is None
     pool.close()
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("ERROR", "a task of thread test-0 failed")
+    assert "ValueError: no" in caplog.text
 
 
 def test_close_cancels_what_waits_and_does_not_wait_for_what_hangs() -> None:
