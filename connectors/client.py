@@ -470,7 +470,7 @@ class ManagerClient:
         """Ask where blocks can be read.
 
         Args:
-            keys: block keys from the start of the prompt, at least one.
+            keys: block keys from the start of the prompt, at least one. Those behind the first 65,536 are not found.
             mode: longest prefix, each key for itself, or a window.
             mask: blocks that the engine has already: the first `mask`, or those whose flag is true. In prefix modes
                 they have no entry in the result.

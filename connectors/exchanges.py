@@ -50,9 +50,12 @@ from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
-__all__ = ["ClientSettings", "Exchange", "Exchanges", "Journal", "StartedWrite"]
+__all__ = ["MAX_MATCH_KEYS", "ClientSettings", "Exchange", "Exchanges", "Journal", "StartedWrite"]
 
 _log = logging.getLogger(__name__)
+
+MAX_MATCH_KEYS = 65_536
+"""Of one request; a manager refuses more unless it is configured to take them."""
 
 # Codes that go away by themselves; every other one is a conflict that an operator has to resolve.
 _TRANSIENT_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
@@ -251,6 +254,8 @@ class Exchanges:
         timeout_seconds: float | None,
     ) -> Exchange[meta.GetCacheLocationResponse, MatchResult]:
         """See `ManagerClient.match`."""
+        unasked = [None] * (len(keys) - MAX_MATCH_KEYS)
+        keys, mask = keys[:MAX_MATCH_KEYS], _shortened(mask)
         request = self._requests.match(
             trace_id=self._new_trace_id(),
             keys=keys,
@@ -261,11 +266,13 @@ class Exchanges:
             read_lease_ms=read_lease_ms,
         )
         asked = len(keys) - _masked_blocks(mask) if mode.is_prefix else len(keys)
-        nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
+        nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * (len(keys) + len(unasked))
 
         def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
             answer = _ok_answer(verdict)
             locations = parse_match_locations(answer, mode, asked, spec_names)
+            if not mode.is_prefix:
+                locations += tuple(unasked)
             return MatchResult(
                 Outcome.OK, locations, answer.read_lease_id, answer.read_lease_deadline_ms, code=verdict.code
             )
@@ -285,6 +292,8 @@ class Exchanges:
         timeout_seconds: float | None,
     ) -> Exchange[unread.UnreadCacheLocations, EncodedMatch]:
         """See `ManagerClient.match_encoded`."""
+        unasked = [b""] * (len(keys) - MAX_MATCH_KEYS)
+        keys = keys[:MAX_MATCH_KEYS]
         request = self._requests.match(
             trace_id=self._new_trace_id(),
             keys=keys,
@@ -298,6 +307,8 @@ class Exchanges:
         def conclude(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
             answer = _ok_answer(verdict)
             found = encode_locations(answer, mode, len(keys))
+            if not mode.is_prefix:
+                found += tuple(unasked)
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
         def miss(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
@@ -309,6 +320,7 @@ class Exchanges:
         self, keys: Sequence[int], mode: MatchMode, window: int, timeout_seconds: float | None
     ) -> Exchange[meta.GetCacheLocationLenResponse, int]:
         """See `ManagerClient.match_length`."""
+        keys = keys[:MAX_MATCH_KEYS]
 
         def conclude(verdict: Verdict[meta.GetCacheLocationLenResponse]) -> int:
             length = _ok_answer(verdict).cache_location_len
@@ -484,6 +496,13 @@ class Exchanges:
     ) -> Exchange[AnswerT, ResultT]:
         budget = self._settings.timeout_seconds if timeout_seconds is None else timeout_seconds
         return Exchange(call, request, budget, conclude, miss)
+
+
+def _shortened(mask: int | Sequence[bool] | None) -> int | Sequence[bool] | None:
+    """Return the mask of the first `MAX_MATCH_KEYS` keys."""
+    if mask is None:
+        return None
+    return min(mask, MAX_MATCH_KEYS) if isinstance(mask, int) else mask[:MAX_MATCH_KEYS]
 
 
 def _masked_blocks(mask: int | Sequence[bool] | None) -> int:

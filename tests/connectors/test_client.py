@@ -115,6 +115,19 @@ def test_modes_masks_and_parts(client: ManagerClient) -> None:
     assert found(client.match(KEYS, spec_names=["no such part"])) == []
 
 
+def test_of_more_keys_than_a_request_may_have_the_first_are_matched(client: ManagerClient) -> None:
+    write(client, KEYS)
+    many = [*KEYS, *range(1000, 1000 + 65_536)]
+    patient: dict[str, Any] = {"timeout_seconds": 30.0}
+    assert found(client.match(many, **patient)) == [True] * 5
+    assert len(client.match_encoded(many, **patient).locations) == client.match_length(many, **patient) == 5
+    assert found(client.match(many, MatchMode.BATCH, **patient)) == [True] * 5 + [False] * 65_536
+    window: dict[str, Any] = {"mode": MatchMode.SLIDING_WINDOW, "window": 2, **patient}
+    assert found(client.match(many, **window)) == [False] * 3 + [True] * 2 + [False] * 65_536
+    assert len(client.match_encoded(many, **window).locations) == len(many)
+    assert found(client.match(many, mask=65_540, **patient)) == []
+
+
 def test_spec_groups(client: ManagerClient) -> None:
     grant = granted(client, KEYS[:2], spec_groups=["first", "both"])
     assert [sorted(location.uris) for location in grant.locations] == [["tp0"], ["tp0", "tp1"]]
