@@ -59,7 +59,8 @@ class FoundPrefix:
         blocks: how many.
         locations: of each of them, encoded, with `parts`, and in the last one `state_parts`.
         window_locations: of the last ones, with `window_parts`.
-        is_answered: whether a manager answered; if not, nothing is known, and there is nothing to save to either.
+        is_answered: whether a manager answered; if not, nothing is known.
+        may_save: whether a manager is there to save to: a late one is, and knows which blocks are stored.
         usable_until: of the clock; nothing may be read later.
         lease_ids: read leases that keep it readable until then.
     """
@@ -68,12 +69,14 @@ class FoundPrefix:
     locations: tuple[bytes, ...] = ()
     window_locations: tuple[bytes, ...] = ()
     is_answered: bool = True
+    may_save: bool = True
     usable_until: float = float("inf")
     lease_ids: tuple[str, ...] = ()
 
 
-_NO_ANSWER = FoundPrefix(is_answered=False)
-_UNKNOWN_INSTANCE = FoundPrefix(is_answered=False, usable_until=0.0)
+_NO_ANSWER = FoundPrefix(is_answered=False, may_save=False)
+_LATE = FoundPrefix(is_answered=False)
+_UNKNOWN_INSTANCE = FoundPrefix(is_answered=False, may_save=False, usable_until=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +176,9 @@ class Lookups:
             # The next request with these keys makes a call of its own; the late answer's lease is released.
             self._remove_user(request_id, lookup)
             self._by_request[request_id] = _Lookup(
-                lookup.key, started_at=lookup.started_at, called_at=None, users={request_id}, found=_NO_ANSWER
+                lookup.key, started_at=lookup.started_at, called_at=None, users={request_id}, found=_LATE
             )
-            return _NO_ANSWER
+            return _LATE
 
     def release(self, request_id: str) -> None:
         """Release a request's answer: it has loaded, or it has ended."""
@@ -308,6 +311,8 @@ def _match_usable_prefix(
 
     mode = MatchMode.PREFIX_WITH_STATE if plan.state_parts else MatchMode.PREFIX
     prefix = match(keys, mode, plan.parts + plan.state_parts)
+    if prefix.outcome is Outcome.TIMEOUT:
+        return _LATE
     if prefix.outcome is not Outcome.OK:
         return _UNKNOWN_INSTANCE if prefix.code == ErrorCode.INSTANCE_NOT_EXIST else _NO_ANSWER
     found = FoundPrefix(

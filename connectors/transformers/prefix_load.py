@@ -261,8 +261,8 @@ class PrefixLookup:
             local: leading blocks of each row that are in the batch already.
 
         Returns:
-            The result of each row, and the transfer engine to publish with: None when the manager did not answer, since
-            it will hardly accept writes.
+            The result of each row, and the transfer engine to publish with: None when no manager was there, since none
+            will accept writes. One that is late does.
         """
         rows = batch.rows
         engine = self._link.engine(self._settings.call_seconds)
@@ -299,7 +299,7 @@ class PrefixLookup:
                 found.append(self._row_prefix(row_keys, match))
                 continue
             found.append(RowPrefix(row_keys, reason=match.reason))
-            publisher = self._engine_after_failed_match(match)
+            publisher = self._engine_after_failed_match(match, engine)
         self._statistics.add(
             lookups=sum(not prefix.reason for prefix in found),
             lookups_failed=sum(bool(prefix.reason) for prefix in found),
@@ -332,7 +332,9 @@ class PrefixLookup:
             lease_id=match.lease_id,
         )
 
-    def _engine_after_failed_match(self, match: MatchResult) -> TransferEngine | None:
+    def _engine_after_failed_match(self, match: MatchResult, engine: TransferEngine) -> TransferEngine | None:
+        if match.outcome is Outcome.TIMEOUT:
+            return engine
         if match.code != ErrorCode.INSTANCE_NOT_EXIST:
             return None
         self._link.invalidate()  # the manager lost its state: register again, and this prompt can be the first

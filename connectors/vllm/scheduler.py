@@ -369,7 +369,7 @@ class KvcmScheduler:
     def _apply_lookup(self, tracked: TrackedRequest, found: FoundPrefix) -> None:
         """Use a new answer: blocks that are not stored any more have to be saved again."""
         tracked.found = found
-        if found.is_answered and not tracked.has_gap:
+        if found.may_save and not tracked.has_gap:
             tracked.may_save = self._mode.saves
         if not tracked.reserved:
             tracked.next_block = found.blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,27 @@ def test_the_read_lease_outlasts_the_load(
     assert run(reuse, ids)[1].loaded_tokens == 32
     assert leases == [lease_ms] * 2
     assert all(loads_for - 30.0 < deadline <= loads_for for deadline in deadlines)
+
+
+def test_a_late_lookup_costs_no_save(
+    new_manager: Callable[..., ManagerProcess], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, match = new_manager(), ManagerClient.match
+
+    def late_match(*arguments: Any, **options: Any) -> object:
+        """Ask while the manager stands still."""
+        manager.process.send_signal(signal.SIGSTOP)
+        try:
+            return match(*arguments, **options | {"timeout_seconds": 0.1})
+        finally:
+            manager.process.send_signal(signal.SIGCONT)
+
+    reuse, ids = connect(address=manager.address), prompt(100)
+    with monkeypatch.context() as patched:
+        patched.setattr(ManagerClient, "match", late_match)
+        report = checked(reuse, plain(ids), ids)
+    assert (report.loaded_tokens, report.blocks_saved > 0) == (0, True)
+    assert run(reuse, ids)[1].loaded_tokens == 96
 
 
 class Counted(torch.nn.Module):
