@@ -35,15 +35,15 @@ def _failures(findings: list[dict[str, Any]]) -> list[str]:
 
 
 def _is_in_time(findings: list[dict[str, Any]]) -> bool:
-    """Whether the manager answered at every port in time: a busy one may not, and the doctor has to look again."""
+    """Whether the manager answered at every port in time: a busy one may not, and the doctor asks again."""
     return _texts(findings).count("held by a manager") == 4
 
 
 def test_a_manager_that_is_well_has_nothing_that_fails(tmp_path: Path) -> None:
     with manager(tmp_path) as process:
         ports = list(process.address)
-        look = partial(_doctor, tmp_path, "--data-dir", str(process.data_dir), ports=ports)
-        code, findings = next(found for found in iter(look, None) if _is_in_time(found[1]))
+        examine = partial(_doctor, tmp_path, "--data-dir", str(process.data_dir), ports=ports)
+        code, findings = next(found for found in iter(examine, None) if _is_in_time(found[1]))
         shown = run_kvcm(tmp_path, "doctor", "--data-dir", str(process.data_dir), *port_options(*ports))
     assert (code, _failures(findings)) == (0, [])
     for part in (
