@@ -6,6 +6,7 @@ Every series exists from the start, with 0 where its labels are known. `type` is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -189,13 +190,15 @@ def _mismatches(cache: CacheManager, registry: Registry) -> Iterator[Series]:
 
 
 def _instances(cache: CacheManager) -> Iterator[Series]:
-    keys = 0
+    """Yield the keys and bytes of instances: of one that is registered again, with those that its removal has left."""
+    keys: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     for kept in cache.open_caches.all():
-        tags = (
-            ("instance_group", kept.instance.instance_group_name),
-            ("instance_id", kept.instance.instance_id),
-        )
-        keys += kept.index.key_count
-        yield Series("cache_manager_instance.key_count", tags, float(kept.index.key_count))
-        yield Series("cache_manager_instance.byte_size", tags, float(sum(kept.index.usage_bytes.values())))
-    yield Series("meta_indexer.total_key_count", (), float(keys))
+        place = kept.instance.instance_group_name, kept.instance.instance_id
+        keys[place] += kept.index.key_count
+        sizes[place] += sum(kept.index.usage_bytes.values())
+    for group, instance in keys:
+        tags = ("instance_group", group), ("instance_id", instance)
+        yield Series("cache_manager_instance.key_count", tags, float(keys[group, instance]))
+        yield Series("cache_manager_instance.byte_size", tags, float(sizes[group, instance]))
+    yield Series("meta_indexer.total_key_count", (), float(keys.total()))

@@ -208,13 +208,17 @@ def _group_storages(sources: UsageSources, group: InstanceGroup | None, sums: _S
 
 
 def _instance_usages(group: InstanceGroup | None, indexes: Iterable[IndexUsage]) -> Iterator[InstanceUsage]:
+    """Yield the usage of each instance: of one that is registered again, with what its removal has left."""
+    by_id: defaultdict[str, list[IndexUsage]] = defaultdict(list)
     for index in indexes:
-        instance_id = index.instance.instance_id
+        by_id[index.instance.instance_id].append(index)
+    for instance_id, of_one in by_id.items():
+        max_key_count = max(index.max_key_count for index in of_one)
         yield InstanceUsage(
             instance_id,
-            index.key_count,
-            index.max_key_count if index.max_key_count < _UNLIMITED_KEYS else NOT_LIMITED,
-            sum(index.used.values()),
+            sum(index.key_count for index in of_one),
+            max_key_count if max_key_count < _UNLIMITED_KEYS else NOT_LIMITED,
+            sum(sum(index.used.values()) for index in of_one),
             group.policy_of(instance_id).name if group is not None else "",
         )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis_servers import Standalone
 from test_transport_drivers import Api, eventually
 from test_transport_process import manager
-from test_transport_sites import Site, unique
+from test_transport_sites import Site, instance_fields, unique
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
@@ -148,6 +148,19 @@ def _metrics(api: Api) -> dict[_Series, int | float]:
 
 def _key(name: str, **tags: str) -> _Series:
     return name, frozenset(tags.items())
+
+
+def test_an_instance_that_is_registered_again_is_reported_once(site: Site) -> None:
+    """While blocks of its removal are still there: Prometheus takes no page that has a series twice."""
+    group = site.group(delay_ms=3_600_000)
+    instance = site.instance(group)
+    site.write(instance, [1, 2])
+    site.api.ok("AdminService.RemoveInstance", instance_group=group, instance_id=instance)
+    site.api.ok("RegisterInstance", **instance_fields(instance, group))
+    site.write(instance, [1])
+    assert _metrics(site.api)[_key("cache_manager_instance.key_count", instance_group=group, instance_id=instance)] >= 1
+    (usage,) = site.api.ok("CapacityService.GetUsage", instance_group=group).groups
+    assert [each.instance_id for each in usage.instances] == [instance]
 
 
 def test_series_of_capacity_exist_from_the_start_with_0(site: Site) -> None:

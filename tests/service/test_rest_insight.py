@@ -189,17 +189,19 @@ def alerts_of(rest: RestClient, group: str) -> list[Any]:
 
 
 def test_a_group_that_pins_fill_says_so(rest: RestClient, data: Site) -> None:
-    group = data.group(capacity=640, ratio=1.0, pin_budget_bytes=2000)
+    storage, limits = data.storage(), {"capacity": 640, "pin_budget_bytes": 2000}
+    group = data.group(storage, **limits)
     instance = data.instance(group)
     keys = list(range(1, 11))
-    data.write(instance, keys)  # exactly the mark: nothing is evicted before all of them are pinned
+    data.write(instance, keys)
     data.api.ok("PinService.PinPrefix", instance_id=instance, block_keys=keys, owner="me", ttl_seconds=3600)
+    data.update_group(group, storage, ratio=1.0, **limits)  # a mark only now: nothing was evicted before the pin
     refused = data.api.refused("StartWriteCache", instance_id=instance, block_keys=[77])
     assert refused.code == "REACH_MAX_ENTITY_CAPACITY"
 
     def that_reports_of_pins() -> Any:
         (alert,) = alerts_of(rest, group)  # the store is asked for pins once in two seconds at most
-        return alert if "pinned" in alert["reason"] else None
+        return "pinned" in alert["reason"] and alert
 
     alert = eventually(that_reports_of_pins)
     assert (alert["name"], alert["severity"]) == ("KvcmGroupFull", "page")
