@@ -5,8 +5,6 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles what is imported, when it is: a tenth of what is installed.
-INSTALL := install --quiet --no-compile
 
 .PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
 
@@ -15,15 +13,15 @@ setup: $(VENV)/.dev
 # The server alone: small and quick, for `make run`.
 $(VENV)/.server: pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(INSTALL) --constraint .ci/constraints.txt --editable '.[server]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server]'
 	touch $@
 
 # Everything that tests, demo and benchmarks need. torch goes first and pinned: other packages asking for
 # it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
-	$(PIP) $(INSTALL) --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) $(INSTALL) --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,optimizer,dev]'
-	$(PIP) $(INSTALL) --constraint .ci/constraints.txt --no-deps triton
+	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,optimizer,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 
 # Engines for the tests on real ones. Each has an environment of its own, since no two of them agree on their packages;
@@ -32,8 +30,8 @@ engines: $(VENV)-vllm/.made $(VENV)-sglang/.made
 
 $(VENV)-%/.made: .ci/engines/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps --requirement $<
-	$(@D)/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps --editable .
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 # Tests and benchmarks start real Redis servers of their own.

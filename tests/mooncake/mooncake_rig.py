@@ -133,7 +133,10 @@ class AskedError(Exception):
 class Site:
     """A master, the network it is in and its clients."""
 
-    def __init__(self, folder: Path, client_ttl_seconds: int = CLIENT_TTL_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, client_ttl_seconds: int = CLIENT_TTL_SECONDS, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
+        self._lease_seconds = lease_seconds
         self._client_ttl_seconds = client_ttl_seconds
         self._log = folder / "mooncake.log"
         self._network: int | None = None
@@ -163,7 +166,7 @@ class Site:
             "rpc_thread_num": 2,
             "metrics_host": "127.0.0.1",
             "metrics_port": self._ports[1],
-            "default_kv_lease_ttl": int(LEASE_SECONDS * 1000),
+            "default_kv_lease_ttl": int(self._lease_seconds * 1000),
             "client_ttl": self._client_ttl_seconds,
         }
         command = [*self._inside(), _master_program(), *(f"--{name}={value}" for name, value in flags.items())]
