@@ -56,7 +56,7 @@ def _directory(keys_per_file: int) -> Callable[[Path], _Made]:
 
 @contextlib.contextmanager
 def _mooncake(directory: Path) -> Iterator[_Place]:
-    site = Site(directory, lease_seconds=_LEASE_SECONDS)
+    site = Site(directory, _LEASE_SECONDS)
     try:
         site.owner(_OWNED_BYTES)
         with site.entered():

@@ -22,7 +22,7 @@ def site(
     request: pytest.FixtureRequest, mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
     """Return a store that is gone with the test. Its parameter: after how many seconds it forgets a client."""
-    site = Site(tmp_path_factory.mktemp("mooncake"), getattr(request, "param", CLIENT_TTL_SECONDS))
+    site = Site(tmp_path_factory.mktemp("mooncake"), client_ttl_seconds=getattr(request, "param", CLIENT_TTL_SECONDS))
     yield site
     site.close()
 

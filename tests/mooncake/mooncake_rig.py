@@ -134,7 +134,7 @@ class Site:
     """A master, the network it is in and its clients."""
 
     def __init__(
-        self, folder: Path, client_ttl_seconds: int = CLIENT_TTL_SECONDS, lease_seconds: float = LEASE_SECONDS
+        self, folder: Path, lease_seconds: float = LEASE_SECONDS, client_ttl_seconds: int = CLIENT_TTL_SECONDS
     ) -> None:
         self._lease_seconds = lease_seconds
         self._client_ttl_seconds = client_ttl_seconds
