@@ -107,9 +107,7 @@ async def _restart(manager: Manager, number: int, load: Load, report: RestartRep
         begin = time.monotonic()
         manager.signal(signal.SIGTERM)
         await _until_draining(manager)
-        turned_away = load.outcomes[number, "turned away"]
-        while load.outcomes[number, "turned away"] == turned_away and not load.wrong:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # others are turned away meanwhile
         await answered()
         report.long_requests += 1
         code = await asyncio.to_thread(manager.wait, _STOP_SECONDS)
