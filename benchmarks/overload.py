@@ -285,7 +285,7 @@ def _measured(clients: Clients, manager: Manager, transport: str, plan: Plan, li
         _none(f"{name}: scrape", "series that came with the overload", _new(series_before, series_after)),
         _none(f"{name}: afterwards", "turned away or ended otherwise", {**again.others, **_shed(again)}),
     ]
-    for kind in sorted(rest.times_us.keys() & again.times_us.keys()):
+    for kind in sorted(rest.times_us):
         if "coming" not in kind:
             p99, was = again.p99_us(kind), rest.p99_us(kind)
             rows.append(Row(f"{name}: afterwards, {kind}", "p99", p99 / 1e6, "s", was / 1e6, p99 / was))

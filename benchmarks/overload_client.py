@@ -33,7 +33,7 @@ MIX = {"lookup 64": 0.5, "lookup 1,024": 0.25, "write 64": 0.15, "lookup 16,384"
 _SESSION = re.compile(rb'"write_session_id":"([0-9a-f]+)"')
 _KEPT_BACK = "kept back"
 _UNANSWERED = "unanswered"
-_LAST_SECONDS = 60.0
+_LAST_SECONDS = 20.0
 PATIENCE_SECONDS = 0.1
 
 
@@ -71,7 +71,7 @@ class Requests:
             return self._lookups[kind]
         first, self._next = self._next, self._next + WRITE_BLOCKS
         start = start_request("fresh", range(first, self._next))
-        start.write_timeout_seconds = 20
+        start.write_timeout_seconds = 5
         return self._made("StartWriteCache", json_of_start(start) if self._is_http else start.SerializeToString())
 
     def finish(self, answer: bytes) -> bytes:

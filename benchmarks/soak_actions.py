@@ -183,7 +183,7 @@ class Actions:
 
     async def _pin(self) -> None:
         common = self._common()
-        seconds = self._random.choice((1, 20))
+        seconds = self._random.choice((1, 5))
         pinned = await self._ask(
             pin_pb.PinPrefixRequest(**common, block_keys=self._keys()[:256], owner=MARKER, ttl_seconds=seconds), _FULL
         )
