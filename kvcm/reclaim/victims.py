@@ -15,7 +15,8 @@ only the copies that help.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
@@ -222,12 +223,12 @@ class Chains:
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 
-    async def family(self, key: int, most: int) -> list[BlockRecord] | None:
-        """Return the records of a block and of all living descendants, None where there are more than `most`."""
-        found: list[BlockRecord] = []
+    async def family(self, key: int, most: int) -> dict[int, BlockRecord] | None:
+        """Return a block and all living descendants with their records, None where there are more than `most`."""
+        found: dict[int, BlockRecord] = {}
         level, seen = await self.living([key]), {key}
         while level:
-            found += [record for _, record in level]
+            found.update(level)
             await self.families([parent for parent, _ in level])
             below = [child for parent, _ in level for child in await self.children(parent) if child not in seen]
             seen.update(below)
@@ -290,17 +291,21 @@ class _TailFirst:
     Args:
         chains: the blocks.
         key: of the block.
+        is_barren: whether nothing can go at and below a block, so that it is not searched.
 
     Attributes:
         seen: the block and its descendants, after the first call.
+        crowded: those of `seen` that half of `MOST_DESCENDANTS` blocks follow, where too many follow the block itself.
     """
 
-    def __init__(self, chains: Chains, key: int) -> None:
+    def __init__(self, chains: Chains, key: int, is_barren: Callable[[int], bool]) -> None:
         self._chains = chains
         self._root = key
+        self._is_barren = is_barren
         self._leaves: list[_Leaf] = []
         self._open: dict[int, int] = {}  # living children that are left, of blocks that are no leaves
         self.seen: set[int] = set()
+        self.crowded: list[int] = []
         self._named: tuple[int, BlockRecord] | None = None
 
     async def next(self) -> tuple[int, BlockRecord] | None:
@@ -315,6 +320,7 @@ class _TailFirst:
     async def _grow_from(self, key: int) -> None:
         """Find the leaves at and below a block, level by level."""
         self.seen.add(key)
+        parents: dict[int, int] = {}
         leaves: list[tuple[int, BlockRecord]] = []
         level = await self._chains.living([key])
         while level:
@@ -326,11 +332,13 @@ class _TailFirst:
                 children = [child for child in children if child[0] not in self.seen]
                 if children:
                     self._open[parent] = len(children)
-                    below += children
+                    parents.update((child, parent) for child, _ in children)
+                    below += [child for child in children if not self._is_barren(child[0])]
                 else:
                     leaves.append((parent, record))
             level = below
             if len(self.seen) + len(below) > MOST_DESCENDANTS:
+                self.crowded = _with_many_followers(parents)
                 return
         await self._push(leaves)
 
@@ -359,6 +367,14 @@ class _TailFirst:
         if not self._open[parent]:
             del self._open[parent]
             await self._push(await self._chains.living([parent]))
+
+
+def _with_many_followers(parents: dict[int, int]) -> list[int]:
+    """Return the blocks that half of `MOST_DESCENDANTS` follow, of those that were found level by level."""
+    followers: dict[int, int] = {}
+    for child, parent in reversed(parents.items()):
+        followers[parent] = followers.get(parent, 0) + followers.get(child, 0) + 1
+    return [key for key, count in followers.items() if count >= MOST_DESCENDANTS // 2]
 
 
 # Which of several instances gives the next victim.
@@ -514,11 +530,14 @@ class ScanState:
     Attributes:
         reach: how far the selection goes.
         climbed: blocks whose ancestors were searched.
+        barren: per instance, blocks at and below which nothing was found, or that too many follow. Else a chain of n
+            blocks whose end is pinned would be searched n times.
     """
 
     def __init__(self) -> None:
         self.reach = Scope.AS_COLD
         self.climbed: set[tuple[int, int]] = set()
+        self.barren: defaultdict[int, set[int]] = defaultdict(set)
         self._iterators: dict[int, Iterator[Candidate]] = {}
         self._heads: dict[int, Candidate | None] = {}
 
@@ -541,6 +560,7 @@ class ScanState:
             return False
         self.reach = Scope(self.reach + 1)
         self.climbed.clear()
+        self.barren.clear()
         self._iterators.clear()
         self._heads.clear()
         return True
@@ -653,16 +673,22 @@ class _Selection:
 
     async def _select_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
         """Select the descendants of a block, then the block; stop at one that was read after some time, if any."""
-        if self._scan.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key):
+        barren, victims = self._scan.barren[source.holding.uid], len(self.victims)
+        if head.key in barren:
             return
-        tail = _TailFirst(source.chains, head.key)
+        tail = _TailFirst(source.chains, head.key, barren.__contains__)
         leaf = await tail.next()
+        barren.update(tail.crowded)
+        if self._scan.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key, barren):
+            return
         read_at = await source.chains.read_at(list(tail.seen)) if leaf is not None and as_cold_as is not None else {}
         while leaf is not None and not self.is_enough():
             if as_cold_as is not None and read_at.get(leaf[0], 0.0) > as_cold_as:
                 return
             self._evict(source, *leaf, head.policy)
             leaf = await tail.next()
+        if leaf is None and len(self.victims) == victims and not tail.crowded:
+            barren.update(tail.seen)
 
     async def _select_parent(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """Select the ancestors of a candidate that does not help any more: an order of leaves does not contain them."""
@@ -682,18 +708,28 @@ class _Selection:
             record = parent
             await self._yield_to_requests([source])
 
-    async def _is_protected(self, source: Source, key: int) -> bool:
+    async def _is_protected(self, source: Source, key: int, barren: set[int]) -> bool:
         """Whether a block and its descendants stay: where a location is pinned or being written, evicting the rest
         gains nothing; where more than one block helps, the lower ones cost less, and have their own turn."""
+        if key in barren or not barren.isdisjoint(await source.chains.children(key)):
+            barren.add(key)
+            return True
         family = await source.chains.family(key, MOST_DESCENDANTS)
         if family is None:
             return True
-        places = [[each for each in record.locations if each.status is not _DELETING] for record in family]
-        if any(
-            each.status is LocationStatus.WRITING or each.pinned_until > self._now for some in places for each in some
-        ):
-            return True
-        return sum(any(self._need.filter(each.place) for each in some) for some in places) > 1
+        places = {
+            key: [each for each in record.locations if each.status is not _DELETING] for key, record in family.items()
+        }
+        held = [key for key, some in places.items() if any(map(self._is_held, some))]
+        for block in held:
+            above: int | None = block
+            while above in family and above not in barren:
+                barren.add(above)
+                above = family[above].parent
+        return bool(held) or sum(any(self._need.filter(each.place) for each in some) for some in places.values()) > 1
+
+    def _is_held(self, location: Location) -> bool:
+        return location.status is LocationStatus.WRITING or location.pinned_until > self._now
 
     async def _is_in_scope(self, source: Source, key: int, head: Candidate) -> bool:
         return self._scan.reach > Scope.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at

@@ -332,14 +332,15 @@ class CountingBackend(MemoryBackend):
         return await super().get_many(keys)
 
 
-async def test_a_choice_yields_between_candidates_that_many_blocks_follow() -> None:
-    """A head is named before what follows it, which is pinned: nothing goes, and requests run in between."""
+@pytest.mark.parametrize("followers", [MOST_DESCENDANTS - FOLLOWED, FOLLOWERS])
+async def test_what_follows_many_candidates_is_searched_once_and_requests_run_meanwhile(followers: int) -> None:
+    """Heads are named before what follows them, which is pinned, or too much: nothing goes."""
     rig, backend = EvictionRig({"g": group_of(policy="fifo")}), CountingBackend()
     index = rig.add(backend=backend)
     rig.reclaimer.update_orders()
     await rig.write(index, range(FOLLOWED))
     pinned = (rig.place(pinned_until=FOR_EVER),)
-    tails = range(FOLLOWED, FOLLOWED + FOLLOWERS)
+    tails = range(FOLLOWED, FOLLOWED + followers)
     await index.put(dict.fromkeys(tails, BlockRecord(FOLLOWED - 1, FOLLOWED, pinned)))
     rig.groups["g"] = group_of(policy="fifo", used_size=1)
     reads: list[int] = []
@@ -353,8 +354,31 @@ async def test_a_choice_yields_between_candidates_that_many_blocks_follow() -> N
     running = asyncio.create_task(requests())
     assert await rig.settle() == []
     running.cancel()
-    assert len(reads) >= FOLLOWED
-    assert max(reads) <= 2 * FOLLOWERS
+    assert max(reads) <= 2 * followers
+    assert (
+        sum(reads) <= 8 * followers
+    )  # once per reach, the candidates themselves, and what is read again after a pause
+
+
+@pytest.mark.parametrize("first", ["head", "tail"])
+async def test_a_long_chain_whose_end_is_pinned_costs_no_more_per_block_than_a_short_one(first: str) -> None:
+    """Whether the order names its blocks from the head on or from the tail on."""
+
+    async def reads_per_block(blocks: int) -> float:
+        rig, backend = EvictionRig({"g": group_of(policy="fifo")}), CountingBackend()
+        index = rig.add(backend=backend)
+        rig.reclaimer.update_orders()
+        for block in range(blocks) if first == "head" else ():
+            rig.clock.time += 1
+            await rig.write(index, [block], block, block - 1 if block else None)
+        await rig.write(index, range(blocks))
+        await index.put({blocks: BlockRecord(blocks - 1, blocks, (rig.place(pinned_until=FOR_EVER),))})
+        rig.groups["g"] = group_of(policy="fifo", used_size=1)
+        backend.read = 0
+        assert await rig.settle() == []
+        return backend.read / blocks
+
+    assert await reads_per_block(4 * MOST_DESCENDANTS) <= 8 * await reads_per_block(20)
 
 
 # ── What a flood of one-time writes does to a prefix that is read every second ──
