@@ -149,12 +149,17 @@ unit: setup redis fuse mooncake promtool
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
 
 # What `make test` leaves to .ci/run: documents, dashboards, images, packages, browsers, faults, long histories, and real
-# processes that are killed. One run of pytest, so that servers are started once and no core waits at its end; three
-# workers on two cores, since these tests wait for processes a fifth of their time.
+# processes that are killed. One run of pytest, so that servers are started once; three workers on two cores, since these
+# tests wait for processes a fifth of their time. Files that take longest go first, so that no core waits at the end.
 CI_TOOLS := redis fuse mooncake chromium nginx helm promtool buildah iproute
+LONGEST := $(wildcard tests/deploy/test_images.py tests/e2e/test_*.py tests/docs/test_doc_quickstart.py tests/gpu_tier/test_shards.py \
+  tests/connectors/test_tier_processes.py tests/connectors/test_reuse_transformers.py tests/gpu_tier/test_kernels_compile.py \
+  tests/gpu_tier/test_gpu_benchmarks.py tests/service/test_index_commands.py tests/service/test_cli_tour.py \
+  tests/web/test_console_pages.py tests/restore/test_restore_drill.py tests/package/test_fresh_install.py \
+  tests/upgrade/test_upgrade_stores.py tests/docs/test_doc_browser.py)
 ci-tests: setup $(CI_TOOLS)
 	$(BIN)/python -m pytest -m '(ci or e2e) and not engines' --durations 15 \
-	    --numprocesses 3 --dist loadfile
+	    --numprocesses 3 --dist loadfile --no-loadscope-reorder $(LONGEST) tests
 
 # The same, and the tests marked `ci`, with every history that the property tests know: five times as many.
 thorough: setup redis fuse mooncake
