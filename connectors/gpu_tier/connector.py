@@ -167,10 +167,9 @@ class BlockParts:
 
 
 def _kv_identity(kv: KVFormat) -> KvIdentity:
-    """Return what the KV of given tokens depends on."""
+    """Return what the KV of given tokens depends on, besides the weights."""
     return KvIdentity(
         model=kv.model,
-        weights=kv.weights,
         engine=_ENGINE,
         dtype=kv.kv_dtype,
         hashing=_HASHING,
@@ -577,7 +576,7 @@ class ManagerConnector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.statistics = ReuseStatistics()
-        self._chain = KeyChain(_kv_identity(kv).namespace, kv.page_tokens)
+        self._chain = KeyChain(_kv_identity(kv).namespace(kv.weights), kv.page_tokens)
         self._parts = parts
         self._settings = settings
         self._clock = clock

@@ -7,15 +7,12 @@ later, and an operator resolves a conflict without stopping the engine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.pool_reports import PoolReporter, PoolReports
@@ -26,7 +23,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["InstanceSpecs", "KvIdentity", "ManagerLink", "weights_fingerprint"]
+__all__ = ["InstanceSpecs", "KvIdentity", "ManagerLink"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
@@ -186,17 +183,17 @@ class ManagerLink:
 
 # ---- identity of the KV ----
 #
-# Engines may share KV exactly when the same tokens give the same bytes. Everything else that the bytes depend on is
-# registered with the manager, which rejects an engine that differs, and is part of the namespace of the block keys.
+# Engines may share KV exactly when the same tokens give the same bytes. Everything else that the bytes depend on is part
+# of the namespace of the block keys. What stays as it is while an engine runs is also registered with the manager, which
+# rejects an engine that differs. Weights may change: engines of one instance may differ in them, for a while or for good.
 
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """Everything that the stored KV of given tokens depends on.
+    """Everything that the stored KV of given tokens depends on, besides the weights.
 
     Attributes:
         model: name of the model, for people.
-        weights: identifies its weights among others of that name: a revision, or a digest.
         engine: family of the engine and version of its layout: two engines' KV is not interchangeable.
         dtype: of K and V, quantisation included.
         hashing: algorithm and seed of the block keys.
@@ -212,7 +209,6 @@ class KvIdentity:
     """
 
     model: str
-    weights: str
     engine: str
     dtype: str
     hashing: str
@@ -224,7 +220,7 @@ class KvIdentity:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("model", "weights", "engine", "dtype", "hashing", "formats"):
+        for name in ("model", "engine", "dtype", "hashing", "formats"):
             if not getattr(self, name):
                 raise InvalidArgumentError(f"{name} is empty, must say what the KV depends on")
         for name in ("tp_size", "pp_size", "cp_size"):
@@ -247,87 +243,38 @@ class KvIdentity:
                     "engine": self.engine,
                     "formats": dict(self.formats),
                     "keys": self.hashing,
-                    "weights": self.weights,
                 },
                 sort_keys=True,
             ),
         )
 
-    @property
-    def namespace(self) -> bytes:
-        """Bytes that every block key depends on."""
-        deployment = self.deployment()
-        sizes = f"tp{self.tp_size}.pp{self.pp_size}.mla{int(self.use_mla)}"
-        return "\n".join([deployment.model_name, deployment.dtype, sizes, deployment.extra]).encode()
+    def namespace(self, weights_version: str) -> bytes:
+        """Return bytes that every block key depends on.
+
+        Args:
+            weights_version: equal for engines with equal weights, and for no others.
+
+        Raises:
+            InvalidArgumentError: the version is empty.
+        """
+        if not weights_version:
+            raise InvalidArgumentError("weights_version is empty, must say which weights the KV was computed with")
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _encoded({**fields, "weights_version": weights_version})
 
 
-# ---- fingerprint of weights, from samples of the files ----
-#
-# A piece in the middle of every tensor of the model's safetensors files is read: training, fine-tuning and merged
-# adapters change it, and a thousand tensors take milliseconds. Files in other formats count by name, size and pieces
-# at even distances. The configuration counts as a whole. For more certainty an operator names the weights.
-
-_PIECE_BYTES = 256
-_PIECES_PER_FILE = 256
-_MAX_HEADER_BYTES = 100 << 20
-_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-
-
-def weights_fingerprint(directory: Path) -> str:
-    """Return a text that differs when configuration or weights of a model differ.
-
-    Args:
-        directory: of the model, with `config.json` and its weights.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is not what its name says, or there are no weights at all.
-    """
-    digest = hashlib.sha256()
-    config = directory / "config.json"
-    if config.exists():
-        digest.update(json.dumps(_relevant_settings(json.loads(config.read_text())), sort_keys=True).encode())
-    for path in _files(directory):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            for piece in _pieces(file, path):
-                digest.update(piece)
-    return digest.hexdigest()[:32]
+def _encoded(value: object) -> bytes:
+    """Return bytes that no other value has: each part has its type and its length before it."""
+    if isinstance(value, Mapping):
+        parts = [_encoded(name) + _encoded(value[name]) for name in sorted(value)]
+        return _part(b"m", b"".join(parts))
+    if isinstance(value, bool):
+        return _part(b"b", b"1" if value else b"0")
+    if isinstance(value, int):
+        return _part(b"i", str(value).encode())
+    assert isinstance(value, str), value
+    return _part(b"s", value.encode())
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the files of weights. The same weights may lie there in several formats: engines take the first."""
-    for pattern in _PATTERNS:
-        if found := sorted(directory.glob(pattern)):
-            return found
-    raise ValueError(f"there are no weights in {directory.name}")
-
-
-def _relevant_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that computing depends on; a version and a name are not."""
-    return {key: value for key, value in config.items() if key not in {"_name_or_path", "transformers_version"}}
-
-
-def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
-    if path.suffix == ".safetensors":
-        yield from _tensor_pieces(file, size)
-        return
-    step = max(_PIECE_BYTES, size // _PIECES_PER_FILE)
-    for begin in range(0, size, step):
-        file.seek(begin)
-        yield file.read(_PIECE_BYTES)
-
-
-def _tensor_pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
-        raise ValueError(f"a safetensors file has a header of {header_bytes} bytes")
-    header: dict[str, Any] = json.loads(file.read(header_bytes))
-    header.pop("__metadata__", None)
-    yield json.dumps(header, sort_keys=True).encode()
-    for _, tensor in sorted(header.items()):
-        begin, end = tensor["data_offsets"]
-        middle = max(begin, (begin + end - _PIECE_BYTES) // 2)
-        file.seek(8 + header_bytes + middle)
-        yield file.read(min(_PIECE_BYTES, end - begin))
+def _part(kind: bytes, data: bytes) -> bytes:
+    return kind + len(data).to_bytes(8, "little") + data

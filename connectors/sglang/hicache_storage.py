@@ -348,7 +348,6 @@ class KVCMStorage(HiCacheStorage):
             config=config,
             page_format=memory.format,
             hashing=_hashing(),
-            weights=weights,
             model_path=server.model_path,
             extra=server.settings,
         )
@@ -373,7 +372,7 @@ class KVCMStorage(HiCacheStorage):
         )
         link = ManagerLink(client, specs, options.call_seconds, make_engine)
         return PageStore(
-            link, memory=memory, keys=PageKeys(identity.namespace), parts=self._parts, options=options
+            link, memory=memory, keys=PageKeys(identity.namespace(weights)), parts=self._parts, options=options
         ), link
 
     def _usable_store(self) -> PageStore | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcm.connectors.reuse.registration import KvIdentity, weights_fingerprint
+from kvcm.connectors.reuse.registration import KvIdentity
+from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.sglang.host_pool import PageFormat
 from kvcm.connectors.sglang.options import SglangOptions
+from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["page_identity", "weights_of"]
 
-_log = logging.getLogger(__name__)
+_COMMIT = re.compile("[0-9a-f]{40}")
 _LAYOUT_VERSION = "sglang/1"
 
 
@@ -22,18 +24,16 @@ def page_identity(
     config: Any,
     page_format: PageFormat,
     hashing: str,
-    weights: str,
     model_path: str,
     extra: Mapping[str, str],
 ) -> KvIdentity:
-    """Return the identity of a rank's pages.
+    """Return the identity of a rank's pages, besides the weights.
 
     Args:
         options: of the connector.
         config: SGLang's storage config of the rank.
         page_format: how a page is stored.
         hashing: identifies the algorithm of page hashes: the hash of known tokens.
-        weights: identifies the weights.
         model_path: of SGLang's server.
         extra: other settings that KV depends on.
 
@@ -42,7 +42,6 @@ def page_identity(
     """
     return KvIdentity(
         model=options.model_name or Path(config.model_name or model_path).name,
-        weights=weights,
         engine=_LAYOUT_VERSION,
         dtype=page_format.dtype,
         hashing=hashing,
@@ -55,21 +54,27 @@ def page_identity(
 
 
 def weights_of(options: SglangOptions, model_path: str, revision: str | None) -> str:
-    """Return a text that identifies the weights: option `weights`, or a fingerprint of the files.
+    """Return a text that identifies the weights: option `weights`, the digest of the files, or a commit.
 
     Args:
         options: of the connector.
         model_path: of SGLang's server: a directory, or a name on the hub.
         revision: of the name, if any.
+
+    Raises:
+        InvalidArgumentError: nothing does: a name, a branch or a tag may stand for other weights tomorrow.
     """
     if options.weights:
         return options.weights
     try:
-        return weights_fingerprint(_directory(model_path, revision))
+        return weights_digest(_directory(model_path, revision))
     except (OSError, ValueError, ImportError) as error:
-        name = f"{model_path}@{revision or 'main'}"
-        _log.warning("the weights of %s cannot be told from others (%r): set option 'weights'", name, error)
-        return name
+        if revision and _COMMIT.fullmatch(revision):
+            return f"commit={revision}"
+        raise InvalidArgumentError(
+            f"the weights of {model_path!r} at revision {revision or 'main'!r} cannot be told from others ({error!r}): set"
+            " option 'weights', or give a commit as revision"
+        ) from error
 
 
 def _directory(model_path: str, revision: str | None) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,7 +296,15 @@ def _places(part: StatePart, memory: torch.Tensor) -> Iterator[tuple[torch.Tenso
 # ---- computation of some tokens of a sequence, as `generate` does it ----
 
 
-def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last_only: bool = True) -> torch.Tensor:
+def compute(
+    model: Any,
+    tokens: Sequence[int],
+    start: int,
+    cache: Cache,
+    *,
+    last_only: bool = True,
+    last_position: int | None = None,
+) -> torch.Tensor:
     """Compute tokens of one sequence without padding, and return their logits, `[token, vocabulary]`.
 
     Args:
@@ -306,8 +314,11 @@ def compute(model: Any, tokens: Sequence[int], start: int, cache: Cache, *, last
             models would count from 0.
         cache: is filled.
         last_only: whether the logits of the last token suffice.
+        last_position: of the last token, when it does not follow the others.
     """
     positions = torch.arange(start, start + len(tokens), device=model.device)[None]
+    if last_position is not None:
+        positions[0, -1] = last_position
     possible = {"position_ids": positions, "logits_to_keep": int(last_only)}
     taken = inspect.signature(model.forward).parameters
     arguments = {name: value for name, value in possible.items() if name in taken}
@@ -338,10 +349,27 @@ class ModelKV:
     Attributes:
         parts: of a stored block.
         states_per_layer: of the model's cache, 0 for layers with attention alone.
+        dtype: of the model.
+        device: of its first weights.
+        max_tokens: of a prompt, up to which KV depends on the tokens before it alone; None for no limit.
     """
 
     parts: ModelParts
     states_per_layer: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    max_tokens: int | None = None
+
+    def check_layout(self, model: PreTrainedModel) -> None:
+        """Check that a model's KV still looks like this.
+
+        Raises:
+            InvalidArgumentError: the model has another type, or is elsewhere.
+        """
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise InvalidArgumentError(
+                f"model is {model.dtype} on {model.device}, was {self.dtype} on {self.device}: connect it again"
+            )
 
 
 def probe_model(model: PreTrainedModel, block_tokens: int) -> ModelKV:
@@ -361,7 +389,10 @@ def probe_model(model: PreTrainedModel, block_tokens: int) -> ModelKV:
         parts = ModelParts(block_tokens, _kv_parts(layers, block_tokens), state)
         if state is not None:
             _check_state(model, logits)
-    return ModelKV(parts, tuple(getattr(layer, "number_of_states", 0) for layer in layers))
+        _check_later_tokens(model)
+        max_tokens = _max_tokens(model)
+    states = tuple(getattr(layer, "number_of_states", 0) for layer in layers)
+    return ModelKV(parts, states, model.dtype, model.device, max_tokens)
 
 
 def _check_kind(model: PreTrainedModel) -> None:
@@ -459,3 +490,112 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest relative difference at any token."""
     logits, expected = logits.float(), expected.float()
     return float(((logits - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+# ---- whether KV of a prefix depends on what comes behind it ----
+#
+# It may: attention that sees later tokens, activations quantised over a whole prompt, and RoPE whose frequencies follow
+# the length of the prompt (dynamic NTK, LongRoPE). The first two show when other tokens follow. The last one shows when
+# one more token is computed at a far position, which costs no more than at the next one: frequencies follow the highest
+# position. Only computations of equal shapes are compared: those of others round differently.
+
+# Of the first layer that differs at all. Rounding begins far below this, as the KV of half precision has steps of this
+# size, and grows from layer to layer; what depends on later tokens begins above it.
+_MAX_DIFFERENCE = 4e-3
+_LENGTH_WORDS = frozenset({"chunk", "context", "ctx", "len", "length", "position", "positions", "seq", "window"})
+_BEYOND = 4  # times the longest length in a configuration
+
+
+def _check_later_tokens(model: PreTrainedModel) -> None:
+    """Check that KV of the probe's tokens stays the same when other tokens follow."""
+    tokens = _tokens(model)
+    one, other = ([*tokens, *later] for later in (tokens, tokens[:1] * _PROBE_TOKENS))
+    layer = _dependent_layer(_prefix_kv(model, one), _prefix_kv(model, other))
+    if layer is not None:
+        raise InvalidArgumentError(
+            f"model: KV of {type(model).__name__} depends on the tokens that follow, in layer {layer}, so it cannot be reused"
+        )
+
+
+def _max_tokens(model: PreTrainedModel) -> int | None:
+    """Return the length up to which KV does not depend on a prompt's length, None when it never does.
+
+    Raises:
+        InvalidArgumentError: it depends on it, and not from one length on.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None  # positions are places in the cache
+    config = model.config.get_text_config(decoder=True)
+    lengths = sorted({length for length in _lengths(config.to_dict()) if length > _PROBE_TOKENS + 1})
+    if getattr(config, "rope_parameters", None):
+        far = max(lengths, default=0) * _BEYOND
+    else:  # positions may be looked up in a table, which ends here
+        far = int(getattr(config, "max_position_embeddings", None) or 0) - 1
+    if far <= _PROBE_TOKENS:
+        return None
+    near = _kv_beside(model, _PROBE_TOKENS)
+    layer = _dependent_layer(_kv_beside(model, far), near)
+    limit = None if layer is None else _longest_independent(model, near, layer, far)
+    _kv_beside(model, _PROBE_TOKENS)  # frequencies are back where they were
+    for length in lengths:
+        if length < (far if limit is None else limit) and _dependent_layer(_kv_beside(model, length), near) is not None:
+            raise InvalidArgumentError(
+                f"model: KV of {type(model).__name__} depends on whether a prompt has {length} tokens, but not on"
+                f" whether it has {limit or far}, so it cannot be reused"
+            )
+    return limit
+
+
+def _dependent_layer(kv: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> int | None:
+    """Return the first layer whose KV differs, None when it is the same or differs by rounding."""
+    for layer, pair in enumerate(zip(kv, other, strict=True)):
+        if not torch.equal(*pair):
+            return None if _kv_difference(*pair) <= _MAX_DIFFERENCE else layer
+    return None
+
+
+def _longest_independent(model: PreTrainedModel, near: Sequence[torch.Tensor], layer: int, far: int) -> int:
+    """Return the longest prompt whose length does not change a layer's KV, after a longer one that may have done so."""
+    same, other = _PROBE_TOKENS, far
+    while other - same > 1:
+        middle = (same + other) // 2
+        _kv_beside(model, far)  # dynamic frequencies are put back by some lengths, and kept by others
+        # The first difference is much smaller than the one that shows whether there is any.
+        if torch.equal(_kv_beside(model, middle)[layer], near[layer]):
+            same = middle
+        else:
+            other = middle
+    return same + 1
+
+
+def _lengths(settings: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of tokens in a configuration."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _lengths(value)
+        elif type(value) is int and _LENGTH_WORDS & set(str(name).split("_")):
+            yield value
+
+
+def _kv_beside(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
+    """Return the KV of the probe's tokens when one more token is at a position behind them."""
+    tokens = _tokens(model)
+    return _prefix_kv(model, [*tokens, tokens[0]], position)
+
+
+def _prefix_kv(model: PreTrainedModel, tokens: Sequence[int], last_position: int | None = None) -> list[torch.Tensor]:
+    """Return K and V of each layer with attention for the probe's tokens, `[kv_head, token, 2 * head_dim]`.
+
+    A window keeps fewer of them.
+    """
+    cache = DynamicCache(config=model.config)
+    compute(model=model, tokens=tokens, start=0, cache=cache, last_position=last_position)
+    later = len(tokens) - _PROBE_TOKENS
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    return [torch.cat([layer.keys[0], layer.values[0]], dim=-1)[:, :-later] for layer in layers]
+
+
+def _kv_difference(kv: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative difference at any token."""
+    kv, expected = kv.float().transpose(0, 1).flatten(1), expected.float().transpose(0, 1).flatten(1)
+    return _difference(kv, expected)

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from kvcm.connectors.keys import KeyChain
 from kvcm.connectors.layout.tensors import StagingBuffers, iovec
 from kvcm.connectors.results import Location, MatchMode, MatchResult, Outcome
 from kvcm.connectors.reuse.registration import ManagerLink
@@ -222,7 +221,6 @@ class PrefixLookup:
 
     Args:
         link: to the manager.
-        chain: computes keys.
         parts: of a block.
         settings: deadlines.
         background: reports to the manager run there: the first token does not wait for them.
@@ -233,7 +231,6 @@ class PrefixLookup:
     def __init__(
         self,
         link: ManagerLink,
-        chain: KeyChain,
         parts: ModelParts,
         settings: ReuseSettings,
         background: WorkerPool,
@@ -241,7 +238,6 @@ class PrefixLookup:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
-        self._chain = chain
         self._parts = parts
         self._settings = settings
         self._background = background
@@ -289,7 +285,7 @@ class PrefixLookup:
         found: list[RowPrefix] = []
         publisher: TransferEngine | None = engine
         for row, row_keys in zip(rows, keys, strict=True):
-            usable = row_keys[: (len(row.tokens) - 1) // self._chain.block_tokens]
+            usable = row_keys[: (len(row.tokens) - 1) // self._parts.block_tokens]
             failed = next((prefix.reason for prefix in found if prefix.reason), "")
             if failed or not usable:  # one deadline is enough to lose
                 found.append(RowPrefix(row_keys, reason=failed))

@@ -167,6 +167,11 @@ class RowPublication:
         for part in run.split(per_session):
             self._jobs.append(self._pool.submit(PRIORITY_SAVE, partial(self._publish, part)))
 
+    def stop(self, reason: str) -> None:
+        """Publish nothing more."""
+        with self._lock:
+            self._published += Published(reason=reason)
+
     def finish(self, timeout_seconds: float) -> Published:
         """Wait for the saves and return the blocks published by then."""
         _, late = wait(self._jobs, timeout_seconds)
@@ -213,6 +218,7 @@ class RowProgress:
         prompt_keys: keys of the prompt's full blocks.
         publication: where full blocks go.
         states: those that the prefill left, by index of the block.
+        may_publish: whether the weights are those of the keys.
     """
 
     def __init__(
@@ -222,8 +228,10 @@ class RowProgress:
         prompt_keys: Sequence[BlockKey],
         publication: RowPublication,
         states: dict[int, torch.Tensor],
+        may_publish: Callable[[], bool] = lambda: True,
     ) -> None:
         self._publication = publication
+        self._may_publish = may_publish
         self._seen_blocks = publication.next_block
         self._row = row
         self._chain = chain
@@ -238,6 +246,9 @@ class RowProgress:
         if full <= self._seen_blocks:
             return
         self._seen_blocks = full
+        if not self._may_publish():
+            self._publication.stop("the weights changed while tokens were generated")
+            return
         known = len(self._keys)
         tokens = input_ids[row.index, row.padding + known * size : row.padding + full * size].tolist()
         self._keys += self._chain.keys(tokens, self._keys[-1] if self._keys else None)
@@ -276,6 +287,7 @@ class GenerationProgress(StoppingCriteria):
         rows: per row what publishes it, None to publish nothing.
         end_tokens: ids that end a row; what follows in a batch is padding.
         clock: seconds of a clock that never runs backwards.
+        max_tokens: of the longest row, up to which KV depends on the tokens before it alone; None for no limit.
     """
 
     def __init__(
@@ -284,7 +296,10 @@ class GenerationProgress(StoppingCriteria):
         rows: Sequence[RowProgress | None],
         end_tokens: Collection[int],
         clock: Callable[[], float],
+        max_tokens: int | None = None,
     ) -> None:
+        # A model computes all rows of a batch alike: the longest one counts.
+        self._max_columns = None if max_tokens is None else min(row.padding for row in batch.rows) + max_tokens
         self.first_token_at: float | None = None
         self.new_tokens = 0
         self._batch = batch
@@ -303,7 +318,8 @@ class GenerationProgress(StoppingCriteria):
             self.first_token_at = self._clock()
         self._input_ids = input_ids
         columns = self._cache.get_seq_length()
-        for index in self._going:
+        is_shared = self._max_columns is None or columns <= self._max_columns
+        for index in self._going if is_shared else ():
             row = self._rows[index]
             if row is not None:
                 row.on_tokens(input_ids, self._batch, columns)
@@ -313,10 +329,11 @@ class GenerationProgress(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def tokens(self) -> list[list[int]]:
-        """Return the tokens of each row whose KV is computed."""
+        """Return the tokens of each row whose KV is computed, and depends on the tokens before it alone."""
         if self._input_ids is None:
             return [[] for _ in self._rows]
         columns = self._cache.get_seq_length()
+        columns = columns if self._max_columns is None else min(columns, self._max_columns)
         return [self._input_ids[row.index, row.padding : columns].tolist() for row in self._batch.rows]
 
     def finish(self) -> None:

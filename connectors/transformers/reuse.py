@@ -14,6 +14,7 @@ are computed. Blocks behind one that failed to load are computed too, from a cac
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -59,26 +60,31 @@ from kvcm.connectors.transformers.publication import (
     RowPublication,
 )
 from kvcm.connectors.transformers.settings import GenerationReport, ReuseSettings, RowReport
+from kvcm.connectors.transformers.weights import ModelWeights, UnknownWeightsError
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["KVReuse", "Prefill", "end_tokens"]
 
+_log = logging.getLogger(__name__)
+
 # ---- checks of the arguments of `KVReuse.generate` ----
 
-# Each of these brings KV of its own, or makes KV depend on more than the tokens before it.
-_REFUSED_ARGUMENTS = (
-    "assistant_model",
-    "cache_implementation",
-    "decoder_input_ids",
-    "inputs_embeds",
-    "negative_prompt_ids",
-    "past_key_values",
-    "position_ids",
-    "prefill_chunk_size",
-    "token_type_ids",
+# Of the arguments that are no settings of generation these leave KV a function of the tokens before it. All others are
+# given to the model: positions, embeddings, images, names of adapters.
+_ALLOWED_ARGUMENTS = frozenset(
+    {
+        "attention_mask",
+        "generation_config",
+        "logits_processor",
+        "prefix_allowed_tokens_fn",
+        "stopping_criteria",
+        "streamer",
+        "synced_gpus",
+    }
 )
+_REFUSED_SETTINGS = frozenset({"assistant_model", "cache_implementation", "prefill_chunk_size"})
 _MODES = frozenset({GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE})
 
 
@@ -89,25 +95,25 @@ def _parse_rows(
 
     Args:
         input_ids: of shape (rows, tokens).
-        attention_mask: of the same shape, zeros for padding; None for a batch without padding.
-        pad_token_id: with several rows it says that they have padding.
+        attention_mask: of the same shape, zeros for padding; None to take pad tokens for padding, as `generate` does.
+        pad_token_id: without a mask, these tokens are padding; None for a batch without padding.
 
     Raises:
         InvalidArgumentError: names the argument and the allowed values.
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise InvalidArgumentError(f"input_ids has shape {tuple(input_ids.shape)}, must be (rows, tokens)")
+    is_given = attention_mask is not None
     if attention_mask is None:
-        if len(input_ids) > 1 and pad_token_id is not None and bool((input_ids == pad_token_id).any()):
-            raise InvalidArgumentError("attention_mask is missing, must say which of the pad tokens are padding")
-        attention_mask = torch.ones_like(input_ids)
+        attention_mask = torch.ones_like(input_ids) if pad_token_id is None else input_ids.ne(pad_token_id).long()
     if attention_mask.shape != input_ids.shape:
         raise InvalidArgumentError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, must be {tuple(input_ids.shape)} as input_ids"
         )
     is_token = attention_mask.to(torch.bool)
     if not bool(is_token[:, -1].all()) or bool((is_token[:, 1:] < is_token[:, :-1]).any()):
-        raise InvalidArgumentError("attention_mask must be zeros and then ones in every row: padding at the left only")
+        found = "attention_mask" if is_given else f"attention_mask is missing, pad_token_id {pad_token_id} stands for it: it"
+        raise InvalidArgumentError(f"{found} must be zeros and then ones in every row: padding at the left only")
     paddings = (~is_token).sum(dim=1).tolist()
     rows = [Row(index, padding, input_ids[index, padding:].tolist()) for index, padding in enumerate(paddings)]
     return rows, attention_mask
@@ -119,13 +125,14 @@ def _effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> G
     Raises:
         InvalidArgumentError: they ask for something that KV cannot be reused for.
     """
-    for name in _REFUSED_ARGUMENTS:
-        if arguments.get(name) is not None:
+    config = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
+    assert config is not None
+    for name, value in arguments.items():
+        is_refused = name in _REFUSED_SETTINGS or not (name in _ALLOWED_ARGUMENTS or hasattr(config, name))
+        if is_refused and value is not None:
             raise InvalidArgumentError(
                 f"{name} is given, must be left out: KVReuse brings the cache, of plain sequences"
             )
-    config = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
-    assert config is not None
     config.update(**{name: value for name, value in arguments.items() if hasattr(config, name)})
     mode = config.get_generation_mode()
     if mode not in _MODES:
@@ -135,6 +142,12 @@ def _effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> G
         if value is not None and value != only:
             raise InvalidArgumentError(f"{name} is {value}, must be {only}")
     return config
+
+
+def _padding_token(config: GenerationConfig) -> int | None:
+    """Return the token that `generate` takes for padding when no mask is given, None when it takes none."""
+    pad = config.pad_token_id
+    return None if pad is None or pad in end_tokens(config) else int(pad)
 
 
 def end_tokens(config: GenerationConfig) -> frozenset[int]:
@@ -268,6 +281,7 @@ class KVReuse:
         block_tokens: int,
         publish: bool,
         model_name: str | None,
+        weights_version: str | None,
         settings: ReuseSettings,
         clock: Callable[[], float],
     ) -> None:
@@ -276,13 +290,15 @@ class KVReuse:
         self._model: Any = model  # generate is a mixin that type checkers do not see
         self._kv = probe_model(model, block_tokens)
         self.parts = self._kv.parts
-        identity = model_identity(model, self.parts, model_name)
-        self._chain = KeyChain(identity.namespace, block_tokens)
+        self._identity = model_identity(model, self.parts, model_name)
+        self._weights = ModelWeights(model, weights_version, compares_all=settings.compare_all_weights)
+        self._chain: tuple[str, KeyChain] | None = None
+        self._reported: set[str] = set()
         specs = InstanceSpecs(
             instance_group,
             block_tokens=block_tokens,
             parts=self.parts.spec_infos,
-            deployment=identity.deployment(),
+            deployment=self._identity.deployment(),
             part_groups=self.parts.spec_groups,
         )
         self._link = ManagerLink(
@@ -293,7 +309,6 @@ class KVReuse:
         self._background = WorkerPool(1, "kvcm-publish")
         self._lookup = PrefixLookup(
             self._link,
-            chain=self._chain,
             parts=self.parts,
             settings=settings,
             background=self._background,
@@ -318,6 +333,7 @@ class KVReuse:
         block_tokens: int = 64,
         publish: bool = True,
         model_name: str | None = None,
+        weights_version: str | None = None,
         settings: ReuseSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> KVReuse:
@@ -332,6 +348,7 @@ class KVReuse:
             block_tokens: tokens per block.
             publish: store new KV; False only loads.
             model_name: for people; default is the model's class.
+            weights_version: see `set_weights_version`; default is a digest of every element of the weights.
             settings: deadlines and sizes.
             clock: seconds of a clock that never runs backwards.
 
@@ -357,6 +374,7 @@ class KVReuse:
             block_tokens=block_tokens,
             publish=publish,
             model_name=model_name,
+            weights_version=weights_version,
             settings=settings,
             clock=clock,
         )
@@ -374,8 +392,27 @@ class KVReuse:
         return self._link.client.counters()
 
     def block_keys(self, token_ids: Sequence[int]) -> list[BlockKey]:
-        """Return the keys under which the full blocks of these tokens are stored."""
-        return self._chain.keys(token_ids)
+        """Return the keys under which the full blocks of these tokens are stored.
+
+        Raises:
+            UnknownWeightsError: nothing says which weights the model has now.
+        """
+        return self._current_chain().keys(token_ids)
+
+    def set_weights_version(self, name: str) -> None:
+        """Name the weights as they are now, after they were changed, instead of having them read.
+
+        Engines of this instance whose weights have equal names share KV. When the weights change afterwards without
+        another name, their digest is used. The one thing to call after single elements were written through `.data`,
+        NumPy or code in C, which PyTorch does not count.
+
+        Args:
+            name: 1 to 256 characters, such as a training step or a commit. Never one that other weights have had.
+
+        Raises:
+            InvalidArgumentError: the name is empty or too long.
+        """
+        self._weights.assign(name)
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -389,29 +426,34 @@ class KVReuse:
             What `model.generate` returns; `last_report` holds the figures.
 
         Raises:
-            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, or another cache.
+            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, another cache, or something else
+                that KV would depend on; or the model was moved or converted since it was connected.
         """
         started = self._clock()
         config = _effective_config(self._model, arguments)
-        rows, mask = _parse_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
-        keys = [self._chain.keys(row.tokens) for row in rows]
-        batch, local = self._open_batch(rows, keys, config)
+        rows, mask = _parse_rows(input_ids, arguments.get("attention_mask"), _padding_token(config))
+        self._kv.check_layout(self._model)
+        chain, refusal = self._sharing(rows)
+        keys = [chain.keys(row.tokens) if chain else [] for row in rows]
+        batch, local = self._open_batch(rows, keys, config, uses_pool=chain is not None)
         paged = batch if isinstance(batch, PagedBatch) else None
         try:
             call = self._run(
                 batch,
+                chain=chain,
+                refusal=refusal,
                 keys=keys,
                 local=local,
                 input_ids=input_ids,
                 arguments={**arguments, "attention_mask": mask},
                 ends=end_tokens(config),
             )
-            if paged is not None and paged is call.batch:
-                self._keep(paged, call.progress)
+            if chain is not None and paged is not None and paged is call.batch and self._weights.is_unchanged():
+                self._keep(paged, chain, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
         published = self._finish_publications(call.publications, closed)
-        is_pool_full = self._pool is not None and paged is None and not config.return_dict_in_generate
+        is_pool_full = self._pool is not None and chain and paged is None and not config.return_dict_in_generate
         self.last_report = self._report(call, published, started, _POOL_FULL if is_pool_full else "")
         return call.output
 
@@ -429,27 +471,49 @@ class KVReuse:
     ) -> None:
         self.close()
 
+    def _current_chain(self) -> KeyChain:
+        """Return what computes the keys of blocks of the weights as they are now."""
+        version = self._weights.version()
+        if self._chain is None or self._chain[0] != version:
+            self._chain = version, KeyChain(self._identity.namespace(version), self.parts.block_tokens)
+        return self._chain[1]
+
+    def _sharing(self, rows: Sequence[Row]) -> tuple[KeyChain | None, str]:
+        """Return what computes the keys of a call, or None and why its KV is not shared."""
+        longest = max(len(row.tokens) for row in rows)
+        if self._kv.max_tokens is not None and longest > self._kv.max_tokens:
+            return None, f"prompt has {longest} tokens, whose KV depends on its length from {self._kv.max_tokens + 1} on"
+        try:
+            return self._current_chain(), ""
+        except UnknownWeightsError as error:
+            if str(error) not in self._reported:
+                self._reported.add(str(error))
+                _log.error("KV is not reused: %s", error)
+            return None, str(error)
+
     def _open_batch(
-        self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any
+        self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any, *, uses_pool: bool
     ) -> tuple[CallCache, Sequence[int]]:
         """Return the cache of a call, and how many leading blocks of each row it has already."""
         new_tokens = _new_tokens(config, rows[0].padding + len(rows[0].tokens))
-        if self._pool is not None and not config.return_dict_in_generate:  # a cache that is returned must stay
-            usable = [(len(row.tokens) - 1) // self._chain.block_tokens for row in rows]
+        if self._pool is not None and uses_pool and not config.return_dict_in_generate:  # a cache that is returned must stay
+            usable = [(len(row.tokens) - 1) // self.parts.block_tokens for row in rows]
             local = [self._pool.find(row_keys[:most]) for row_keys, most in zip(keys, usable, strict=True)]
             paged = PagedBatch.open(self._kv, self._pool, rows, local, new_tokens)
             if paged is not None:
                 return paged, [len(blocks) for blocks in local]
         return BatchCache(self._kv, rows, min(new_tokens, _MAX_SPARE_TOKENS)), [0] * len(rows)
 
-    def _keep(self, batch: PagedBatch, progress: GenerationProgress) -> None:
+    def _keep(self, batch: PagedBatch, chain: KeyChain, progress: GenerationProgress) -> None:
         """Keep the blocks that were computed for the next calls."""
         for row, tokens in zip(batch.rows, progress.tokens(), strict=True):
-            batch.keep(row, self._chain.keys(tokens))
+            batch.keep(row, chain.keys(tokens))
 
     def _run(
         self,
         batch: CallCache,
+        chain: KeyChain | None,
+        refusal: str,
         keys: Sequence[Sequence[BlockKey]],
         local: Sequence[int],
         input_ids: torch.Tensor,
@@ -457,14 +521,17 @@ class KVReuse:
         ends: Collection[int],
     ) -> _Call:
         """Load, compute, and begin to publish."""
-        found, publisher = self._lookup.run(batch, keys, local)
+        if chain is None:
+            found, publisher = [RowPrefix((), reason=refusal) for _ in batch.rows], None
+        else:
+            found, publisher = self._lookup.run(batch, keys, local)
         loaded_at = self._clock()
         if any(prefix.loaded.is_tainted for prefix in found):
             batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
         publications = self._publications(found, publisher)
         prefill = self._prefill(batch, found, keeps_states=bool(publications))
-        watched = _with_progress(batch.rows, found=found, publications=publications, prefill=prefill, chain=self._chain)
-        progress = GenerationProgress(batch, watched, ends, self._clock)
+        watched = self._row_progress(batch.rows, chain, found, publications, prefill)
+        progress = GenerationProgress(batch, watched, ends, self._clock, self._kv.max_tokens)
         output = self._generate(input_ids, prefill.run(), progress, arguments)
         progress.finish()
         return _Call(
@@ -483,6 +550,28 @@ class KVReuse:
             for row, prefix in zip(batch.rows, found, strict=True)
         ]
         return Prefill(self._model, batch, starts, keeps_states=keeps_states)
+
+    def _row_progress(
+        self,
+        rows: Sequence[Row],
+        chain: KeyChain | None,
+        found: Sequence[RowPrefix],
+        publications: Sequence[RowPublication],
+        prefill: Prefill,
+    ) -> list[RowProgress | None]:
+        if not publications or chain is None:
+            return [None] * len(rows)
+        return [
+            RowProgress(
+                row,
+                chain=chain,
+                prompt_keys=prefix.keys,
+                publication=publication,
+                states=states,
+                may_publish=self._weights.is_unchanged,
+            )
+            for row, prefix, publication, states in zip(rows, found, publications, prefill.states, strict=True)
+        ]
 
     def _publications(self, found: Sequence[RowPrefix], engine: TransferEngine | None) -> list[RowPublication]:
         """Return what publishes each row; empty when nothing is published."""
@@ -527,28 +616,13 @@ class KVReuse:
         )
 
     def _row_report(self, row: Row, prefix: RowPrefix) -> RowReport:
-        size = self._chain.block_tokens
+        size = self.parts.block_tokens
         loaded = max(0, prefix.loaded.blocks - prefix.local_blocks)
         return RowReport(len(row.tokens), prefix.matched_blocks * size, loaded * size, prefix.local_blocks * size)
 
 
 def _engine(settings: ReuseSettings, storages: Sequence[StorageConfig]) -> TransferEngine:
     return TransferEngine.for_storages(storages, settings.transfer_threads, checksums=settings.checksums)
-
-
-def _with_progress(
-    rows: Sequence[Row],
-    found: Sequence[RowPrefix],
-    publications: Sequence[RowPublication],
-    prefill: Prefill,
-    chain: KeyChain,
-) -> list[RowProgress | None]:
-    if not publications:
-        return [None] * len(rows)
-    return [
-        RowProgress(row, chain=chain, prompt_keys=prefix.keys, publication=publication, states=states)
-        for row, prefix, publication, states in zip(rows, found, publications, prefill.states, strict=True)
-    ]
 
 
 def _new_tokens(config: Any, prompt_tokens: int) -> int:

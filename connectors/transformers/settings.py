@@ -25,6 +25,9 @@ class ReuseSettings:
             whose prompts and `max_new_tokens` do not fit the pool, and one that returns its cache.
         transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
         checksums: report the checksum of every saved block, and compute blocks again that load with another one.
+        compare_all_weights: read every element of the weights before each call, which takes about as long as computing
+            one token. Finds what else `KVReuse.set_weights_version` must tell: single elements that were written through
+            `.data`, NumPy or code in C. Models of up to 4 MiB are always read.
     """
 
     register_seconds: float = 5.0
@@ -37,6 +40,7 @@ class ReuseSettings:
     pool_blocks: int = 0
     transfer_threads: int | None = None
     checksums: bool = True
+    compare_all_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

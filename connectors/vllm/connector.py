@@ -36,8 +36,9 @@ from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.layout import format_text
 from kvcm.connectors.node import NodeSettings
-from kvcm.connectors.reuse.registration import KvIdentity, ManagerLink, weights_fingerprint
+from kvcm.connectors.reuse.registration import KvIdentity, ManagerLink
 from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Snapshot, merged
+from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.vllm.connector_metadata import KvcmConnectorMetadata, KvcmWorkerMetadata
 from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from kvcm.connectors.vllm.options import VllmOptions
@@ -56,7 +57,7 @@ _LAYOUT_VERSION = "vllm/1"
 
 
 def identity_of(config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -> KvIdentity:
-    """Return the identity of an engine.
+    """Return the identity of an engine, besides its weights.
 
     Args:
         config: of the engine.
@@ -69,7 +70,6 @@ def identity_of(config: VllmConfig, plan: KvCacheLayout, options: VllmOptions) -
     model = config.model_config
     return KvIdentity(
         model=options.model_name or _model_name(model.model),
-        weights=options.weights or _weights(config),
         engine=f"{_LAYOUT_VERSION} {_kernels()}",
         dtype=next(group.stored.dtype for group in plan.groups if group.is_whole),
         hashing=_hashing(config),
@@ -130,7 +130,14 @@ def _model_name(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def _weights(config: VllmConfig) -> str:
+def weights_of(config: VllmConfig, options: VllmOptions) -> str:
+    """Return a text that identifies the weights that an engine starts with.
+
+    Raises:
+        InvalidArgumentError: nothing identifies them.
+    """
+    if options.weights:
+        return options.weights
     model = config.model_config
     if str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) == "dummy":
         return f"dummy seed={model.seed}"
@@ -138,11 +145,11 @@ def _weights(config: VllmConfig) -> str:
 
 
 def _weights_in(model: str, commit: str | None) -> str:
-    """Return a text that identifies weights: a fingerprint of their files, or the commit of their download."""
+    """Return a text that identifies weights: the digest of their files, or the commit of their download."""
     reason = "they are neither in a directory nor of a known commit"
     if Path(model).is_dir():
         try:
-            return weights_fingerprint(Path(model))
+            return weights_digest(Path(model))
         except (OSError, ValueError) as error:
             reason = str(error)
     elif commit:
@@ -261,7 +268,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
             link = ManagerLink(_client(options), plan.specs(options.instance_group, identity), options.call_seconds)
             events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
             mode = EngineMode.from_config(vllm_config, plan, options)
-            keys = HashKeys(identity.namespace)
+            keys = HashKeys(identity.namespace(weights_of(vllm_config, options)))
             self._scheduler = KvcmScheduler(
                 plan, options=options, mode=mode, link=link, hash_keys=keys, statistics=self._statistics, events=events
             )

@@ -78,7 +78,8 @@ def plain(input_ids: torch.Tensor, model: Any = MODEL, **arguments: Any) -> torc
 def run(
     reuse: KVReuse, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **arguments: Any
 ) -> tuple[torch.Tensor, GenerationReport]:
-    arguments = {"attention_mask": attention_mask, "max_new_tokens": NEW, "do_sample": False} | arguments
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False} | arguments
     output = reuse.generate(input_ids, **arguments)
     assert reuse.last_report is not None
     return output, reuse.last_report

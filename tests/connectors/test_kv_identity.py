@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from kvcm.connectors.keys import HashKeys, KeyChain
-from kvcm.connectors.reuse.registration import KvIdentity, weights_fingerprint
+from kvcm.connectors.reuse import weight_files
+from kvcm.connectors.reuse.registration import KvIdentity
+from kvcm.connectors.reuse.weight_files import cache_directory, weights_digest
 from kvcm.connectors.sglang.identity import weights_of
 from kvcm.connectors.sglang.options import SglangOptions
 from kvcm.connectors.sglang.page_store import PageKeys, PageParents
@@ -66,10 +71,9 @@ def test_block_size_is_checked() -> None:
 
 # ---- Sharing: every field of the identity separates registrations and keys, and nothing else does ----
 
-BASE = KvIdentity("m", "w", "vllm/1", "float16", "sha256", {"all": "kvcm-block/2 ..."})
+BASE = KvIdentity("m", "vllm/1", "float16", "sha256", {"all": "kvcm-block/2 ..."})
 OTHERS = {
     "model": "n",
-    "weights": "v",
     "engine": "sglang/1",
     "dtype": "bfloat16",
     "hashing": "sha256_cbor",
@@ -86,9 +90,33 @@ OTHERS = {
 def test_every_field_separates(field: str) -> None:
     other = replace(BASE, **{field: OTHERS[field]})  # type: ignore[arg-type]
     assert other.deployment() != BASE.deployment()
-    assert other.namespace != BASE.namespace
+    assert_separate(other.namespace("w"), BASE.namespace("w"))
+
+
+def assert_separate(one: bytes, other: bytes) -> None:
+    assert one != other
     hashes = [hashlib.sha256(bytes([number])).digest() for number in range(8)]
-    assert not set(HashKeys(other.namespace).keys(hashes)) & set(HashKeys(BASE.namespace).keys(hashes))
+    assert not set(HashKeys(one).keys(hashes)) & set(HashKeys(other).keys(hashes))
+
+
+def test_weights_separate_keys_but_not_registrations() -> None:
+    assert_separate(BASE.namespace("v"), BASE.namespace("w"))
+    assert "weights" not in BASE.deployment().extra
+    with pytest.raises(InvalidArgumentError, match="weights_version is empty"):
+        BASE.namespace("")
+
+
+texts = st.text(alphabet="ab=\0\n ", min_size=1, max_size=4)
+identities = st.builds(
+    KvIdentity, texts, texts, texts, texts, st.dictionaries(texts, texts, min_size=1, max_size=2),
+    extra=st.dictionaries(texts, texts, max_size=2),
+)  # fmt: skip
+
+
+@given(identities, texts, identities, texts)
+def test_no_two_identities_have_one_namespace(one: KvIdentity, v1: str, other: KvIdentity, v2: str) -> None:
+    """By construction: whatever the texts are, none can be read as another one and its neighbour."""
+    assert (one.namespace(v1) == other.namespace(v2)) == ((one, v1) == (other, v2))
 
 
 def test_every_field_is_tried() -> None:
@@ -97,12 +125,10 @@ def test_every_field_is_tried() -> None:
 
 def test_order_of_mappings_does_not_count() -> None:
     one = replace(BASE, extra={"a": "1", "b": "2"})
-    assert one.namespace == replace(BASE, extra={"b": "2", "a": "1"}).namespace
+    assert one.namespace("w") == replace(BASE, extra={"b": "2", "a": "1"}).namespace("w")
 
 
-@pytest.mark.parametrize(
-    "field", ["model", "weights", "engine", "dtype", "hashing", "formats", "tp_size", "pp_size", "cp_size"]
-)
+@pytest.mark.parametrize("field", ["model", "engine", "dtype", "hashing", "formats", "tp_size", "pp_size", "cp_size"])
 def test_an_empty_field_is_refused(field: str) -> None:
     empty = {} if field == "formats" else 0 if field.endswith("_size") else ""
     with pytest.raises(InvalidArgumentError, match=f"{field} is (empty|0)"):
@@ -122,69 +148,103 @@ def test_a_short_hash_is_refused() -> None:
         HashKeys(b"").keys([b"1234567"])
 
 
-# ---- Fingerprints of weights: equal for equal files, wherever they lie, and different for whatever was trained ----
+# ---- Digests of files: equal for equal files, wherever they lie, and different for whatever was trained ----
 
 
-def write(directory: Path, *, scaled: str = "", file: str = "model.safetensors", **settings: object) -> Path:
-    """Write a model of twenty tensors, of which one is scaled a little."""
+def write(directory: Path, *, file: str = "model.safetensors", flipped: int | None = None, **settings: object) -> Path:
+    """Write a model, of which one byte may be another."""
     directory.mkdir(exist_ok=True)
-    random = torch.Generator().manual_seed(0)
-    tensors = {f"layer{number}": torch.randn(64, 48, generator=random) for number in range(20)}
-    if scaled:
-        tensors[scaled] *= 1.001
-    save_file(tensors, directory / file)
+    content = bytearray(Random(0).randbytes(100_000))
+    if flipped is not None:
+        content[flipped] ^= 1
+    (directory / file).write_bytes(content)
     (directory / "config.json").write_text(json.dumps({"hidden_size": 48} | settings))
     return directory
 
 
-def test_equal_files_are_equal_wherever_they_lie(tmp_path: Path) -> None:
-    one, other = (
-        write(tmp_path / "one"),
-        write(tmp_path / "other", _name_or_path="/somewhere", transformers_version="9"),
-    )
-    assert weights_fingerprint(one) == weights_fingerprint(other)
+@pytest.fixture
+def digest(tmp_path: Path) -> Callable[[Path], str]:
+    return lambda model: weights_digest(model, tmp_path / "cache", now=lambda: time.time() + 3600)
 
 
-@pytest.mark.parametrize("number", [0, 7, 19])
-def test_one_tensor_that_was_trained_is_found(tmp_path: Path, number: int) -> None:
-    before = weights_fingerprint(write(tmp_path / "model"))
-    assert weights_fingerprint(write(tmp_path / "model", scaled=f"layer{number}")) != before
+def test_equal_files_are_equal_wherever_they_lie(tmp_path: Path, digest: Callable[[Path], str]) -> None:
+    one = write(tmp_path / "one")
+    other = write(tmp_path / "other", _name_or_path="/somewhere", transformers_version="9")
+    (other / "pytorch_model.bin").write_bytes(bytes(100))  # the same weights in another format
+    assert digest(one) == digest(other)
 
 
-def test_settings_count(tmp_path: Path) -> None:
-    before = weights_fingerprint(write(tmp_path / "model"))
-    assert weights_fingerprint(write(tmp_path / "model", rope_theta=1e6)) != before
+def test_every_byte_and_every_setting_counts(tmp_path: Path, digest: Callable[[Path], str]) -> None:
+    variants: list[dict[str, Any]] = [{}, {"rope_theta": 1e6}, {"file": "b.safetensors"}, {"file": "model.gguf"}]
+    variants += [{"flipped": place} for place in (0, 7, 50_001, 99_999)]
+    seen = {digest(write(tmp_path / f"{number}", **variant)) for number, variant in enumerate(variants)}
+    assert len(seen) == len(variants)
 
 
-def test_other_formats_of_the_same_weights_do_not_count(tmp_path: Path) -> None:
-    before = weights_fingerprint(write(tmp_path / "model"))
-    (tmp_path / "model" / "pytorch_model.bin").write_bytes(bytes(100))
-    assert weights_fingerprint(tmp_path / "model") == before
+def test_a_file_is_read_once_until_it_changes(
+    tmp_path: Path, digest: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = write(tmp_path / "model"), []
+    content = weight_files._content
+    monkeypatch.setattr(weight_files, "_content", lambda path: read.append(path) or content(path))
+    before = digest(model)
+    assert digest(model) == before
+    assert len(read) == 1
+    times = (model / "model.safetensors").stat()
+    write(model, flipped=5)  # of the same size, and as old as it was for all that a program can set
+    os.utime(model / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digest(model) != before
+    assert len(read) == 2
 
 
-def test_files_of_other_formats_are_reported_apart(tmp_path: Path) -> None:
-    prints = set()
-    for fill in (b"a", b"b"):
-        (tmp_path / "model.gguf").write_bytes(bytes(5_000) + fill * 5_000)
-        prints.add(weights_fingerprint(tmp_path))
-    assert len(prints) == 2
+def test_what_changed_a_moment_ago_is_not_cached(tmp_path: Path) -> None:
+    weights_digest(write(tmp_path / "model"), tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
 
 
-def test_a_directory_without_a_model_is_an_error(tmp_path: Path) -> None:
+def test_damaged_and_unwritable_caches_only_cost_time(
+    tmp_path: Path, digest: Callable[[Path], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = digest(write(tmp_path / "model"))
+    for entry in (tmp_path / "cache").iterdir():
+        entry.write_text("damaged")
+    assert digest(tmp_path / "model") == expected
+    assert weights_digest(tmp_path / "model", tmp_path / "model" / "config.json", now=lambda: 1e11) == expected
+    assert "digests of weights are not cached" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"KVCM_CACHE_DIRECTORY": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/kvcm"),
+        ({"HOME": "/c"}, "/c/.cache/kvcm"),
+    ],
+)
+def test_where_digests_are_cached(environment: dict[str, str], expected: str) -> None:
+    assert cache_directory(environment) == Path(expected)
+
+
+def test_a_directory_without_a_model_is_an_error(tmp_path: Path, digest: Callable[[Path], str]) -> None:
     with pytest.raises(ValueError, match="there are no weights in"):
-        weights_fingerprint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ValueError, match="a safetensors file has a header of"):
-        weights_fingerprint(tmp_path)
+        digest(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a file"):
+        digest(tmp_path)
 
 
-def test_what_the_operator_says_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = write(tmp_path / "model")
+def test_sglang_takes_a_digest_a_name_or_a_commit_and_nothing_that_can_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCM_CACHE_DIRECTORY", str(tmp_path / "cache"))
+    model, commit = write(tmp_path / "model"), "0123456789abcdef" * 2 + "01234567"
     options = SglangOptions(manager="localhost:1", instance_id="x")
-    assert weights_of(options, str(model), None) == weights_fingerprint(model)
+    assert weights_of(options, str(model), None) == weights_digest(model)
     assert weights_of(SglangOptions("localhost:1", "x", weights="v2"), str(model), None) == "v2"
-    assert weights_of(options, str(tmp_path), "abc") == f"{tmp_path}@abc"
-    assert "set option 'weights'" in caplog.text
+    assert weights_of(options, str(tmp_path), commit) == f"commit={commit}"
+    for revision in ("main", "v1.0", None):
+        with pytest.raises(InvalidArgumentError, match=r"cannot be told from others .* set option 'weights'"):
+            weights_of(options, str(tmp_path), revision)
 
 
 # ---- Block keys from SGLang's page hashes, and which page comes before which ----

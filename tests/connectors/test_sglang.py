@@ -74,14 +74,15 @@ def open_store(manager: ManagerProcess, instance_id: str, monkeypatch: pytest.Mo
         )  # fmt: skip
         pool = (MLATokenToKVPoolHost if is_mla else MHATokenToKVPoolHost)(layout, fill=tp_rank * 100_000)
         memory, parts = PageMemory(pool), RankParts.of(config)
-        identity = page_identity(options, config, memory.format, "sha256", "weights", "", {})
+        identity = page_identity(options, config, memory.format, "sha256", "", {})
         client = ManagerClient(options.manager, instance_id, ClientSettings(timeout_seconds=options.call_seconds))
         specs = InstanceSpecs(
             "default", memory.format.tokens, parts.infos(memory.page_bytes), identity.deployment(), parts.groups
         )
         link = ManagerLink(client, specs, options.call_seconds, partial(TransferEngine.for_storages, checksums=True))
-        store = Opened(link, memory, PageKeys(identity.namespace), parts, options)
-        store.link, store.keys, store.pool = link, PageKeys(identity.namespace), pool
+        keys = PageKeys(identity.namespace("weights"))
+        store = Opened(link, memory, keys, parts, options)
+        store.link, store.keys, store.pool = link, keys, pool
         link.register(30.0)
         opened.append(store)
         return store

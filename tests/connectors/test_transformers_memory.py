@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +11,9 @@ from reuse_models import HYBRIDS, WINDOWS
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcm.connectors.layout import BlockLayout
+from kvcm.connectors.transformers import identity
 from kvcm.connectors.transformers.cache import PreallocatedLayer, WindowLayer
-from kvcm.connectors.transformers.identity import _CHUNK_WORDS, tensor_checksum
+from kvcm.connectors.transformers.identity import tensor_checksum
 from kvcm.connectors.transformers.model_kv import KVPart, ModelParts, probe_model
 from kvcm.connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
 from kvcm.model.errors import InvalidArgumentError
@@ -244,51 +243,20 @@ def test_the_layout_in_memory_does_not_matter(dtype: torch.dtype) -> None:
     assert tensor_checksum(tensor.t()) != tensor_checksum(tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("size", [1, 3, 1000, _CHUNK_WORDS * 2 + 3])
-def test_every_element_counts(dtype: torch.dtype, size: int) -> None:
-    tensor = random((size,), dtype)
-    before = tensor_checksum(tensor)
-    for index in {0, size // 2, size - 1}:
-        changed = tensor.clone()
-        changed.view(torch.uint8)[index * tensor.element_size()] ^= 1
-        assert tensor_checksum(changed) != before
-
-
-def test_every_swap_of_two_elements_counts() -> None:
-    """Also of x and -x: only their highest bits differ, which most distances between positions would wrap away."""
-    tensor = torch.ones(64)
-    tensor[::2] = -1
+def test_every_element_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_CHUNK_BYTES", 64)
+    tensor = random((50,))
     seen = {tensor_checksum(tensor)}
-    swaps = [(i, j) for i, j in itertools.combinations(range(64), 2) if tensor[i] != tensor[j]]
-    for i, j in swaps:
-        swapped = tensor.clone()
-        swapped[[i, j]] = swapped[[j, i]]
-        seen.add(tensor_checksum(swapped))
-    assert len(seen) == len(swaps) + 1
-    far = torch.zeros(3 * _CHUNK_WORDS)
-    far[5] = 1
-    swapped = far.clone()
-    swapped[[5, 5 + 2 * _CHUNK_WORDS]] = swapped[[5 + 2 * _CHUNK_WORDS, 5]]
-    assert tensor_checksum(far) != tensor_checksum(swapped)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_swap_of_two_rows_counts(dtype: torch.dtype) -> None:
-    """A checksum whose row weights only grow does not see swaps of rows with equal sums, as in a unit matrix."""
-    for matrix in (torch.eye(64, dtype=dtype), random((64, 64), dtype)):
-        seen = {tensor_checksum(matrix)}
-        for i, j in itertools.combinations(range(64), 2):
-            swapped = matrix.clone()
-            swapped[[i, j]] = swapped[[j, i]]
-            seen.add(tensor_checksum(swapped))
-        assert len(seen) == 64 * 63 // 2 + 1
+    for index in range(tensor.nbytes):
+        changed = tensor.clone()
+        changed.view(torch.uint8)[index] ^= 1
+        seen.add(tensor_checksum(changed))
+    assert len(seen) == tensor.nbytes + 1
 
 
 def test_the_value_is_fixed() -> None:
     """Engines of different releases and machines must agree; another value needs another version of the keys."""
-    assert tensor_checksum(torch.arange(5, dtype=torch.int16)).hex() == "0600040000000000865d94e0ef5ac42d"
-    assert tensor_checksum(torch.empty(0, 3)) == b""
+    assert tensor_checksum(torch.arange(5, dtype=torch.int16)).hex() == "ccc30bdf6b1ea94f2623140024607d9a"
     assert tensor_checksum(torch.tensor(1.0)) == tensor_checksum(torch.ones(1))
 
 

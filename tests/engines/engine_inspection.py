@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.reuse.statistics import merged
-from kvcm.connectors.vllm.connector import identity_of
+from kvcm.connectors.vllm.connector import identity_of, weights_of
 from kvcm.connectors.vllm.options import VllmOptions
 
 
@@ -22,7 +22,7 @@ def namespace(worker: Any) -> str:
     connector = get_kv_transfer_group()
     config = connector._vllm_config
     options = VllmOptions.parse(config.kv_transfer_config.kv_connector_extra_config)
-    return identity_of(config, connector._worker._plan, options).namespace.hex()
+    return identity_of(config, connector._worker._plan, options).namespace(weights_of(config, options)).hex()
 
 
 def block_keys(config: Any, namespace: bytes, tokens: list[int], **prompt: Any) -> list[int]:

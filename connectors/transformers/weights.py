@@ -1,0 +1,298 @@
+"""Version of a model's weights: equal versions, equal weights. It is part of every block key.
+
+Weights change while a process runs: an optimiser steps, a checkpoint is loaded, an adapter is merged. A version is the
+digest of every element, or a name that the user gives. Before each call a few signs tell whether the digest still
+holds, since reading all weights takes as long as computing a token:
+
+* Parameters, buffers and modules are the same objects as before, at the same addresses.
+* PyTorch counts writes per tensor (`Tensor._version`). It does not count those through `.data`, NumPy or C.
+* Therefore some elements of each tensor are compared, too. Full reloads, merges and optimiser steps change them.
+* Adapters of PEFT are active, merged and scaled as before.
+
+Signs only ever lead to a new digest; equal samples prove nothing. Small models are compared whole before each call, as
+that costs no more than signs. For others, whoever writes single elements past PyTorch's counter says so with a new name,
+or lets every call compare all elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcm.connectors.transformers.identity import tensor_checksum
+from kvcm.model.errors import InvalidArgumentError
+
+__all__ = ["ModelWeights", "UnknownWeightsError"]
+
+_log = logging.getLogger(__name__)
+_SMALL_BYTES = 4 << 20
+_SAMPLES = 8  # per tensor, at even distances; more cost as much again
+_MAX_NAME_CHARACTERS = 256
+_NAMED = "name:"
+# Frequencies that transformers computes anew for long prompts; `model_kv` finds the length from which on it does.
+_DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
+
+
+class UnknownWeightsError(Exception):
+    """Nothing says which weights the model computes with; the message says why."""
+
+
+class ModelWeights:
+    """Watches the weights of one model.
+
+    Args:
+        model: any module; its parameters and buffers count, wherever they lie.
+        name: given version, see `assign`; None for a digest.
+        compares_all: read every element before each call, whatever the size of the model.
+
+    Raises:
+        InvalidArgumentError: the name is empty or too long.
+    """
+
+    def __init__(self, model: nn.Module, name: str | None = None, *, compares_all: bool = False) -> None:
+        self._model = model
+        self._compares_all = compares_all or _is_small(model)
+        self._snapshot: _Snapshot | None = None
+        self._content = ""
+        self._version = ""
+        if name is not None:
+            self.assign(name)
+
+    def version(self) -> str:
+        """Return the version of the weights as they are now.
+
+        Raises:
+            UnknownWeightsError: a tensor has no data that could be compared, or the weights change meanwhile.
+        """
+        if not self.is_unchanged() or (self._compares_all and self._content != _content(self._model)):
+            if self._version.startswith(_NAMED):
+                name = self._version.removeprefix(_NAMED)
+                _log.warning("the weights changed after their version %r was set: their digest is used", name)
+            self._read()
+        return self._version
+
+    def is_unchanged(self) -> bool:
+        """Return whether signs tell that the weights are those of the last version."""
+        return self._snapshot is not None and self._snapshot.holds()
+
+    def assign(self, name: str) -> None:
+        """Name the weights as they are now. Engines whose weights have equal names share KV.
+
+        Args:
+            name: 1 to 256 characters. One that other weights have had makes tokens wrong.
+
+        Raises:
+            InvalidArgumentError: the name is empty or too long.
+        """
+        if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
+            raise InvalidArgumentError(f"weights_version is {name!r}, must have 1 to {_MAX_NAME_CHARACTERS} characters")
+        self._snapshot = _Snapshot.of(self._model)
+        self._content = _content(self._model) if self._compares_all else ""
+        self._version = _NAMED + name
+
+    def _read(self) -> None:
+        self._snapshot = None  # whatever goes wrong below, nothing is known until it is read again
+        before = _Snapshot.of(self._model)
+        content = _content(self._model)
+        if not before.holds(trusts_counters=False):
+            raise UnknownWeightsError("the weights change while they are read")
+        self._snapshot, self._content, self._version = before, content, f"content:{content}"
+
+
+# ---- every element ----
+
+
+def _content(model: nn.Module) -> str:
+    """Return a digest of names, shapes, types and elements of all weights, and of how adapters are applied.
+
+    Raises:
+        UnknownWeightsError: a tensor has no data.
+    """
+    digest = hashlib.sha256()
+    checksums: dict[int, bytes] = {}  # by identity: weights may be tied
+    for name, tensor in _named_tensors(model):
+        if tensor.is_meta:
+            raise UnknownWeightsError(f"{name} is on the device meta: its elements are elsewhere")
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        if id(tensor) not in checksums:
+            checksums[id(tensor)] = tensor_checksum(tensor)
+        digest.update(checksums[id(tensor)])
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            digest.update(f"{name} {json.dumps(module.get_extra_state(), sort_keys=True, default=str)}\n".encode())
+        if (adapters := _adapters_of(module)) is not None:
+            digest.update(f"{name} {adapters!r}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _is_small(model: nn.Module) -> bool:
+    tensors = [tensor for _, tensor in _named_tensors(model)]
+    return not any(tensor.is_meta for tensor in tensors) and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for _, name, tensor in _tensors_of(module):
+            yield f"{prefix}.{name}", tensor
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield parameters and buffers of one module: who holds it, name, and value."""
+    dynamic = _dynamic_buffers(module)
+    owned: dict[str, Any]
+    for owned in (module._parameters, module._buffers):
+        for name, tensor in owned.items():
+            if tensor is not None and name not in dynamic:
+                yield owned, name, tensor
+
+
+def _dynamic_buffers(module: nn.Module) -> Iterable[str]:
+    rope_type = getattr(module, "rope_type", None)
+    types = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
+    if not any(isinstance(one, str) and one in _DYNAMIC_ROPE_TYPES for one in types):
+        return ()
+    return {name for name in module._buffers if name.endswith("inv_freq")}
+
+
+def _adapters_of(module: Any) -> tuple[object, ...] | None:
+    """Return how a layer of PEFT applies its adapters, None for other modules."""
+    if not hasattr(module, "merged_adapters") or not hasattr(module, "active_adapters"):
+        return None
+    scaling = getattr(module, "scaling", None) or {}
+    return (
+        tuple(module.active_adapters),
+        bool(module.disable_adapters),
+        tuple(module.merged_adapters),
+        tuple(sorted((name, repr(value)) for name, value in scaling.items())),
+    )
+
+
+# ---- signs ----
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper around other tensors
+        return 0
+
+
+def _writes(tensor: torch.Tensor) -> int | None:
+    """Return PyTorch's count of writes, None for tensors of `torch.inference_mode`, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
+
+
+class _Tensor:
+    """The signs of one tensor.
+
+    Args:
+        tensor: not kept alive.
+    """
+
+    __slots__ = ("_address", "_reference", "_sampled", "_writes", "counts_writes")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._address = _address(tensor)
+        self._writes = _writes(tensor)
+        self.counts_writes = self._writes is not None
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        count = max(1, min(_SAMPLES, extent))
+        step = extent // count
+        self._sampled = (count,), (step,), tensor.storage_offset() + step // 2
+
+    def same(self) -> torch.Tensor | None:
+        """Return the tensor, None when its signs differ."""
+        tensor = self._reference()
+        if tensor is None or _address(tensor) != self._address or _writes(tensor) != self._writes:
+            return None
+        return tensor
+
+    def samples(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of some elements, None for a tensor without memory of its own."""
+        return tensor.as_strided(*self._sampled) if self._address and tensor.numel() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The signs of one moment. It keeps no tensor alive.
+
+    Attributes:
+        counts: of entries in each dictionary of a module.
+        objects: modules and tensors in these dictionaries, by name.
+        tensors: signs of each of them.
+        adapters: of PEFT, by layer.
+        samples: elements of all tensors, per type and device.
+    """
+
+    counts: tuple[tuple[dict[str, Any], int], ...]
+    objects: tuple[tuple[dict[str, Any], str, Callable[[], object]], ...]
+    tensors: tuple[_Tensor, ...]
+    adapters: tuple[tuple[nn.Module, tuple[object, ...]], ...]
+    samples: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Snapshot:
+        modules = list(model.modules())
+        found = [entry for module in modules for entry in _tensors_of(module)]
+        children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
+        signs = tuple(_Tensor(tensor) for _, _, tensor in found)
+        return cls(
+            tuple((owned, len(owned)) for m in modules for owned in (m._modules, m._parameters, m._buffers)),
+            objects=tuple((owned, name, _reference(value)) for owned, name, value in [*children, *found]),
+            tensors=signs,
+            adapters=tuple((module, how) for module in modules if (how := _adapters_of(module)) is not None),
+            samples=_samples(signs, [tensor for _, _, tensor in found]),
+        )
+
+    def holds(self, *, trusts_counters: bool = True) -> bool:
+        """Return whether no sign differs.
+
+        Args:
+            trusts_counters: a tensor whose writes nothing counts is a sign of a change.
+        """
+        for owned, count in self.counts:
+            if len(owned) != count:
+                return False
+        for owned, name, before in self.objects:
+            if owned.get(name) is not before():
+                return False
+        tensors: list[torch.Tensor] = []
+        for signs in self.tensors:
+            tensor = signs.same()
+            if tensor is None or (trusts_counters and not signs.counts_writes):
+                return False
+            tensors.append(tensor)
+        if any(_adapters_of(layer) != before for layer, before in self.adapters):
+            return False
+        return all(map(torch.equal, _samples(self.tensors, tensors), self.samples))
+
+
+def _reference(value: Any) -> Callable[[], object]:
+    return _nothing if value is None else weakref.ref(value)
+
+
+def _nothing() -> None:
+    return None
+
+
+@torch.no_grad()
+def _samples(signs: Iterable[_Tensor], tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return a copy of some bytes of each tensor, joined per type and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for sign, tensor in zip(signs, tensors, strict=True):
+        view = sign.samples(tensor)
+        if view is not None:
+            groups.setdefault((tensor.dtype, tensor.device), []).append(view)
+    return tuple(torch.cat(views).view(torch.uint8) for views in groups.values())
