@@ -183,9 +183,10 @@ class ManagerLink:
 
 # ---- identity of the KV ----
 #
-# Engines may share KV exactly when the same tokens give the same bytes. Everything else that the bytes depend on is part
-# of the namespace of the block keys. What stays as it is while an engine runs is also registered with the manager, which
-# rejects an engine that differs. Weights may change: engines of one instance may differ in them, for a while or for good.
+# Engines may share KV exactly when the same tokens give the same bytes. Everything else that the bytes depend on is
+# part of the namespace of the block keys. What stays as it is while an engine runs is also registered with the manager,
+# which rejects an engine that differs. Weights may change: engines of one instance may have others, for a while or for
+# good.
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ def weights_of(options: SglangOptions, model_path: str, revision: str | None) ->
         if revision and _COMMIT.fullmatch(revision):
             return f"commit={revision}"
         raise InvalidArgumentError(
-            f"the weights of {model_path!r} at revision {revision or 'main'!r} cannot be told from others ({error!r}): set"
-            " option 'weights', or give a commit as revision"
+            f"the weights of {model_path!r} at revision {revision or 'main'!r} cannot be told from others ({error!r}):"
+            " set option 'weights', or give a commit as revision"
         ) from error
 
 

@@ -513,7 +513,8 @@ def _check_later_tokens(model: PreTrainedModel) -> None:
     layer = _dependent_layer(_prefix_kv(model, one), _prefix_kv(model, other))
     if layer is not None:
         raise InvalidArgumentError(
-            f"model: KV of {type(model).__name__} depends on the tokens that follow, in layer {layer}, so it cannot be reused"
+            f"model: KV of {type(model).__name__} depends on the tokens that follow, in layer {layer}, so it cannot"
+            " be reused"
         )
 
 

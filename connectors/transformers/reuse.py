@@ -112,7 +112,11 @@ def _parse_rows(
         )
     is_token = attention_mask.to(torch.bool)
     if not bool(is_token[:, -1].all()) or bool((is_token[:, 1:] < is_token[:, :-1]).any()):
-        found = "attention_mask" if is_given else f"attention_mask is missing, pad_token_id {pad_token_id} stands for it: it"
+        found = (
+            "attention_mask"
+            if is_given
+            else f"attention_mask is missing, pad_token_id {pad_token_id} stands for it: it"
+        )
         raise InvalidArgumentError(f"{found} must be zeros and then ones in every row: padding at the left only")
     paddings = (~is_token).sum(dim=1).tolist()
     rows = [Row(index, padding, input_ids[index, padding:].tolist()) for index, padding in enumerate(paddings)]
@@ -269,6 +273,7 @@ class KVReuse:
     Attributes:
         last_report: figures of the last call of `generate`.
         parts: what a stored block of this model consists of.
+        weights: tells which version of the model's weights there is.
         statistics: counts over all calls.
     """
 
@@ -291,7 +296,7 @@ class KVReuse:
         self._kv = probe_model(model, block_tokens)
         self.parts = self._kv.parts
         self._identity = model_identity(model, self.parts, model_name)
-        self._weights = ModelWeights(model, weights_version, compares_all=settings.compare_all_weights)
+        self.weights = ModelWeights(model, weights_version, compares_all=settings.compare_all_weights)
         self._chain: tuple[str, KeyChain] | None = None
         self._reported: set[str] = set()
         specs = InstanceSpecs(
@@ -412,7 +417,7 @@ class KVReuse:
         Raises:
             InvalidArgumentError: the name is empty or too long.
         """
-        self._weights.assign(name)
+        self.weights.assign(name)
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -426,7 +431,7 @@ class KVReuse:
             What `model.generate` returns; `last_report` holds the figures.
 
         Raises:
-            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, another cache, or something else
+            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, another cache, or anything else
                 that KV would depend on; or the model was moved or converted since it was connected.
         """
         started = self._clock()
@@ -448,7 +453,7 @@ class KVReuse:
                 arguments={**arguments, "attention_mask": mask},
                 ends=end_tokens(config),
             )
-            if chain is not None and paged is not None and paged is call.batch and self._weights.is_unchanged():
+            if chain is not None and paged is not None and paged is call.batch and self.weights.is_unchanged():
                 self._keep(paged, chain, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
@@ -473,7 +478,7 @@ class KVReuse:
 
     def _current_chain(self) -> KeyChain:
         """Return what computes the keys of blocks of the weights as they are now."""
-        version = self._weights.version()
+        version = self.weights.version()
         if self._chain is None or self._chain[0] != version:
             self._chain = version, KeyChain(self._identity.namespace(version), self.parts.block_tokens)
         return self._chain[1]
@@ -482,7 +487,10 @@ class KVReuse:
         """Return what computes the keys of a call, or None and why its KV is not shared."""
         longest = max(len(row.tokens) for row in rows)
         if self._kv.max_tokens is not None and longest > self._kv.max_tokens:
-            return None, f"prompt has {longest} tokens, whose KV depends on its length from {self._kv.max_tokens + 1} on"
+            return (
+                None,
+                f"prompt has {longest} tokens, whose KV depends on its length from {self._kv.max_tokens + 1} on",
+            )
         try:
             return self._current_chain(), ""
         except UnknownWeightsError as error:
@@ -496,7 +504,9 @@ class KVReuse:
     ) -> tuple[CallCache, Sequence[int]]:
         """Return the cache of a call, and how many leading blocks of each row it has already."""
         new_tokens = _new_tokens(config, rows[0].padding + len(rows[0].tokens))
-        if self._pool is not None and uses_pool and not config.return_dict_in_generate:  # a cache that is returned must stay
+        if (
+            self._pool is not None and uses_pool and not config.return_dict_in_generate
+        ):  # a cache that is returned must stay
             usable = [(len(row.tokens) - 1) // self.parts.block_tokens for row in rows]
             local = [self._pool.find(row_keys[:most]) for row_keys, most in zip(keys, usable, strict=True)]
             paged = PagedBatch.open(self._kv, self._pool, rows, local, new_tokens)
@@ -568,7 +578,7 @@ class KVReuse:
                 prompt_keys=prefix.keys,
                 publication=publication,
                 states=states,
-                may_publish=self._weights.is_unchanged,
+                may_publish=self.weights.is_unchanged,
             )
             for row, prefix, publication, states in zip(rows, found, publications, prefill.states, strict=True)
         ]

@@ -26,7 +26,7 @@ class ReuseSettings:
         transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
         checksums: report the checksum of every saved block, and compute blocks again that load with another one.
         compare_all_weights: read every element of the weights before each call, which takes about as long as computing
-            one token. Finds what else `KVReuse.set_weights_version` must tell: single elements that were written through
+            one token. Finds what else `KVReuse.set_weights_version` must say: single elements that were written through
             `.data`, NumPy or code in C. Models of up to 4 MiB are always read.
     """
 

@@ -9,9 +9,9 @@ holds, since reading all weights takes as long as computing a token:
 * Therefore some elements of each tensor are compared, too. Full reloads, merges and optimiser steps change them.
 * Adapters of PEFT are active, merged and scaled as before.
 
-Signs only ever lead to a new digest; equal samples prove nothing. Small models are compared whole before each call, as
-that costs no more than signs. For others, whoever writes single elements past PyTorch's counter says so with a new name,
-or lets every call compare all elements.
+Signs only ever lead to a new digest; equal samples prove nothing. Small models are compared whole before each call,
+which costs no more than signs. For others, a caller that writes single elements past PyTorch's counter says so with a
+new name, or lets every call compare all elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +119,10 @@ def _content(model: nn.Module) -> str:
     digest = hashlib.sha256()
     checksums: dict[int, bytes] = {}  # by identity: weights may be tied
     for name, tensor in _named_tensors(model):
-        if tensor.is_meta:
-            raise UnknownWeightsError(f"{name} is on the device meta: its elements are elsewhere")
+        if tensor.numel() and not _has_memory(tensor):
+            raise UnknownWeightsError(
+                f"{name} of device {tensor.device} has no memory of its own: its elements are elsewhere"
+            )
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if id(tensor) not in checksums:
             checksums[id(tensor)] = tensor_checksum(tensor)
@@ -135,7 +137,8 @@ def _content(model: nn.Module) -> str:
 
 def _is_small(model: nn.Module) -> bool:
     tensors = [tensor for _, tensor in _named_tensors(model)]
-    return not any(tensor.is_meta for tensor in tensors) and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    return all(map(_has_memory, tensors)) and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,51 +180,7 @@ def _adapters_of(module: Any) -> tuple[object, ...] | None:
 
 # ---- signs ----
 
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper around other tensors
-        return 0
-
-
-def _writes(tensor: torch.Tensor) -> int | None:
-    """Return PyTorch's count of writes, None for tensors of `torch.inference_mode`, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
-class _Tensor:
-    """The signs of one tensor.
-
-    Args:
-        tensor: not kept alive.
-    """
-
-    __slots__ = ("_address", "_reference", "_sampled", "_writes", "counts_writes")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._address = _address(tensor)
-        self._writes = _writes(tensor)
-        self.counts_writes = self._writes is not None
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        count = max(1, min(_SAMPLES, extent))
-        step = extent // count
-        self._sampled = (count,), (step,), tensor.storage_offset() + step // 2
-
-    def same(self) -> torch.Tensor | None:
-        """Return the tensor, None when its signs differ."""
-        tensor = self._reference()
-        if tensor is None or _address(tensor) != self._address or _writes(tensor) != self._writes:
-            return None
-        return tensor
-
-    def samples(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a view of some elements, None for a tensor without memory of its own."""
-        return tensor.as_strided(*self._sampled) if self._address and tensor.numel() else None
+_Samples = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset of a view
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,36 +190,50 @@ class _Snapshot:
     Attributes:
         counts: of entries in each dictionary of a module.
         objects: modules and tensors in these dictionaries, by name.
-        tensors: signs of each of them.
+        tensors: with memory of their own, in groups of one type and device.
+        addresses: of each tensor.
+        writes: to each tensor as PyTorch counts them; None where it does not count all (`torch.inference_mode`).
+        views: of some elements of each tensor.
+        samples: these elements, joined per group.
         adapters: of PEFT, by layer.
-        samples: elements of all tensors, per type and device.
     """
 
-    counts: tuple[tuple[dict[str, Any], int], ...]
-    objects: tuple[tuple[dict[str, Any], str, Callable[[], object]], ...]
-    tensors: tuple[_Tensor, ...]
-    adapters: tuple[tuple[nn.Module, tuple[object, ...]], ...]
-    samples: tuple[torch.Tensor, ...]
+    counts: list[tuple[dict[str, Any], int]]
+    objects: list[tuple[dict[str, Any], str, Callable[[], object]]]
+    tensors: list[list[weakref.ref[torch.Tensor]]]
+    addresses: list[list[int]]
+    writes: list[list[int]] | None
+    views: list[list[_Samples]]
+    samples: list[torch.Tensor]
+    adapters: list[tuple[nn.Module, tuple[object, ...]]]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Snapshot:
         modules = list(model.modules())
         found = [entry for module in modules for entry in _tensors_of(module)]
         children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
-        signs = tuple(_Tensor(tensor) for _, _, tensor in found)
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, _, tensor in found:
+            if _has_memory(tensor):
+                groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        tensors = list(groups.values())
+        views = [[_some_elements(tensor) for tensor in group] for group in tensors]
         return cls(
-            tuple((owned, len(owned)) for m in modules for owned in (m._modules, m._parameters, m._buffers)),
-            objects=tuple((owned, name, _reference(value)) for owned, name, value in [*children, *found]),
-            tensors=signs,
-            adapters=tuple((module, how) for module in modules if (how := _adapters_of(module)) is not None),
-            samples=_samples(signs, [tensor for _, _, tensor in found]),
+            counts=[(owned, len(owned)) for m in modules for owned in (m._modules, m._parameters, m._buffers)],
+            objects=[(owned, name, _reference(value)) for owned, name, value in [*children, *found]],
+            tensors=[[weakref.ref(tensor) for tensor in group] for group in tensors],
+            addresses=[[tensor.data_ptr() for tensor in group] for group in tensors],
+            writes=_writes(tensors),
+            views=views,
+            samples=_samples(tensors, views),
+            adapters=[(module, how) for module in modules if (how := _adapters_of(module)) is not None],
         )
 
     def holds(self, *, trusts_counters: bool = True) -> bool:
         """Return whether no sign differs.
 
         Args:
-            trusts_counters: a tensor whose writes nothing counts is a sign of a change.
+            trusts_counters: writes that PyTorch does not count are a sign of a change.
         """
         for owned, count in self.counts:
             if len(owned) != count:
@@ -268,15 +241,25 @@ class _Snapshot:
         for owned, name, before in self.objects:
             if owned.get(name) is not before():
                 return False
-        tensors: list[torch.Tensor] = []
-        for signs in self.tensors:
-            tensor = signs.same()
-            if tensor is None or (trusts_counters and not signs.counts_writes):
-                return False
-            tensors.append(tensor)
-        if any(_adapters_of(layer) != before for layer, before in self.adapters):
+        if any(_adapters_of(layer) != how for layer, how in self.adapters):
             return False
-        return all(map(torch.equal, _samples(self.tensors, tensors), self.samples))
+        # None of them is gone, since all were found above.
+        tensors: list[list[Any]] = [[reference() for reference in group] for group in self.tensors]
+        if [[tensor.data_ptr() for tensor in group] for group in tensors] != self.addresses:
+            return False
+        if self.writes is None:
+            if trusts_counters:
+                return False
+        elif _writes(tensors) != self.writes:
+            return False
+        return all(map(torch.equal, _samples(tensors, self.views), self.samples))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return not tensor.is_meta and tensor.data_ptr() != 0
+    except RuntimeError:  # a wrapper around other tensors
+        return False
 
 
 def _reference(value: Any) -> Callable[[], object]:
@@ -287,12 +270,24 @@ def _nothing() -> None:
     return None
 
 
+def _writes(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[int]] | None:
+    try:
+        return [[tensor._version for tensor in group] for group in groups]
+    except RuntimeError:
+        return None
+
+
+def _some_elements(tensor: torch.Tensor) -> _Samples:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = min(_SAMPLES, extent)
+    step = extent // count
+    return (count,), (step,), int(tensor.storage_offset()) + step // 2
+
+
 @torch.no_grad()
-def _samples(signs: Iterable[_Tensor], tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return a copy of some bytes of each tensor, joined per type and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for sign, tensor in zip(signs, tensors, strict=True):
-        view = sign.samples(tensor)
-        if view is not None:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(view)
-    return tuple(torch.cat(views).view(torch.uint8) for views in groups.values())
+def _samples(groups: Iterable[Sequence[torch.Tensor]], views: Iterable[Sequence[_Samples]]) -> list[torch.Tensor]:
+    """Return a copy of some bytes of each tensor, joined per group."""
+    return [
+        torch.cat([tensor.as_strided(*view) for tensor, view in zip(*pair, strict=True)]).view(torch.uint8)
+        for pair in zip(groups, views, strict=True)
+    ]

@@ -243,8 +243,8 @@ def test_weights_without_data_are_not_shared(connect: Connect, caplog: pytest.Lo
     for _ in range(2):
         report = checked(reuse, plain(IDS, model), IDS)
         assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
-        assert "elsewhere is on the device meta" in report.reason
-    assert caplog.text.count("on the device meta") == 1
+        assert "elsewhere of device meta has no memory of its own" in report.reason
+    assert caplog.text.count("of device meta") == 1
     with pytest.raises(UnknownWeightsError):
         reuse.block_keys(IDS[0].tolist())
     reuse.set_weights_version("offloaded 1")
