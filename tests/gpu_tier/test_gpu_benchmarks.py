@@ -88,9 +88,7 @@ def found(this: Any, metric: str) -> list[Any]:
     return [row for row in this.rows if metric in row.metric]
 
 
-def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
     def step() -> None:
@@ -123,9 +121,7 @@ def test_k3_states_a_speed_up_over_a_good_baseline_only(
     assert (round(target.ratio, 2), target.ok) == (share, bool(stated))
 
 
-def test_measured_rows_are_published_when_a_case_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rows_are_published_when_a_case_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(this: Any) -> None:
         this.add_time("case", this.time("case", lambda: None))
         raise ValueError("broken")

@@ -13,7 +13,6 @@ from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcm.service.alerts
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.removal import Remover
@@ -31,7 +30,7 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service import alert_watch, vitals_history
+from kvcm.service import alert_watch, usage_values, vitals_history
 from kvcm.service.alert_watch import AlertSources, AlertWatch, RecentGrowth
 from kvcm.service.alerts import (
     Alert,
@@ -45,19 +44,6 @@ from kvcm.service.alerts import (
 )
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
-from kvcm.service.usage_values import (
-    DrainState,
-    DrainStatus,
-    GlobalQuotaUsage,
-    GroupStorageUsage,
-    GroupUsage,
-    InstanceUsage,
-    StorageStatus,
-    StorageUsage,
-    TypeUsage,
-    Usage,
-    UsageReport,
-)
 from kvcm.service.vitals import ManagerView
 from kvcm.service.vitals_history import Rates, Series, quantile, rates_between
 from kvcm.storage.directory import StorageDirectory
@@ -94,27 +80,29 @@ def configured(ratio: float = 0.8, delay_ms: int = 0, storages: tuple[str, ...] 
     return InstanceGroup("g", storages, quota=InstanceGroupQuota(10 * GIB), cache_config=CacheConfig(strategy))
 
 
-def usage(used: float, capacity: int = 10, mark: float = 8, deleting: float = 0) -> Usage:
+def usage(used: float, capacity: int = 10, mark: float = 8, deleting: float = 0) -> usage_values.Usage:
     high = int(mark * GIB) if mark >= 0 else -1
-    return Usage(int(used * GIB), int(deleting * GIB), capacity * GIB, high, high)
+    return usage_values.Usage(int(used * GIB), int(deleting * GIB), capacity * GIB, high, high)
 
 
-def status(name: str = "disk", reason: str | None = None, **fields: Any) -> StorageStatus:
+def status(name: str = "disk", reason: str | None = None, **fields: Any) -> usage_values.StorageStatus:
     """Return the status of a storage, which is down if there is a reason."""
     health = HealthState.SH_UP if reason is None else HealthState.SH_DOWN
-    found = StorageStatus(name, is_enabled=True, health=health, since_ms=int((NOW - 600) * 1000))
+    found = usage_values.StorageStatus(name, is_enabled=True, health=health, since_ms=int((NOW - 600) * 1000))
     return replace(found, **{"reason": reason or "", **fields})
 
 
-def used_by(total: Usage, **fields: Any) -> GroupUsage:
+def used_by(total: usage_values.Usage, **fields: Any) -> usage_values.GroupUsage:
     parts: dict[str, Any] = {"types": (), "storages": (), "instances": (), "pinned_bytes": 0}
     parts |= {"pin_budget_bytes": 0, "refused_writes": 0, **fields}
-    return GroupUsage("g", total, **parts)
+    return usage_values.GroupUsage("g", total, **parts)
 
 
-def facts(group: GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any) -> AlertInputs:
+def facts(
+    group: usage_values.GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any
+) -> AlertInputs:
     groups = () if group is None else (group,)
-    report = UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
+    report = usage_values.UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
     given: dict[str, Any] = {"storages": {"disk": status()}, "types": {"disk": StorageType.ST_NFS}, "leader": "m1"}
     return AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
 
@@ -125,7 +113,7 @@ def only(found: Any) -> Alert:
     return alert
 
 
-def of_group(group: GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> Alert:
+def of_group(group: usage_values.GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> Alert:
     return only(group_alerts(facts(group, config, **fields)))
 
 
@@ -149,7 +137,7 @@ def test_a_full_group_that_refuses_writes_is_a_page_and_either_alone_is_a_ticket
 FULL, DELETING, UNMARKED = used_by(usage(9.9)), used_by(usage(9.9, deleting=4)), used_by(usage(9.9, mark=-1))
 OF_DISK = {"deleting": {"g": {"disk": 4 * GIB}}}
 AWAY = {"disk": status(reason="not mounted"), "spare": status("spare")}
-HELD: dict[str, tuple[GroupUsage, InstanceGroup, dict[str, Any]]] = {
+HELD: dict[str, tuple[usage_values.GroupUsage, InstanceGroup, dict[str, Any]]] = {
     "pins": (used_by(usage(9.9), pinned_bytes=6 * GIB), configured(), {}),
     "delay": (DELETING, configured(delay_ms=60_000), OF_DISK),
     "down": (DELETING, configured(storages=("disk", "spare")), {**OF_DISK, "storages": AWAY}),
@@ -191,7 +179,7 @@ def test_the_largest_holder_comes_first_and_trifles_are_left_out() -> None:
 
 
 def test_a_limit_of_blocks_is_reported_in_blocks() -> None:
-    group = used_by(usage(1), instances=(InstanceUsage("m", 1000, 1000, GIB, "lru"),))
+    group = used_by(usage(1), instances=(usage_values.InstanceUsage("m", 1000, 1000, GIB, "lru"),))
     alert = of_group(group, refused={"g": 2})
     assert "The key limit of instance m is 100 % used (1,000 of 1,000 blocks)." in alert.reason
     assert "Eviction begins at 800 blocks" in alert.reason
@@ -199,22 +187,22 @@ def test_a_limit_of_blocks_is_reported_in_blocks() -> None:
 
 
 def test_a_shared_quota_and_a_shared_storage_report_what_others_use() -> None:
-    quota = GlobalQuotaUsage("team", usage(9.9), ("g", "h"))
+    quota = usage_values.GlobalQuotaUsage("team", usage(9.9), ("g", "h"))
     alert = of_group(used_by(usage(2)), refused={"g": 1}, quotas=(quota,))
     assert "The global quota team is 99 % used" in alert.reason
     assert "Other groups use 7.9 GiB of it." in alert.reason
     assert "kvcm quota set team" in alert.advice
     off = of_group(used_by(usage(2)), refused={"g": 1}, quotas=(replace(quota, usage=usage(9.9, mark=-1)),))
     assert "Nothing is evicted because of it: the mark of the global quota team is off." in off.reason
-    shared = StorageUsage("disk", usage(9.9), 0, 2.0, 0, 0)
-    group = used_by(usage(2), storages=(GroupStorageUsage("disk", 2 * GIB, 0),))
+    shared = usage_values.StorageUsage("disk", usage(9.9), 0, 2.0, 0, 0)
+    group = used_by(usage(2), storages=(usage_values.GroupStorageUsage("disk", 2 * GIB, 0),))
     alert = of_group(group, refused={"g": 1}, storage_usages=(shared,))
     assert "Storage disk is 99 % used" in alert.reason
     assert "Other groups use 7.9 GiB of it." in alert.reason
 
 
 def test_the_limit_of_one_storage_is_none_while_another_has_space() -> None:
-    full = StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
+    full = usage_values.StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
     both = {"disk": status(), "spare": status("spare")}
     roomy = facts(used_by(usage(2)), configured(storages=("disk", "spare")), storages=both, storage_usages=(full,))
     assert list(group_alerts(roomy)) == []
@@ -229,7 +217,7 @@ def test_the_limit_of_one_storage_is_none_while_another_has_space() -> None:
 
 
 def test_a_type_s_quota_limits_the_storages_of_that_type() -> None:
-    group = used_by(usage(2), types=(TypeUsage(StorageType.ST_NFS, usage(1, capacity=1)),))
+    group = used_by(usage(2), types=(usage_values.TypeUsage(StorageType.ST_NFS, usage(1, capacity=1)),))
     assert "Its quota for storages of type file is 100 % used" in of_group(group).reason
 
 
@@ -268,11 +256,11 @@ def of_disk(**fields: Any) -> dict[str, Any]:
 
 
 def of_usage(**fields: Any) -> dict[str, Any]:
-    return {"storage_usages": (replace(StorageUsage("disk", usage(1), 0, 0.5, 0, 0), **fields),)}
+    return {"storage_usages": (replace(usage_values.StorageUsage("disk", usage(1), 0, 0.5, 0, 0), **fields),)}
 
 
 LATE = {**of_usage(), "backlogs": {"disk": Backlog(4, 0, 7)}}
-DRAIN = DrainStatus("disk", False, DrainState.DRAIN_RUNNING, 0, GIB, "3 locations are pinned")
+DRAIN = usage_values.DrainStatus("disk", False, usage_values.DrainState.DRAIN_RUNNING, 0, GIB, "3 locations are pinned")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +284,7 @@ def test_faults_of_a_storage_are_reported(name: str, fields: dict[str, Any], tex
 
 def test_nothing_is_wrong_with_a_storage_that_is_well_nor_with_a_drain_that_goes_on() -> None:
     assert list(storage_alerts(facts())) == []
-    done = replace(DRAIN, state=DrainState.DRAIN_DONE)
+    done = replace(DRAIN, state=usage_values.DrainState.DRAIN_DONE)
     assert list(storage_alerts(facts(drains=(done, replace(DRAIN, reason=""))))) == []
 
 
@@ -448,7 +436,7 @@ NAME = re.compile(r'"(Kvcm[A-Za-z]+)"')
 
 
 def _reported() -> set[str]:
-    folder = Path(kvcm.service.alerts.__file__).parent
+    folder = Path(alert_watch.__file__).parent
     return {name for path in folder.glob("*.py") for name in NAME.findall(path.read_text())}
 
 

@@ -40,20 +40,10 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as report_pb
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.service import usage_values
 from kvcm.service.storage_api import DrainView
 from kvcm.service.translate import fill, read
 from kvcm.service.usage_report import IndexUsage, UsageSources, usage_report
-from kvcm.service.usage_values import (
-    DrainState,
-    GlobalQuotaUsage,
-    GroupStorageUsage,
-    GroupUsage,
-    InstanceUsage,
-    StorageUsage,
-    TypeUsage,
-    Usage,
-    UsageReport,
-)
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.store.memory import MemoryLease, MemoryTable
@@ -83,20 +73,22 @@ def test_usage_is_reported_by_group_type_storage_and_instance_invariant_4(site: 
     _set_quota(site, quota_name, 20_000, 0.75)
     instance = site.instance(group)
     site.write(instance, range(3))
-    expected = GroupUsage(
+    expected = usage_values.GroupUsage(
         group,
-        Usage(used, 0, 10_000, 8000, 7800),
-        (TypeUsage(StorageType.ST_DUMMY, Usage(used, 0, 5000, 4000, 3900)),),
-        (GroupStorageUsage(storage, used, 0),),
-        (InstanceUsage(instance, 3, 1000, used, "lru"),),
+        usage_values.Usage(used, 0, 10_000, 8000, 7800),
+        (usage_values.TypeUsage(StorageType.ST_DUMMY, usage_values.Usage(used, 0, 5000, 4000, 3900)),),
+        (usage_values.GroupStorageUsage(storage, used, 0),),
+        (usage_values.InstanceUsage(instance, 3, 1000, used, "lru"),),
         pinned_bytes=0,
         pin_budget_bytes=7,
         refused_writes=0,
     )
-    report = read(UsageReport, _usage(site, group))
+    report = read(usage_values.UsageReport, _usage(site, group))
     assert report.groups == (expected,)
-    assert [each.usage for each in report.storages] == [Usage(used, 0, 4000, 2000, 1920)]
-    assert report.global_quotas == (GlobalQuotaUsage(quota_name, Usage(used, 0, 20_000, 15_000, 14_600), (group,)),)
+    assert [each.usage for each in report.storages] == [usage_values.Usage(used, 0, 4000, 2000, 1920)]
+    assert report.global_quotas == (
+        usage_values.GlobalQuotaUsage(quota_name, usage_values.Usage(used, 0, 20_000, 15_000, 14_600), (group,)),
+    )
 
 
 def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
@@ -319,7 +311,7 @@ async def draining() -> AsyncIterator[Draining]:
 
 async def test_one_that_goes_on_has_no_reason(draining: Draining) -> None:
     (status,) = await draining.view.list_drains()
-    assert (status.storage_unique_name, status.state, status.reason) == ("s", DrainState.DRAIN_RUNNING, "")
+    assert (status.storage_unique_name, status.state, status.reason) == ("s", usage_values.DrainState.DRAIN_RUNNING, "")
     assert status.state.label == "running"
 
 
@@ -444,10 +436,10 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
     )
     report = usage_report(sources)
     (found,) = report.groups
-    assert found.total == Usage(305, 20, 1000, 800, 780)
+    assert found.total == usage_values.Usage(305, 20, 1000, 800, 780)
     assert [(kind.storage_type, kind.usage) for kind in found.types] == [
-        (MOONCAKE, Usage(5, 0)),
-        (NFS, Usage(300, 20, 500, 400, 390)),
+        (MOONCAKE, usage_values.Usage(5, 0)),
+        (NFS, usage_values.Usage(300, 20, 500, 400, 390)),
     ]
     assert [(each.storage_unique_name, each.used_bytes, each.guaranteed_bytes) for each in found.storages] == [
         ("a", 300, 40),
@@ -457,10 +449,12 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
     assert (instance.key_count, instance.max_key_count, instance.used_bytes, instance.policy) == (7, 50, 305, "lfu")
     assert (found.pinned_bytes, found.pin_budget_bytes, found.refused_writes) == (3, 9, 2)
     assert report.storages == (
-        StorageUsage("a", Usage(300, 20, 2000, 1800, 1760), 40, 0.5, 4, 1),
-        StorageUsage("b", Usage(5, 0), 0, 0.0, 0, 0),
+        usage_values.StorageUsage("a", usage_values.Usage(300, 20, 2000, 1800, 1760), 40, 0.5, 4, 1),
+        usage_values.StorageUsage("b", usage_values.Usage(5, 0), 0, 0.0, 0, 0),
     )
-    assert report.global_quotas == (GlobalQuotaUsage("all", Usage(305, 20, 4000, 2000, 1920), ("x",)),)
+    assert report.global_quotas == (
+        usage_values.GlobalQuotaUsage("all", usage_values.Usage(305, 20, 4000, 2000, 1920), ("x",)),
+    )
 
 
 def test_a_mark_leaves_space_for_the_largest_block_under_the_limit() -> None:
@@ -498,9 +492,9 @@ def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage()
 def test_removed_groups_and_storages_that_still_have_bytes_are_reported_without_limits() -> None:
     report = usage_report(UsageSources([], [], [], [_index("gone", {A: 5})]))
     (group,), (storage,) = report.groups, report.storages
-    assert (group.name, group.total) == ("gone", Usage(5, 0, 0))
+    assert (group.name, group.total) == ("gone", usage_values.Usage(5, 0, 0))
     assert [instance.policy for instance in group.instances] == [""]
-    assert (storage.storage_unique_name, storage.usage) == ("a", Usage(5, 0))
+    assert (storage.storage_unique_name, storage.usage) == ("a", usage_values.Usage(5, 0))
 
 
 def test_one_group_is_reported_with_the_storages_and_quotas_that_it_draws_from() -> None:
@@ -526,7 +520,7 @@ def test_a_report_goes_over_the_wire_and_back() -> None:
     report = usage_report(sources)
     message = report_pb.GetUsageResponse()
     fill(message, report)
-    assert read(UsageReport, report_pb.GetUsageResponse.FromString(message.SerializeToString())) == report
+    assert read(usage_values.UsageReport, report_pb.GetUsageResponse.FromString(message.SerializeToString())) == report
     without_header = {field.name for field in message.DESCRIPTOR.fields} - {"header"}
     assert {field.name for field, _ in message.ListFields()} == without_header
 
