@@ -12,7 +12,7 @@ import grpc
 import pytest
 from test_transport_drivers import Api, GrpcDriver, HttpDriver, eventually, post
 from test_transport_every_call import EVERY_RPC
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site, group_spec, unique
 
 from kvcm.protocol import admin_service_pb2 as admin
@@ -159,11 +159,8 @@ def test_accounts_are_added_listed_with_their_role_and_deleted(api: Api) -> None
     api.ok("AdminService.AddAccount", user_name=user, password="p")
 
 
-@pytest.fixture(scope="module")
-def loud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    """A manager that logs everything it can."""
-    with manager(tmp_path_factory.mktemp("loud"), KVCM_LOG_LEVEL="DEBUG", GRPC_VERBOSITY="debug") as process:
-        yield process
+loud = manager_of_module(KVCM_LOG_LEVEL="DEBUG", GRPC_VERBOSITY="debug")
+"""A manager that logs everything it can."""
 
 
 def _malformed_accounts(api: Api, secret: str) -> list[Any]:

@@ -21,9 +21,10 @@ from fake_clock import FakeClock
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from ports import free_port
+from probe_clients import ask
 from structlog.testing import capture_logs
 from test_transport_drivers import Api, eventually
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site
 
 from kvcm.cache.manager import CacheManager
@@ -231,13 +232,7 @@ async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
     assert not node.log.is_active
 
 
-_SETTINGS = ("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
-
-
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("keeping"), *_SETTINGS) as process:
-        yield process
+keeping = manager_of_module("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
 
 
 @pytest.fixture
@@ -247,14 +242,9 @@ def kept_api(keeping: ManagerProcess) -> Iterator[Api]:
 
 
 def page(server: ManagerProcess, path: str) -> bytes:
-    connection = http.client.HTTPConnection(server.address.admin_http, timeout=30)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        assert answer.status == 200
-        return answer.read()
-    finally:
-        connection.close()
+    answer = ask(server.address.admin_http, path)
+    assert answer.status == 200
+    return answer.body
 
 
 def recent(server: ManagerProcess, instance: str) -> list[dict[str, Any]]:

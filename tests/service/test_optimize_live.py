@@ -12,7 +12,7 @@ import pytest
 import typer
 from command_runner import Commands
 from secured import Tenants
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager_of_module
 from test_transport_sites import Site
 
 from kvcm.commands.optimize import LiveSituation, apply_proposals, proposals_for, read_situation
@@ -25,10 +25,7 @@ _BLOCKS = 6
 _OLD_QUOTA = 24  # blocks
 
 
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("keeping"), "kvcm.optimizer.recent_keys=200000") as process:
-        yield process
+keeping = manager_of_module("kvcm.optimizer.recent_keys=200000")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ def test_a_request_that_cannot_work_is_refused_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_only_an_administrator_may(tenants: Tenants, tmp_path: Path) -> None:
+def test_only_an_administrator_may(tenants: Tenants) -> None:
     commands = Commands(tenants.server.process)
     url = url_of(tenants.server.process)
     assert "asks for a key" in commands.refused("optimize", "--from", url, exit_code=3)
