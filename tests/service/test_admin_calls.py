@@ -261,17 +261,10 @@ def test_after_a_demotion_all_is_served_and_no_manager_leads_until_the_campaign_
     assert not _health(delayed).is_leader
 
 
-ANY_NODE = {
-    "AdminService.CheckHealth",
-    "AdminService.GetLeaderElectorConfig",
-    "AdminService.GetManagerClusterInfo",
-    "AdminService.GetMetrics",
-    "AdminService.UpdateLogger",
-    "AdminService.UpdateLeaderElectorConfig",
-    "AdminService.LeaderDemote",
-    "ConfigService.ReloadConfig",
-    "MetaService.GetClusterInfo",
-}
+_OF_THE_NODE = ["CheckHealth", "GetManagerClusterInfo", "GetMetrics", "UpdateLogger"]
+_OF_ITS_ELECTOR = ["GetLeaderElectorConfig", "UpdateLeaderElectorConfig", "LeaderDemote"]
+ANY_NODE = {f"AdminService.{name}" for name in _OF_THE_NODE + _OF_ITS_ELECTOR}
+ANY_NODE |= {"ConfigService.ReloadConfig", "MetaService.GetClusterInfo"}
 
 
 def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_path: Path) -> None:
