@@ -43,9 +43,7 @@ async def test_a_probe_finds_the_fault_and_its_end(fault_mount: FaultMount, back
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000])
-async def test_a_storage_that_moves_less_at_a_time_is_sound(
-    fault_mount: FaultMount, backend: StorageBackend, most_bytes: int
-) -> None:
+async def test_short_transfers_are_sound(fault_mount: FaultMount, backend: StorageBackend, most_bytes: int) -> None:
     fault_mount.inject("read", "write", most_bytes=most_bytes)
     await backend.probe()
 

@@ -61,9 +61,7 @@ def engine_of(model: Any, capacity: int = 1 << 30, **options: Any) -> tuple[Deco
     piece=st.integers(1, 50),
     pad_to=st.integers(0, 8),
 )
-def test_batches_of_unequal_lengths_equal_one_by_one(
-    model: Any, lengths: list[int], chunk: int, piece: int, pad_to: int
-) -> None:
+def test_unequal_batches_equal_one_by_one(model: Any, lengths: list[int], chunk: int, piece: int, pad_to: int) -> None:
     engine, hooks = engine_of(model, chunk_tokens=chunk, piece_tokens=piece, pad_to=pad_to)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     assert generate(engine, prompts, 3) == [greedy(model, p, 3) for p in prompts]

@@ -277,9 +277,7 @@ def _keeps(found: Plan, batch: int, shape: ModelShape, limits: Limits, config: S
 
 @given(st.sampled_from(list(MODEL_SHAPES.values())), st.sampled_from(list(ALGORITHMS)), workloads, limits_of_machines)
 @settings(max_examples=examples(600), deadline=None)
-def test_a_plan_is_the_largest_batch_that_keeps_every_limit(
-    shape: ModelShape, algorithm: str, work: Workload, limits: Limits
-) -> None:
+def test_a_plan_is_the_largest_in_limits(shape: ModelShape, algorithm: str, work: Workload, limits: Limits) -> None:
     config = SparseConfig(algorithm)
     found = plan(shape, DEVICE, config, work, limits)
     if found.batch:

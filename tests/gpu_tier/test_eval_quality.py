@@ -85,9 +85,7 @@ def test_recall_counts_only_tokens_outside_the_steady_zone() -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(seed=st.integers(0, 2**31), tokens=st.integers(8, 60), chosen=st.floats(0, 1), k=st.integers(1, 8))
-def test_no_selection_beats_the_best_and_more_tokens_never_find_less(
-    seed: int, tokens: int, chosen: float, k: int
-) -> None:
+def test_nothing_beats_the_best_and_more_tokens_never_find_less(seed: int, tokens: int, chosen: float, k: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.softmax(3 * torch.randn(3, 2, tokens, generator=generator), -1)
     steady = steady_tokens(tokens, TokenRanges(sink=2, local=3))

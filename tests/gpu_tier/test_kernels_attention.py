@@ -250,9 +250,7 @@ def test_f64_stays_f64_and_bf16_is_computed_in_f32() -> None:
     offset=st.integers(-8, 45),
     seed=st.randoms(use_true_random=False),
 )
-def test_split_attention_merges_to_the_whole_in_any_order(
-    tokens: int, keys: int, cuts: list[int], offset: int, seed: object
-) -> None:
+def test_attention_parts_merge_in_any_order(tokens: int, keys: int, cuts: list[int], offset: int, seed: object) -> None:
     q, k, v = problem(tokens, keys)
     edges = sorted({0, keys, *(c for c in cuts if c <= keys)})
     parts = [causal_partial(q, k[a:b], v[a:b], 0.3, offset - a) for a, b in pairwise(edges)]

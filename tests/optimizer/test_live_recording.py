@@ -107,9 +107,7 @@ def test_unreadable_recordings_are_reported(text: list[bytes], said: str) -> Non
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=6), st.integers(-3, 9), st.booleans()), max_size=20))
-def test_whatever_is_named_in_whatever_order_the_blocks_are_a_forest(
-    accesses: list[tuple[list[int], int, bool]],
-) -> None:
+def test_whatever_is_named_in_any_order_the_blocks_are_a_forest(accesses: list[tuple[list[int], int, bool]]) -> None:
     events = [
         start(at, keys, f"s{at}", block_mask=number) if is_write else lookup(at, keys, max(0, number))
         for at, (keys, number, is_write) in enumerate(accesses)

@@ -74,9 +74,7 @@ def figures(row: PoolingRow) -> dict[str, Any]:
 
 @settings(max_examples=examples(800), deadline=None)
 @given(trace=dialogues(), engines=clusters(), router=ROUTERS, topology=st.sampled_from(Topology))
-def test_the_compiled_replay_counts_like_plain_python(
-    trace: Trace, engines: Engines, router: Router, topology: Topology
-) -> None:
+def test_compiled_replay_counts_like_python(trace: Trace, engines: Engines, router: Router, topology: Topology) -> None:
     (row,) = rows_of(trace, engines, routers=[router], topologies=[topology])
     homes = homes_of(trace, router, engines.count, affinity_blocks=engines.affinity_blocks, seed=engines.seed)
     model = PoolingModel(engines, router, homes.tolist(), row.local_blocks, row.pool_blocks)

@@ -24,9 +24,7 @@ def one(value: float) -> np.ndarray:
 
 
 @given(linear=numbers, quadratic=st.floats(0, 1), tokens=st.floats(1, 1e6), share=st.floats(0, 1))
-def test_loaded_and_computed_tokens_add_up_to_a_prefill(
-    linear: float, quadratic: float, tokens: float, share: float
-) -> None:
+def test_loaded_and_computed_tokens_are_a_prefill(linear: float, quadratic: float, tokens: float, share: float) -> None:
     cached = share * tokens
     whole = deployment.prefill_seconds(linear, quadratic, one(tokens), one(0))
     parts = deployment.prefill_seconds(linear, quadratic, one(cached), one(0))
@@ -38,9 +36,7 @@ def test_loaded_and_computed_tokens_add_up_to_a_prefill(
 @given(
     linear=numbers, quadratic=st.just(0.0) | st.floats(1e-6, 10), link=numbers, latency=st.just(0.0) | numbers,
 )  # fmt: skip
-def test_at_the_threshold_loading_takes_as_long_as_computing(
-    linear: float, quadratic: float, link: float, latency: float
-) -> None:
+def test_at_the_threshold_loading_is_computing(linear: float, quadratic: float, link: float, latency: float) -> None:
     threshold = deployment.load_threshold_tokens(linear, quadratic, link_seconds=link, latency=latency)
     assert (threshold == math.inf) == (quadratic == 0 and linear <= link)
     assume(math.isfinite(threshold))
@@ -75,9 +71,7 @@ def test_at_saturation_links_are_as_busy_as_gpus(
 
 
 @given(without=numbers, relieved=st.floats(0, 1), links=st.just(0.0) | numbers, part=st.floats(0, 1))
-def test_no_other_part_of_the_loads_needs_fewer_nodes(
-    without: float, relieved: float, links: float, part: float
-) -> None:
+def test_no_other_part_of_loads_needs_fewer_nodes(without: float, relieved: float, links: float, part: float) -> None:
     relief = relieved * without
 
     def nodes(share: float) -> float:
@@ -99,9 +93,7 @@ def test_storage_is_paid_by_the_month_and_gib() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(1e-3, 1e3)), min_size=1, max_size=6), numbers, numbers)
-def test_no_other_profile_has_smaller_squared_errors(
-    points: list[tuple[float, float]], linear: float, quadratic: float
-) -> None:
+def test_no_other_profile_fits_better(points: list[tuple[float, float]], linear: float, quadratic: float) -> None:
     found = fit_profile(points)
     assert min(found.linear, found.quadratic) >= 0
 

@@ -59,9 +59,7 @@ concave = st.lists(st.integers(0, 20), max_size=7).map(
     st.sampled_from([0.0, 0.7, 3.0]),
     st.floats(0, 40),
 )
-def test_a_split_is_as_good_as_all_splits_tried(
-    curves: list[list[float]], blocks: list[float], price: float, budget: float
-) -> None:
+def test_no_tried_split_is_better(curves: list[list[float]], blocks: list[float], price: float, budget: float) -> None:
     services = [
         service(str(number), saved, block=block, price=price)
         for number, (saved, block) in enumerate(zip(curves, blocks, strict=False))

@@ -126,9 +126,7 @@ def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(field: str, val
     assert decode_trace(content, ORIGIN, "x") is None
 
 
-def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_cache_reading_goes_on_and_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache_path(path).mkdir()
     with caplog.at_level(logging.WARNING, "kvcm.optimizer"):
         assert len(read(path)) == 2

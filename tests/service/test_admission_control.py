@@ -230,9 +230,7 @@ async def test_a_slot_that_is_free_is_taken_whatever_the_pace() -> None:
 @pytest.mark.parametrize(
     ("most_wait", "left", "reason"), [(0.01, None, admission.QUEUE), (0.0, 0.01, admission.DEADLINE)]
 )
-async def test_whose_turn_does_not_come_in_time_is_refused_then(
-    most_wait: float, left: float | None, reason: str
-) -> None:
+async def test_whose_turn_comes_too_late_is_refused_then(most_wait: float, left: float | None, reason: str) -> None:
     lane, clock = _lane(most_wait=most_wait)
     await lane.enter(None)
     refused = await _refused(lane.enter(None if left is None else clock.now + left))

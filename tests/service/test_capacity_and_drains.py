@@ -103,9 +103,7 @@ def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
 # ── Global quotas ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_of_two_managers_of_one_store_each_reports_the_drains_of_the_other(
-    tmp_path: Path, redis_standalone: Standalone
-) -> None:
+def test_of_two_managers_each_reports_the_drains_of_the_other(tmp_path: Path, redis_standalone: Standalone) -> None:
     uri = f"kvcm.registry_storage.uri={redis_standalone.uri(f'test-{secrets.token_hex(8)}')}"
     with manager(tmp_path / "a", uri) as one, manager(tmp_path / "b", uri) as two, one.api() as a, two.api() as b:
         here, there = Site(a), Site(b)

@@ -101,9 +101,7 @@ def test_tls_to_a_port_of_plain_text_is_reported(server: ManagerProcess) -> None
     ],
     ids=["ended", "other names"],
 )
-def test_a_manager_whose_certificate_is_no_good_is_reported(
-    tmp_path: Path, names: tuple[str, str], lasts: dt.timedelta, advice: str
-) -> None:
+def test_a_bad_certificate_is_found(tmp_path: Path, names: tuple[str, str], lasts: dt.timedelta, advice: str) -> None:
     authority = Authority.make(tmp_path / "ca")
     pair = authority.issue("server", [dns(names[0]), ip(names[1])], lasts)
     tls = (f"kvcm.tls.cert_file={pair.cert}", f"kvcm.tls.key_file={pair.key}")

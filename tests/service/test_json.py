@@ -262,9 +262,7 @@ ROUND_TRIP = [
 
 @pytest.mark.parametrize("message_type", ROUND_TRIP, ids=lambda message_type: message_type.DESCRIPTOR.name)
 @given(data=st.data())
-def test_the_output_is_that_of_json_format_and_can_be_read_back(
-    message_type: type[Message], data: st.DataObject
-) -> None:
+def test_output_is_that_of_json_format_and_can_be_read_back(message_type: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(message_type.DESCRIPTOR))
     body = print_response(message)
     assert json.loads(body) == json_format.MessageToDict(
@@ -371,9 +369,7 @@ async def printed_twice(reply: Reply, texts: LocationTexts) -> list[bytes]:
 @pytest.mark.parametrize(("response_type", "field_number"), REPLIES)
 @FIXED
 @given(data=st.data())
-def test_replies_are_printed_as_their_complete_messages(
-    response_type: type[Any], field_number: int, data: st.DataObject
-) -> None:
+def test_replies_print_as_complete_messages(response_type: type[Any], field_number: int, data: st.DataObject) -> None:
     texts = LocationTexts(most_bytes=400)
     for _ in range(3):
         message = data.draw(messages(response_type.DESCRIPTOR))

@@ -135,9 +135,7 @@ def test_a_mamba_match_ends_at_the_last_block_with_the_state(site: Site, *, by_k
         ([-5, 2**62, -(2**63), 2**63 - 1], [5066827860753437846]),
     ],
 )
-def test_tokens_mean_the_keys_of_the_specification_in_every_call(
-    site: Site, tokens: list[int], keys: list[int]
-) -> None:
+def test_tokens_mean_the_specified_keys_in_every_call(site: Site, tokens: list[int], keys: list[int]) -> None:
     found = site.instance(block_size=4)
     site.write(found, keys)
     by_tokens = {"instance_id": found, "token_ids": tokens}
@@ -197,9 +195,7 @@ def test_locations_come_in_request_order_with_a_name_of_their_own(site: Site) ->
 
 
 @pytest.mark.parametrize(("success", "served"), [(mask(0), []), (mask(flags=[True, False, True]), [1, 3])])
-def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
-    site: Site, success: dict[str, Any], served: list[int]
-) -> None:
+def test_only_successful_blocks_remain_invariant_3(site: Site, success: dict[str, Any], served: list[int]) -> None:
     instance = site.instance()
     site.finish(instance, site.start(instance, [1, 2, 3]), success)
     assert site.hits(instance, [1, 2, 3]) == served
@@ -311,9 +307,7 @@ def test_get_cache_meta_has_one_entry_per_key_and_no_id_of_another_for_a_miss(si
 @pytest.mark.parametrize(
     ("block_mask", "count"), [(mask(1), 2), (mask(-1), 0), (mask(3), 0), (mask(flags=[False, True]), 2)]
 )
-def test_get_cache_meta_has_no_entry_for_a_masked_key(
-    site: Site, plane: str, block_mask: dict[str, Any], count: int
-) -> None:
+def test_get_cache_meta_leaves_out_masked_keys(site: Site, plane: str, block_mask: dict[str, Any], count: int) -> None:
     instance = site.instance()
     site.write(instance, [1, 2, 3])
     fields = {"instance_id": instance, "block_keys": [1, 2, 3], "block_mask": block_mask}
@@ -388,9 +382,7 @@ def test_storage_configs_is_an_empty_list_when_no_candidate_exists(site: Site) -
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "..", "ä ö/ü", "x" * 256, "a%2Fb?c=d#e"])
-def test_any_printable_name_of_256_bytes_is_an_instance_whose_files_stay_in_its_storage(
-    site: Site, tmp_path: Path, name: str
-) -> None:
+def test_any_printable_name_of_256_bytes_keeps_its_files_in_its_storage(site: Site, tmp_path: Path, name: str) -> None:
     storage = site.storage(nfs={"root_path": str(tmp_path), "key_count_per_file": 1})
     group = site.group(storage)
     instance = name if len(name) == 256 else name + unique("")

@@ -133,9 +133,7 @@ def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site
         ),
     ],
 )
-def test_locations_that_do_not_fit_do_not_consume_the_session(
-    site: Site, locations: list[dict[str, Any]], texts: list[str]
-) -> None:
+def test_unfitting_locations_keep_the_session(site: Site, locations: list[dict[str, Any]], texts: list[str]) -> None:
     instance = site.instance(**K_V)
     started = site.start(instance, [1, 2])
     fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(2)}

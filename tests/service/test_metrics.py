@@ -562,9 +562,7 @@ def shared(store: tuple[RedisServer, str], tmp_path: Path) -> Iterator[ManagerPr
         yield process
 
 
-def test_the_last_known_values_are_reported_while_the_store_does_not_answer(
-    store: tuple[RedisServer, str], shared: ManagerProcess
-) -> None:
+def test_the_last_values_stay_while_the_store_is_away(store: tuple[RedisServer, str], shared: ManagerProcess) -> None:
     with shared.api() as api:
         site = Site(api)
         group = site.group()
@@ -580,9 +578,7 @@ def test_the_last_known_values_are_reported_while_the_store_does_not_answer(
             store[0].resume()
 
 
-def test_followers_report_the_writes_of_others(
-    store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path
-) -> None:
+def test_followers_report_others_writes(store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path) -> None:
     with manager(tmp_path / "second", f"kvcm.registry_storage.uri={store[1]}") as second, shared.api() as api:
         site = Site(api)
         group = site.group()

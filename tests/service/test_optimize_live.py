@@ -92,9 +92,7 @@ def test_it_reports_the_measured_hit_rate_and_better_settings(
     assert f"Group {group}" in files[2].read_text()
 
 
-def test_nothing_is_changed_without_a_yes(
-    keeping: ManagerProcess, driven: tuple[str, float], commands: Commands
-) -> None:
+def test_nothing_changes_without_a_yes(keeping: ManagerProcess, driven: tuple[str, float], commands: Commands) -> None:
     before = group_of(commands, driven[0])
     done = commands.run("optimize", "--from", url_of(keeping), "--workers", "1", "--apply")
     assert (done.exit_code, "give --yes" in done.stderr) == (2, True)
@@ -146,9 +144,7 @@ def test_a_manager_that_keeps_nothing_names_the_setting(server: ManagerProcess) 
         (("--from", "http://127.0.0.1:1", "--target", "100"), "--target is 100"),
     ],
 )
-def test_a_request_that_cannot_work_is_refused_in_one_line(
-    server: ManagerProcess, arguments: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_work_is_refused_in_one_line(server: ManagerProcess, arguments: tuple[str, ...], said: str) -> None:
     done = Commands(server).run("optimize", *arguments)
     assert done.exit_code != 0
     assert said in done.stderr

@@ -187,9 +187,7 @@ def test_the_table_has_every_operation(client: RestClient) -> None:
 
 
 @pytest.mark.parametrize("operation", ACTIONS)
-def test_a_resource_is_open_to_keys_with_the_permission_and_to_no_others(
-    operation: str, tenants: Tenants, client: RestClient
-) -> None:
+def test_only_keys_with_the_permission_open_a_resource(operation: str, tenants: Tenants, client: RestClient) -> None:
     may, make = ACTIONS[operation]
     with tenants.server.api() as api:
         deed = make(Site(api), tenants)

@@ -106,9 +106,7 @@ def test_a_merge_patch_changes_what_it_names_and_null_takes_it_back(rest: RestCl
         ({"name": "other"}, "body.name"),
     ],
 )
-def test_a_patch_that_makes_no_group_names_the_field_and_changes_nothing(
-    rest: RestClient, patch: Doc, field: str
-) -> None:
+def test_an_invalid_patch_names_the_field_and_changes_nothing(rest: RestClient, patch: Doc, field: str) -> None:
     name = unique("group")
     before = rest.put(_path(name), _doc())
     refused = rest.patch(_path(name), patch)

@@ -64,9 +64,7 @@ def test_an_unknown_path_is_a_404_problem_on_the_admin_port_alone(rest: RestClie
         ("TRACE", "/v1/pins", "GET, HEAD, POST"),
     ],
 )
-def test_a_method_that_a_path_has_not_is_405_with_those_it_has(
-    rest: RestClient, method: str, path: str, allowed: str
-) -> None:
+def test_a_method_a_path_lacks_is_405_with_those_it_has(rest: RestClient, method: str, path: str, allowed: str) -> None:
     refused = rest.ask(method, path)
     assert (refused.status, refused.headers["allow"], refused.headers["content-type"]) == (405, allowed, PROBLEM)
 

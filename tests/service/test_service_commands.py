@@ -78,9 +78,7 @@ def test_a_long_prompt_is_asked_in_pages(site: Site, commands: Commands) -> None
         (("--keys-file", "/nowhere/at/all"), "/nowhere/at/all: No such file"),
     ],
 )
-def test_prompts_that_are_none_are_refused(
-    site: Site, commands: Commands, arguments: tuple[str, ...], reason: str
-) -> None:
+def test_what_is_no_prompt_is_refused(site: Site, commands: Commands, arguments: tuple[str, ...], reason: str) -> None:
     assert reason in commands.refused("get", site.instance(), *arguments)
 
 
