@@ -30,18 +30,8 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service import alert_watch, usage_values, vitals_history
+from kvcm.service import alert_watch, alerts, usage_values, vitals_history
 from kvcm.service.alert_watch import AlertSources, AlertWatch, RecentGrowth
-from kvcm.service.alerts import (
-    Alert,
-    AlertInputs,
-    Severity,
-    cluster_alerts,
-    duration_text,
-    group_alerts,
-    percent,
-    storage_alerts,
-)
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
 from kvcm.service.vitals import ManagerView
@@ -100,37 +90,37 @@ def used_by(total: usage_values.Usage, **fields: Any) -> usage_values.GroupUsage
 
 def facts(
     group: usage_values.GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any
-) -> AlertInputs:
+) -> alerts.AlertInputs:
     groups = () if group is None else (group,)
     report = usage_values.UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
     given: dict[str, Any] = {"storages": {"disk": status()}, "types": {"disk": StorageType.ST_NFS}, "leader": "m1"}
-    return AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
+    return alerts.AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
 
 
-def only(found: Any) -> Alert:
+def only(found: Any) -> alerts.Alert:
     (alert,) = found
-    assert isinstance(alert, Alert)
+    assert isinstance(alert, alerts.Alert)
     return alert
 
 
-def of_group(group: usage_values.GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> Alert:
-    return only(group_alerts(facts(group, config, **fields)))
+def of_group(group: usage_values.GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> alerts.Alert:
+    return only(alerts.group_alerts(facts(group, config, **fields)))
 
 
 def test_a_group_below_its_mark_is_fine_and_so_is_one_at_a_high_mark() -> None:
-    assert list(group_alerts(facts(used_by(usage(7.9))))) == []
-    assert list(group_alerts(facts(used_by(usage(9.5, mark=9.6))))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(7.9))))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(9.5, mark=9.6))))) == []
 
 
 def test_a_full_group_that_refuses_writes_is_a_page_and_either_alone_is_a_ticket() -> None:
     full = of_group(used_by(usage(9.9)), refused={"g": 53})
-    assert (full.name, full.severity) == ("KvcmGroupFull", Severity.ALERT_PAGE)
+    assert (full.name, full.severity) == ("KvcmGroupFull", alerts.Severity.ALERT_PAGE)
     assert full.summary == "Group g is full and refused 53 writes in the last 5 minutes."
     assert full.reason.startswith("Its quota is 99 % used (9.9 GiB of 10.0 GiB).")
     short = of_group(used_by(usage(7)), refused={"g": 1})
-    assert short.severity is Severity.ALERT_TICKET
+    assert short.severity is alerts.Severity.ALERT_TICKET
     assert short.summary == "Group g is short of space and refused 1 write in the last 5 minutes."
-    assert of_group(used_by(usage(9.9))).severity is Severity.ALERT_TICKET
+    assert of_group(used_by(usage(9.9))).severity is alerts.Severity.ALERT_TICKET
     assert of_group(used_by(usage(9.2))).name == "KvcmGroupNearlyFull"
 
 
@@ -205,15 +195,15 @@ def test_the_limit_of_one_storage_is_none_while_another_has_space() -> None:
     full = usage_values.StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
     both = {"disk": status(), "spare": status("spare")}
     roomy = facts(used_by(usage(2)), configured(storages=("disk", "spare")), storages=both, storage_usages=(full,))
-    assert list(group_alerts(roomy)) == []
+    assert list(alerts.group_alerts(roomy)) == []
     half = replace(full, storage_unique_name="spare", usage=usage(5))
     limited = replace(roomy, usage=replace(roomy.usage, storages=(full, half)))
-    assert list(group_alerts(limited)) == []
+    assert list(alerts.group_alerts(limited)) == []
     fuller = replace(half, usage=usage(9.95))
-    reason = only(group_alerts(replace(roomy, usage=replace(roomy.usage, storages=(full, fuller))))).reason
+    reason = only(alerts.group_alerts(replace(roomy, usage=replace(roomy.usage, storages=(full, fuller))))).reason
     assert "Storage disk is 99 % used" in reason
     drained = {**both, "spare": status("spare", is_draining=True)}
-    assert only(group_alerts(replace(roomy, storages=drained))).name == "KvcmGroupFull"
+    assert only(alerts.group_alerts(replace(roomy, storages=drained))).name == "KvcmGroupFull"
 
 
 def test_a_type_s_quota_limits_the_storages_of_that_type() -> None:
@@ -227,7 +217,7 @@ def test_a_medium_that_others_filled_is_a_limit() -> None:
     assert "The medium of storage disk is 99 % used (99.0 GiB of 100.0 GiB)." in alert.reason
     assert "Other files take the space." in alert.reason
     roomy = {"disk": status(medium_bytes=100 * GIB, medium_free_bytes=7 * GIB)}
-    assert list(group_alerts(facts(used_by(usage(2)), storages=roomy))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(2)), storages=roomy))) == []
 
 
 def test_a_group_without_a_storage_says_what_each_of_them_lacks() -> None:
@@ -237,7 +227,7 @@ def test_a_group_without_a_storage_says_what_each_of_them_lacks() -> None:
         "c": status("c", is_draining=True),
     }
     alert = of_group(used_by(usage(1)), configured(storages=("a", "b", "c", "d")), storages=storages)
-    assert (alert.name, alert.severity) == ("KvcmGroupWithoutStorage", Severity.ALERT_PAGE)
+    assert (alert.name, alert.severity) == ("KvcmGroupWithoutStorage", alerts.Severity.ALERT_PAGE)
     assert alert.reason == (
         "Storage a is down (mount is gone), storage b is disabled, storage c is being drained and storage d is not "
         "configured."
@@ -278,32 +268,32 @@ DRAIN = usage_values.DrainStatus("disk", False, usage_values.DrainState.DRAIN_RU
     ],
 )
 def test_faults_of_a_storage_are_reported(name: str, fields: dict[str, Any], text: str) -> None:
-    alert = only(each for each in storage_alerts(facts(**fields)) if each.name == name)
+    alert = only(each for each in alerts.storage_alerts(facts(**fields)) if each.name == name)
     assert text in f"{alert.summary} {alert.reason} {alert.advice}"
 
 
 def test_nothing_is_wrong_with_a_storage_that_is_well_nor_with_a_drain_that_goes_on() -> None:
-    assert list(storage_alerts(facts())) == []
+    assert list(alerts.storage_alerts(facts())) == []
     done = replace(DRAIN, state=usage_values.DrainState.DRAIN_DONE)
-    assert list(storage_alerts(facts(drains=(done, replace(DRAIN, reason=""))))) == []
+    assert list(alerts.storage_alerts(facts(drains=(done, replace(DRAIN, reason=""))))) == []
 
 
 def test_managers_and_what_they_share() -> None:
-    assert list(cluster_alerts(facts(certificates={"server": 0.0}))) == []
+    assert list(alerts.cluster_alerts(facts(certificates={"server": 0.0}))) == []
     for name, severity, fields in (
-        ("KvcmNoLeader", Severity.ALERT_PAGE, {"leader": ""}),
-        ("KvcmSeveralLeaders", Severity.ALERT_PAGE, {"leaders": ("m1", "m2")}),
-        ("KvcmStoreAway", Severity.ALERT_PAGE, {"store_trouble": "connection refused"}),
-        ("KvcmAccessesDropped", Severity.ALERT_PAGE, {"dropped_accesses": 5}),
-        ("KvcmWriteSessionsOverdue", Severity.ALERT_TICKET, {"overdue_sessions": 2}),
-        ("KvcmLoopLag", Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
-        ("KvcmCertificateEnds", Severity.ALERT_TICKET, {"certificates": {"server": NOW + 10 * 86_400}}),
-        ("KvcmCertificateEnds", Severity.ALERT_PAGE, {"certificates": {"server": NOW - 3600}}),
+        ("KvcmNoLeader", alerts.Severity.ALERT_PAGE, {"leader": ""}),
+        ("KvcmSeveralLeaders", alerts.Severity.ALERT_PAGE, {"leaders": ("m1", "m2")}),
+        ("KvcmStoreAway", alerts.Severity.ALERT_PAGE, {"store_trouble": "connection refused"}),
+        ("KvcmAccessesDropped", alerts.Severity.ALERT_PAGE, {"dropped_accesses": 5}),
+        ("KvcmWriteSessionsOverdue", alerts.Severity.ALERT_TICKET, {"overdue_sessions": 2}),
+        ("KvcmLoopLag", alerts.Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
+        ("KvcmCertificateEnds", alerts.Severity.ALERT_TICKET, {"certificates": {"server": NOW + 10 * 86_400}}),
+        ("KvcmCertificateEnds", alerts.Severity.ALERT_PAGE, {"certificates": {"server": NOW - 3600}}),
     ):
-        alert = only(cluster_alerts(facts(**fields)))
+        alert = only(alerts.cluster_alerts(facts(**fields)))
         assert (alert.name, alert.severity) == (name, severity)
         assert all(text.endswith(".") for text in (alert.summary, alert.reason, alert.advice))
-    ends = only(cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
+    ends = only(alerts.cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
     assert ends.summary == "The certificate (server) of manager m1 ends in 10 days."
 
 
@@ -320,9 +310,9 @@ def test_counters_count_only_as_long_as_it_is_lately() -> None:
 
 
 def test_numbers_in_sentences() -> None:
-    assert [percent(part, 1000) for part in (5, 991, 9999, 1000)] == ["0.5 %", "99.1 %", "1000 %", "100 %"]
-    assert (percent(99_999, 100_000), percent(0, 0)) == ("99.9 %", "100 %")
-    times = [duration_text(seconds) for seconds in (0.25, 119, 130, 3 * 86_400)]
+    assert [alerts.percent(part, 1000) for part in (5, 991, 9999, 1000)] == ["0.5 %", "99.1 %", "1000 %", "100 %"]
+    assert (alerts.percent(99_999, 100_000), alerts.percent(0, 0)) == ("99.9 %", "100 %")
+    times = [alerts.duration_text(seconds) for seconds in (0.25, 119, 130, 3 * 86_400)]
     assert times == ["250 ms", "119 s", "2 minutes", "3 days"]
 
 
