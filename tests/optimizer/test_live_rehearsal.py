@@ -117,15 +117,13 @@ Turn = tuple[str, list[int], float, int]
 def turns_of(seed: int) -> list[Turn]:
     """Return turns of two instances whose engines come back to the same few paths."""
     draw = random.Random(seed)
-    return [
-        (
-            draw.choice(["g-a", "g-a", "g-b"]),
-            [draw.randint(0, 2) for _ in range(draw.randint(1, 6))],
-            draw.choice([0.0, 0.1, 0.3, 0.7]),
-            draw.choice([0, 0, 0, 1, 3]),
-        )
-        for _ in range(draw.randint(5, 40))
-    ]
+    return [_turn(draw) for _ in range(draw.randint(5, 40))]
+
+
+def _turn(draw: random.Random) -> Turn:
+    instance = draw.choice(["g-a", "g-a", "g-b"])
+    steps = [draw.randint(0, 2) for _ in range(draw.randint(1, 6))]
+    return instance, steps, draw.choice([0.0, 0.1, 0.3, 0.7]), draw.choice([0, 0, 0, 1, 3])
 
 
 async def played(core: Core, turns: list[Turn]) -> None:

@@ -62,14 +62,10 @@ def rows_of(trace: Trace, engines: Engines, **options: Any) -> tuple[PoolingRow,
 
 def figures(row: PoolingRow) -> dict[str, Any]:
     """Return all that is counted; not how long it took."""
-    return {
-        **{
-            name: getattr(row, name)
-            for name in PoolingRow.__slots__
-            if name not in ("seconds", "routed_requests", "routed_tokens", "prefill_tokens")
-        },
-        "routed": np.stack([row.routed_requests, row.routed_tokens, row.prefill_tokens], axis=1).tolist(),
-    }
+    others = ("seconds", "routed_requests", "routed_tokens", "prefill_tokens")
+    counts = {name: getattr(row, name) for name in PoolingRow.__slots__ if name not in others}
+    routed = np.stack([row.routed_requests, row.routed_tokens, row.prefill_tokens], axis=1)
+    return {**counts, "routed": routed.tolist()}
 
 
 @settings(max_examples=examples(800), deadline=None)

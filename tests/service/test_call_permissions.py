@@ -196,20 +196,16 @@ def test_pages_are_shown_to_keys_with_the_permission(tenants: Tenants) -> None:
 
 
 def test_reasons_of_probes_are_shown_to_keys_that_may_view(tenants: Tenants) -> None:
-    shown = {
-        name: tenants.server.page("/readyz?verbose", tenants.keys[name])[1] for name in ("viewer", "engine", "expired")
-    }
+    names = ("viewer", "engine", "expired")
+    shown = {name: tenants.server.page("/readyz?verbose", tenants.keys[name])[1] for name in names}
     assert "metadata-store" in shown["viewer"]
     assert shown["engine"] == shown["expired"] == "ok"
 
 
-_OF_BLOCKS = {
-    "GetCacheLocation": {"block_keys": [1, 2]},
-    "GetCacheLocationLen": {"block_keys": [1, 2]},
-    "GetCacheMeta": {"block_keys": [1, 2]},
-    "StartWriteCache": {"block_keys": [1, 2]},
+_BY_KEYS = ["GetCacheLocation", "GetCacheLocationLen", "GetCacheMeta", "StartWriteCache", "RemoveCache"]
+_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    **{rpc: {"block_keys": [1, 2]} for rpc in _BY_KEYS},
     "FinishWriteCache": {"write_session_id": "0" * 32},
-    "RemoveCache": {"block_keys": [1, 2]},
     "TrimCache": {"strategy": "TS_REMOVE_ALL_CACHE"},
     "PinService.PinPrefix": {"block_keys": [1, 2], "owner": "eve", "ttl_seconds": 60},
     "PinService.ReportMissing": {"parts": [{"block_key": 1, "uri": "file://nfs_01/x"}]},

@@ -395,15 +395,10 @@ def _index(
     return IndexUsage(instance, 7, most, used, deleting or {})
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["x", "y", "gone"]),
-            st.dictionaries(st.sampled_from([A, B, StorageKey("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3),
-        ),
-        max_size=6,
-    )
-)
+_BYTES = st.dictionaries(st.sampled_from([A, B, StorageKey("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["x", "y", "gone"]), _BYTES), max_size=6))
 def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, dict[StorageKey, int]]]) -> None:
     indexes = [_index(name, used, used, instance_id=str(number)) for number, (name, used) in enumerate(held)]
     report = usage_report(UsageSources([_group("x"), _group("y")], [], [GlobalQuota("all", 1)], indexes))
@@ -423,16 +418,9 @@ def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, 
 def test_limits_and_marks_are_those_of_reclaiming() -> None:
     types = (QuotaConfig(NFS, 500),)
     group = _group("x", ratio=0.8, types=types, storage_guarantees=(StorageGuarantee("a", 40),), pin_budget_bytes=9)
-    sources = UsageSources(
-        [group],
-        [_limited("a", 2000), _limited("b")],
-        [GlobalQuota("all", 4000, 0.5)],
-        [_index("x", {A: 300, B: 5}, {A: 20}, most=50)],
-        {"x": 3},
-        {"x": 2},
-        {"a": Backlog(3, 1, 1)},
-    )
-    report = usage_report(sources)
+    limits = ([_limited("a", 2000), _limited("b")], [GlobalQuota("all", 4000, 0.5)])
+    held = ([_index("x", {A: 300, B: 5}, {A: 20}, most=50)], {"x": 3}, {"x": 2}, {"a": Backlog(3, 1, 1)})
+    report = usage_report(UsageSources([group], *limits, *held))
     (found,) = report.groups
     assert found.total == usage_values.Usage(305, 20, 1000, 800, 780)
     assert [(kind.storage_type, kind.usage) for kind in found.types] == [
@@ -456,17 +444,9 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
 
 
 def test_a_mark_leaves_space_for_the_largest_block_under_the_limit() -> None:
-    sources = UsageSources(
-        [_group("x", ratio=1.0), _group("y")],
-        [_limited("a", 1000)],
-        [],
-        [
-            _index("x", {A: 1}, block=300),
-            _index("x", {A: 1}, block=200, instance_id="j"),
-            _index("y", {B: 1}, block=900),
-        ],
-    )
-    report = usage_report(sources)
+    of_x = [_index("x", {A: 1}, block=300), _index("x", {A: 1}, block=200, instance_id="j")]
+    indexes = [*of_x, _index("y", {B: 1}, block=900)]
+    report = usage_report(UsageSources([_group("x", ratio=1.0), _group("y")], [_limited("a", 1000)], [], indexes))
     assert report.groups[0].total.high_mark_bytes == 700
     assert report.storages[0].usage.high_mark_bytes == 700
 
@@ -478,11 +458,8 @@ def test_of_two_marks_of_a_group_the_lower_one_is_reported() -> None:
 
 
 def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage() -> None:
-    groups = [
-        _group("x", 700),
-        _group("y", 900, storage_candidates=("b", "a")),
-        _group("z", 500, storage_candidates=()),
-    ]
+    others = [_group("y", 900, storage_candidates=("b", "a")), _group("z", 500, storage_candidates=())]
+    groups = [_group("x", 700), *others]
     report = usage_report(UsageSources(groups, [_limited("a", 800), _limited("b")], [], []))
     assert [storage.oversubscription for storage in report.storages] == [2.0, 0.0]
 

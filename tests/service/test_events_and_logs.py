@@ -118,23 +118,12 @@ async def test_the_calls_of_an_engine_are_reported_as_the_original_reports_them(
         assert event.keys() >= ENVELOPE
         assert (event["source"], len(event["id"]), event["trigger_time_us"]) == ("inst", 32, 5000000000)
     start, finish, read = map(fields, events)
-    assert start == {
-        "write_session_id": started.write_session_id,
-        "keys": [-3, 7],
-        "tokens": [],
-        "block_mask": 0,
-        "location_spec_group_names": [],
-        "write_timeout_seconds": 0,
-    }
-    assert finish == {"write_session_id": started.write_session_id, "success_block": 2}
-    assert read == {
-        "query_type": "prefix_match",
-        "keys": [-3, 7, 9],
-        "tokens": [],
-        "block_mask": 1,
-        "sw_size": 0,
-        "location_spec_names": ["tp0"],
-    }
+    session = {"write_session_id": started.write_session_id}
+    written = {"keys": [-3, 7], "tokens": [], "block_mask": 0}
+    assert start == {**session, **written, "location_spec_group_names": [], "write_timeout_seconds": 0}
+    assert finish == {**session, "success_block": 2}
+    asked = {"keys": [-3, 7, 9], "tokens": [], "block_mask": 1}
+    assert read == {**asked, "query_type": "prefix_match", "sw_size": 0, "location_spec_names": ["tp0"]}
 
 
 async def test_query_types_have_the_names_of_the_original(node: Node) -> None:
@@ -196,9 +185,8 @@ async def test_a_write_session_that_expires_is_reported_once(node: Node) -> None
         await node.cache.expire()
         await node.cache.expire()
         await node.executor.run_due()
-    assert [(event["type"], event["reason"], event["keys"], event["bytes"]) for event in events] == [
-        ("expired", "session", [2, 1], 16)
-    ]
+    (event,) = events
+    assert (event["type"], event["reason"], event["keys"], event["bytes"]) == ("expired", "session", [2, 1], 16)
 
 
 def test_events_are_streamed_as_they_happen_until_the_manager_stops(tmp_path: Path) -> None:

@@ -192,12 +192,8 @@ def test_the_handlers_own_refusals_are_problems_with_their_code(rest: RestClient
 
 def test_instances_of_a_group_are_registered_and_removed(rest: RestClient, apis: dict[str, Api]) -> None:
     group, name = Site(apis["http"]).group(), unique("Org/Model")
-    doc = {
-        "instance_group_name": group,
-        "block_size": 4,
-        "location_spec_infos": [{"name": "kv", "size": 64}],
-        "model_deployment": {"model_name": "m", "dtype": "bf16"},
-    }
+    doc = {"instance_group_name": group, "block_size": 4, "location_spec_infos": [{"name": "kv", "size": 64}]}
+    doc["model_deployment"] = {"model_name": "m", "dtype": "bf16"}
     path = f"/v1/instances/{component(name)}"
     made = rest.put(path, doc)
     assert (made.status, made.headers["location"]) == (201, path)

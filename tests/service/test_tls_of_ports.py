@@ -372,16 +372,9 @@ def test_settings_that_do_not_fit_together_are_refused(texts: list[str], said: s
 
 
 def test_names_of_a_peer_are_those_that_grpc_reports() -> None:
-    peer = {
-        "subject": ((("commonName", "nobody"),),),
-        "subjectAltName": (
-            ("DNS", "a.example"),
-            ("URI", "spiffe://a"),
-            ("email", "a@b"),
-            ("IP Address", "0:0:0:0:0:0:0:1\n"),
-            ("DirName", "x"),
-        ),
-    }
+    names = (("DNS", "a.example"), ("URI", "spiffe://a"), ("email", "a@b"))
+    others = (("IP Address", "0:0:0:0:0:0:0:1\n"), ("DirName", "x"))
+    peer = {"subject": ((("commonName", "nobody"),),), "subjectAltName": names + others}
     assert names_of_peer(peer) == ("a.example", "spiffe://a", "a@b", "::1")
     assert names_of_peer({}) == names_of_peer(None) == ()
 
