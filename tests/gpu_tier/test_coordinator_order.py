@@ -209,12 +209,8 @@ def test_estimates_are_computed_beside_the_copies(name: str, monkeypatch: pytest
 
 
 SHAPE = Shape(layers=2, max_tokens=160)
-CASES = {
-    "dsa": DSA,
-    "dsa, nothing promoted": {**DSA, "promote_newest": False},
-    "quest": QUEST,
-    "quest, nothing promoted": {**QUEST, "promote_newest": False},
-}
+CASES = {"dsa": DSA, "quest": QUEST}
+CASES |= {f"{name}, nothing promoted": {**case, "promote_newest": False} for name, case in CASES.items()}
 
 
 def decoded_ahead(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool) -> torch.Tensor:

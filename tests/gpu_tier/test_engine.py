@@ -191,18 +191,10 @@ TOKENS = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(1)
 
 
 def transformers_llama(shape: LlamaShape, weights: dict[str, Tensor]) -> Any:
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_ff,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_q_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        rope_theta=shape.rope_theta,
-        tie_word_embeddings=False,
-    )
+    widths = {"vocab_size": shape.vocab, "hidden_size": shape.d_model, "intermediate_size": shape.d_ff}
+    heads = {"num_attention_heads": shape.num_q_heads, "num_key_value_heads": shape.num_kv_heads}
+    layers = {"num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim, "rms_norm_eps": shape.norm_eps}
+    config = LlamaConfig(**widths, **heads, **layers, rope_theta=shape.rope_theta, tie_word_embeddings=False)
     model = LlamaForCausalLM(config).double().eval()
     model.load_state_dict(weights)
     return model

@@ -32,19 +32,11 @@ SLOTS = 96
 MLA = Shape(1, 8, 48, KVDtype.F32, rope=16)
 
 
-SHAPES = [
-    Shape(2, 1, 64, KVDtype.F32),
-    Shape(2, 4, 128, KVDtype.F32),
-    Shape(3, 2, 80, KVDtype.F32),
-    Shape(2, 4, 64, KVDtype.F16),
-    Shape(2, 4, 128, KVDtype.BF16),
-    Shape(2, 4, 64, KVDtype.FP8),
-    Shape(1, 20, 128, KVDtype.FP8),
-    MLA,
-    Shape(1, 4, 80, KVDtype.BF16, rope=16),
-    Shape(1, 4, 80, KVDtype.FP8, rope=16),
-    Shape(1, 4, 576, KVDtype.FP8, rope=64),
-]
+EXACT = [Shape(*sizes, KVDtype.F32) for sizes in ((2, 1, 64), (2, 4, 128), (3, 2, 80))]
+HALF = [Shape(2, 4, 64, KVDtype.F16), Shape(2, 4, 128, KVDtype.BF16)]
+CODED = [Shape(2, 4, 64, KVDtype.FP8), Shape(1, 20, 128, KVDtype.FP8)]
+ROTATED = [Shape(1, 4, 80, dtype, rope=16) for dtype in (KVDtype.BF16, KVDtype.FP8)]
+SHAPES = [*EXACT, *HALF, *CODED, MLA, *ROTATED, Shape(1, 4, 576, KVDtype.FP8, rope=64)]
 
 
 IMPLEMENTATIONS = ["reference", "triton"]

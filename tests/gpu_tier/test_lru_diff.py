@@ -376,13 +376,10 @@ def test_debug_checks_raise_in_the_step() -> None:
 def test_batches_of_about_the_same_size_share_memory_and_a_plan_outlives_the_next_layer() -> None:
     policy = policy_of(max_requests=4, host_loc=torch.zeros(4, MAX_ITEMS, dtype=torch.int64))
     mask = torch.ones(4, dtype=torch.bool)
-    plans = [
-        policy.resolve(
-            layer, lru_model.decode_batch([], [], rows=rows), lru_model.selection_of([[[1]]] * rows, 1, 1), mask[:rows]
-        )
-        for rows in (3, 4)
-        for layer in (0, 1)
-    ]
+    plans = []
+    for rows, layer in ((3, 0), (3, 1), (4, 0), (4, 1)):
+        batch, selection = lru_model.decode_batch([], [], rows=rows), lru_model.selection_of([[[1]]] * rows, 1, 1)
+        plans.append(policy.resolve(layer, batch, selection, mask[:rows]))
     places = [plan.device_slot.data_ptr() for plan in plans]
     assert places[0] == places[2] != places[1] == places[3]
     assert [len(plan.device_slot) for plan in plans] == [3, 3, 4, 4]

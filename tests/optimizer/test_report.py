@@ -25,13 +25,8 @@ from kvcm.optimizer.trace import BadLine
 
 pytest.importorskip("matplotlib")
 
-OPTIONS = StudyOptions(
-    capacities="4,5,6,8",
-    workers=1,
-    engines=2,
-    tiers="host:2,ssd:4",
-    deployment=parse_deployment("deepseek_v3,offered=5e4"),
-)
+DEPLOYMENT = parse_deployment("deepseek_v3,offered=5e4")
+OPTIONS = StudyOptions(capacities="4,5,6,8", workers=1, engines=2, tiers="host:2,ssd:4", deployment=DEPLOYMENT)
 
 
 @pytest.fixture(scope="module")

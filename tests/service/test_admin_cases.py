@@ -126,10 +126,7 @@ def _group_refusals() -> list[Refused]:
 
     indexer = ("cache_config", "meta_indexer_config")
     return [
-        nested("name", "name"),
-        nested("storage_candidates", "storage_candidates"),
-        nested("global_quota_group_name", "global_quota_group_name"),
-        nested("cache_config", "cache_config"),
+        *(nested(name, name) for name in ("name", "storage_candidates", "global_quota_group_name", "cache_config")),
         nested("reclaim_strategy", "cache_config", "reclaim_strategy"),
         nested("storage_unique_name", "cache_config", "reclaim_strategy", "storage_unique_name"),
         nested("storage_type", *indexer, "meta_storage_backend_config"),

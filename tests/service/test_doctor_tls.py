@@ -40,12 +40,8 @@ def _own(site: TlsSite) -> Pair:
 def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pair | None = None) -> list[Finding]:
     """The findings of the doctor, by the authority that it trusts and the certificate that it shows."""
     shown: dict[str, Any] = {} if own is None else {"cert_file": own.cert, "cert_key_file": own.key}
-    connection = Connection(
-        manager=f"{scheme}://{process.address.admin_http}",
-        key_file=process.data_dir / "admin.key" if (process.data_dir / "admin.key").exists() else None,
-        ca_file=ca,
-        **shown,
-    )
+    manager, key = f"{scheme}://{process.address.admin_http}", process.data_dir / "admin.key"
+    connection = Connection(manager=manager, key_file=key if key.exists() else None, ca_file=ca, **shown)
     return list(check_manager(connection.admin(), is_expected=True, shows_certificate=own is not None))
 
 

@@ -95,15 +95,13 @@ def test_a_body_of_another_kind_is_415(rest: RestClient, kind: str) -> None:
     assert rest.patch(path, {}, content_encoding="gzip").status == 415
 
 
+_NO_OBJECTS = [b"", b"{", b"[]", b"null", b'"x"', b"\xff"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"\xff",
+        *_NO_OBJECTS,
         b'{"storage_candidates": ["a"], "storage_candidates": ["b"], "global_quota_group_name": "q"}',
         b'{"storage_candidates": ["a"], "global_quota_group_name": "q", "pin_budget_bytes": NaN}',
         b'{"storage_candidates": ["\\ud800"], "global_quota_group_name": "q"}',

@@ -491,17 +491,11 @@ def test_administrators_alone_see_secrets(
     tenants: Tenants, transport: str, role: str, storage: str, group: str, instance: str
 ) -> None:
     key = tenants.server.engine(unique("engine"), group) if role == "engine" else tenants.keys[role]
-    calls = {
-        "AdminService.GetInstanceInfo": {"instance_id": instance},
-        "GetInstanceInfo": {"instance_id": instance},
-    }
+    calls = {rpc: {"instance_id": instance} for rpc in ("AdminService.GetInstanceInfo", "GetInstanceInfo")}
     if role != "engine":
-        calls |= {
-            "AdminService.ListStorage": {},
-            "AdminService.GetInstanceGroup": {"name": group},
-            "GroupService.ListInstanceGroup": {},
-            "AdminService.ListInstanceInfo": {"instance_group_name": group},
-        }
+        calls |= {"AdminService.ListStorage": {}, "GroupService.ListInstanceGroup": {}}
+        calls["AdminService.GetInstanceGroup"] = {"name": group}
+        calls["AdminService.ListInstanceInfo"] = {"instance_group_name": group}
     with tenants.server.api(transport, key) as api:
         for rpc, fields in calls.items():
             shown = str(api.ok(rpc, **fields))

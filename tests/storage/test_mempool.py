@@ -540,11 +540,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-PoolMachine.TestCase.settings = settings(
-    phases=[Phase.explicit, Phase.generate],
-    max_examples=examples(40),
-    stateful_step_count=15,
-    deadline=None,
-    derandomize=True,
-)
+_ALWAYS_ALIKE = settings(phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(_ALWAYS_ALIKE, max_examples=examples(40), stateful_step_count=15)
 TestPools = PoolMachine.TestCase
